@@ -23,6 +23,7 @@ from asyncckpt.format.claim import Claim as Claim
 from asyncckpt.format.record import RECORD_NAME as RECORD_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard
+from asyncckpt.tree import NodeAdapter as NodeAdapter
 
 T = TypeVar("T")
 
@@ -720,18 +721,6 @@ class ShardedAdapter(ArrayAdapter, Protocol):
 
         As `place` otherwise.
         """
-        ...
-
-
-class NodeAdapter(Protocol):
-    """Containers that a framework has registered (`jax.tree_util` nodes such as optax states)."""
-
-    def flatten(self, node: Any) -> tuple[Sequence[str | int], Sequence[Any]] | None:
-        """Return keys and children of a registered node, or None for a type that is not."""
-        ...
-
-    def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
-        """Return a node like `node` with these children."""
         ...
 
 

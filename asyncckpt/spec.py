@@ -78,7 +78,7 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part common to both boxes, None when they share no element."""
+        """Return the part common to both boxes, None if they share no element."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
         return None if any(n <= 0 for n in shape) else Box(offset, shape)
@@ -116,15 +116,15 @@ class ArraySpec:
 
 @functools.lru_cache(maxsize=4096)
 def array_spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
-    """Return the spec of an array; equal ones are one object, so comparing schemas is cheap."""
+    """Return the spec of an array; equal ones are one object, so that comparisons are cheap."""
     return ArraySpec(shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
-    """A regular zarr chunk grid. Cells on the far edge reach past the array, stored full size.
+    """A regular zarr chunk grid. Cells on the far edge may reach past the array.
 
-    `chunk_shape` has the rank of `shape` and positive entries, also where `shape` has zeros.
+    `chunk_shape` has the rank of `shape` and positive entries, even where `shape` has zeros.
     """
 
     shape: tuple[int, ...]
@@ -172,18 +172,17 @@ class Shard:
 class Partition:
     """How several processes divide an array: into cells, each held by one or more of them.
 
-    It is equal in all processes, and is made from mesh arithmetic without a list of shards.
+    It is equal in all processes, and computed from the mesh without a list of shards.
 
     Attributes:
-        cuts: per axis the length of every cell but the last (the axis' length where it is not
-            cut), or, where cells are uneven, the positions of the cuts between them.
+        cuts: per axis, the length of every cell except the last (the axis length if it is not
+            cut), or, if cells are uneven, the positions of the cuts between them.
         holders: which process holds which cell, as a canonical text that is equal in all
-            processes: the mesh, its processes, and which axes it divides.
-        processes: those that hold a cell, in order; empty where that is not known. What `holders`
-            says decides whether two partitions are equal.
-        pattern: the same text with positions among `processes` instead of their numbers; empty
-            where that is not known. Where cuts and pattern are equal, processes at equal positions
-            hold the same cells.
+            processes: the mesh, its processes, and the axes that it divides.
+        processes: those that hold a cell, in order; empty if unknown. Not compared: `holders`
+            determines whether two partitions are equal.
+        pattern: the same text with positions in `processes` instead of process numbers; empty if
+            unknown. If cuts and pattern are equal, processes at equal positions hold equal cells.
     """
 
     cuts: tuple[int | tuple[int, ...], ...]

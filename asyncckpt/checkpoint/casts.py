@@ -1,8 +1,8 @@
-"""Casts to the dtype in which a leaf is stored: precision may go, values may not.
+"""Casts to the dtype in which a leaf is stored: they may lose precision, but not values.
 
 A float that is too large for a narrower float dtype becomes an infinity or, in dtypes without one,
-a NaN. A value that an integer dtype cannot hold is an error, and so is an integer beyond all floats
-of a dtype.
+a NaN. A value that an integer dtype cannot hold is an error, as is an integer beyond the largest
+float of a dtype.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def may_lose(source: str, stored: str) -> bool:
 
 
 def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: str) -> None:
-    """Check that a cast from `source` to `stored` loses no value; needed where `may_lose` says so.
+    """Check that a cast from `source` to `stored` loses no value; needed if `may_lose`.
 
-    Blocking: the values are read twice and never copied.
+    Blocking: reads the values twice and never copies them.
 
     Raises:
         DtypeMismatchError: a value would be lost; names the path and one such value.
@@ -45,7 +45,7 @@ def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: s
             if values.imag.any():
                 raise _lost(path, "a value with an imaginary part", source, stored)
             values = values.real
-        # Casts keep the order of values, so that the least and the greatest decide for all. Where
+        # Casts keep the order of values, so it suffices to check the least and the greatest. If
         # there is a NaN, it is both.
         for bound in (values.min(), values.max()):
             if not _holds(stored, bound):

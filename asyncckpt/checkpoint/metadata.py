@@ -1,7 +1,7 @@
 """A checkpoint opened for reading: what it holds, and where.
 
-`open_checkpoint` opens our own; the modules of `checkpoint/foreign/` make the same `OpenCheckpoint`
-of what other libraries wrote, so that everything above knows one kind of checkpoint.
+`open_checkpoint` opens our own. The modules of `checkpoint/foreign/` make the same `OpenCheckpoint`
+from those of other libraries, so that all callers handle one kind of checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RECORD = RECORD_NAME
 
 IMPLIED_NBYTES = 64 * MIB
 """Fill values that a foreign checkpoint does not store are allocated up to this size plus four
-times that of its files, unless a target asks for as much."""
+times that of its files, or as the target of a restore asks for."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -63,9 +63,9 @@ class Storage:
         spec: shape and dtype.
         chunk_shape: elements per chunk and dimension; chunks that reach past the array are stored
             full size.
-        codec: how a stored chunk becomes its elements.
+        codec: decodes stored chunks.
         fill: the bytes of one element of a chunk that is not stored; empty for zeros.
-        driver: TensorStore's driver that opens such an array.
+        driver: TensorStore's driver for the array.
         grid: the chunk grid.
         chunk_nbytes: size of a decoded chunk.
     """
@@ -79,7 +79,7 @@ class Storage:
     chunk_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Looked up for every chunk that is read.
+        # Needed for every chunk that is read.
         object.__setattr__(self, "grid", ChunkGrid(self.spec.shape, self.chunk_shape))
         nbytes = math.prod(self.chunk_shape) * self.spec.itemsize
         object.__setattr__(self, "chunk_nbytes", nbytes)
@@ -96,17 +96,17 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extents:
-    """Where every chunk is, one row per chunk: arrays in order, the cells of each in C order.
+    """Extent of every chunk, one row per chunk: arrays in order, the cells of each in C order.
 
     Attributes:
         file: index into `OpenCheckpoint.stored_files`; -1 for rows without an extent.
         offset: first byte in it.
         nbytes: length of the stored chunk, trailer included.
-        crc32c: CRC-32C of each chunk without its trailer, kept apart from it; None without.
-        values: stored bytes of rows without an extent, trailer included; a row that has neither
-            was never stored and consists of the fill value.
-        origin: where the chunks are in the store, if these are their places in streams that
-            processes exchange; for errors.
+        crc32c: CRC-32C of each chunk without its trailer, stored apart from the chunk; or None.
+        values: stored bytes of rows without an extent, trailer included; a row with neither was
+            never stored and consists of the fill value.
+        origin: the extents in the store, for errors, if these are in streams that processes
+            exchange.
     """
 
     file: Column
@@ -121,8 +121,8 @@ class Extents:
 
 
 ReadExtents = Callable[[Sequence[int] | None], Awaitable[Extents]]
-"""Indices of the arrays that are wanted (None for all) -> the extents. Rows of other arrays may be
--1; there are always as many rows as the checkpoint has chunks."""
+"""Indices of the wanted arrays (None for all) -> the extents of all chunks of the checkpoint, where
+rows of other arrays may be -1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +133,7 @@ class OpenCheckpoint:
         files: access to its files.
         format: `asyncckpt`, `orbax`, `ocdbt`, `safetensors` or `dcp`.
         tree: its containers, as JSON of the record or already decoded.
-        leaves: its leaves in tree order, with the `pieces` of those that are several arrays.
+        leaves: its leaves in tree order.
         arrays: its arrays; `arrays.spec` indexes `storages`.
         storages: the distinct ways in which arrays are stored.
         stored_files: files that hold chunks or are listed by the record.
@@ -142,7 +142,7 @@ class OpenCheckpoint:
         metrics: the user's numbers.
         save_id: identity of the save; empty for foreign checkpoints.
         epoch: claim under which it was saved, 0 for none.
-        created_ns: time of the commit, nanoseconds since 1970; 0 where it is unknown.
+        created_ns: time of the commit, nanoseconds since 1970; 0 if unknown.
         library: name and version of the program that wrote it.
         database: directory of its OCDBT database.
         record: its commit record; None for foreign checkpoints.
@@ -209,9 +209,9 @@ class OpenCheckpoint:
         return structure
 
     def leaf_arrays(self) -> list[int]:
-        """Return the array of every leaf: -1 for scalars, the first one where there are `pieces`.
+        """Return the array of every leaf: -1 for scalars, the first one of leaves with pieces.
 
-        The k-th array leaf without pieces has the k-th array that no piece names.
+        The k-th array leaf without pieces has the k-th array that is not a piece.
         """
         pieces = self.leaves.pieces
         taken = set(map(attrgetter("array"), itertools.chain.from_iterable(pieces.values())))
@@ -225,7 +225,7 @@ class OpenCheckpoint:
         return arrays
 
     def pieces(self, leaf: int, array: int) -> tuple[Piece, ...]:
-        """Return the arrays of a leaf whose (first) array is `array`: nearly always that one."""
+        """Return the arrays of a leaf whose first array is `array`: nearly always the only one."""
         if array < 0:
             return ()
         return self.leaves.pieces.get(leaf) or (
@@ -248,7 +248,7 @@ class OpenCheckpoint:
         return ArraySpec(tuple(map(max, zip(*corners, strict=True))), first.dtype)
 
     def stored(self) -> StoredArrays:
-        """Return what the restore planner needs to know of the arrays."""
+        """Return the arrays in the form that the restore planner needs."""
         return StoredArrays(
             [(s.grid, s.spec.itemsize, s.codec.decode is not None) for s in self.storages],
             np.array(self.arrays.spec, np.int64),
@@ -257,7 +257,7 @@ class OpenCheckpoint:
 
 
 async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None) -> Extents:
-    """Read where the chunks of these arrays are (None: of all), each within its file.
+    """Read the extents of these arrays (None: of all), and check that they are within their files.
 
     Raises:
         CorruptCheckpointError: a chunk is outside its file, or the metadata is damaged.
@@ -287,14 +287,13 @@ async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None
 
 
 def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[int]) -> None:
-    """Check that the fill values of these arrays are few enough to be allocated on their word.
+    """Check that chunks of these arrays that are not stored take a plausible amount of memory.
 
     Raises:
-        UnsupportedFormatError: chunks that are not stored would take more than `IMPLIED_NBYTES`
-            and four times the files.
+        UnsupportedFormatError: they would take more than `IMPLIED_NBYTES` and four times the files.
     """
     if opened.record is not None:
-        return  # every chunk of ours is stored
+        return  # asyncckpt stores every chunk
     is_unstored = extents.file < 0
     is_unstored[list(extents.values)] = False
     before = np.concatenate([[0], np.cumsum(is_unstored)])
@@ -315,7 +314,7 @@ def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[in
 
 
 async def open_checkpoint(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
-    """Read the checkpoint's record and check it; that of many leaves is decoded by `compute`.
+    """Read the checkpoint's record, and decode and check it in a thread of `compute`.
 
     Raises:
         CheckpointNotFoundError: there is no record.
@@ -327,7 +326,7 @@ async def open_checkpoint(files: CheckpointFiles, compute: Workers) -> OpenCheck
 
 
 def resolve(files: CheckpointFiles, data: bytes, compute: Workers) -> OpenCheckpoint:
-    """Decode a record and join its tables; `compute` will decode the index."""
+    """Decode a record; `compute` will decode the index."""
     record = decode_record(data, location=files.location)
 
     async def read_extents(_: Sequence[int] | None) -> Extents:
@@ -375,7 +374,7 @@ def number_rows(
 
 
 async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> ChunkIndex:
-    """Read where every chunk is and what its checksum is.
+    """Read the extent and checksum of every chunk.
 
     Raises:
         CorruptCheckpointError: the index is damaged or does not fit the record.
@@ -396,7 +395,7 @@ async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Work
 def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkIndex:
     place = record.chunk_index
     path = record.files[place.file].path
-    # Without its own trailing CRC: over both, the CRC would be one constant for every index.
+    # Without its own trailing CRC: including it would give the same CRC for every index.
     found = crc32c(data[:-CRC_NBYTES])
     if found != place.crc32c:
         raise CorruptCheckpointError(
@@ -419,7 +418,7 @@ def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkInde
 
 
 def missing(location: str, path: str) -> CorruptCheckpointError:
-    """Return the error for a file that the checkpoint's metadata lists and the store lacks."""
+    """Return the error for a file that the checkpoint's metadata lists but the store lacks."""
     return CorruptCheckpointError(
         f"{location}: {path} is missing, the checkpoint's metadata lists it; restore an older step",
         file=path,

@@ -6,7 +6,7 @@ those formats are parsed in `format.foreign`.
 
 # Rule 1: nothing stored is executed, unpickled or passed on as a specification.
 # Rule 2: a directory with a commit record is an asyncckpt checkpoint, even if that is damaged.
-# Rule 3: one that has only the files our saves put beside the record is not a checkpoint at all.
+# Rule 3: a directory with only the other files of an asyncckpt checkpoint is not a checkpoint.
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from asyncckpt.checkpoint.foreign.ours import is_our_leftover, without_record
-from asyncckpt.checkpoint.foreign.retree import with_saved_tree
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.flow.threads import Workers
@@ -31,7 +30,7 @@ PROBED_ITEMS = 8
 """Subdirectories inspected to recognise a directory without known names."""
 
 HEAD_NBYTES = 256
-"""First bytes of a file by which it is recognised."""
+"""First bytes of a file by which it is recognized."""
 
 Open = Callable[[CheckpointFiles], Awaitable[OpenCheckpoint]]
 
@@ -40,7 +39,7 @@ _ORBAX_ITEMS = frozenset(("default", "state", "pytree"))
 _ZARR_NAMES = frozenset((".zarray", "zarr.json"))
 
 _LIKE_OURS = frozenset((None, "orbax", "ocdbt"))
-"""Formats that our own files look like without a record, or if some of them are gone."""
+"""Formats that files of an incomplete asyncckpt checkpoint look like."""
 
 _NUMPY = "load it with numpy.load, and save the arrays with asyncckpt.save"
 _TORCH = "load it with torch.load(path, weights_only=True), and save that with asyncckpt.save"
@@ -80,7 +79,7 @@ async def open_any(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
             raise _nothing(files.location, entries) from None
     module = importlib.import_module(f"asyncckpt.checkpoint.foreign.{name}")
     opener: Open = getattr(module, f"open_{name}")
-    opened = with_saved_tree(await opener(files))
+    opened = await opener(files)
     for note in opened.notes:
         logger.warning("%s: %s", files.location, note)
     return opened
@@ -105,7 +104,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
         return "orbax"
     items = sorted(name for name in directories if not STEP_NAME.fullmatch(name))
     for name in items[:PROBED_ITEMS]:
-        # Items of an Orbax step have any name, and so have its parameters without OCDBT.
+        # Items of an Orbax step, and parameters without OCDBT, may have any name.
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         inner = {entry.name for entry in below}
         if inner & (_ORBAX_NAMES | _ZARR_NAMES) or "manifest.ocdbt" in inner:
@@ -114,7 +113,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
 
 
 async def _check_file(files: CheckpointFiles, entry: Entry) -> None:
-    """Raise if a file is not a safetensors file; say what it is."""
+    """Raise unless a file is a safetensors file."""
     head = np.zeros(min(HEAD_NBYTES, entry.nbytes), np.uint8)
     await files.read_into("", 0, [head])
     found = _kind_of_file(head.tobytes(), files.location.endswith(".safetensors"))
@@ -130,7 +129,7 @@ async def _check_file(files: CheckpointFiles, entry: Entry) -> None:
 
 
 def _kind_of_file(head: bytes, named_safetensors: bool) -> tuple[str, str] | None:
-    """Return what a file with these first bytes is and what to do, or None for safetensors."""
+    """Return what a file with these first bytes is, and advice; None for safetensors."""
     if head[5:9] == b"\0\0\0{":  # the length of a header below 2^40 bytes, and its first byte
         return None
     if head.startswith(b"PK\x03\x04"):
@@ -145,7 +144,7 @@ def _kind_of_file(head: bytes, named_safetensors: bool) -> tuple[str, str] | Non
         if head.startswith(magic):
             return kind, advice
     if named_safetensors:
-        return None  # and damaged, as its reader will say
+        return None  # damaged, as its reader will report
     if not head:
         return "an empty file", "name the directory of a checkpoint"
     text = head.decode("utf-8", "ignore")

@@ -25,7 +25,7 @@ class ArrayReader:
     A sharded array is read shard by shard: it is never assembled.
 
     Attributes:
-        flats: per shard its bytes in C order, where they are one run in host memory and are stored
+        flats: per shard its bytes in C order if they are one run in host memory and stored
             unchanged, else None; an array without shards counts as one.
     """
 
@@ -89,7 +89,7 @@ class ArrayReader:
         box: Box,
         out: npt.NDArray[Any],
     ) -> None:
-        """Copy the values of `box` into `out`; it is at `offset` of the view, if there is one."""
+        """Copy the values of `box`, which begins at `offset` of `view`, into `out`."""
         if view is not None:
             index: Any = (*Box(offset, box.shape).slices(), ...)
             values = view[index]
@@ -142,8 +142,8 @@ def gather(
         if high - low == nbytes:
             _fill(read, box, clipped, out[low - start : high - start].view(dtype))
         else:
-            # A window may cut an element in two: its ends are multiples of the page, not of an
-            # element. The whole element is read, and a part of its bytes is copied.
+            # The ends of a window are multiples of the page, not of the element size: it may cut an
+            # element in two. The whole element is read, and some of its bytes are copied.
             whole = np.empty(box.size, dtype)
             _fill(read, box, clipped, whole)
             raw = whole.view(np.uint8)[low - position : high - position]

@@ -1,14 +1,14 @@
-"""The chunk index: where every chunk is and what its CRC-32C must be, one row per chunk.
+"""The chunk index: the location and CRC-32C of every chunk, one row per chunk.
 
-Rows stand in canonical order: arrays in the order of the commit record, the cells of each in C
-order. An array that shares the chunks of another (tied) has no rows. The CRC of every chunk is kept
-here, apart from the chunk, so that exchanged and stale chunks are found too.
+Rows are in canonical order: arrays in the order of the commit record, the cells of each in C order.
+An array that shares the chunks of another (tied) has no rows. The CRC of every chunk is stored
+here, apart from the chunk, so that exchanged and stale chunks are detected too.
 
 Layout, all little endian: magic ``ACKI`` and version `uint32`; row count `uint64`; then by column
 data file `uint32`, offset `uint64`, length `uint64`, CRC `uint32`; then the CRC-32C `uint32` of all
-bytes before it. The length counts the whole stored chunk: the encoded payload and its trailer of
-4 bytes, as the extent in the B+tree does. The CRC is of the payload without the trailer, and so
-equal to what the trailer holds.
+bytes before it. The length is that of the whole stored chunk: the encoded payload and its trailer
+of 4 bytes, as in the B+tree. The CRC is that of the payload without the trailer, and so equal to
+the trailer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +58,10 @@ class ChunkIndex:
             np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
         )
 
-    def validate(self, file_nbytes: Sequence[int], *, file: str = "chunk index") -> None:
+    def validate(self, file_nbytes: Sequence[int], *, file: str) -> None:
         """Check that every row is a range inside its file, long enough for a trailer.
 
-        Args:
-            file_nbytes: sizes of the files of the commit record.
-            file: path of the index for errors.
+        `file_nbytes` are the sizes of the files of the commit record; `file` is named in errors.
 
         Raises:
             CorruptCheckpointError: names the first row that is not.
@@ -92,14 +89,8 @@ def index_nbytes(rows: int) -> int:
 def encode_chunk_index(index: ChunkIndex) -> bytes:
     """Encode the index."""
     body = _HEAD.pack(MAGIC, VERSION, len(index))
-    columns: tuple[npt.NDArray[Any], ...] = (
-        index.file,
-        index.offset,
-        index.nbytes,
-        index.crc32c,
-    )
-    for column, kind in zip(columns, _COLUMNS, strict=True):
-        body += column.astype(kind).tobytes()
+    for name, kind in zip(index.__slots__, _COLUMNS, strict=True):
+        body += getattr(index, name).astype(kind).tobytes()
     return body + crc32c(body).to_bytes(CRC_NBYTES, "little")
 
 

@@ -1,8 +1,8 @@
-"""Claims: which process may write below a root, and the list of what it inherited.
+"""Claims: which process may write below a root, and which saves it inherited.
 
-Both are JSON objects that end with their checksum, like the commit record. A claim takes a number,
-its epoch, by existing; what it says is for people. On object stores, the list that belongs to it
-decides which older records count.
+Both are JSON objects that end with their checksum, like the commit record. The existence of a claim
+takes its number, the epoch; its content is for people. On object stores, the list that belongs to
+it determines which older records are valid.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError
@@ -30,23 +30,22 @@ _INHERITED = "asyncckpt-inherited"
 _VERSION = 1
 
 _MAX = (1 << 63) - 1
-_ANY = re.compile(r"[\s\S]*")
 _CLAIM_FORM: dict[str, Any] = {
-    "format": _ANY,
+    "format": str,
     "version": _MAX,
     "epoch": _MAX,
     "token": re.compile(r"[0-9a-f]{32}"),
     "host": re.compile(r"[^\x00-\x1f\x7f]{0,255}"),
     "pid": _MAX,
     "created_ns": _MAX,
-    "crc32c": _ANY,
+    "crc32c": str,
 }
 _INHERITED_FORM: dict[str, Any] = {
-    "format": _ANY,
+    "format": str,
     "version": _MAX,
     "epoch": _MAX,
     "save_ids": [str],
-    "crc32c": _ANY,
+    "crc32c": str,
 }
 
 
@@ -56,11 +55,11 @@ class Claim:
 
     Attributes:
         epoch: its number, from 1; every claim ends all lower ones.
-        token: 32 hexadecimal digits that no other claim has.
+        token: 32 hexadecimal digits, unique to the claim.
         host: name of the host of the process that made it.
         pid: number of that process on its host.
-        created_ns: when it was made, by the clock of that host, in nanoseconds since 1970; nothing
-            is decided by it.
+        created_ns: when it was made, by the clock of that host, in nanoseconds since 1970; only for
+            information.
     """
 
     epoch: int
@@ -72,37 +71,19 @@ class Claim:
 
 def encode_claim(claim: Claim) -> bytes:
     """Return the content of a claim's file or object."""
-    return _sealed(
-        {
-            "format": _CLAIM,
-            "version": _VERSION,
-            "epoch": claim.epoch,
-            "token": claim.token,
-            "host": claim.host,
-            "pid": claim.pid,
-            "created_ns": claim.created_ns,
-        }
-    )
+    return _sealed({"format": _CLAIM, "version": _VERSION, **asdict(claim)})
 
 
 def decode_claim(data: bytes) -> Claim | None:
-    """Return the claim that these bytes are, None if they are damaged or of a newer release."""
+    """Return the claim with these bytes, None if they are damaged or of a newer release."""
     found = _document(data, _CLAIM, _CLAIM_FORM, CLAIM_NBYTES)
-    if found is None:
-        return None
-    return Claim(found["epoch"], found["token"], found["host"], found["pid"], found["created_ns"])
+    return None if found is None else Claim(**{name: found[name] for name in Claim.__slots__})
 
 
 def encode_inherited(epoch: int, save_ids: Collection[str]) -> bytes:
     """Return the content of the list that belongs to the claim `epoch`."""
-    return _sealed(
-        {
-            "format": _INHERITED,
-            "version": _VERSION,
-            "epoch": epoch,
-            "save_ids": sorted(save_ids),
-        }
-    )
+    head = {"format": _INHERITED, "version": _VERSION, "epoch": epoch}
+    return _sealed({**head, "save_ids": sorted(save_ids)})
 
 
 def decode_inherited(data: bytes) -> frozenset[str] | None:

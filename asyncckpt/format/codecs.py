@@ -3,8 +3,8 @@
 Our own chunks are `RAW` or `ZSTD`; readers of foreign formats make further codecs.
 """
 
-# Rule 1: a codec never allocates by what a chunk claims: the size comes from the array's metadata,
-#   and decoding stops when it is passed.
+# Rule 1: a codec never allocates what a chunk claims to need: the size comes from the array's
+#   metadata, and decoding stops beyond it.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Decode = Callable[[Sequence[Bytes], int], Bytes]
 
 
 class ChunkError(CorruptCheckpointError):
-    """A chunk is not what was saved; callers that know the leaf add its name."""
+    """A chunk differs from what was saved; callers that know the leaf add its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Codec:
 
     Attributes:
         name: its common name; empty for chunks that are stored as they are.
-        crc32c: the CRC-32C of the stored bytes trails them, as 4 bytes little endian.
-        checked: `decode` checks checksums inside of the stored bytes, as shards have them.
-        decode: makes the payload from the stored bytes without that trailer, and raises
-            `ChunkError` where they are damaged or give another number of bytes. Blocking; None
-            where the stored bytes are the payload.
+        crc32c: whether the CRC-32C of the stored bytes follows them, as 4 bytes little endian.
+        checked: whether `decode` verifies checksums inside the stored bytes, as shards have them.
+        decode: returns the payload of the stored bytes without that trailer, and raises
+            `ChunkError` if they are damaged or give another number of bytes. Blocking; None if the
+            stored bytes are the payload.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Codec:
 
     @property
     def trailer_nbytes(self) -> int:
-        """Bytes behind the stored ones."""
+        """Bytes that follow the stored ones."""
         return 4 if self.crc32c else 0
 
 
@@ -107,12 +107,12 @@ def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
 
 
 _idle: list[zstandard.ZstdDecompressor] = []
-"""Contexts that no thread uses: a new one costs as much as decompressing 10 KiB. There are never
-more than threads that have decompressed at the same time."""
+"""Unused contexts: a new one costs as much as decompressing 10 KiB. There are never more than
+threads that decompressed at the same time."""
 
 
 def _states_size(frame: Bytes, nbytes: int) -> bool:
-    """Return whether a frame says that it holds so many bytes, which are then all it may hold."""
+    """Return whether a frame declares this size, which zstd then enforces."""
     try:
         return zstandard.frame_content_size(memoryview(frame)) == nbytes
     except zstandard.ZstdError:

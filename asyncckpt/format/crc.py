@@ -22,7 +22,7 @@ _POLYNOMIAL = 0x82F63B78
 _ONE_BYTE = 1 << 23
 
 _LENGTH_BITS = 56
-"""Lengths are below 2^56 bytes, more than any file holds."""
+"""Lengths are below 2^56 bytes, which exceeds any file."""
 
 
 def crc32c(data: Buffer, value: int = 0) -> int:
@@ -50,10 +50,7 @@ def _power(bit: int) -> int:
 
 @cache
 def _operator(bit: int) -> tuple[array[int], ...]:
-    """Return four tables, one per byte of a CRC; their entries XOR to the CRC times x^(8 · 2^bit).
-
-    They take 4 KiB; files of 1 GiB use 30 of them.
-    """
+    """Return a table per byte of a CRC, whose entries XOR to the CRC times x^(8 · 2^bit)."""
     basis = [0] * 32
     column = _power(bit)
     for power in range(31, -1, -1):
@@ -71,8 +68,7 @@ def _operator(bit: int) -> tuple[array[int], ...]:
 def combine(crc_a: int, crc_b: int, nbytes_b: int) -> int:
     """Return the CRC of a‖b, from the CRCs of a and b and the length of b.
 
-    Costs about half a microsecond per bit that is set in the length, 2 to 8 µs, whether or not the
-    length was seen before.
+    Takes about half a microsecond per bit that is set in the length, 2 to 8 µs in all.
 
     Raises:
         ValueError: the length is negative, or 2^56 bytes and more.

@@ -1,4 +1,4 @@
-"""Damaged bytes: the error that reports them, and the check of stored file paths."""
+"""The error for damaged bytes, and the check of stored file paths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def corrupt(
 
 
 def path_fault(path: str) -> str | None:
-    """Return why `path` must not be opened below a checkpoint, or None if it may be.
+    """Return why `path` must not be opened below a checkpoint, or None if it is safe.
 
     Safe paths are relative, joined by ``/``, and have no empty, ``.`` or ``..`` part, no backslash,
     no control character and at most 4,096 bytes of UTF-8.

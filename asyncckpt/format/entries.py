@@ -2,8 +2,8 @@
 
 Layout, all integers little endian: magic ``ACKE`` and version `uint32`; length of the header
 `uint32`; the header, a JSON object; the columns that it names, each with its type and number of
-values; then the CRC-32C `uint32` of all bytes before it. An entries object lives from the end of a
-process' writes until the record is published. It is no part of the checkpoint.
+values; then the CRC-32C `uint32` of all bytes before it. An entries object exists from the end of a
+process's writes until the record is published. It is not part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MAGIC = b"ACKE"
 VERSION = 1
 
 MAX_HEADER_NBYTES = 64 * MIB
-"""Longest header: some hundred bytes per data file."""
+"""Longest header: about a hundred bytes per data file."""
 
 MAX_ENTRIES_NBYTES = 1 << 33
-"""Largest entries object: 28 bytes per chunk that the process has written."""
+"""Largest entries object: 28 bytes per chunk that the process wrote."""
 
 _HEAD = struct.Struct("<4sII")
 
@@ -56,6 +56,8 @@ _KINDS: Mapping[str, str] = {
     "part_box": "<i8",
     "part_values": "u1",
 }
+_WRITTEN = ("chunk", "file", "offset", "nbytes", "crc")
+_COMPARED = ("checked", "checked_crc", "scalar", "scalar_crc")
 
 
 class WrittenFile(NamedTuple):
@@ -68,13 +70,13 @@ class WrittenFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Boxes of small leaves that no process holds whole: thousands of processes send some of each.
+    """Boxes of small leaves that no process holds whole.
 
     Attributes:
         array: the array of each box's leaf, `int64`.
-        nbytes: bytes of its elements; 0 where another holder of the box sends them, `int64`.
-        crc: CRC-32C of its elements, of every holder, `uint32`.
-        box: its offset and its shape, `int64[rows, 2, rank]`. `rank` is the highest of all leaves;
+        nbytes: bytes of its elements; 0 if another holder of the box sends them, `int64`.
+        crc: CRC-32C of its elements, as every holder computes it, `uint32`.
+        box: its offset and shape, `int64[rows, 2, rank]`. `rank` is the highest of all leaves;
             others have offset 0 and shape 1 in the dimensions that they lack.
         values: the elements of all boxes, each in C order, `uint8`.
     """
@@ -90,7 +92,7 @@ class Parts:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, Box, bytes, int]]) -> Parts:
-        """Return these parts: array, box, elements or nothing, and CRC-32C of the elements."""
+        """Return the parts with these arrays, boxes, elements (maybe empty), and CRC-32Cs."""
         rank = max([len(box.shape) for _, box, _, _ in parts], default=0)
         boxes: list[int] = []
         for _, box, _, _ in parts:
@@ -107,7 +109,7 @@ class Parts:
 
     @classmethod
     def joined(cls, all_parts: Sequence[Parts]) -> Parts:
-        """Return the parts of several processes, one after the other."""
+        """Return the concatenated parts of several processes."""
         rank = max([parts.box.shape[2] for parts in all_parts], default=0)
         boxes = [np.zeros((0, 2, rank), np.int64)]
         for parts in all_parts:
@@ -134,20 +136,20 @@ class Entries:
     Attributes:
         save_id: the attempt, 32 hex digits.
         process: number of the process.
-        digest: of the schema that it planned by.
+        digest: digest of the schema of its plan.
         files: its data files.
-        chunk: number of every chunk that it has written to a file, `int64`.
+        chunk: number of every chunk that it wrote to a file, `int64`.
         file: index into `files` of each, `int64`.
         offset: where each begins in its file, `int64`.
         nbytes: stored length of each with its trailer, `int64`.
         crc: CRC-32C of each without its trailer, `uint32`.
         values: stored bytes, trailer included, of small chunks by number.
         parts: boxes of small leaves that are sharded over several processes.
-        checked: numbers of chunks of which every holder has computed the checksum, `int64`.
+        checked: numbers of chunks whose checksum every holder computed, `int64`.
         checked_crc: CRC-32C of the payload of each, before any compression, `uint32`.
         scalar: ordinals of the scalar leaves that the process has, `int64`.
         scalar_crc: CRC-32C of type and value of each, `uint32`.
-        facts: what else the committing process has to know: JSON.
+        facts: other information for the committing process: JSON.
     """
 
     save_id: str
@@ -171,13 +173,12 @@ class Entries:
 def encode_entries(entries: Entries) -> bytes:
     """Encode the entries."""
     columns: dict[str, npt.NDArray[Any]] = {}
-    for name in ("chunk", "file", "offset", "nbytes", "crc", "checked", "checked_crc"):
+    for name in _WRITTEN + _COMPARED:
         columns[name] = getattr(entries, name)
-    columns["scalar"], columns["scalar_crc"] = entries.scalar, entries.scalar_crc
     columns["value_chunk"] = np.array(list(entries.values), np.int64)
     columns["value_nbytes"] = np.array(list(map(len, entries.values.values())), np.int64)
     columns["values"] = np.frombuffer(b"".join(entries.values.values()), np.uint8)
-    for name in ("array", "nbytes", "crc", "box", "values"):
+    for name in Parts.__slots__:
         columns[f"part_{name}"] = getattr(entries.parts, name)
     header = json.dumps(
         {
@@ -241,7 +242,7 @@ def _columns(data: bytes, start: int, named: Sequence[Any]) -> dict[str, npt.NDA
     if columns.keys() != _KINDS.keys() or start != len(data) - CRC_NBYTES:
         raise ValueError("its columns are not those of this version")
     for group in (
-        ("chunk", "file", "offset", "nbytes", "crc"),
+        _WRITTEN,
         ("checked", "checked_crc"),
         ("scalar", "scalar_crc"),
         ("part_array", "part_nbytes", "part_crc"),
@@ -277,9 +278,7 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
     if not all(type(text) is str for text in texts) or type(header["process"]) is not int:
         raise ValueError("the save id, the digest or the process is missing")
     if not isinstance(header["facts"], dict):
-        raise ValueError("the facts are no object")
-    written = ("chunk", "file", "offset", "nbytes", "crc")
-    compared = ("checked", "checked_crc", "scalar", "scalar_crc")
+        raise ValueError("the facts are not an object")
     return Entries(
         save_id=header["save_id"],
         process=header["process"],
@@ -288,7 +287,7 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
         values=values,
         parts=_parts(**{name: columns[f"part_{name}"] for name in Parts.__slots__}),
         facts=header["facts"],
-        **{name: columns[name] for name in written + compared},
+        **{name: columns[name] for name in _WRITTEN + _COMPARED},
     )
 
 

@@ -3,8 +3,8 @@
 Every mismatch is a `CorruptCheckpointError`.
 """
 
-# Rule 1: a document's size and the number of values in it are bounded before it is parsed, since
-#   three bytes of ``[],`` become seventy: parsing takes at most about 20 times the document.
+# Rule 1: a document's size and number of values are bounded before it is parsed, since three bytes
+#   of ``[],`` become seventy: parsing takes at most about 20 times the document.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_DEPTH = 256
 """Deepest nesting of containers in a stored document."""
 
 FREE_VALUES = 1 << 17
-"""Values that any document may have, however short it is."""
+"""Values that a document of any length may have."""
 
 NBYTES_PER_VALUE = 6
 """Bytes of a document per further value. Tensors in a safetensors header have one per 7 bytes,
@@ -34,12 +34,7 @@ Fault: TypeAlias = Callable[[str, str], CorruptCheckpointError]
 def parse_json(data: bytes, what: str, *, file: str, most_nbytes: int, base: int = 0) -> Any:
     """Return the value of a whole JSON document of bounded size, density and depth.
 
-    Args:
-        data: the document.
-        what: name of the document in errors.
-        file: name of its file in errors.
-        most_nbytes: longest document that is parsed.
-        base: offset of the document in its file.
+    In errors the document is called `what`, at byte `base` of `file`.
 
     Raises:
         CorruptCheckpointError: it is too large or too deep, is not JSON in UTF-8, or has a key
@@ -75,7 +70,7 @@ def depth_fault(value: object) -> str | None:
     """Return why `value` is not JSON of bounded depth, or None if it is. Never recurses."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
-        # A level of a large tree has 100,000 items of three types: it is asked by type.
+        # A level of a large tree has 100,000 items of three types: it is checked by type.
         flat = True
         for kind in set(map(type, level)):
             if not issubclass(kind, _JSON):
@@ -110,7 +105,7 @@ def check_form(value: Any, form: Any, name: str, fault: Fault) -> None:
 
     * a pattern: a string that matches it as a whole;
     * a number: an integer from 0 up to it;
-    * `list`, `dict` or `object`: any of these, or anything;
+    * `str`, `list` or `dict`: any of these; `object`: anything;
     * ``[str]`` or ``[int]``: a list of these; ``[form]``: a list whose items have the form;
     * ``(form,)``: null, or of the form;
     * a dict: an object with these members and no others, each of its form.

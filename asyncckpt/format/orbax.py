@@ -1,15 +1,15 @@
-"""Files from which Orbax restores an OCDBT database that it did not write.
+"""Files that Orbax needs to restore an OCDBT database that it did not write.
 
 Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `serialization/type_handlers.py` and
 `serialization/jax_array_handlers.py`. All are in the directory of the database:
 
-- ``_METADATA`` names every leaf, its path and the handler that restores it. Always needed.
+- ``_METADATA`` lists every leaf, its path and the handler that restores it. Always needed.
 - ``_strings.json`` holds the string leaves, if there are any.
 - ``_sharding`` gives the device of `jax.Array` leaves that are restored without a target.
-- ``array_metadatas/process_0`` names the arrays that are the data of typed PRNG keys.
+- ``array_metadatas/process_0`` lists the arrays that are the data of typed PRNG keys.
 
 Orbax names an array after its path, parts joined by ``.`` without escapes, and does not find an
-array under another name (`OrbaxLeaf.array_name`). `conflicts` lists such leaves.
+array under another name (`OrbaxLeaf.array_name`). `conflicts` lists the leaves that this affects.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from asyncckpt.format.scalars import JsonValue
 METADATA_FILE = "_METADATA"
 STRINGS_FILE = "_strings.json"
 SHARDING_FILE = "_sharding"
-ARRAY_METADATA_FILE = "array_metadatas/process_0"
+ARRAY_METADATAS = "array_metadatas"
+ARRAY_METADATA_FILE = f"{ARRAY_METADATAS}/process_0"
 
 Kind = Literal["array", "jax", "scalar", "string", "None", "Dict", "List", "Tuple", "NamedTuple"]
 
-_VALUE_TYPES: dict[Kind, str] = {
-    "array": "np.ndarray",
-    "jax": "jax.Array",
+KINDS: Mapping[str, Kind] = {
+    "np.ndarray": "array",
+    "jax.Array": "jax",
     "scalar": "scalar",
     "string": "string",
     "None": "None",
@@ -43,18 +44,23 @@ _VALUE_TYPES: dict[Kind, str] = {
     "Tuple": "Tuple",
     "NamedTuple": "NamedTuple",
 }
-_EMPTY = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
+"""Kind of each `value_type`."""
+
+EMPTY: frozenset[str | None] = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
+"""Kinds of empty containers."""
+
+KEY_TYPES = {True: 1, False: 2}
+"""`key_type` of a key by whether it is an index of a list or tuple."""
+
 _VALUES = {
-    kind: f'"value_type":"{name}","skip_deserialize":{"true" if kind in _EMPTY else "false"}'
-    for kind, name in _VALUE_TYPES.items()
+    kind: f'"value_type":"{name}","skip_deserialize":{"true" if kind in EMPTY else "false"}'
+    for name, kind in KINDS.items()
 }
 _PLAIN_KEYS = re.compile(r"[A-Za-z0-9_.\- ]*")
-"""Keys that stand unchanged in Python's `repr` and in JSON."""
+"""Keys that Python's `repr` and JSON write unchanged."""
 
 OrbaxPath = Sequence[tuple[str, bool]]
 """Keys from the root, and whether each is an index of a list or tuple."""
-_KEY_TYPES = {True: 1, False: 2}
-"""Of keys by whether they are indices of a list or tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class OrbaxLeaf:
     Attributes:
         path: keys from the root, and whether each is an index of a list or tuple. Fields of
             namedtuples and dataclasses are dictionary keys.
-        kind: ``array`` restores as `numpy.ndarray` (or as the target asks), ``jax`` as `jax.Array`,
+        kind: ``array`` restores as `numpy.ndarray` (or what the target is), ``jax`` as `jax.Array`,
             which without a target needs `device`; ``scalar`` is a rank-0 array that restores as a
             Python number; ``string`` is in `_strings.json`; the others are empty containers.
         array_name: name of the array in the database; None for strings and empty containers.
@@ -93,11 +99,11 @@ class OrbaxLeaf:
 class OrbaxArrays(NamedTuple):
     """Leaves of one container that are arrays or scalars, stored under the names Orbax computes.
 
-    Nearly all leaves are such, and need no object each.
+    Nearly all leaves are, and so need no object each.
 
     Attributes:
         base: path of the container.
-        in_sequence: it is a list or tuple.
+        in_sequence: whether it is a list or tuple.
         keys: key of every leaf in it.
         kinds: ``array`` or ``scalar``, per leaf.
     """
@@ -115,10 +121,10 @@ class OrbaxArrays(NamedTuple):
 
 
 def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[int]:
-    """Return the indices of leaves that Orbax would not find, or would mistake for others.
+    """Return the indices of leaves that Orbax would not find, or would confuse with others.
 
-    These are arrays stored under another name than Orbax computes, leaves with one name in Orbax,
-    strings with one place in `_strings.json`, and a lone leaf, which has no name in Orbax.
+    These are arrays stored under another name than Orbax computes, leaves with equal names in
+    Orbax, strings with the same place in `_strings.json`, and a lone leaf, which has no name there.
     """
     _, strings = _place_strings(leaves)
     bad = set(strings)
@@ -128,7 +134,7 @@ def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[int]:
             bad.update(row for name in leaf.orbax_names if first.setdefault(name, row) != row)
             continue
         name = leaf.orbax_name
-        if leaf.kind not in _EMPTY and first.setdefault(name, row) != row:
+        if leaf.kind not in EMPTY and first.setdefault(name, row) != row:
             bad.update((first[name], row))
         if not leaf.path or leaf.array_name not in (None, name):
             bad.add(row)
@@ -138,39 +144,36 @@ def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[int]:
 def _place_strings(
     leaves: Iterable[OrbaxLeaf | OrbaxArrays],
 ) -> tuple[dict[str, JsonValue], set[int]]:
-    """Return the document, and the rows of strings that have no place in it.
-
-    Orbax reads a string by the JSON pointer ``/<name>``, unescaped: a ``/`` in the name descends,
-    ``~1`` stands for ``/`` and ``~0`` for ``~``.
-    """
+    """Return `_strings.json`, and the rows of strings that have no place in it (`string_keys`)."""
     document: dict[str, JsonValue] = {}
     refused = set()
     for row, leaf in enumerate(leaves):
         if isinstance(leaf, OrbaxArrays) or leaf.kind != "string":
             continue
-        *parents, last = leaf.orbax_name.split("/")
-        if any("~" in part.replace("~0", "").replace("~1", "") for part in (*parents, last)):
+        if "~" in leaf.orbax_name.replace("~0", "").replace("~1", ""):
             refused.add(row)
             continue
+        *parents, last = string_keys(leaf.orbax_name)
         at: JsonValue = document
-        for part in parents:
-            at = at.setdefault(_unescape(part), {}) if isinstance(at, dict) else None
-        if isinstance(at, dict) and _unescape(last) not in at:
-            at[_unescape(last)] = leaf.text
+        for key in parents:
+            at = at.setdefault(key, {}) if isinstance(at, dict) else None
+        if isinstance(at, dict) and last not in at:
+            at[last] = leaf.text
         else:
             refused.add(row)
     return document, refused
 
 
-def _unescape(part: str) -> str:
-    return part.replace("~1", "/").replace("~0", "~")
+def string_keys(name: str) -> list[str]:
+    """Return the keys from the root of `_strings.json` to the string of this name.
+
+    Orbax reads it by the JSON pointer ``/<name>``, without escaping the name first: a ``/`` in it
+    descends, ``~1`` means ``/`` and ``~0`` means ``~``.
+    """
+    return [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
 
 
-def encode_files(
-    leaves: Sequence[OrbaxLeaf | OrbaxArrays],
-    *,
-    custom_metadata: JsonValue | Mapping[str, JsonValue] = None,
-) -> dict[str, bytes]:
+def encode_files(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> dict[str, bytes]:
     """Encode all files that Orbax needs beside the database, by path in its directory."""
     entries: list[str] = []
     sharding: dict[str, str] = {}
@@ -204,7 +207,7 @@ def encode_files(
         "use_ocdbt": True,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": custom_metadata,
+        "custom_metadata": None,
     }
     tree = ",".join(entries)
     files = {METADATA_FILE: f'{{"tree_metadata":{{{tree}}},{json.dumps(rest)[1:]}'.encode()}
@@ -227,9 +230,9 @@ def _entries(
     """
     escaped = encode_basestring_ascii
     first = escaped("(" + "".join([f"{key!r}, " for key, _ in base]))[:-1]
-    parents = "".join([f'{{"key":{escaped(key)},"key_type":{_KEY_TYPES[s]}}},' for key, s in base])
+    parents = "".join([f'{{"key":{escaped(key)},"key_type":{KEY_TYPES[s]}}},' for key, s in base])
     second = f'{")" if base else ",)"}":{{"key_metadata":[{parents}{{"key":"'
-    third = f'","key_type":{_KEY_TYPES[in_sequence]}}}],"value_metadata":{{'
+    third = f'","key_type":{KEY_TYPES[in_sequence]}}}],"value_metadata":{{'
     pairs = zip(keys, values, strict=True)
     if _PLAIN_KEYS.fullmatch("".join(keys)):
         return [f"{first}'{key}'{second}{key}{third}{value}}}}}" for key, value in pairs]

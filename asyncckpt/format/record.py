@@ -5,11 +5,11 @@ with exactly these 12 bytes: a quote, 8 lower-case hex digits, ``"}`` and a line
 are the CRC-32C of every byte before that quote, so the name ``"crc32c":`` is covered. Every version
 of the record ends like this and begins with the members ``format``, ``version`` and ``save_id``.
 
-Version 2 lists the files that are written after the record (``fixed``) directly behind these, so
-that the beginning of a record tells what should exist, and may hold the chunk index itself.
+Version 2 lists the files that are written after the record (``fixed``) right after these members,
+so that the beginning of a record shows which should exist. It may also contain the chunk index.
 """
 
-# Encoding runs the checks of decoding: what is written can be read.
+# Encoding runs the checks of decoding, so that every written record can be read.
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ __all__ = [
 RECORD_NAME = "checkpoint.json"
 
 STEP_NAME = re.compile(r"0|[1-9][0-9]{0,18}")
-"""Names that are steps of a run; all others are ignored, and never deleted."""
+"""Names of steps; other names are ignored and never deleted."""
 _FORMAT = "asyncckpt"
 _WHAT = "the commit record"
 RECORD_TAIL_NBYTES = 12
@@ -96,7 +96,7 @@ _KIND = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 _ARRAY_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-# Keys append "/zarr.json" or "/c/i/j…" of at most 32 numbers to an array's name.
+# Keys are an array's name and "/zarr.json", or "/c/i/j…" with at most 32 numbers.
 _MAX_NAME_NBYTES = MAX_KEY_NBYTES - 32 * 20 - 8
 
 _HEAD = re.compile(
@@ -105,18 +105,16 @@ _HEAD = re.compile(
 """The beginning of every record."""
 
 _EPOCH = re.compile(rb'"step":(?:null|[0-9]{1,19}),"epoch":([0-9]{1,19}),"writer":')
-"""Members behind `fixed`, whose rows have none of these names; within a string, a quote would be
-escaped."""
+"""Members after `fixed`, whose rows have none of these names; in a string, quotes are escaped."""
 
 _MAX = (1 << 63) - 1
-_ANY = re.compile(r"[\s\S]*")
 _CRC = re.compile(r"[0-9a-f]{8}")
-_FILE = {"path": _ANY, "nbytes": _MAX, "crc32c": _CRC}
-_FIXED = [{**_FILE, "md5": re.compile(r"[0-9a-f]{32}"), "object": (_ANY,)}]
+_FILE = {"path": str, "nbytes": _MAX, "crc32c": _CRC}
+_FIXED = [{**_FILE, "md5": re.compile(r"[0-9a-f]{32}"), "object": (str,)}]
 _INDEX = {"file": _MAX, "offset": _MAX, "nbytes": _MAX, "crc32c": _CRC}
 
 _MEMBERS: dict[str, Any] = {
-    "format": _ANY,
+    "format": str,
     "version": _MAX,
     "save_id": re.compile(r"[0-9a-f]{8,64}"),
     "fixed": _FIXED,
@@ -129,20 +127,20 @@ _MEMBERS: dict[str, Any] = {
     "library": re.compile(r"[\x20-\x7e]{1,200}"),
     "metadata": dict,
     "metrics": dict,
-    "database": _ANY,
+    "database": str,
     "tree": object,
     "leaves": {"kinds": [str], "kind": [int], "values": list, "extra": dict, "pieces": dict},
-    "specs": [{"shape": [int], "dtype": _ANY, "chunk_shape": [int], "zstd": object}],
+    "specs": [{"shape": [int], "dtype": str, "chunk_shape": [int], "zstd": object}],
     "arrays": {"name": [str], "spec": [int], "tied": dict},
     "files": [_FILE],
-    "chunk_index": {**_INDEX, "data": (_ANY,)},
-    "manifest": _ANY,
-    "crc32c": _ANY,
+    "chunk_index": {**_INDEX, "data": (str,)},
+    "manifest": str,
+    "crc32c": str,
 }
 """Members of version 2 and their forms."""
 
 _TABLES = ("tree", "leaves", "specs", "arrays")
-"""Members that depend on tree and layout alone, but for the values of scalars."""
+"""Members that depend only on tree and layout, except for the values of scalars."""
 
 _MEMBERS_BESIDE = {k: form for k, form in _MEMBERS.items() if k not in _TABLES}
 
@@ -150,18 +148,18 @@ _MEMBERS_1 = {k: form for k, form in _MEMBERS.items() if k != "fixed"} | {"chunk
 
 
 _facts_of = attrgetter("path", "nbytes", "crc32c")
-"""What fixed names and entries of files have in common."""
+"""The attributes that `FixedName` and `FileEntry` share."""
 
 
 EncodedTables = tuple[str, str]
-"""What records of one tree and layout have in common, as checked JSON: the members `_TABLES` up to
-the values of scalars, and what follows these."""
+"""The part that records of one tree and layout share, as checked JSON: the members `_TABLES` up to
+the values of scalars, and after them."""
 
 
 def encode_tables(
     tree: JsonValue, leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayTable
 ) -> EncodedTables:
-    """Encode and check the tables of a record, for all records that have them.
+    """Encode and check tables for all records that share them.
 
     Raises:
         UsageError: the tree is too deep, or a string is not valid Unicode.
@@ -193,11 +191,9 @@ def encode_tables(
 
 
 def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> bytes:
-    """Return the bytes of the record; equal records give equal bytes.
+    """Return the bytes of the record; equal records have equal bytes.
 
-    Args:
-        record: what it says.
-        tables: its tables, encoded for an earlier record or this one; None to encode them.
+    `tables` are its encoded tables, possibly from an earlier record; None encodes them.
 
     Raises:
         UsageError: `metadata` or `metrics` cannot be written as JSON and read back.
@@ -338,7 +334,7 @@ def is_record(data: bytes) -> bool:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Return whether these bytes end with their checksum, as `seal` makes it."""
+    """Return whether these bytes end with their checksum, as `seal` writes it."""
     if len(data) < RECORD_TAIL_NBYTES:
         return False
     found = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
@@ -352,7 +348,7 @@ def save_id_of(data: bytes) -> str | None:
 
 
 def epoch_of(data: bytes) -> int | None:
-    """Return the epoch of a commit record, or of its beginning; None if it does not say."""
+    """Return the epoch in a commit record, or in its beginning; None if there is none."""
     found = _EPOCH.search(data)
     return None if found is None else int(found[1])
 
@@ -360,13 +356,9 @@ def epoch_of(data: bytes) -> int | None:
 def outline_of(data: bytes, *, head: bool = False) -> Outline | None:
     """Return the outline of a commit record, or None for anything else.
 
-    Of a newer version, only the save id is known.
-
-    Args:
-        data: the record.
-        head: `data` is only its beginning, which no checksum covers, so nothing may be changed
-            because of it; the outline has no more than the save id and `fixed`. None if `data`
-            ends before these do.
+    That of a newer version has only the save id. With `head`, `data` is only the beginning of the
+    record, which no checksum covers, so that nothing may be changed because of it. Then the outline
+    has only the save id and `fixed`; it is None if `data` ends before these do.
     """
     if head:
         found = _HEAD.match(data)
@@ -403,9 +395,9 @@ def _refuse_constant(name: str) -> NoReturn:
 def _decode(
     document: dict[str, Any], location: str, known: CommitRecord | None = None
 ) -> CommitRecord:
-    """Return the record that a JSON document holds, once all of it has been checked.
+    """Return the record in a JSON document, which is checked completely.
 
-    With `known`, the document has no tables: they are those of that record, and checked.
+    With `known`, the document has no tables: those of that record, already checked, are used.
     """
 
     def fault(name: str, reason: str) -> CorruptCheckpointError:
@@ -538,7 +530,7 @@ def _leaves(table: dict[str, Any], array_count: int, fault: Fault) -> LeafTable:
 
 
 def _values(kind: Sequence[str], values: Sequence[JsonValue], fault: Fault) -> list[JsonValue]:
-    """Return the value of every leaf, from those of the scalars."""
+    """Return the value of every leaf, given those of the scalars."""
     rows = [row for row, name in enumerate(kind) if name in SCALAR_KINDS]
     if len(rows) != len(values):
         raise fault("leaves.values", f"has {len(values)} entries for {len(rows)} scalar leaves")
@@ -587,11 +579,11 @@ def _metric(name: str, value: Any, fault: Fault) -> float:
     return float(value)
 
 
-# ------------------------------------------------------- what the parts say of each other
+# ------------------------------------------------------- checks of the parts against each other
 
 
 def _check_files(record: CommitRecord, fault: Fault) -> None:
-    """Check that paths are safe, and the chunk index where and as large as it should be."""
+    """Check the paths, and the location and size of the chunk index."""
     if record.writer >= record.writers:
         raise fault("writer", f"is {record.writer} of {record.writers} writers")
     if "/" in record.database or path_fault(record.database):
@@ -630,7 +622,7 @@ def _check_files(record: CommitRecord, fault: Fault) -> None:
 def _check_arrays(
     leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayTable, fault: Fault
 ) -> None:
-    """Check that arrays have names and sources, and that the leaves own all of them."""
+    """Check the names, specs and ties of the arrays, and that the leaves own all of them."""
     names = arrays.name
     if len(arrays.spec) != len(names):
         raise fault("arrays.spec", f"has {len(arrays.spec)} entries for {len(names)} names")
@@ -666,7 +658,7 @@ def _check_arrays(
             raise fault(f"leaves.pieces[{leaf}]", reason)
     scalars = sum(map(SCALAR_KINDS.__contains__, kinds))
     whole = len(kinds) - scalars - len(pieces)
-    # Behind the arrays of leaves there may be scalars once more, as arrays for other readers.
+    # Arrays of leaves may be followed by scalars, stored as arrays for other readers.
     if not 0 <= len(names) - whole - len(owned) <= scalars:
         raise fault(
             "arrays.name",
@@ -678,7 +670,7 @@ def _check_arrays(
 def _pieces_fault(
     stored: Sequence[StoredSpec], arrays: ArrayTable, pieces: tuple[Piece, ...]
 ) -> str | None:
-    """Explain why the pieces do not tile a box; return None when they do."""
+    """Return why the pieces do not tile a box, or None if they do."""
     if len(pieces) > MAX_PIECES:
         return f"has more than {MAX_PIECES} pieces"
     specs = [stored[arrays.spec[piece.array]].spec for piece in pieces]

@@ -1,4 +1,4 @@
-"""Values of a commit record, and what follows from them."""
+"""Values of a commit record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncckpt.spec import ArraySpec, ChunkGrid
 RECORD_VERSION = 2
 
 MAX_ZSTD_RATIO = 1 << 16
-"""zstd expands 4 bytes to at most 128 KiB; a chunk that claims more is hostile."""
+"""zstd expands 4 bytes to at most 128 KiB; a chunk with a larger ratio is hostile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class StoredSpec:
 
 
 class Piece(NamedTuple):
-    """One array of a leaf that is stored as several: it starts at `offset` of the leaf."""
+    """One of several arrays that store a leaf; it starts at `offset` of the leaf."""
 
     offset: tuple[int, ...]
     array: int
@@ -56,9 +56,9 @@ class LeafTable:
     """The leaves in tree order.
 
     Attributes:
-        kind: per leaf a scalar kind (`SCALAR_KINDS`) or any other word for an array leaf, for
+        kind: per leaf, a scalar kind (`SCALAR_KINDS`) or any other word for an array leaf, for
             example ``numpy``, ``jax``, ``torch``.
-        value: per leaf the JSON of `encode_scalar`, None for arrays.
+        value: per leaf, the JSON of `encode_scalar`; None for arrays.
         extra: facts beside the value, by leaf index.
         pieces: by leaf index, the arrays of leaves that are stored as several or in another order.
     """
@@ -76,7 +76,7 @@ class ArrayTable:
     Attributes:
         name: name in the OCDBT database, unique.
         spec: index into the specs of the record.
-        tied: arrays that share all chunks of an earlier array, by array index.
+        tied: the earlier array whose chunks a tied array shares, by array index.
     """
 
     name: list[str]
@@ -102,8 +102,8 @@ class FixedName:
         nbytes: size of its content.
         crc32c: CRC-32C of its content.
         md5: MD5 of its content in hex, to compare with the checksums in an object store's listings.
-        object: path of an object of the attempt with the same content; None where the record holds
-            the content itself, as it does that of the manifest.
+        object: path of an object of the attempt with the same content; None if the record itself
+            has the content, as for the manifest.
     """
 
     path: str
@@ -114,11 +114,11 @@ class FixedName:
 
     @classmethod
     def of(cls, path: str, data: bytes, object: str | None = None) -> FixedName:
-        """Describe a content."""
+        """Return the fixed name of a file with this content."""
         return cls(path, len(data), crc32c(data), md5_of(data), object)
 
     def matches(self, data: bytes) -> bool:
-        """Return whether `data` is the content."""
+        """Return whether `data` has the size and CRC-32C of the content."""
         return len(data) == self.nbytes and crc32c(data) == self.crc32c
 
 
@@ -129,8 +129,8 @@ class Outline:
     Attributes:
         save_id: identity of the attempt.
         paths: every file of the checkpoint except the record.
-        fixed: names that were written after the record; empty in version 1.
-        contents: by path, contents of files that the record holds itself.
+        fixed: files that are written after the record; empty in version 1.
+        contents: by path, contents of files that the record itself has.
     """
 
     save_id: str
@@ -146,14 +146,14 @@ def md5_of(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IndexExtent:
-    """The place of the chunk index, and the CRC-32C of its bytes without the CRC that ends it.
+    """The location of the chunk index, and the CRC-32C of its bytes without the trailing CRC.
 
     Attributes:
         file: index into the files of the record.
         offset: first byte in that file.
         nbytes: length.
         crc32c: CRC-32C of the index without its last 4 bytes.
-        data: the index itself, where it is small, so that readers need not fetch it; else None.
+        data: the index itself if it is small, so that readers need not fetch it; else None.
     """
 
     file: int
@@ -165,7 +165,7 @@ class IndexExtent:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """The contents of `checkpoint.json`: what makes the checkpoint exist.
+    """The contents of `checkpoint.json`, which makes the checkpoint exist.
 
     Attributes:
         save_id: identity of the attempt, lower-case hex.
@@ -173,7 +173,7 @@ class CommitRecord:
         epoch: the claim under which it was written.
         writer: index of the process that wrote the record.
         writers: number of processes that wrote data.
-        plan_digest: digest of the plan all writers agreed on, lower-case hex.
+        plan_digest: digest of the plan of all writers, lower-case hex.
         created_ns: wall-clock time in ns since the Unix epoch.
         library: name and version of the program.
         tree: the structure, opaque here.
@@ -186,7 +186,7 @@ class CommitRecord:
         metadata: the user's JSON object.
         metrics: the user's numbers, for retention.
         database: directory of the OCDBT database, one path part.
-        fixed: files that were written after the record, where a store wants that.
+        fixed: files that are written after the record, if the store needs that.
         version: format version.
     """
 
@@ -217,7 +217,7 @@ class CommitRecord:
         return f"{self.database}/{MANIFEST_NAME}"
 
     def validate_index(self, index: ChunkIndex) -> None:
-        """Check that the rows, extents and lengths of a chunk index fit this record.
+        """Check that the rows, extents and lengths of a chunk index match this record.
 
         Raises:
             CorruptCheckpointError: names the first row that does not.

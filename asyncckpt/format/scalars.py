@@ -1,4 +1,4 @@
-"""Scalar leaves as JSON that keeps every bit: integers of any size, NaN payloads, any string.
+"""Scalar leaves as JSON without loss: integers of any size, NaN payloads, any string.
 
 ====== =======================================================================================
 kind   JSON
@@ -28,7 +28,7 @@ Scalar: TypeAlias = int | float | complex | bool | str | bytes
 SCALAR_KINDS = frozenset(("int", "float", "complex", "bool", "str", "bytes"))
 
 MAX_INT_DIGITS = 4300
-"""Python itself refuses to convert longer decimal strings (its guard against quadratic time)."""
+"""Python refuses to convert longer decimal strings, which takes quadratic time."""
 
 _INT_BOUND = 10**MAX_INT_DIGITS
 _INT = re.compile(r"0|-?[1-9][0-9]*")

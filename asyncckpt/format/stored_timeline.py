@@ -1,8 +1,7 @@
-"""The timeline of a save, as it is kept in the index file, before the chunk index.
+"""The timeline of a save, stored in the index file before the chunk index.
 
 A JSON object, then 12 bytes: its length `uint32` little endian, its CRC-32C `uint32` little endian,
-and ``ACKT``. The record does not know of it: a reader looks for the last four bytes, and a file
-without them has no timeline.
+and ``ACKT``. The record does not mention it: a file without these last four bytes has no timeline.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.reports import Timeline
 
 MAX_TIMELINE_NBYTES = 2048
-"""Longest timeline that is kept, its last 12 bytes included: some fifty spans."""
+"""Longest stored timeline, including its last 12 bytes: about fifty spans."""
 
 _TAIL = struct.Struct("<II4s")
 _MAGIC = b"ACKT"
 
 
 def encode_timeline(timeline: Timeline) -> bytes:
-    """Return the bytes of a timeline with as many spans as fit; none where it is empty.
+    """Return the bytes of a timeline with as many spans as fit; none if it is empty.
 
-    Each stage of the process that has recorded it is in it, from its begin to its end and with all
-    its bytes; other processes are, from the first on, as far as they fit.
+    It always has each stage of the process that recorded it, from begin to end and with all bytes.
+    Other processes follow in order while they fit.
     """
     own = [span for span in timeline.spans if span.process == timeline.process]
     others = [span for span in timeline.spans if span.process != timeline.process]
@@ -45,7 +44,7 @@ def encode_timeline(timeline: Timeline) -> bytes:
 
 
 def decode_timeline(data: bytes) -> Timeline | None:
-    """Return the timeline that ends these bytes; None where there is none, or a damaged one."""
+    """Return the timeline at the end of these bytes; None if there is none or it is damaged."""
     if len(data) < _TAIL.size:
         return None
     nbytes, crc, magic = _TAIL.unpack(data[-_TAIL.size :])

@@ -1,16 +1,16 @@
 """zarr arrays of version 2 and 3: the array as a value, chunk keys, fill values, checks.
 
-`zarr2.decode_metadata` and `zarr3.decode_metadata` make a `ZarrArray` of a stored document.
+`zarr2.decode_metadata` and `zarr3.decode_metadata` return a `ZarrArray` for a stored document.
 """
 
-# Rule 1: a stored document is never passed on: it is checked, and TensorStore gets a specification
-#   that is built anew. A shape of 2^40 terminates a process that trusts it.
+# Rule 1: a stored document is never passed on: it is checked, and TensorStore gets a newly built
+#   specification. A shape of 2^40 terminates a process that trusts it.
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +21,17 @@ from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import parse_json
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 
-CRC_NBYTES = 4
-"""Bytes that the `crc32c` codec appends to a chunk."""
+# What a stored document may claim.
+MAX_RANK = 32
+MAX_ARRAY_NBYTES = 1 << 48
+MAX_CHUNK_NBYTES = 1 << 40
+MAX_CHUNKS = 1 << 32
+
+MAX_DOCUMENT_NBYTES = 1 << 20
+"""A longer metadata document is not read."""
 
 MAX_CODECS = 16
-"""Codecs of one array, those inside of shards included."""
-
-
-@dataclass(frozen=True, slots=True)
-class ZarrLimits:
-    """Bounds for the claims of a stored document.
-
-    Attributes:
-        max_rank: dimensions.
-        max_array_nbytes: all elements.
-        max_chunk_nbytes: one chunk, decoded.
-        max_chunks: chunks of one array.
-        max_document_nbytes: the document itself.
-    """
-
-    max_rank: int = 32
-    max_array_nbytes: int = 1 << 48
-    max_chunk_nbytes: int = 1 << 40
-    max_chunks: int = 1 << 32
-    max_document_nbytes: int = 1 << 20
+"""Codecs of one array, including those inside shards."""
 
 
 # ----------------------------------------------------------------------------------------- values
@@ -52,10 +39,10 @@ class ZarrLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """Encoding of the cell of a chunk as its key, behind the name of the array.
+    """Encoding of the cell of a chunk as its key, which follows the name of the array.
 
     Attributes:
-        prefix: whether keys begin with ``c``, as the default encoding of version 3 has it.
+        prefix: whether keys begin with ``c``, as in the default encoding of version 3.
         separator: separator of the numbers, ``/`` or ``.``.
     """
 
@@ -63,7 +50,7 @@ class ChunkKeys:
     separator: str = "/"
 
     def all(self, base: bytes, counts: Sequence[int]) -> list[bytes]:
-        """Return the keys of all chunks of a grid of this many cells per dimension, in C order.
+        """Return the keys of all chunks, in C order, of a grid with `counts` cells per dimension.
 
         `base` is their prefix: the name of the array and a ``/``, or nothing.
         """
@@ -85,9 +72,9 @@ class Chain:
     Attributes:
         order: the dimensions in the order in which their elements are stored, slowest first; empty
             for C order.
-        big_endian: the elements are stored most significant byte first.
-        shards: the chunk is stored as many chunks with an index; None for one run of elements.
-        packing: names of the codecs that follow, of bytes: `zstd`, `gzip`, `zlib`, `bz2`, `blosc`
+        big_endian: whether elements are stored most significant byte first.
+        shards: the chunks inside the chunk; None for one run of elements.
+        packing: names of the codecs for bytes that follow: `zstd`, `gzip`, `zlib`, `bz2`, `blosc`
             and `crc32c`.
     """
 
@@ -104,14 +91,14 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Codec `sharding_indexed`: the chunks inside of one stored chunk.
+    """Codec `sharding_indexed`: the chunks inside one stored chunk.
 
     Attributes:
         chunk_shape: elements of a chunk per dimension; divides the shape of the shard.
         chain: how these chunks are stored.
-        index_crc32c: a CRC-32C trails the index.
-        index_big_endian: its numbers are stored most significant byte first.
-        index_at_start: it precedes the chunks.
+        index_crc32c: whether a CRC-32C follows the index.
+        index_big_endian: whether its numbers are stored most significant byte first.
+        index_at_start: whether it precedes the chunks.
     """
 
     chunk_shape: tuple[int, ...]
@@ -129,25 +116,20 @@ class ZarrArray:
         spec: shape and dtype.
         chunk_shape: elements per dimension under one key.
         chain: the codecs of a chunk.
-        fill_value: bytes of the element that fills missing chunks.
+        fill_value: bytes of an element of chunks that are not stored.
         keys: encoding of the keys of chunks.
     """
 
     spec: ArraySpec
     chunk_shape: tuple[int, ...]
-    chain: Chain = Chain(packing=("crc32c",))
-    fill_value: bytes = b""
-    keys: ChunkKeys = ChunkKeys()
+    chain: Chain
+    fill_value: bytes
+    keys: ChunkKeys
 
     @property
     def grid(self) -> ChunkGrid:
         """Grid of the stored chunks."""
         return ChunkGrid(self.spec.shape, self.chunk_shape)
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of the elements of a chunk."""
-        return math.prod(self.chunk_shape) * self.spec.itemsize
 
 
 # -------------------------------------------------------------------------------------- documents
@@ -158,12 +140,12 @@ class Document:
     """Checks of a metadata document; every mismatch is an error that names `file`."""
 
     file: str
-    limits: ZarrLimits
 
     def members(self, data: bytes) -> dict[str, Any]:
         """Return the members of the JSON object."""
-        most_nbytes = self.limits.max_document_nbytes
-        document = parse_json(data, "the zarr metadata", file=self.file, most_nbytes=most_nbytes)
+        document = parse_json(
+            data, "the zarr metadata", file=self.file, most_nbytes=MAX_DOCUMENT_NBYTES
+        )
         if not isinstance(document, dict):
             raise self.fault("it is not a JSON object")
         return document
@@ -184,24 +166,25 @@ class Document:
         )
 
     def integers(self, value: object, what: str, *, least: int) -> tuple[int, ...]:
-        """Return a list of at most `max_rank` integers."""
-        if not isinstance(value, list) or len(value) > self.limits.max_rank:
-            raise self.fault(f"its {what} is not a list of at most {self.limits.max_rank} numbers")
+        """Return a list of at most `MAX_RANK` integers."""
+        if not isinstance(value, list) or len(value) > MAX_RANK:
+            raise self.fault(f"its {what} is not a list of at most {MAX_RANK} numbers")
         for n in value:
             if type(n) is not int or not least <= n < 1 << 63:
                 raise self.fault(f"its {what} has the entry {repr(n)[:40]}")
         return tuple(value)
 
-    def check_limits(self, array: ZarrArray) -> None:
+    def check_limits(self, spec: ArraySpec, chunk_shape: tuple[int, ...]) -> None:
         """Raise if the array claims more than the limits."""
-        if len(array.chunk_shape) != len(array.spec.shape):
+        if len(chunk_shape) != len(spec.shape):
             raise self.fault(
-                f"its chunks have rank {len(array.chunk_shape)}, the array {len(array.spec.shape)}"
+                f"its chunks have rank {len(chunk_shape)}, the array {len(spec.shape)}"
             )
+        grid = ChunkGrid(spec.shape, chunk_shape)
         for what, found, limit in (
-            ("bytes in all", array.spec.nbytes, self.limits.max_array_nbytes),
-            ("bytes per chunk", array.chunk_nbytes, self.limits.max_chunk_nbytes),
-            ("chunks", array.grid.chunk_count, self.limits.max_chunks),
+            ("bytes in all", spec.nbytes, MAX_ARRAY_NBYTES),
+            ("bytes per chunk", grid.chunk_size * spec.itemsize, MAX_CHUNK_NBYTES),
+            ("chunks", grid.chunk_count, MAX_CHUNKS),
         ):
             if found > limit:
                 raise self.fault(f"it claims {found} {what}, the limit is {limit}")
@@ -212,9 +195,9 @@ class Document:
         parts = value if complex_ and isinstance(value, list) else [value]
         if len(parts) != (2 if complex_ else 1):
             raise self.fault("its fill value has the wrong number of parts")
-        parser = _fill_parser(dtype)
+        part_dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
         try:
-            return b"".join(parser(part) for part in parts)
+            return b"".join(_fill_bytes(part, part_dtype) for part in parts)
         except (ValueError, TypeError, OverflowError):
             raise self.fault(f"its fill value {repr(value)[:40]} is no {dtype}") from None
 
@@ -226,31 +209,26 @@ _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _fill_parser(dtype: str) -> Callable[[object], bytes]:
-    """Return the function from one JSON number of a fill value to its bytes, or a ValueError."""
-    part = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-    kind = DTYPES[part]
-
-    def parse(value: object) -> bytes:
-        if part == "bool":
-            if type(value) is not bool:
-                raise ValueError
-            return bytes([value])
-        if part.startswith(("int", "uint")):
-            if type(value) is not int:
-                raise ValueError
-            if part == "int4" and not -8 <= value <= 7:
-                raise OverflowError
-            return np.array(value, kind).tobytes()
-        if isinstance(value, str):
-            if _HEX.fullmatch(value):
-                return int(value, 16).to_bytes(kind.itemsize, "little")
-            if value not in _SPECIAL:
-                raise ValueError
-            value = _SPECIAL[value]
-        if type(value) not in (int, float):
+def _fill_bytes(value: object, dtype: str) -> bytes:
+    """Return the bytes of one JSON number of a fill value; raise ValueError or OverflowError."""
+    kind = DTYPES[dtype]
+    if dtype == "bool":
+        if type(value) is not bool:
             raise ValueError
-        with np.errstate(over="ignore"):
-            return np.array(value, kind).tobytes()
-
-    return parse
+        return bytes([value])
+    if dtype.startswith(("int", "uint")):
+        if type(value) is not int:
+            raise ValueError
+        if dtype == "int4" and not -8 <= value <= 7:
+            raise OverflowError
+        return np.array(value, kind).tobytes()
+    if isinstance(value, str):
+        if _HEX.fullmatch(value):
+            return int(value, 16).to_bytes(kind.itemsize, "little")
+        if value not in _SPECIAL:
+            raise ValueError
+        value = _SPECIAL[value]
+    if type(value) not in (int, float):
+        raise ValueError
+    with np.errstate(over="ignore"):
+        return np.array(value, kind).tobytes()

@@ -1,9 +1,9 @@
 """zarr v3 arrays: the metadata document and the keys of chunks.
 
 Source: zarr-specs v3 (core, and the codecs `bytes`, `transpose`, `gzip`, `zstd`, `blosc`, `crc32c`
-and `sharding_indexed`), as the `zarr3` driver of TensorStore reads it. Written are a regular grid,
-the default key encoding with ``/``, and the codecs `bytes` little endian, optionally `zstd`, and
-`crc32c`, in this order.
+and `sharding_indexed`), as the `zarr3` driver of TensorStore reads it. asyncckpt writes a regular
+grid, the default key encoding with ``/``, and the codecs `bytes` little endian, optionally `zstd`,
+and `crc32c`, in this order.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ from functools import lru_cache
 from typing import Any
 
 from asyncckpt.format.zarr import (
-    CRC_NBYTES,
     MAX_CODECS,
     Chain,
     ChunkKeys,
     Document,
     Shards,
     ZarrArray,
-    ZarrLimits,
 )
-from asyncckpt.spec import DTYPES, ITEMSIZES, ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec
 
-__all__ = [
-    "CRC_NBYTES",
-    "METADATA_NAME",
-    "chunk_keys",
-    "decode_metadata",
-    "encode_metadata",
-    "metadata_key",
-]
+CRC_NBYTES = 4
+"""Bytes that the `crc32c` codec appends to a chunk."""
 
 METADATA_NAME = "zarr.json"
 """Last part of the key of a metadata document."""
@@ -46,7 +38,7 @@ _CACHED_DOCUMENTS = 8192
 def encode_metadata(
     spec: ArraySpec, chunk_shape: tuple[int, ...], zstd_level: int | None = None
 ) -> bytes:
-    """Encode `zarr.json`, which arrays of one shape, dtype, chunk shape and level share."""
+    """Encode `zarr.json`, which arrays of equal shape, dtype, chunk shape and level share."""
     configuration = {"configuration": {"endian": "little"}} if spec.itemsize > 1 else {}
     codecs: list[dict[str, object]] = [{"name": "bytes", **configuration}]
     if zstd_level is not None:
@@ -80,14 +72,14 @@ def metadata_key(name: str) -> bytes:
 
 
 def chunk_keys(name: str, counts: Sequence[int]) -> list[bytes]:
-    """Return the keys of all chunks of a grid of this many cells per dimension, in C order."""
+    """Return the keys of all chunks, in C order, of a grid with `counts` cells per dimension."""
     return ChunkKeys().all(f"{name}/".encode(), counts)
 
 
 # -------------------------------------------------------------------------------------- decoding
 
 
-def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None) -> ZarrArray:
+def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
     """Decode a metadata document within limits; `file` is named in errors.
 
     Raises:
@@ -95,7 +87,7 @@ def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None)
         UnsupportedFormatError: it is intact, but has a dtype, grid, key encoding or codec that is
             not read here.
     """
-    return _Zarr3(file, limits or ZarrLimits()).decode(data)
+    return _Zarr3(file).decode(data)
 
 
 def is_group(data: bytes) -> bool:
@@ -150,16 +142,12 @@ class _Zarr3(Document):
         if grid[0] != "regular":
             raise self.unsupported("chunk_grid", grid[0], "regular")
         chunk_shape = self.integers(grid[1].get("chunk_shape"), "chunk_shape", least=1)
-        array = ZarrArray(
-            ArraySpec(shape, dtype),
-            chunk_shape,
-            Chain(),
-            self.fill_value(document.get("fill_value"), dtype),
-            self.chunk_keys(document.get("chunk_key_encoding")),
-        )
-        self.check_limits(array)
-        chain = self.chain(document.get("codecs"), chunk_shape, ITEMSIZES[dtype], MAX_CODECS)
-        return ZarrArray(array.spec, chunk_shape, chain, array.fill_value, array.keys)
+        fill = self.fill_value(document.get("fill_value"), dtype)
+        keys = self.chunk_keys(document.get("chunk_key_encoding"))
+        spec = ArraySpec(shape, dtype)
+        self.check_limits(spec, chunk_shape)
+        chain = self.chain(document.get("codecs"), chunk_shape, spec.itemsize, MAX_CODECS)
+        return ZarrArray(spec, chunk_shape, chain, fill, keys)
 
     def named(self, value: object, what: str) -> tuple[str, dict[str, Any]]:
         if isinstance(value, str):

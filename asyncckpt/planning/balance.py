@@ -1,10 +1,10 @@
 """Sets of processes that hold chunks, and the balanced choice of those that write them."""
 
-# Rule 1: every holder of a chunk comes to the same result, although it knows its own chunks only.
-#   The chunks of one set of holders are assigned at a time, larger sets first: what a set can
-#   level out is what its members write for the sets that include it, and these they all know.
+# Rule 1: all holders of a chunk compute the same result, although each knows only its own chunks.
+#   The chunks of one set of holders are assigned at a time, larger sets first: a set levels out
+#   only what its members write for the sets that include it, which all of them know.
 # Rule 2: large chunks go one by one to the process with the least to write; small ones follow in
-#   contiguous runs that level out what the large ones have left uneven.
+#   contiguous runs that even out the difference.
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ Processes = tuple[int, ...]
 
 
 class Holders:
-    """The sets of processes that hold the leaves and shards of one plan.
+    """The sets of processes that hold the leaves and shards of the plan of one process.
 
-    A set may have thousands of members. One that comes again as the same object is neither hashed
-    nor compared again, so that leaves cost the same in small and in large jobs.
-
-    Args:
-        process: this process.
-        process_count: number of processes.
+    A set may have thousands of members. One that is passed again as the same object is not hashed
+    or compared again, so that a leaf costs the same in small and large jobs.
 
     Attributes:
         sets: the distinct sets, sorted, by number.
@@ -37,11 +33,11 @@ class Holders:
         self.sets: list[Processes] = []
         self._own: list[bool] = []
         self._numbers: dict[Processes, int] = {}
-        # The objects are kept with their ids, which others could get otherwise.
+        # Keeps the objects alive: another one could get the same id otherwise.
         self._seen: dict[int, tuple[Processes | None, int]] = {}
 
     def number(self, processes: Processes | None) -> int:
-        """Return the number of a set; None stands for all processes."""
+        """Return the number of a set; None means all processes."""
         seen = self._seen.get(id(processes))
         if seen is not None:
             return seen[1]
@@ -127,12 +123,7 @@ def assign_writers(
 
 
 def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return which of several processes writes each chunk.
-
-    Args:
-        nbytes: sizes of the chunks.
-        loads: what each process writes already.
-    """
+    """Return which process writes each chunk; each already writes `loads` bytes."""
     count = len(loads)
     turns = np.zeros(len(nbytes), np.int64)
     if count == 1:
@@ -140,7 +131,7 @@ def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.
     sizes = np.argsort(-nbytes, kind="stable")
     large = sizes[: int(np.count_nonzero(nbytes * (LARGE_SHARE * count) >= nbytes.sum()))]
     large = large[:LARGE_MAX]
-    # No more of the processes get one. Sorted: this is a heap.
+    # Processes beyond these get no large chunk. Sorted lists are heaps.
     first = np.argsort(loads, kind="stable")[: len(large)]
     least = list(zip(loads[first].tolist(), first.tolist(), strict=True))
     chosen: list[int] = []
@@ -173,9 +164,9 @@ def _sums(
 
 
 def _room(loads: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.int64]:
-    """Return how many of so many bytes each process gets for all to reach one level."""
+    """Return how many of `nbytes` each process gets so that all loads become equal."""
     order = np.sort(loads)
-    # With the k least loaded ones filled up, the level is at most that of the next.
+    # The first k whose common level does not exceed the load of the next one.
     levels = (nbytes + np.cumsum(order)) // np.arange(1, len(loads) + 1)
     reached = np.flatnonzero(np.append(levels[:-1] <= order[1:], True))
     room: npt.NDArray[np.int64] = np.maximum(levels[reached[0]] - loads, 0)

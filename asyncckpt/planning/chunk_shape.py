@@ -1,7 +1,7 @@
 """Chunk shapes that subdivide an array or a cell of its grid, within limits."""
 
 # Rule 1: a chunk is a contiguous run of what it subdivides, wherever the limits allow.
-# Rule 2: the limits win over the target size; a chunk may exceed it when no other cut is left.
+# Rule 2: the limits win over the target size; a chunk may exceed it if no other cut is possible.
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ class Limits:
     strict: bool
 
     def few(self, chunk: tuple[int, ...]) -> bool:
-        count = math.prod(-(-n // c) for n, c in zip(self.shape, chunk, strict=True))
+        """Return whether chunks of this shape are few enough."""
+        return self.allow(math.prod(-(-n // c) for n, c in zip(self.shape, chunk, strict=True)))
+
+    def allow(self, chunks: int) -> bool:
+        """Return whether the array may have this many chunks."""
         nbytes = self.itemsize * math.prod(self.shape)
-        return count * self.target <= CHUNKS_PER_TARGET * (nbytes + self.shards * self.target)
+        return chunks * self.target <= CHUNKS_PER_TARGET * (nbytes + self.shards * self.target)
 
     def tight(self, chunk: tuple[int, ...]) -> bool:
+        """Return whether chunks of this shape need little enough padding."""
         if not self.strict:
             return True
         padded = math.prod(-(-n // c) * c for n, c in zip(self.shape, chunk, strict=True))
@@ -72,7 +77,7 @@ def _first_allowed(
             break
         if limits.tight(chunk):
             return chunk
-    # Few large rows that do not divide: a band of all of them, cut along a later axis.
+    # A few large rows that do not divide evenly: take all of them and cut along a later axis.
     if tail:
         later, rows_later = _cut_axis(cell, limits.itemsize * cell[axis], limits.target, axis + 1)
         for length in lengths(cell[later], rows_later):

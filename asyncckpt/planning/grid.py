@@ -1,13 +1,13 @@
 """Chunk grid of an array, within limits on padding and number of chunks.
 
 `choose_grid` keeps two limits, whatever the shape: at most 2 % padding where an array exceeds
-1 MiB, and at most 4 × (bytes / target + distinct shards) chunks. Both are about stored bytes:
-zarr stores the cells on the far edge full size, and every chunk costs an index entry and a read.
+1 MiB, and at most 4 × (bytes / target + distinct shards) chunks. zarr stores the cells on the far
+edge full size, and every chunk costs an index entry and a read.
 """
 
 # Rule 1: no chunk crosses a shard's edge once the leaf is too large to travel whole.
-# Rule 2: a grid depends on what all processes know of a leaf: never on what else is saved, on
-#   measurements or on which process plans it.
+# Rule 2: a grid depends only on what all processes know about a leaf: not on other leaves, on
+#   measurements, or on the process that plans it.
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Partition, Shard
 
 PADDED_NBYTES = 1 * MIB
-"""Arrays up to this size may be padded at will; larger ones by 1/50 of their elements."""
+"""Arrays up to this size may have any padding; larger ones 1/50 of their elements."""
 
 WHOLE_NBYTES = 64 * KIB
-"""Sharded leaves up to this size are one chunk: their shards travel in the entries."""
+"""Sharded leaves up to this size are one chunk: processes send their shards in the entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class _Cuts:
     """How the shards cut a leaf.
 
     Attributes:
-        starts: per axis where the cells of their finest common grid begin; a range where the
-            cells are equal but for a shorter last one.
+        starts: per axis where the cells of their finest common grid begin; a range if all but a
+            shorter last one have equal length.
         count: number of distinct shards.
-        boxes: the shards, made on demand: there may be very many.
+        boxes: returns the shards: there may be very many.
     """
 
     starts: tuple[Sequence[int], ...]
@@ -66,14 +66,13 @@ def choose_grid(
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
     """Return the arrays that store one leaf, as (offset in the leaf, grid); usually just one.
 
-    A partition and the list of all its cells give the same arrays; the partition does so at the
-    cost of its cuts, however many cells these make.
+    A partition gives the same arrays as the list of all its cells. Its cost depends on the number
+    of cuts, not of cells.
 
     Args:
         spec: the leaf.
-        division: all shards of the leaf, over all processes; equal and empty boxes are ignored,
-            the others tile it. Or the partition that they make, or None for one that covers the
-            leaf.
+        division: all shards of the leaf, over all processes, whose distinct non-empty boxes tile
+            it; or the partition that they make; or None for a single shard.
         chunk_nbytes: target size of a chunk in bytes.
         chunk_shape: exact chunk shape in elements; wins over `chunk_nbytes`.
         regular: one array, or an error.
@@ -97,23 +96,21 @@ def choose_grid(
         )
     filled = tuple([n or 1 for n in spec.shape]) if 0 in spec.shape else spec.shape
     strict = spec.nbytes > PADDED_NBYTES
-    if cuts.count > 1 and spec.nbytes <= WHOLE_NBYTES:
+    if math.prod(filled) * spec.itemsize <= (chunk_nbytes if cuts.count <= 1 else WHOLE_NBYTES):
         return ((origin, ChunkGrid(spec.shape, filled)),)
     if cuts.count <= 1:
-        if math.prod(filled) * spec.itemsize <= chunk_nbytes:
-            return ((origin, ChunkGrid(spec.shape, filled)),)
         limits = Limits(filled, spec.itemsize, chunk_nbytes, 1, strict)
         return ((origin, ChunkGrid(spec.shape, cut_freely(limits))),)
     return _follow_cuts(spec, cuts, chunk_nbytes, strict, regular=regular)
 
 
 def travels_in_parts(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) -> bool:
-    """Return whether the leaf is so small that its shards are put together to one chunk."""
+    """Return whether the leaf is so small that its shards are assembled to one chunk."""
     return 0 < spec.nbytes <= WHOLE_NBYTES and _cuts_of(spec, division).count > 1
 
 
 def cell_starts(shape: tuple[int, ...], partition: Partition) -> tuple[Sequence[int], ...]:
-    """Return per axis where the cells of a partition begin; a range where the cells are equal.
+    """Return per axis where the cells of a partition begin; a range if they have equal length.
 
     Raises:
         ValueError: the partition does not fit the shape.
@@ -139,7 +136,7 @@ def _cuts_of(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) ->
     if isinstance(division, Partition):
         cells = cell_starts(spec.shape, division)
         return _Cuts(cells, math.prod(map(len, cells)), lambda: _cells(spec.shape, cells))
-    boxes = distinct_boxes(spec, division)
+    boxes = _distinct_boxes(spec, division)
     starts = [
         sorted({0, *(b.offset[i] for b in boxes), *(b.stop[i] for b in boxes)} - {n})
         for i, n in enumerate(spec.shape)
@@ -176,7 +173,7 @@ def _check_chunk_shape(spec: ArraySpec, chunk_shape: tuple[int, ...]) -> None:
 
 def _held_whole(division: tuple[Shard, ...] | Partition | None) -> bool:
     """Return whether a process is known to hold all shards."""
-    # Of a partition each process knows its own cells only, and all must come to one answer.
+    # Each process knows only its own cells of a partition, and all processes must agree.
     return isinstance(division, tuple) and bool(
         set.intersection(*(set(s.holders) for s in division if s.box.size))
     )
@@ -194,7 +191,7 @@ def _check_cuts(spec: ArraySpec, chunk_shape: tuple[int, ...], cuts: _Cuts) -> N
             )
 
 
-def distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...]) -> list[Box]:
+def _distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...]) -> list[Box]:
     """Return the boxes that hold elements, each once, in order of their offsets."""
     boxes = sorted({s.box for s in shards if s.box.size}, key=lambda b: (b.offset, b.shape))
     fault = tiling_fault(Box.whole(spec.shape), boxes)
@@ -204,13 +201,9 @@ def distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...]) -> list[Box]:
 
 
 def _follow_cuts(
-    spec: ArraySpec, cuts: _Cuts, target: int, strict: bool, *, regular: bool = False
+    spec: ArraySpec, cuts: _Cuts, target: int, strict: bool, *, regular: bool
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
-    """Choose grids without a chunk across the edge of a shard: one if possible, else pieces.
-
-    Raises:
-        UsageError: `regular`, and one grid does not keep the limits.
-    """
+    """Choose grids without a chunk across the edge of a shard: one if possible, else pieces."""
     axes = list(zip(cuts.starts, spec.shape, strict=True))
     whole = [[(0, n, _common_cell(starts, n))] for starts, n in axes]
     attempts = [whole]
@@ -268,21 +261,13 @@ def _cut_cells(
         grid = ChunkGrid(shape, chunk)
         pieces.append((offset, grid))
         count += grid.chunk_count
-    nbytes = total.itemsize * math.prod(total.shape)
-    if count * total.target > CHUNKS_PER_TARGET * (nbytes + total.shards * total.target):
-        return None
-    return tuple(pieces)
+    return tuple(pieces) if total.allow(count) else None
 
 
 def _segments(starts: Sequence[int], n: int, *, short: bool) -> list[tuple[int, int, int]]:
-    """Return maximal runs (offset, length, cell) of equal intervals.
+    """Return maximal runs (offset, length, cell) of equal intervals that end at `n`.
 
     With `short`, a shorter interval may end a run.
-
-    Args:
-        starts: where the intervals begin.
-        n: where the last one ends.
-        short: see above.
     """
     if isinstance(starts, range):
         cell = min(starts.step, n)

@@ -1,11 +1,11 @@
 """Chunks that a process holds: where their bytes are, and which other processes hold them."""
 
-# Rule 1: all holders of a chunk agree on who they are, although each knows its own shards only.
-#   A chunk inside a shard is held by the holders of that shard. One that several shards hold in
-#   parts is held by the processes that hold the whole leaf.
-# Rule 2: the chunks of small sharded leaves belong to the processes that hold all of the leaf;
-#   without any, its shards go to process 0, which makes the chunk.
-# Rule 3: the cost is that of the process's own shards and chunks.
+# Rule 1: all holders of a chunk agree on the set of holders, although each knows only its own
+#   shards. A chunk inside a shard is held by the holders of that shard. One that spans several
+#   shards is held by the processes that hold the whole leaf.
+# Rule 2: the chunk of a small sharded leaf belongs to the processes that hold all of the leaf; if
+#   there are none, process 0 receives the shards and makes the chunk.
+# Rule 3: the cost depends only on the process's own shards and chunks.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HeldChunks(NamedTuple):
         cell: number of the chunk in the array.
         start: byte offset of the chunk in the C-order memory of its shard, if it is one run of
             bytes there and the beginning of its payload, else -1.
-        shard: that shard, counting those that the process holds; 0 where there is no such run.
+        shard: number of that shard among those that the process holds; 0 if there is no run.
         nbytes: bytes of the chunk inside the array.
         holders: number of the set of processes that hold it.
     """
@@ -47,14 +47,13 @@ NOTHING = HeldChunks(*np.zeros((5, 0), np.int64))
 
 
 class HeldBox(NamedTuple):
-    """A shard of a small leaf whose only chunk no process holds whole.
+    """A shard of a small leaf whose only chunk is not held whole by any process.
 
     Attributes:
         array: the array.
         box: the part of it.
-        shard: number of the shard, counting those that the process holds.
-        writer: the process that sends its values, the lowest that holds it; the others send a
-            checksum.
+        shard: number of the shard among those that the process holds.
+        writer: the lowest process that holds it, which sends the values; others send a checksum.
     """
 
     array: int
@@ -66,9 +65,9 @@ class HeldBox(NamedTuple):
 def held_chunks(
     arrays: Arrays, holders: Holders
 ) -> tuple[list[HeldChunks], dict[int, list[HeldBox]]]:
-    """Return the chunks of each part that the process holds, and the boxes of parts without.
+    """Return the chunks of each part that the process holds, and boxes where it holds no whole one.
 
-    Boxes have array 0: a part may belong to several arrays.
+    The boxes have array 0, because a part may belong to several arrays.
     """
     found: list[HeldChunks] = []
     boxes: dict[int, list[HeldBox]] = {}
@@ -104,7 +103,7 @@ class HeldShards:
     """The shards of one leaf that a process holds.
 
     Attributes:
-        in_parts: the leaf is small, and the process holds only a part of it.
+        in_parts: whether the leaf is small and the process holds only a part of it.
     """
 
     def __init__(self, layout: LeafLayout, holders: Holders) -> None:
@@ -128,7 +127,7 @@ class HeldShards:
         self._shapes = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), rank)
         size = layout.spec.size
         self._everything = holders.process_count == 1 or (
-            int(self._shapes.prod(axis=1).sum()) >= size  # at least so many, replicas included
+            int(self._shapes.prod(axis=1).sum()) >= size  # replicas included
             and sum(box.size for box in set(boxes)) == size
         )
         small = layout.spec.nbytes <= WHOLE_NBYTES
@@ -139,7 +138,7 @@ class HeldShards:
     def chunks(self, grid: ChunkGrid, itemsize: int, offset: tuple[int, ...]) -> HeldChunks:
         """Return the held chunks of an array that begins at `offset` of the leaf."""
         near = np.sort(self._index.meeting(Box(offset, grid.shape)))
-        # A shard may hold parts of several arrays, and in memory reach past this one.
+        # A shard may hold parts of several arrays, and so reach past this one.
         starts, shapes = self._starts[near] - np.array(offset, np.int64), self._shapes[near]
         inside, holder = _cells_inside(grid, starts, starts + shapes)
         runs, _ = runs_within(
@@ -170,12 +169,9 @@ class HeldShards:
 def _cells_inside(
     grid: ChunkGrid, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
 ) -> tuple[Column, Column]:
-    """Return the chunks that lie in a shard as a whole, sorted, and the first such shard of each.
+    """Return the chunks that lie whole in a shard, sorted, and the first such shard of each.
 
-    Args:
-        grid: grid of an array.
-        starts: first index of each shard in the array, which may be negative.
-        stops: one past the last, which may be past the array.
+    `starts` and `stops` are those of each shard in the array; they may be outside of it.
     """
     if not grid.shape:
         return np.zeros(min(1, len(starts)), np.int64), np.zeros(min(1, len(starts)), np.int64)
@@ -201,7 +197,7 @@ def _cells_inside(
 
 
 def _check_boxes(layout: LeafLayout, partition: Partition, boxes: Sequence[Box]) -> None:
-    """Refuse boxes that are not cut as the partition says: their chunks would not be found."""
+    """Raise if a box does not follow the cuts of the partition: its chunks would not be found."""
     shape = layout.spec.shape
     # Membership in a range is arithmetic.
     known = [

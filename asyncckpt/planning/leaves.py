@@ -1,4 +1,4 @@
-"""Arrays that store the leaves: one each, or pieces where the shards share no common grid."""
+"""Arrays that store the leaves: one each, or pieces if the shards have no common grid."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from asyncckpt.planning.table import Column
 from asyncckpt.spec import ArraySpec, ChunkGrid, Partition, Shard
 
 PIECE_MARK = "%~"
-"""Between the name of a leaf and the number of its piece. Names have `%` only before two
-hexadecimal digits, as a whole part, or before `~` and a hash of 32 digits."""
+"""Separates the name of a leaf from the number of its piece. In names, `%` is followed by two
+hexadecimal digits, or by `~` and a hash of 32 digits, or is a whole part."""
 
 
 class LeafLayout(NamedTuple):
@@ -33,11 +33,11 @@ class LeafLayout(NamedTuple):
         chunk_nbytes: target size of a chunk in bytes.
         chunk_shape: exact chunk shape; wins over `chunk_nbytes`.
         zstd_level: compression level; None stores the chunks as they are.
-        tied_to: index of an earlier leaf with the same spec whose bytes this one shares; that
-            leaf's layout holds for both.
+        tied_to: index of an earlier leaf with the same spec whose bytes this one shares, and
+            whose layout it has.
         shards: all shards of the leaf over all processes; None for one that covers it.
-        partition: how all processes divide the leaf: `shards` are then those that this process
-            holds, of which there may be none.
+        partition: how all processes divide the leaf; then `shards` are only those that this
+            process holds, possibly none.
         holders: the processes that hold a leaf without shards; None for all.
     """
 
@@ -54,7 +54,7 @@ class LeafLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One array of one layout, shared by all leaves of that layout.
+    """One array of a layout, shared by all leaves that have the layout.
 
     Attributes:
         spec: shape and dtype of the array.
@@ -78,26 +78,25 @@ class Part:
 class Arrays:
     """The arrays of a save, in leaf order, the pieces of a leaf by their offsets.
 
-    They are equal in all processes that save together, but for the shards in `layouts`. Chunks are
-    numbered over all arrays in their order, each array's in C order.
+    They are equal in all processes that save together, except for the shards in `layouts`. Chunks
+    are numbered over all arrays in order, each array's in C order.
 
     Attributes:
-        names: name per array: that of its leaf, with a number behind it for pieces.
-        parts: the distinct arrays, whatever their names.
+        names: name per array: that of its leaf, followed by a number for pieces.
+        parts: the distinct arrays, regardless of names.
         part: index into `parts` per array.
         leaf: leaf per array.
         pieces: the arrays of each leaf that is stored as several.
-        tied: per array that shares all bytes with an earlier one, that array.
-        tied_leaves: the same per leaf.
+        tied: the earlier array with the same bytes, by tied array.
+        tied_leaves: the same by leaf.
         layouts: the first leaf of every distinct layout.
         kind: index into `layouts` per leaf.
-        first_chunk: number of the first chunk per array; a tied array has that of the one it
-            shares.
+        first_chunk: number of the first chunk per array; tied arrays have the same one.
         chunk_count: number of chunks in all.
-        inline: arrays whose only chunk stands in the B+tree; tied ones are left out.
-        part_chunks: chunks of each of `parts`.
-        part_payload: bytes of the payload of each of its chunks, before compression.
-        part_is_compressed: whether they are compressed.
+        inline: arrays whose only chunk is inline in the B+tree, without tied ones.
+        part_chunks: number of chunks per part.
+        part_payload: payload bytes of a chunk per part, before compression.
+        part_is_compressed: whether chunks are compressed, per part.
     """
 
     names: tuple[str, ...]
@@ -124,13 +123,7 @@ class Arrays:
 def plan_arrays(
     leaves: Sequence[LeafLayout], *, regular: bool, inline_nbytes: int, holders: Holders
 ) -> Arrays:
-    """Return the arrays that store these leaves.
-
-    Args:
-        leaves: the array leaves in tree order.
-        regular: every leaf is one array.
-        inline_nbytes: largest payload with trailer that stands in the B+tree.
-        holders: numbers the sets of processes.
+    """Return the arrays that store these leaves; arguments as for `plan_save`.
 
     Raises:
         UsageError: as `plan_save`.
@@ -211,7 +204,7 @@ def plan_arrays(
 
 
 class _Layouts:
-    """The distinct layouts of leaves: one computation each, however many leaves have it.
+    """The distinct layouts of leaves, each computed once.
 
     Attributes:
         layouts: the first leaf of each.
@@ -234,19 +227,19 @@ class _Layouts:
         self.layouts.append(leaf)
         division = leaf.shards if leaf.partition is None else leaf.partition
         if self._holders.process_count > 1 and travels_in_parts(leaf.spec, division):
-            # Process 0 makes its chunk out of what the others send: one, stored as it is.
+            # Process 0 assembles it from the others' parts: one chunk, not compressed.
             leaf = leaf._replace(chunk_shape=None, zstd_level=None)
         self.parts.append(_parts(leaf, self._regular))
         return number
 
     def division(self, leaf: LeafLayout) -> Hashable:
-        """Return what tells apart how processes divide or hold the leaf."""
+        """Return a value that is equal for leaves that processes divide or hold alike."""
         if leaf.shards is None and leaf.partition is None:
             return self._holders.number(leaf.holders)
         return self._shards(leaf.shards), leaf.partition
 
     def _shards(self, shards: tuple[Shard, ...] | None) -> int:
-        """Return one number for equal lists of shards, looking only once into each list."""
+        """Return one number for equal lists of shards; each list object is read once."""
         seen = self._seen.get(id(shards))
         if seen is not None:
             return seen[1]

@@ -1,8 +1,7 @@
 """Merging of the schemas of all processes into one that all of them plan by."""
 
-# Rule 1: every process merges the same schemas to the same result, errors included.
-# Rule 2: processes that have a leaf are compared by tree, not one by one: most of them have the
-#   same schema, and sets of them are made once.
+# Rule 1: every process merges the same schemas to the same result or error.
+# Rule 2: leaves are compared per distinct schema, not per process: most processes have the same.
 
 from __future__ import annotations
 
@@ -18,12 +17,11 @@ from asyncckpt.errors import (
     ShapeMismatchError,
 )
 from asyncckpt.options import LeafOptions
+from asyncckpt.planning.balance import Processes
 from asyncckpt.planning.schema import Schema, SchemaLeaf, schema_digest
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard
 from asyncckpt.tree import Structure, merge_trees, where
-
-Processes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +32,14 @@ class MergedLeaf:
         path: its path in the merged tree.
         kind: kind of a scalar, or the framework of the lowest process that has it.
         spec: shape and dtype of an array; None for a scalar.
-        options: the answer of `leaf_options`.
-        extra: facts that are kept beside the bytes, JSON; empty for none.
-        processes: those that have it; one object for equal sets.
+        options: what `leaf_options` returned.
+        extra: facts that are stored beside the bytes, as JSON; empty for none.
+        processes: those that have it; equal sets are one object.
         tied_to: ordinal of the earlier leaf whose bytes it shares in every process that has it.
-        partition: how these processes divide the array; None where each has all of it.
-        shards: all shards of an array whose partition is not known without asking, and of one that
-            each process holds in several boxes.
-        copies: where several meshes divide one array alike, the processes of each; those at equal
-            positions hold the same.
+        partition: how these processes divide the array; None if each has all of it.
+        shards: all shards of an array if a partition does not describe them.
+        copies: the processes of each mesh, if several meshes divide the array in the same way;
+            processes at equal positions hold the same parts.
     """
 
     path: str
@@ -75,12 +72,7 @@ def own_part(
 ) -> OwnPart:
     """Return what a process holds of an array leaf.
 
-    Args:
-        leaf: the leaf.
-        process: the process.
-        process_count: number of processes.
-        shards: those that its adapter found; None for all in one.
-        partition: the partition that its adapter found.
+    `shards` (None for the whole array) and `partition` are what the process's adapter found.
     """
     if leaf.partition is not None:
         if process not in leaf.processes:
@@ -91,7 +83,7 @@ def own_part(
                     [Shard(s.box, _in_copies(leaf.copies, s.holders)) for s in shards or ()]
                 )
             return OwnPart(shards or (), leaf.partition, None)
-        # All of it is on devices of this process.
+        # This process holds all of it.
         assert leaf.spec is not None
         boxes = (Box.whole(leaf.spec.shape),) if shards is None else [s.box for s in shards]
         return OwnPart(tuple([Shard(box, (process,)) for box in boxes]), leaf.partition, None)
@@ -102,7 +94,7 @@ def own_part(
 
 @lru_cache(maxsize=4096)
 def _in_copies(copies: tuple[Processes, ...], holders: Processes) -> Processes:
-    """Return the processes of all copies at the positions of these, which are in one of them."""
+    """Return the processes of all copies that hold the same as `holders`, which are in one copy."""
     own = next(copy for copy in copies if holders[0] in copy)
     places = [own.index(holder) for holder in holders]
     return tuple(sorted(copy[place] for copy in copies for place in places))
@@ -115,8 +107,8 @@ class Merged:
     Attributes:
         structure: the containers of the merged tree.
         leaves: its leaves, in the order of the structure.
-        ordinals: per process, the ordinals here of its own leaves; one object for equal ones.
-        chunk_nbytes: the smallest target size of chunks that any process can hold.
+        ordinals: per process, the ordinals here of its own leaves; equal ones are one object.
+        chunk_nbytes: the smallest target chunk size of all processes.
         digest: SHA-256 (hex) of all schemas.
     """
 
@@ -138,7 +130,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A leaf as some processes have it."""
+    """A leaf in the schema of some processes."""
 
     leaf: SchemaLeaf
     processes: Processes
@@ -146,11 +138,9 @@ class _Seen:
 
 
 def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"]) -> Merged:
-    """Return what all processes save together.
+    """Return what all processes save together, given the schema of every process.
 
-    Args:
-        schemas: the schema of every process.
-        tree: whether dicts may differ in their keys by process.
+    With `tree="same"`, dicts must have the same keys in all processes.
 
     Raises:
         MismatchError: a leaf, the tree or an option differs; names path and processes.
@@ -159,7 +149,7 @@ def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"])
     digests: dict[int, str] = {}
     for process in sorted(schemas):
         schema = schemas[process]
-        # Equal schemas are often one object, as decoded or as this process's own.
+        # Equal schemas are often one object.
         digest = digests.get(id(schema))
         if digest is None:
             digest = digests[id(schema)] = schema_digest(schema)
@@ -229,7 +219,7 @@ class _Leaves:
         if any(one.leaf.partition is not None for one in seen):
             partition, copies = _partition(path, seen, having)
         elif any(one.leaf.boxes is not None for one in seen):
-            shards = _shards(path, seen, having)
+            shards = self._shards(path, seen, having)
         leaf = first.leaf
         return MergedLeaf(
             path,
@@ -254,9 +244,40 @@ class _Leaves:
             found = self._sets[key] = tuple(sorted(p for one in seen for p in one.processes))
         return found
 
+    def _shards(self, path: str, seen: Sequence[_Seen], having: Processes) -> tuple[Shard, ...]:
+        """Return the shards of all processes; equal boxes are replicas."""
+        spec = seen[0].leaf.spec
+        assert spec is not None
+        if not any(one.leaf.partial for one in seen):
+            for other in seen[1:]:
+                if other.leaf.boxes != seen[0].leaf.boxes:
+                    texts = [f"in {len(one.leaf.boxes or (1,))} parts" for one in (seen[0], other)]
+                    raise _differ(
+                        MismatchError, path, seen[0], texts[0], other, f"{texts[1]} (others)"
+                    )
+        whole = Box.whole(spec.shape)
+        holders: dict[Box, list[_Seen]] = {}
+        for one in seen:
+            for box in dict.fromkeys((whole,) if one.leaf.boxes is None else one.leaf.boxes):
+                if box.size:
+                    holders.setdefault(box, []).append(one)
+        boxes = sorted(holders, key=lambda box: (box.offset, box.shape))
+        fault = tiling_fault(whole, boxes)
+        if fault is not None:
+            shown = ", ".join(map(str, having[:8]))
+            raise MismatchError(
+                f"{where(path)}: the parts of {spec} on processes {shown} do not make up the "
+                f"array: {fault}",
+                path=path,
+                stage="plan",
+                expected=spec.shape,
+                found=fault,
+            )
+        return tuple([Shard(box, self._processes(holders[box])) for box in boxes])
+
 
 def _compare(path: str, one: _Seen, other: _Seen) -> None:
-    """Refuse two leaves of one path that are not the same leaf."""
+    """Raise if two leaves with one path differ."""
     a, b = one.leaf, other.leaf
     if a.spec is None or b.spec is None:
         if a.kind != b.kind:
@@ -293,10 +314,10 @@ def _differ(
 def _partition(
     path: str, seen: Sequence[_Seen], having: Processes
 ) -> tuple[Partition, tuple[Processes, ...]]:
-    """Return the partition that all processes have but those that hold the whole array alone.
+    """Return the partition of all processes that do not hold the whole array alone.
 
-    With the processes of each mesh, where there are several that divide the array alike, as data
-    parallelism divides what tensor parallelism leaves whole.
+    If several meshes divide the array in the same way, as replicas in data parallelism do, also
+    return the processes of each mesh.
     """
     divided = [one for one in seen if one.leaf.partition is not None]
     first = divided[0]
@@ -328,7 +349,7 @@ def _partition(
             found=having,
         )
     for one in seen:
-        # An array on the devices of one process only looks whole to that process.
+        # A process whose devices hold all of the array sees no partition.
         alone = one.leaf.partition is None and one.processes != partition.processes
         if alone and partition.processes:
             text = f"divided over processes {list(partition.processes)[:8]}"
@@ -337,54 +358,16 @@ def _partition(
 
 
 def _is_copy(one: Partition, other: Partition) -> bool:
-    """Return whether two meshes divide an array alike."""
+    """Return whether two meshes divide an array in the same way."""
     return one.pattern != "" and (one.cuts, one.pattern) == (other.cuts, other.pattern)
 
 
 @lru_cache(maxsize=1024)
 def _together(copies: tuple[Partition, ...]) -> tuple[Partition, tuple[Processes, ...]]:
-    """Return how all meshes together divide an array, and the processes of each."""
+    """Return how all meshes together divide an array, and the processes of each mesh."""
     every = tuple(sorted(process for copy in copies for process in copy.processes))
     texts = " and ".join(copy.holders for copy in copies)
     return Partition(copies[0].cuts, texts, every), tuple(copy.processes for copy in copies)
-
-
-def _shards(path: str, seen: Sequence[_Seen], having: Processes) -> tuple[Shard, ...]:
-    """Put the shards of all processes together; equal boxes are replicas."""
-    spec = seen[0].leaf.spec
-    assert spec is not None
-    if not any(one.leaf.partial for one in seen):
-        for other in seen[1:]:
-            if other.leaf.boxes != seen[0].leaf.boxes:
-                texts = [f"in {len(one.leaf.boxes or (1,))} parts" for one in (seen[0], other)]
-                raise _differ(MismatchError, path, seen[0], texts[0], other, f"{texts[1]} (others)")
-    whole = Box.whole(spec.shape)
-    holders: dict[Box, list[_Seen]] = {}
-    for one in seen:
-        for box in dict.fromkeys((whole,) if one.leaf.boxes is None else one.leaf.boxes):
-            if box.size:
-                holders.setdefault(box, []).append(one)
-    boxes = sorted(holders, key=lambda box: (box.offset, box.shape))
-    fault = tiling_fault(whole, boxes)
-    if fault is not None:
-        shown = ", ".join(map(str, having[:8]))
-        raise MismatchError(
-            f"{where(path)}: the parts of {spec} on processes {shown} do not make up the array: "
-            f"{fault}",
-            path=path,
-            stage="plan",
-            expected=spec.shape,
-            found=fault,
-        )
-    sets: dict[tuple[int, ...], Processes] = {}
-    shards: list[Shard] = []
-    for box in boxes:
-        key = tuple([one.processes[0] for one in holders[box]])
-        found = sets.get(key)
-        if found is None:
-            found = sets[key] = tuple(sorted(p for one in holders[box] for p in one.processes))
-        shards.append(Shard(box, found))
-    return tuple(shards)
 
 
 def _tie(ordinal: int, seen: Sequence[_Seen]) -> int | None:

@@ -15,7 +15,7 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class BoxIndex:
-    """Index of the boxes of one array, by which those that overlap another box are found.
+    """Index of the boxes of one array that finds those overlapping another box.
 
     The boxes are sorted along the axis on which most of them differ; a query looks only at those
     that it can meet on this axis.
@@ -38,7 +38,7 @@ class BoxIndex:
         self._starts = starts[order]
         self._stops = self._starts + shapes[order]
         self._filled = np.asarray((shapes[order] > 0).all(axis=1))
-        # Stops seen so far never decrease: the first box that can reach a start is found by halves.
+        # Running maxima never decrease: a binary search finds the first box that reaches a start.
         self._reach = np.maximum.accumulate(self._stops[:, self._axis]) if rank else None
 
     def meeting(self, box: Box) -> Column:
@@ -46,7 +46,7 @@ class BoxIndex:
         if self._only is not None:
             return _NONE if self._only.intersect(box) is None else _FIRST
         if not box.size:
-            return np.zeros(0, np.int64)
+            return _NONE
         if self._reach is None:
             return self._order[self._filled]
         start = np.array(box.offset, np.int64)
@@ -94,15 +94,10 @@ def contiguous_runs(
 ) -> tuple[Column, Column]:
     """Return, per chunk, its position in the C-order memory of `box`, and its bytes.
 
-    The first is the byte offset in `box` of a chunk that lies in it as a whole, as one run of
-    bytes that is also the beginning of the chunk's payload (so that padding trails); -1 for all
-    others. The second is the size in bytes of the chunk clipped to the array.
-
-    Args:
-        grid: grid of the array.
-        itemsize: bytes per element.
-        rows: chunk numbers in the array, in C order.
-        box: a part of the array, or of what the array is a part of: it may reach past it.
+    The position is a byte offset if the chunk lies whole in the box, as one run of bytes that is
+    also the beginning of the chunk's payload (so that padding trails), else -1. The size is that of
+    the chunk clipped to the array. `rows` are numbers of chunks in the array; the box has its
+    coordinates, and may reach past it.
     """
     if len(rows) == 1 and grid.chunk_shape == grid.shape == box.shape and not any(box.offset):
         return np.zeros(1, np.int64), np.array([math.prod(grid.shape) * itemsize], np.int64)
@@ -116,7 +111,7 @@ def runs_within(
     offsets: Sequence[int | Column],
     shapes: Sequence[int | Column],
 ) -> tuple[Column, Column]:
-    """Do as `contiguous_runs`, with a box per row: one column of offsets and lengths per axis."""
+    """Do as `contiguous_runs` with a box per row: a column of offsets and of lengths per axis."""
     if not len(rows) or not grid.shape:
         return np.zeros(len(rows), np.int64), np.full(len(rows), itemsize, np.int64)
     cells = np.unravel_index(rows, grid.counts)
@@ -136,7 +131,7 @@ def runs_within(
         start = cell.astype(np.int64) * c - first
         held = np.minimum(c, n - first - start)
         inside &= (start >= 0) & (start + held <= length)
-        # A part is one run of what encloses it when, after ones, at most one axis is not full.
+        # A part is one run if, after axes of length 1, at most one axis is not full.
         in_box = ((held == 1) & in_box) | box_full
         in_chunk = ((held == 1) & in_chunk) | chunk_full
         box_full &= held == length

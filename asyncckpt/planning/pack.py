@@ -1,13 +1,13 @@
 """Packing of chunks into data files, and of data files into windows of one slot each."""
 
 # Rule 1: a chunk lies in one data file. A chunk that would end past the target size of a data file
-#     begins the next one, unless the file is still empty; so a file is longer than the target only
-#     if it holds a single chunk.
+#     begins the next one, unless the file is still empty; so only a file with a single chunk is
+#     longer than the target.
 # Rule 2: chunks of `aligned_chunk_nbytes` or more start at a page, smaller ones at 8 bytes.
 # Rule 3: the CRC trailer lies in the same window as the last byte of its payload. If not, the
 #     payload ends 0 to 3 bytes before a window's end, one of four neighbouring positions modulo the
-#     slot; moving the chunk by its alignment (8 bytes or more, at most half a slot) leaves these
-#     four and cannot come round to them, so that one move is always enough.
+#     slot; moving the chunk by its alignment (8 bytes or more, at most half a slot) always avoids
+#     all four, so one move is enough.
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ import numpy.typing as npt
 from asyncckpt.planning.table import Column, Table
 
 TRAILER_NBYTES = 4
-"""The CRC-32C that zarr's crc32c codec puts behind a chunk."""
+"""The CRC-32C that zarr's crc32c codec appends to a chunk."""
 
 
 class Piece(NamedTuple):
     """Part of one chunk's payload, at a place in a window.
 
     Attributes:
-        array: index of the leaf that owns the chunk.
+        array: the array that owns the chunk.
         row: the chunk.
         start: first byte of the part in the chunk's payload (C order, padding included).
         stop: one past its last byte.
         position: where byte `start` goes, relative to the window.
-        last: the chunk ends here: its trailer follows at `position + stop - start`.
+        last: whether the chunk ends here; its trailer follows at `position + stop - start`.
     """
 
     array: int
@@ -48,13 +48,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One slot's worth of one data file.
+    """Range of a data file that is staged in one slot.
 
     Attributes:
         file: number of the data file.
         offset: offset in it, a multiple of the slot.
         nbytes: a whole slot, or less in the last window of a file.
-        pieces: what goes in, by position; bytes between them are zero.
+        pieces: its contents by position; bytes between them are zero.
     """
 
     file: int
@@ -72,7 +72,7 @@ def pack(
 ) -> tuple[list[int], list[int], list[int]]:
     """Return the offset of each chunk, the length of each file, and its first chunk.
 
-    Chunks in `firsts` begin a file in any case.
+    Chunks in `firsts` always begin a file.
     """
     begins = frozenset(firsts)
     offsets: list[int] = []
@@ -107,6 +107,7 @@ def cut_windows(
     file_nbytes: Sequence[int],
     slot_nbytes: int,
 ) -> tuple[Window, ...]:
+    """Return the windows of the planned data files, by file and offset."""
     lengths = np.array(file_nbytes, np.int64)
     window_counts = -(-lengths // slot_nbytes)
     first_window = np.cumsum(window_counts) - window_counts
@@ -134,29 +135,29 @@ def cut_windows(
     return tuple(windows)
 
 
-# Every stream sends whole files. Where each sends only a few, one file more than the streams send
-# together, or one that is larger than the others, keeps the save waiting for it alone: so files are
-# as many as the streams send in whole rounds, equally long, and the longest is sent first.
+# Every stream sends whole files. If each sends only a few, a save can end up waiting for a single
+# file that is left over or larger than the others. So the number of files is a multiple of the
+# number of streams, they are equally long, and the longest is sent first.
 
 WAVES = 6
-"""With more files per stream than this, the last ones hardly matter."""
+"""Files per stream beyond which the last ones hardly matter."""
 
 SPARE = 1 / 32
-"""Share of a file that is left for differences between files, trailers and alignment."""
+"""Share of a file that is reserved for differences between files, trailers and alignment."""
 
 REQUEST_NBYTES = 4 << 20
 """What a stream carries in 50 ms, at 85 MB/s: shorter files spend most of their time on latency."""
 
 RUNS_PER_FILE = 16
-"""Small chunks that follow each other stay together in runs of this share of a file: a restore of
-some leaves reads runs, and files differ by less than one."""
+"""Consecutive small chunks stay together in runs of this share of a file: a restore of some leaves
+reads runs, and files differ by less than one run."""
 
 
 def even_count(nbytes: int, data_file_nbytes: int, streams: int) -> int:
-    """Return how many files of at most `data_file_nbytes`, about, hold `nbytes`.
+    """Return how many files of at most about `data_file_nbytes` hold `nbytes`.
 
-    Where each stream sends only a few, they are so many that all send equally many, unless files
-    would be shorter than `REQUEST_NBYTES`.
+    If each stream sends only a few, all send equally many, unless files would be shorter than
+    `REQUEST_NBYTES`.
     """
     full = max(1, -(-nbytes // data_file_nbytes))
     if full > WAVES * streams:
@@ -168,14 +169,10 @@ def even_count(nbytes: int, data_file_nbytes: int, streams: int) -> int:
 def even_order(
     payloads: npt.NDArray[np.int64], data_file_nbytes: int, streams: int
 ) -> tuple[npt.NDArray[np.int64], list[int]] | None:
-    """Return chunks in an order, and the first of each file in it, that keep all streams busy.
+    """Return the chunks in an order that keeps all streams busy, and the first of each file in it.
 
-    None where files one after the other do that as well: a single one, or very many.
-
-    Args:
-        payloads: bytes of every chunk, in order.
-        data_file_nbytes: length that files should have at most, about.
-        streams: uploads in flight.
+    None if filling files one after the other does so too: for a single file, or very many. A file
+    has at most about `data_file_nbytes`; `streams` are the uploads in flight.
     """
     nbytes = int(payloads.sum())
     files = even_count(nbytes, data_file_nbytes, streams)
@@ -184,7 +181,7 @@ def even_order(
     run_nbytes = nbytes // files // RUNS_PER_FILE + 1
     run = np.unique(np.cumsum(payloads) // run_nbytes, return_inverse=True)[1]
     lengths = np.bincount(run, payloads)
-    # The longest first, each to the file that is shortest so far.
+    # The longest first, each into the file that is shortest so far.
     file_of_run = np.zeros(len(lengths), np.int64)
     shortest = [(0, file) for file in range(min(files, len(lengths)))]
     for number in np.argsort(-lengths, kind="stable").tolist():

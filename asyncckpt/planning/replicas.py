@@ -1,6 +1,6 @@
-"""Choice of the replicas to compare in a save: differences are noticed at a bounded cost."""
+"""Choice of the replicas to compare in a save, at a bounded cost."""
 
-# Rule 1: all holders of a chunk choose alike, although each knows its own chunks only: the choice
+# Rule 1: all holders of a chunk make the same choice, although each knows only its own chunks: it
 #   depends on the chunk's place among all chunks of the checkpoint.
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ ALWAYS_NBYTES = 64 * KIB
 """Leaves up to this size are compared in every save."""
 
 SHARE_NBYTES = 64 * MIB
-"""Of larger ones, a run of so many bytes of the checkpoint, which moves on with every save."""
+"""Bytes of larger leaves that are compared in a save: a run that moves on with every save."""
 
 
 def checked_rows(plan: SavePlan, number: int, *, whole: bool) -> Column:
-    """Return the rows of which all holders compare the checksums.
+    """Return the rows whose checksums all holders compare in save `number` of a run.
 
-    Args:
-        plan: the plan of one process.
-        number: counts the saves of the run.
-        whole: compare all, as with the first save of a schema.
+    With `whole` these are all shared rows, as in the first save of a schema.
     """
     arrays = plan.arrays
     if whole or not plan.row_shared.any():

@@ -26,9 +26,9 @@ class Request(NamedTuple):
 
     Attributes:
         array: index of the array.
-        box: the part that is wanted; None for all of it.
-        contiguous: the target's memory for the box is C-contiguous, of the stored dtype, and may
-            be written directly.
+        box: the wanted part; None for all of it.
+        contiguous: whether the target's memory for the box is C-contiguous, has the stored dtype,
+            and may be written directly.
     """
 
     array: int
@@ -53,7 +53,7 @@ class StoredArrays:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeArrays:
-    """Requests for all of some arrays, by column; as `Request`, without boxes."""
+    """Requests for whole arrays, by column; fields as in `Request`."""
 
     array: Column
     contiguous: npt.NDArray[np.bool_]
@@ -68,9 +68,9 @@ class Part(NamedTuple):
     Attributes:
         row: the chunk.
         request: index of the request.
-        direct: byte offset in the target's memory where the payload goes as it is, or -1: decode
-            in a buffer, then place by `intersection`.
-        nbytes: bytes of the payload that go there (what follows is padding and trailer), or -1.
+        direct: byte offset in the target's memory to which the payload can be read directly; -1 if
+            it is decoded in a buffer and placed by `intersection`.
+        nbytes: bytes of the payload that go there, without padding and trailer; -1 likewise.
     """
 
     row: int
@@ -80,7 +80,7 @@ class Part(NamedTuple):
 
 
 class ReadBatch(NamedTuple):
-    """One range of one file, and every part in it; a row starts at its own offset in the file."""
+    """One range of one file, and all parts in it."""
 
     file: int
     offset: int
@@ -94,10 +94,10 @@ class RestorePlan:
 
     Attributes:
         batches: ranges by file and offset.
-        inline: parts whose rows stand in the index (no file), by row.
+        inline: parts of inline rows, which are in no file, by row.
         read_nbytes: bytes of all batches, gaps included.
         rows: the chunks that are needed, inline ones included.
-        counts: parts of every request.
+        counts: number of parts of every request.
     """
 
     batches: tuple[ReadBatch, ...]
@@ -121,19 +121,19 @@ def plan_restore(
 ) -> RestorePlan:
     """Plan the reads that serve all requests.
 
-    A row of `aligned_chunk_nbytes` or more is a batch of its own and goes straight into the target
-    where it can. Smaller rows of one file share batches and always go through a buffer, and so
-    does a row that several requests want.
+    A row of `aligned_chunk_nbytes` or more is a batch of its own and is read directly into the
+    target if possible. Smaller rows of one file share batches and always go through a buffer, as
+    do rows that several requests want.
 
     Args:
         arrays: the stored arrays.
         requests: what is wanted; boxes without elements need nothing.
-        row_file: file of each row; -1 for rows that stand in the index.
+        row_file: file of each row; -1 for inline rows.
         row_offset: offset of each row's extent.
         row_nbytes: length of each row's extent, trailer included.
         slot_nbytes: longest batch of several rows.
-        gap_nbytes: longest run of unwanted bytes that a batch reads along.
-        aligned_chunk_nbytes: length from which on a row is a batch of its own.
+        gap_nbytes: longest run of unwanted bytes inside a batch.
+        aligned_chunk_nbytes: least length of a row that is a batch of its own.
         only: whether to read each row; None reads all that are wanted.
 
     Raises:
@@ -204,15 +204,13 @@ def cells_overlapping(grid: ChunkGrid, box: Box) -> Column:
 def intersection(
     grid: ChunkGrid, row_in_array: int, box: Box
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return the part that a chunk and a box share, as indices of both.
+    """Return the part that a chunk and a box within the array share, as indices of both.
 
-    The first indexes the chunk's payload, the second the box's array.
-
-    The payload is an array of `grid.chunk_shape`, the box's array one of `box.shape`; the box lies
-    within the array.
+    The first indexes the chunk's payload, of shape `grid.chunk_shape`, the second an array of the
+    box's shape.
 
     Raises:
-        ValueError: they share nothing, or there is no such chunk.
+        ValueError: they do not overlap, or the chunk does not exist.
     """
     if not 0 <= row_in_array < grid.chunk_count:
         raise ValueError(f"chunk {row_in_array} of {grid.chunk_count}")
@@ -242,7 +240,7 @@ def _parts(
         array = np.array([request.array for request in requests], np.int64)
     if len(array) and not 0 <= array.min() <= array.max() < count:
         raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {count}")
-    # One computation per kind of array and wanted box, however many leaves share both.
+    # One computation per kind of array and wanted box, which many leaves share.
     wants: dict[tuple[int, Box | None, bool], int] = {}
     if isinstance(requests, WholeArrays):
         coded, want_of = np.unique(
@@ -301,15 +299,11 @@ def coalesce(
     """Return the index of the first extent of each group that is read as one range.
 
     A group grows while the gap to its next extent is at most `gap_nbytes` and the whole range at
-    most `limit_nbytes`; a longer extent is a group of its own. Greedy from the left, which is
-    also the least number of groups.
+    most `limit_nbytes`; a longer extent is a group of its own. It is greedy from the left, which
+    gives the least number of groups.
 
-    Args:
-        offsets: offsets of extents, sorted (within one file).
-        nbytes: their lengths.
-        gap_nbytes: longest run of unwanted bytes to read along.
-        limit_nbytes: longest range.
-        starts: extents that begin a group in any case, such as the first of another file.
+    `offsets` are sorted within one file. Extents in `starts` always begin a group, such as the
+    first of another file.
     """
     if not len(offsets):
         return np.zeros(0, np.int64)
@@ -320,7 +314,7 @@ def coalesce(
         breaks |= starts
     firsts = np.flatnonzero(breaks)
     lasts = np.append(firsts[1:], len(offsets))
-    # The ends of a run only grow when no extent lies within another; foreign files may have such.
+    # Extents of foreign files may lie within others, so the ends of a run need not increase.
     long = np.flatnonzero(np.maximum.reduceat(ends, firsts) - offsets[firsts] > limit_nbytes)
     more: list[int] = []
     for run in long.tolist():

@@ -1,7 +1,7 @@
 """Plan of a save: arrays, chunks, data files, and the windows in which they are written.
 
-`plan_save` makes every leaf one array, or several where its shards lie on no common grid, packs
-the chunks of all arrays, in their order, into data files, and cuts the files into windows of one
+`plan_save` stores every leaf as one array, or as several if its shards have no common grid. It
+packs the chunks of all arrays, in order, into data files, and cuts the files into windows of one
 slot each: the unit of staging, checksumming and writing.
 """
 
@@ -34,44 +34,44 @@ __all__ = [
 ]
 
 PLANNER_VERSION = 3
-"""Part of the digest: to be raised by every change that gives another plan for the same input."""
+"""Part of the digest; increase it when the same input leads to another plan."""
 
 SMALL_ALIGNMENT_NBYTES = 8
-"""Alignment of small chunks: copies between aligned words, for 4 bytes per chunk on average."""
+"""Alignment of small chunks: copies are word-aligned and cost 4 bytes per chunk on average."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
     """The arrays of a save, and the chunks of them that one process holds.
 
-    A row is a chunk that the process holds; rows are in the order of arrays, then C order. Those
-    that another holder writes are there to be compared with. One process alone holds all chunks,
-    and its rows are numbered as the chunks are.
+    A row is a chunk that the process holds; rows are in the order of arrays, then C order. Rows
+    that another holder writes are only compared. A single process holds all chunks, and its rows
+    have the numbers of the chunks.
 
     Attributes:
         arrays: the arrays, equal in all processes.
-        first_row: first row per array; a tied array has the rows of the one it shares.
+        first_row: first row per array; tied arrays have the same rows.
         row_array: array that owns the row.
         row_chunk: number of the chunk among those of all arrays and processes;
             `row_chunk - arrays.first_chunk` counts the cells of the array's grid.
         row_writer: process that writes the chunk.
-        row_shared: whether other processes hold the chunk too.
-        row_payload: bytes of the stored payload, padding included, without trailer; for compressed
-            rows the size before compression.
+        row_shared: whether other processes also hold the chunk.
+        row_payload: bytes of the payload, padding included, without trailer, before compression.
         row_source: byte offset of the chunk in the C-order memory of a shard if it is one run of
             bytes there and the beginning of its payload, else -1.
-        row_shard: that shard of the leaf, counting those of the process; 0 for leaves without.
+        row_shard: number of that shard among those of the process; 0 for leaves without shards.
         row_data: bytes of the chunk inside the array: the length of that run.
         row_file: planned data file; -1 for inline and compressed rows and those of other writers.
         row_offset: offset of the payload in it; -1 likewise.
-        inline: arrays whose only chunk stands in the B+tree, written by this process.
+        inline: arrays whose only chunk is inline in the B+tree and written by this process.
         compressed: rows that are appended when their size is known, in this order.
-        parts: boxes of small sharded leaves whose only chunk no process holds whole; the writer
-            of each sends it, and process 0 makes the chunk, unless a row of another process has it.
+        parts: boxes of small sharded leaves whose only chunk is not held whole by any process; the
+            writer of each sends it to process 0, which makes the chunk unless another process
+            holds it as a row.
         file_nbytes: lengths of the planned data files.
         windows: the planned files, cut into slots, by file and offset.
-        digest: SHA-256 (hex) of everything the plan depends on; of several processes, without the
-            sizes of files and windows.
+        digest: SHA-256 (hex) of everything the plan depends on; with several processes, without
+            the sizes of files and windows.
     """
 
     arrays: Arrays
@@ -109,20 +109,21 @@ def plan_save(
 ) -> SavePlan:
     """Plan what one process does for a save.
 
-    Equal arguments give equal plans. The processes of one save pass equal leaves, but for the
-    shards of leaves with a partition; their plans have equal arrays, and each chunk one writer.
+    Equal arguments give equal plans. The processes of one save pass equal leaves, except for the
+    shards of leaves with a partition; their plans have equal arrays, and one writer per chunk.
 
     Args:
         leaves: the array leaves of all processes in tree order.
         data_file_nbytes: target size of a data file.
         slot_nbytes: size of a window; a multiple of `page_nbytes`, at least two.
         page_nbytes: alignment of large chunks; a multiple of 8.
-        aligned_chunk_nbytes: payload from which on a chunk is large.
-        inline_nbytes: largest payload with trailer that stands in the B+tree.
+        aligned_chunk_nbytes: least payload of a large chunk.
+        inline_nbytes: largest payload with trailer that is inline in the B+tree.
         regular: every leaf is one array.
-        even_streams: data files may be smaller, so that so many uploads end at the same time.
+        even_streams: number of uploads that should end at the same time; data files may then be
+            smaller.
         process: the process that the plan is for.
-        process_count: number of processes that save together. One alone holds every shard.
+        process_count: number of processes that save together. A single one holds every shard.
 
     Raises:
         UsageError: two arrays have one name, a chunk shape does not fit its leaf, or the shards of
@@ -178,7 +179,6 @@ def plan_save(
             planned, rows.array, row_file, row_offset, rows.payload, file_nbytes, slot_nbytes
         ),
         digest=_digest(
-            PLANNER_VERSION,
             [*((*options, len(firsts)) if process_count == 1 else ()), int(regular)],
             list(map(attrgetter("name"), leaves)),
             arrays.kind,
@@ -204,7 +204,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(arrays: Arrays, holders: Holders) -> tuple[_Rows, tuple[HeldBox, ...]]:
-    """Return what a process holds of the arrays: its chunks, and boxes of small sharded leaves."""
+    """Return the chunks that a process holds, and its boxes of small sharded leaves."""
     part, tied = arrays.part, arrays.tied
     held, boxes_of = held_chunks(arrays, holders)
     count_of = np.array([len(chunks.cell) for chunks in held], np.int64)
@@ -245,28 +245,16 @@ def _rows(arrays: Arrays, holders: Holders) -> tuple[_Rows, tuple[HeldBox, ...]]
 
 
 def _digest(
-    version: int,
     options: Sequence[int],
     names: Sequence[str],
     kind: Column,
     tied: Mapping[int, int],
     layouts: Iterable[LeafLayout],
 ) -> str:
-    """Return the SHA-256 (hex) of a plan.
-
-    The encoding is unambiguous: lengths come before the text that they measure.
-
-    Args:
-        version: version of the planner.
-        options: its options.
-        names: name per leaf.
-        kind: index into `layouts` per leaf.
-        tied: per tied leaf the one it shares.
-        layouts: a leaf of each distinct layout.
-    """
+    """Return the SHA-256 (hex) of a plan, from an unambiguous encoding: lengths precede texts."""
     header = json.dumps(
         {
-            "version": version,
+            "version": PLANNER_VERSION,
             "options": options,
             "leaves": len(names),
             "tied": sorted(tied.items()),
@@ -282,7 +270,7 @@ def _digest(
 
 
 def _known(leaf: LeafLayout) -> list[Any]:
-    """Return what all processes know of a layout: of a partition, not their own shards."""
+    """Return what all processes know about a layout: of a partition, not their own shards."""
     spec = leaf.spec
     own = [spec.shape, spec.dtype, leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level]
     if leaf.partition is not None:

@@ -1,12 +1,12 @@
-"""Schema of a state: what one process has of it, as the other processes need to know it.
+"""Schema of a state: what other processes need to know about one process's part of it.
 
-Processes whose digests are equal plan alike without further words. Otherwise they exchange their
-schemas, and merge them (`planning.merge`).
+Processes with equal digests make the same plan without further messages. Otherwise they exchange
+their schemas and merge them (`planning.merge`).
 """
 
-# Rule 1: a schema holds nothing measured, and nothing that hash seeds, `repr` or addresses decide.
-#   The order of leaves counts: arrays are numbered in it.
-# Rule 2: what a store gives back is checked before it is used, and its size before it is parsed.
+# Rule 1: a schema holds no measurements, and nothing that depends on hash seeds, `repr` or
+#   addresses. The order of leaves matters: arrays are numbered in it.
+# Rule 2: what a store returns is checked before it is used, and its size before it is parsed.
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ MAX_SCHEMA_NBYTES = 256 << 20
 """A longer schema is not parsed; one of 100,000 leaves has 10 MiB."""
 
 NBYTES_PER_VALUE = 2
-"""A JSON document of so many bytes per value is as dense as they get; ours has more."""
+"""Bytes per value of the densest JSON documents; schemas have more."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaLeaf:
-    """One leaf as one process has it.
+    """One leaf of one process.
 
     Attributes:
         kind: kind of a scalar, or the framework of an array.
         spec: shape and dtype of an array; None for a scalar.
-        options: the answer of `leaf_options`.
-        extra: facts that are kept beside the bytes, JSON with sorted keys; empty for none.
+        options: what `leaf_options` returned.
+        extra: facts that are stored beside the bytes, as JSON with sorted keys; empty for none.
         tied_to: ordinal of an earlier leaf that has the same bytes, or None.
         partition: how several processes divide the array.
-        boxes: the parts of the array that this process holds; None for all of it, and of a
-            partition, which all processes compute.
-        partial: other processes hold the rest.
+        boxes: the parts of the array that this process holds; None for all of it, and with a
+            partition, from which all processes compute them.
+        partial: whether other processes hold the rest.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Schema:
         structure: the containers of its tree.
         leaves: its leaves, in the order of the structure.
         options: options of the save that all processes must share, by name: JSON values.
-        chunk_nbytes: target size of chunks that the process can hold; it is no part of the digest.
+        chunk_nbytes: target chunk size of the process; not part of the digest.
     """
 
     structure: Structure
@@ -76,9 +76,9 @@ class Schema:
 
 
 def schema_digest(schema: Schema) -> str:
-    """Return the SHA-256 (hex) of what processes must agree on: equal ones plan alike.
+    """Return the SHA-256 (hex) of what processes must agree on to make the same plan.
 
-    Leaves whose parts are known to their holders only (`partial`) make digests differ.
+    Leaves whose parts only their holders know (`partial`) make digests differ.
     """
     return hashlib.sha256(_json(_document(schema))).hexdigest()
 
@@ -89,14 +89,10 @@ def encode_schema(schema: Schema) -> bytes:
 
 
 def decode_schema(data: bytes, *, file: str) -> Schema:
-    """Return the schema that `encode_schema` wrote.
-
-    Args:
-        data: its bytes.
-        file: where they come from, for errors.
+    """Return the schema that `encode_schema` wrote; `file` is named in errors.
 
     Raises:
-        CorruptCheckpointError: they are no schema of this version.
+        CorruptCheckpointError: they are not a schema of this version.
     """
 
     def fault(reason: str) -> CorruptCheckpointError:
@@ -120,7 +116,7 @@ def _json(document: object) -> bytes:
 
 
 class _Distinct:
-    """Values that many leaves share, each written once; leaves have their numbers."""
+    """Values that many leaves share, each written once; leaves refer to them by number."""
 
     def __init__(self, encode: Callable[[Any], Any]) -> None:
         self.values: list[Any] = []
@@ -135,7 +131,7 @@ class _Distinct:
 
 
 def _document(schema: Schema) -> dict[str, Any]:
-    """Return the schema as JSON values, but for the chunk target."""
+    """Return the schema as JSON values, without the target chunk size."""
     specs = _Distinct(lambda spec: [spec.shape, spec.dtype])
     answers = _Distinct(_answer)
     texts = _Distinct(lambda text: text)
@@ -182,7 +178,7 @@ def _division(division: tuple[Partition | None, Sequence[Box] | None, bool]) -> 
 
 
 class _Decoder:
-    """Turns a JSON document into a schema, or raises one of the errors of wrong values."""
+    """Decoder of a JSON document; raises `ValueError` or the like if it is malformed."""
 
     def __init__(self, document: Any) -> None:
         if not isinstance(document, dict):
@@ -261,7 +257,7 @@ def _integer(value: Any) -> int:
 
 def _at(items: Sequence[Any], number: Any) -> Any:
     if _integer(number) < 0:
-        raise ValueError(f"{number} counts nothing")
+        raise ValueError(f"{number} is not an index")
     return items[number]
 
 

@@ -1,13 +1,13 @@
 """Streams of bytes that several processes want, cut into batches that they exchange.
 
-The chunks that the same processes want make up a *stream*: their stored bytes, one chunk after the
-other. Its members read it together, a piece each, and every one of them gets all of it.
+The stored bytes of all chunks that the same processes want form a *stream*. Each of its members
+reads a piece of every batch, and receives the rest from the others.
 """
 
-# Rule 1: a stream depends on nothing but what process 0 has published and the chunk index, so that
-#   all its members cut it alike.
-# Rule 2: batches have numbers. A process takes part in one batch of each number at most, and in the
-#   order of the numbers, so that no two processes wait for each other.
+# Rule 1: a stream depends only on what process 0 has published and on the chunk index, so that all
+#   members cut it into the same batches.
+# Rule 2: batches are numbered. A process takes part in at most one batch of each number, in
+#   increasing order, so that no two processes wait for each other.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import numpy as np
 from asyncckpt.planning.table import Column
 
 PIECE_MIN_NBYTES = 16 << 10
-"""Smallest piece of a process; with more than 4,096 members, batches grow instead."""
+"""Smallest piece of a process; with more than 4,096 members, batches become larger."""
 
 _NONE = -1
 
@@ -32,15 +32,15 @@ class Sharing:
     """Chunks that several processes want.
 
     Attributes:
-        members: of each stream the processes that want it, ascending; at least two.
-        stream: of each chunk its stream, -1 where no two processes want it.
+        members: per stream, the processes that want it, ascending; at least two.
+        stream: per chunk, its stream; -1 if fewer than two processes want it.
     """
 
     members: Sequence[tuple[int, ...]]
     stream: Column
 
     def encoded(self) -> bytes:
-        """Return it as a message."""
+        """Encode it as a message."""
         sizes = list(map(len, self.members))
         members = itertools.chain.from_iterable(self.members)
         head = np.array([len(sizes), *sizes, *members], np.int64)
@@ -48,7 +48,7 @@ class Sharing:
 
     @classmethod
     def decoded(cls, message: bytes) -> Sharing:
-        """Return what a message says."""
+        """Decode a message."""
         values = _unpacked(message)
         first = 1 + int(values[0])
         *members, stream = np.split(values[first:], np.cumsum(values[1:first]))
@@ -56,7 +56,7 @@ class Sharing:
 
 
 def encoded_rows(rows: Column) -> bytes:
-    """Return as a message which chunks a process wants: the runs of their numbers."""
+    """Encode the chunks that a process wants as a message: runs of their numbers."""
     wanted = np.unique(rows)
     begins = np.flatnonzero(np.diff(wanted, prepend=-2) != 1)
     counts = np.diff(begins, append=len(wanted))
@@ -71,7 +71,7 @@ def _decoded_rows(message: bytes) -> Column:
 
 
 def _packed(values: Column) -> bytes:
-    # Differences: runs of chunks, and of the streams of neighbours, take next to nothing.
+    # Differences: runs compress to almost nothing.
     return zlib.compress(np.diff(values, prepend=0).astype("<i8").tobytes(), 1)
 
 
@@ -82,19 +82,15 @@ def _unpacked(message: bytes) -> Column:
 def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
     """Return the chunks that several processes want.
 
-    The cost is that of the distinct things that processes want, not of all processes: replicas
-    want the same.
-
-    Args:
-        wanted: of each process its chunks, from `encoded_rows`.
-        row_count: number of chunks.
+    `wanted` has the message of each process, from `encoded_rows`. The cost depends on the distinct
+    messages, not on the number of processes: replicas want the same.
     """
     alike: dict[bytes, list[int]] = {}
     for process in sorted(wanted):
         alike.setdefault(wanted[process], []).append(process)
     wants = list(map(_decoded_rows, alike))
-    # Chunks are alike if the same wants name them. Sums of two random numbers per want tell that
-    # apart: among a million chunks, two sums agree by chance once in 10^26 restores.
+    # Chunks belong to one stream if the same sets hold them. Sums of two random numbers per set
+    # show that: among a million chunks, two sums agree by chance once in 10^26 restores.
     names = np.random.default_rng(0).integers(1 << 63, size=(len(wants), 2), dtype=np.uint64)
     sums = np.zeros((row_count, 2), np.uint64)
     counts = np.zeros(row_count, np.int64)
@@ -125,10 +121,10 @@ class Stream:
     Attributes:
         members: these processes, ascending.
         rows: its chunks, in its order.
-        file: of each of them the data file.
-        offset: where the chunk begins in that file.
-        begin: where it begins in the stream; one more entry is the length of the stream.
-        piece_nbytes: bytes that each member reads of a batch, fewer of the last one.
+        file: data file of each chunk.
+        offset: where each begins in its file.
+        begin: where each begins in the stream; the last entry is the length of the stream.
+        piece_nbytes: bytes that each member reads of a batch; fewer of the last one.
         first_batch: number of its first batch.
     """
 
@@ -147,7 +143,7 @@ class Stream:
 
     @property
     def batch_nbytes(self) -> int:
-        """Bytes of each batch but the last one."""
+        """Bytes of each batch except the last one."""
         return self.piece_nbytes * len(self.members)
 
     @property
@@ -157,19 +153,19 @@ class Stream:
         return range(self.first_batch, self.first_batch + count)
 
     def piece(self, process: int, batch: int) -> tuple[int, int]:
-        """Return begin and end, in the stream, of what a member reads of a batch."""
+        """Return where the piece that a member reads of a batch begins and ends in the stream."""
         begin, end, share = self._batch(batch)
         begin += bisect.bisect_left(self.members, process) * share
         return min(begin, end), min(begin + share, end)
 
     def _batch(self, batch: int) -> tuple[int, int, int]:
-        """Return begin and end of a batch, and what each member reads of it but the last ones."""
+        """Return begin and end of a batch, and the bytes that each member but the last reads."""
         begin = (batch - self.first_batch) * self.batch_nbytes
         end = min(begin + self.batch_nbytes, self.nbytes)
         return begin, end, -(-(end - begin) // len(self.members))
 
     def parts(self, batch: int) -> list[slice]:
-        """Return where the bytes of a batch are among the pieces of all members, in their order."""
+        """Return where the bytes of a batch are in the joined pieces of all members."""
         begin, end, share = self._batch(batch)
         if share == self.piece_nbytes:  # they follow each other without gaps
             return [slice(0, end - begin)]
@@ -179,12 +175,9 @@ class Stream:
         ]
 
     def ranges(self, begin: int, end: int, gap_nbytes: int) -> list[Range]:
-        """Return the ranges of files that hold the bytes from `begin` to `end`, in their order.
+        """Return the ranges of files that hold the bytes `begin` to `end` of the stream, in order.
 
-        Args:
-            begin: first byte in the stream.
-            end: one past the last byte.
-            gap_nbytes: longest run of other bytes in a file that a range takes along.
+        A range may include runs of up to `gap_nbytes` other bytes.
         """
         found: list[Range] = []
         if begin >= end:
@@ -246,11 +239,11 @@ def streams(
 
     Args:
         sharing: which chunks they consist of.
-        file: data file of each chunk; -1 for chunks that are in the index, which no stream holds.
+        file: data file of each chunk; -1 for inline chunks, which belong to no stream.
         offset: where each chunk begins in it.
         nbytes: length of each chunk.
         first_batch: number of the first batch.
-        batch_nbytes: bytes of a batch, about.
+        batch_nbytes: approximate bytes of a batch.
     """
     rows = np.flatnonzero((sharing.stream >= 0) & (file >= 0))
     rows = rows[np.lexsort((offset[rows], file[rows], sharing.stream[rows]))]

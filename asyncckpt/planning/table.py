@@ -16,10 +16,9 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class Table(Sequence[Row]):
-    """Rows `first` to `stop` of some columns, made into named tuples on access.
+    """Rows `first` to `stop` of some columns, converted to named tuples on access.
 
-    A plan of 100,000 leaves would otherwise hold as many small objects, which cost more time and
-    memory than all the rest of it.
+    100,000 small objects would cost more time and memory than the rest of a plan.
     """
 
     __slots__ = ("_columns", "_first", "_kind", "_stop")

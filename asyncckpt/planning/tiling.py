@@ -12,11 +12,9 @@ from asyncckpt.spec import Box
 
 
 def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
-    """Explain why the boxes do not tile `whole`; return None if they do.
+    """Return why the boxes do not tile `whole`, or None if they do.
 
-    Args:
-        whole: the box to be tiled.
-        boxes: boxes that hold elements, each given once.
+    The boxes hold elements, and each is given once.
     """
     if not whole.size or _tile(whole, boxes):
         return None
@@ -33,7 +31,7 @@ def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Find two of the boxes that share elements, or None."""
+    """Return two of the boxes that share elements, or None."""
     index = BoxIndex(boxes)
     for number, box in enumerate(boxes):
         for other in index.meeting(box).tolist():
@@ -43,12 +41,12 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def box_text(box: Box) -> str:
-    """Write the box as an index expression: `[0:4, 8:10]`."""
+    """Return the box as an index expression: `[0:4, 8:10]`."""
     return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(box.offset, box.shape, strict=True))}]"
 
 
 def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Return whether each element of `whole` is in exactly one box, and no other element in any.
+    """Return whether each element of `whole` is in exactly one box, and no other element in a box.
 
     Boxes tile a box if and only if their corners, with alternating signs, add up to its corners.
     """

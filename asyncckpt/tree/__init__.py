@@ -1,31 +1,31 @@
-"""Trees of containers: taken apart into leaves with paths, and put together again.
+"""Trees of containers: flattening to leaves with paths, and rebuilding.
 
-Plain containers are flattened by the rules of this module alone, so that a tree has the same
-paths with and without JAX:
+Only the rules of this module determine how plain containers are flattened, so that a tree has the
+same paths with and without JAX:
 
 * ``dict`` and its subclasses in insertion order, keys exactly ``str`` or ``int``; ``list`` and
   ``tuple`` with their subclasses; namedtuples; ``None`` (a node without leaves);
 * dataclasses by their fields. Fields marked ``pytree_node=False`` or ``static=True`` in their
-  metadata (flax, equinox, JAX), and those that the class's own registration with JAX leaves out,
-  are configuration: they are not saved, and come from `like` on restore;
+  metadata (flax, equinox, JAX), and those that the class's registration with JAX leaves out, are
+  configuration: they are not saved, and come from `like` on restore;
 * objects with `state_dict` and `load_state_dict` as their state dict;
 * every other type that a `NodeAdapter` knows, by that adapter's keys.
 
 Everything else is a leaf. A path joins its parts with ``/``. An int (dict key or index) is written
-in decimal; a str as it is with control characters, ``/``, ``%`` and lone surrogates (which only
-foreign checkpoints have: `flatten` refuses them) percent-escaped, the empty part as ``%``, ``.``
-and ``..`` as ``%2E`` and ``%2E%2E``. Where one dict has both, the str that looks like an int has
-its first character escaped (``{1: …, "1": …}`` has paths ``1`` and ``%31``), so that no two leaves
-share a path. The path of a tree that is one leaf is empty.
+in decimal. In a str, control characters, ``/``, ``%`` and lone surrogates (which only foreign
+checkpoints have: `flatten` refuses them) are percent-escaped; the empty str is ``%``, ``.`` and
+``..`` are ``%2E`` and ``%2E%2E``. If a dict has an int and an equal-looking str as keys, the first
+character of the str is escaped (``{1: …, "1": …}`` has paths ``1`` and ``%31``), so that no two
+leaves share a path. The path of a tree that is a single leaf is empty.
 """
 
 from __future__ import annotations
 
 from asyncckpt.tree.flatten import Flat, flatten
-from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
+from asyncckpt.tree.names import Key, array_names, escape, match_glob, where
 from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
-from asyncckpt.tree.types import NodeRegistry
+from asyncckpt.tree.types import NodeAdapter
 from asyncckpt.tree.unflatten import unflatten, unflatten_like
 from asyncckpt.tree.union import MergedTree, merge_trees
 
@@ -36,7 +36,7 @@ __all__ = [
     "Kind",
     "MergedTree",
     "Node",
-    "NodeRegistry",
+    "NodeAdapter",
     "PerProcess",
     "PerProcessNodes",
     "Structure",
@@ -46,7 +46,6 @@ __all__ = [
     "match_glob",
     "merge_trees",
     "per_process_paths",
-    "unescape",
     "unflatten",
     "unflatten_like",
     "where",

@@ -1,6 +1,6 @@
-"""Flattening: a tree taken apart into structure, paths and leaves."""
+"""Flattening of a tree to structure, paths and leaves."""
 
-# Rule 1: no recursion, so that depth is bounded by MAX_DEPTH and not by the caller's stack.
+# Rule 1: no recursion, so that MAX_DEPTH bounds the depth, not the caller's stack.
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.tree.names import Key, escape_keys, where
 from asyncckpt.tree.structure import MAX_DEPTH, MAX_KEY_BITS, Kind, Node, Structure
-from asyncckpt.tree.types import LEAF, NodeRegistry, Types, type_name
+from asyncckpt.tree.types import LEAF, NodeAdapter, Types, type_name
 
 _NONE = Node("none")
 _KEY_TYPES = frozenset((str, int))
@@ -19,7 +19,7 @@ _KEY_TYPES = frozenset((str, int))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """A tree taken apart.
+    """A flattened tree.
 
     Attributes:
         structure: the containers.
@@ -35,19 +35,14 @@ class Flat:
     objects: list[Any]
     stateful: list[tuple[str, Any]]
 
-    @property
-    def parts(self) -> list[tuple[Key, ...]]:
-        """Keys and indices from the root to every leaf."""
-        return self.structure.parts()
 
-
-def flatten(tree: Any, nodes: Sequence[NodeRegistry] = ()) -> Flat:
-    """Take the tree apart; `nodes` know the containers that frameworks have registered.
+def flatten(tree: Any, nodes: Sequence[NodeAdapter] = ()) -> Flat:
+    """Flatten a tree; `nodes` are for the containers that frameworks have registered.
 
     Raises:
         UnsupportedLeafError: a dict key is neither exactly str nor exactly int, or not valid
             Unicode; names path and key.
-        UsageError: a container holds itself, or more than `MAX_DEPTH` are inside each other.
+        UsageError: a container contains itself, or more than `MAX_DEPTH` are nested.
     """
     return _Flattener(nodes).run(tree)
 
@@ -64,7 +59,7 @@ class _Frame:
 
 
 class _Flattener:
-    def __init__(self, nodes: Sequence[NodeRegistry]) -> None:
+    def __init__(self, nodes: Sequence[NodeAdapter]) -> None:
         self._types = Types(nodes)
         self._paths: list[str] = []
         self._leaves: list[Any] = []
@@ -105,7 +100,7 @@ class _Flattener:
         return Flat(structure, paths, leaves, self._objects, self._stateful)
 
     def _enter(self, value: Any, kind: str, path: str) -> bool:
-        """Assign the node its number; return whether its children are still to be visited."""
+        """Add a node; return whether its children are still to be visited."""
         index = len(self._objects)
         if id(value) in self._open:
             raise UsageError(

@@ -11,21 +11,20 @@ from typing import cast
 Key = str | int
 
 MAX_ARRAY_NAME_NBYTES = 1024
-"""Longer array names are cut and hashed; OCDBT keys may have 64 KiB, other tools less."""
+"""Longer array names are cut and hashed; OCDBT keys may have 64 KiB, but other tools allow less."""
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f/%\ud800-\udfff]")
 _DOTS = frozenset(("", ".", ".."))
 _INT = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
-_ESCAPES = re.compile(r"(?:%[0-9A-F]{2})+")
 
 
 def where(path: str) -> str:
-    """Return the path as error messages name it."""
+    """Return the path for error messages."""
     return path or "the tree itself"
 
 
 def escape(part: Key) -> str:
-    """Return the part as it appears in a path (see the docstring of the package)."""
+    """Return the part escaped for a path (see the docstring of the package)."""
     if isinstance(part, int):
         return str(part)
     if part in _DOTS:
@@ -35,29 +34,12 @@ def escape(part: Key) -> str:
     return _UNSAFE.sub(lambda match: _percent(match[0]), part)
 
 
-def unescape(part: str) -> str:
-    """Return the key whose escaped form this is; an int is returned as its decimal.
-
-    Raises:
-        ValueError: a ``%`` is not followed by two upper-case hexadecimal digits of valid UTF-8.
-    """
-    if part == "%":
-        return ""
-    rest = _ESCAPES.sub("", part)
-    if "%" in rest:
-        raise ValueError(f"{part!r} is not an escaped path part")
-    return _ESCAPES.sub(
-        lambda match: bytes.fromhex(match[0].replace("%", "")).decode("utf-8", "surrogatepass"),
-        part,
-    )
-
-
 def match_glob(paths: Sequence[str], patterns: str | Iterable[str]) -> tuple[set[int], list[str]]:
     """Return the indices of the paths that a pattern selects, and the patterns that select none.
 
-    In a pattern, ``*`` matches any characters within a part, ``**`` for any across parts
-    (``a/**/b`` includes ``a/b``), and ``%2A`` for a ``*`` of a key. A pattern selects what it
-    matches and everything below.
+    In a pattern, ``*`` matches any characters within a part, ``**`` any across parts (``a/**/b``
+    includes ``a/b``), and ``%2A`` a ``*`` in a key. A pattern selects what it matches and
+    everything below.
     """
     selected: set[int] = set()
     unmatched = []
@@ -87,10 +69,10 @@ def _glob(pattern: str) -> str:
 def array_names(parts: Sequence[tuple[Key, ...]]) -> list[str]:
     """Return one array name per leaf, all different, depending only on the set of parts.
 
-    Names are what Orbax uses, the parts joined by ``.``. Where two leaves would share that name,
-    or it is empty, starts with ``.`` or has characters that are escaped in paths, the parts are
-    escaped first (``.`` as ``%2E``, a str that looks like an int by its first character). Names
-    beyond 1,024 bytes are cut and end in a hash. A tree that is one leaf has the array ``root``.
+    Names are those of Orbax, the parts joined by ``.``. If two leaves would share a name, or it is
+    empty, starts with ``.`` or has characters that are escaped in paths, the parts are escaped
+    first (``.`` as ``%2E``, and the first character of a str that looks like an int). Names beyond
+    1,024 bytes are cut and end in a hash. A tree that is a single leaf has the array ``root``.
     """
     names = [".".join(map(str, leaf)) for leaf in parts]
     repeated: set[str] = set()

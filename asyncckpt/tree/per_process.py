@@ -1,4 +1,4 @@
-"""`PerProcess`: a part of a tree of which every process has its own values."""
+"""`PerProcess`: a part of a tree of which every process saves its own values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class AllValues:
 
 
 class PerProcess:
-    """A value, or a tree of values, that differs by process: all of them are saved.
+    """A value, or a tree of values, that differs by process: every process saves its own.
 
-    The state of a random number generator or of a data loader is such a value. A restore `like` it
-    on as many processes gives each its own value back. On any other number of processes,
-    `PerProcess.all` in its place in `like` gives the list of all values, by process.
+    Examples are the states of random number generators and data loaders. A restore `like` it on the
+    same number of processes returns each its own value. On any other number of processes, use
+    `PerProcess.all` in its place in `like` for the list of all values, by process.
 
     Args:
         value: a leaf, or nested containers of leaves, of any shape.
 
     Attributes:
         value: the same.
-        all: stands in `like` for the values of all processes.
+        all: takes the place of the value in `like` to restore the values of all processes.
     """
 
     __slots__ = ("value",)
@@ -42,7 +42,7 @@ class PerProcess:
 
 
 TYPE_NAME: Final = f"{PerProcess.__module__}.{PerProcess.__qualname__}"
-"""What a stored tree calls the node; its keys are the numbers of processes."""
+"""Type name of the node in a stored tree; its keys are the numbers of processes."""
 
 
 def per_process_paths(structure: Structure) -> list[str]:
@@ -52,12 +52,9 @@ def per_process_paths(structure: Structure) -> list[str]:
 
 
 class PerProcessNodes:
-    """Makes a `PerProcess` a node with one key, the number of the process.
+    """`NodeAdapter` that makes a `PerProcess` a node with one key, the number of the process.
 
-    The nodes of all processes are merged into one, which has every process' value.
-
-    Args:
-        process: number of this process.
+    The nodes of all processes are merged into one, which has the value of every process.
     """
 
     def __init__(self, process: int) -> None:

@@ -15,7 +15,7 @@ from asyncckpt.tree.names import Key, escape_keys
 Kind = Literal["dict", "list", "tuple", "namedtuple", "dataclass", "registered", "stateful", "none"]
 
 MAX_DEPTH = 256
-"""Containers inside each other. Real states have about 20; JSON and C parsers stop at 1,000."""
+"""Nested containers. Real states have about 20; JSON and C parsers stop at 1,000."""
 
 MAX_KEY_BITS = 1024
 """Int keys are stored in decimal, and Python refuses to parse more than 4,300 digits."""
@@ -34,7 +34,7 @@ class Node:
         keys: one per child for dicts, namedtuples, dataclasses and registered nodes; else empty.
         children: ordinal of a leaf (0 or more), or minus the index of a node in
             `Structure.nodes`. A stateful node has one child, its state dict, at its own path.
-        type_name: qualified name of the type where it is not the builtin one; for people only.
+        type_name: qualified name of the type if it is not a builtin; only for people.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ class Structure:
         return _walk(self, escaped=True)[0]
 
     def node_paths(self) -> list[str]:
-        """Return the path of every node; a stateful node and its state dict have the same."""
+        """Return the path of every node; a stateful node and its state dict have the same one."""
         return _walk(self, escaped=True)[1]
 
     def subtrees(self, paths: Sequence[str]) -> dict[str, tuple[Structure, range]]:
@@ -75,7 +75,7 @@ class Structure:
         """
         leaf_paths, node_paths = _walk(self, escaped=True)
         leaves = {path: leaf for leaf, path in enumerate(leaf_paths)}
-        # Of a stateful node and its state dict, which have one path, the first is meant.
+        # A stateful node and its state dict have one path, which means the first of them.
         nodes = {path: len(node_paths) - 1 - n for n, path in enumerate(reversed(node_paths))}
         found: dict[str, tuple[Structure, range]] = {}
         for path in paths:
@@ -185,7 +185,7 @@ def _check_order(structure: Structure) -> None:
             children = nodes[next_node].children
             next_node += 1
             if children == tuple(range(next_leaf, next_leaf + len(children))):
-                next_leaf += len(children)  # all of them are leaves, as in most containers
+                next_leaf += len(children)  # only leaves, as in most containers
                 continue
             stack.append(iter(children))
             break
@@ -199,7 +199,7 @@ def _check_order(structure: Structure) -> None:
 
 
 def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]:
-    """Return the place of every leaf and of every node: its path, or else its keys."""
+    """Return the path of every leaf and of every node; its keys if not `escaped`."""
     root: Any = "" if escaped else ()
     at_leaf = [root] * structure.leaf_count
     at_node = [root] * len(structure.nodes)
@@ -213,7 +213,7 @@ def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]
         if node.kind in KEYED:
             parts = escape_keys(node.keys, set(map(type, node.keys))) if escaped else node.keys
         if escaped and node.children and min(node.children) >= 0:
-            # All of them are leaves, as in most containers, and so one run.
+            # Only leaves, as in most containers, and so one run.
             first, prefix = node.children[0], f"{base}/" if base else ""
             at_leaf[first : first + len(node.children)] = [f"{prefix}{part}" for part in parts]
             continue

@@ -12,11 +12,11 @@ LEAF: Final = "leaf"
 _BUILTIN = frozenset((dict, list, tuple))
 
 
-class NodeRegistry(Protocol):
-    """The part of `asyncckpt.ports.NodeAdapter`, a layer above this one, that is needed here."""
+class NodeAdapter(Protocol):
+    """Containers that a framework has registered (`jax.tree_util` nodes such as optax states)."""
 
     def flatten(self, node: Any) -> tuple[Sequence[Key], Sequence[Any]] | None:
-        """Return keys and children of a registered node, or None for a type that is not."""
+        """Return keys and children of a registered node, or None for other types."""
         ...
 
     def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
@@ -25,9 +25,9 @@ class NodeRegistry(Protocol):
 
 
 class Types:
-    """The kinds of the types met by one flatten or unflatten."""
+    """Kinds of container of the types in one flatten or unflatten."""
 
-    def __init__(self, nodes: Sequence[NodeRegistry]) -> None:
+    def __init__(self, nodes: Sequence[NodeAdapter]) -> None:
         self._registries = nodes
         self._fields: dict[type, tuple[str, ...]] = {}
         self._leaf_types: set[type] = {int, float, bool, complex, str, bytes}
@@ -46,7 +46,7 @@ class Types:
         return found <= self._leaf_types
 
     def kind(self, value: Any) -> str:
-        """Return the kind of container that values of this type are, or `LEAF`."""
+        """Return the kind of container that a value is, or `LEAF`."""
         found = self.kinds.get(type(value))
         if found is None:
             found = self.kinds[type(value)] = self._classify(value)
@@ -72,10 +72,10 @@ class Types:
         return LEAF if self.registered(value) is None else "registered"
 
     def _fields_hold_children(self, value: Any) -> bool:
-        """Return whether everything that a dataclass is registered to consist of is in its fields.
+        """Return whether all registered children of a dataclass are in its fields.
 
-        It need not: nnx.List and nnx.Dict inherit from a dataclass without fields, and a
-        dataclass may be an nnx module, whose other attributes are state as well.
+        They need not be: nnx.List and nnx.Dict inherit from a dataclass without fields, and a
+        dataclass may be an nnx module, whose other attributes are state too.
         """
         registered = self.registered(value)
         if registered is None:
@@ -87,7 +87,7 @@ class Types:
         held = {id(getattr(value, name, None)) for name in names}
         return {type(key) for key in keys} == {int} and held.issuperset(map(id, children))
 
-    def registered(self, value: Any) -> tuple[NodeRegistry, Sequence[Key], Sequence[Any]] | None:
+    def registered(self, value: Any) -> tuple[NodeAdapter, Sequence[Key], Sequence[Any]] | None:
         """Return the registry that knows the type, with keys and children, or None."""
         for registry in self._registries:
             found = registry.flatten(value)
@@ -99,14 +99,14 @@ class Types:
         """Return the names of the fields that hold state."""
         names = self._fields.get(type(value))
         if names is None:
-            every = [field.name for field in dataclasses.fields(value)]
+            fields = dataclasses.fields(value)
             names = tuple(
                 field.name
-                for field in dataclasses.fields(value)
+                for field in fields
                 if field.metadata.get("pytree_node", True) and not field.metadata.get("static")
             )
             registered = self.registered(value)
-            if registered is not None and set(registered[1]) <= set(every):
+            if registered is not None and set(registered[1]) <= {field.name for field in fields}:
                 names = tuple(name for name in names if name in registered[1])
             self._fields[type(value)] = names
         return names

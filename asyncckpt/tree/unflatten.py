@@ -1,4 +1,4 @@
-"""Rebuilding: a tree put together from structure and leaves."""
+"""Rebuilding of a tree from structure and leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.tree.flatten import Flat
 from asyncckpt.tree.names import Key, where
 from asyncckpt.tree.structure import KEYED, Node, Structure
-from asyncckpt.tree.types import NodeRegistry, Types
+from asyncckpt.tree.types import NodeAdapter, Types
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
@@ -40,26 +40,19 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     return built[0]
 
 
-def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry] = ()) -> Any:
-    """Return a tree like the one that was flattened, its types included, with these leaves.
+def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapter] = ()) -> Any:
+    """Return a tree with these leaves and the container types of the tree that was flattened.
 
-    The containers of the other tree are not changed. A stateful object becomes its state dict. A
-    dataclass is made by its `__init__` where that takes exactly its fields (fields with
-    ``init=False`` are set afterwards), else copied without running code of the class.
+    The containers of that tree are not changed. A stateful object becomes its state dict. A
+    dataclass is made by its `__init__` if that takes exactly its fields (fields with ``init=False``
+    are set afterwards), else copied without running code of the class.
 
     Raises:
-        UsageError: a container refused its new children; names its path.
+        UsageError: a container cannot be made with its new children; names its path.
     """
     _check_count(flat.structure, leaves)
-    return _rebuild(flat, leaves, nodes)[0] if flat.objects else leaves[0]
-
-
-def _check_count(structure: Structure, leaves: Sequence[Any]) -> None:
-    if len(leaves) != structure.leaf_count:
-        raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")
-
-
-def _rebuild(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry]) -> list[Any]:
+    if not flat.objects:
+        return leaves[0]
     types = Types(nodes)
     built: list[Any] = [None] * len(flat.objects)
     for index in range(len(built) - 1, -1, -1):
@@ -75,7 +68,12 @@ def _rebuild(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry]) -
                 "fields",
                 path=path,
             ) from error
-    return built
+    return built[0]
+
+
+def _check_count(structure: Structure, leaves: Sequence[Any]) -> None:
+    if len(leaves) != structure.leaf_count:
+        raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")
 
 
 def _like(node: Node, old: Any, children: list[Any], types: Types) -> Any:
@@ -133,7 +131,7 @@ def _dataclass_like(old: Any, values: Mapping[Key, Any], types: Types) -> Any:
 
 
 def _init_takes(cls: type, names: set[str]) -> bool:
-    """Return whether `cls(**fields)` makes the class: no init of its own, no `InitVar`."""
+    """Return whether `cls(**fields)` works: the class has no other `__init__` and no `InitVar`."""
     try:
         parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):

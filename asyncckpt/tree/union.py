@@ -1,9 +1,9 @@
-"""Merging of the trees that several processes have into one."""
+"""Merging of the trees of several processes into one."""
 
 # Rule 1: only dicts may differ in their keys; every other container is equal in all processes
 #   that have it. A key that only some have comes after those of lower processes.
-# Rule 2: what belongs together is found by keys, not by paths: the path of a key depends on its
-#   neighbours, which may be other ones in the merged tree.
+# Rule 2: children are matched by keys, not by paths: the path of a key depends on its neighbours,
+#   which may differ in the merged tree.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncckpt.tree.per_process import TYPE_NAME as PER_PROCESS
 from asyncckpt.tree.structure import KEYED, Node, Structure
 
 Place = tuple[int, int]
-"""A tree, and a child in it as `Node.children` has it."""
+"""A tree, and a child in it, encoded as in `Node.children`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class MergedTree:
 
     Attributes:
         structure: its containers.
-        leaves: per tree that was merged, the ordinals of its leaves in the merged one.
+        leaves: per original tree, the ordinals of its leaves in the merged one.
     """
 
     structure: Structure
@@ -35,12 +35,10 @@ class MergedTree:
 def merge_trees(
     trees: Sequence[Structure], processes: Sequence[Sequence[int]], *, same: bool
 ) -> MergedTree:
-    """Return the tree that has every leaf of these.
+    """Return the tree with the leaves of all these trees.
 
-    Args:
-        trees: the distinct trees, that of the lowest process first.
-        processes: the processes that have each; for errors.
-        same: dicts may not differ in their keys either.
+    The trees differ, that of the lowest process comes first; `processes` are those that have each,
+    for errors. With `same`, dicts, too, must have equal keys.
 
     Raises:
         TreeMismatchError: containers differ; names the path and two processes.
@@ -74,7 +72,7 @@ class _Merger:
         return MergedTree(Structure(tuple(nodes), self._leaf_count), tuple(self._leaves))
 
     def _child(self, path: str, places: Sequence[Place]) -> int:
-        """Merge one child; return it as `Node.children` has it. Recurses to the tree's depth."""
+        """Merge one child; return it as in `Node.children`. Recurses to the tree's depth."""
         leaf = [child >= 0 for _, child in places]
         if all(leaf):
             return self._leaf(places)

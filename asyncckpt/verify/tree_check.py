@@ -12,7 +12,9 @@ from asyncckpt.checkpoint.metadata import number_rows
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt import Location, decode_manifest, decode_tree
+from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.manifest import decode_manifest
+from asyncckpt.format.ocdbt.walk import decode_tree
 from asyncckpt.format.record import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES, chunk_keys, encode_metadata, metadata_key
 

@@ -44,7 +44,7 @@ def dump(structure: Structure) -> Dump:
             "type": "leaf",
             "files": files,
             "entries": [
-                {"key": _dump_bytes(key), "inline": _dump_bytes(value), "offset": offset}
+                {"key": _dump_bytes(key), "inline": _dump_bytes(value)}
                 if value is not None
                 else {"key": _dump_bytes(key), "file": file, "offset": offset, "nbytes": nbytes}
                 for key, (value, file, offset, nbytes) in zip(structure.keys, values, strict=True)
@@ -114,7 +114,7 @@ def _load_leaf(document: Dump) -> LeafNode:
         [_load_bytes(e["key"]) for e in entries],
         tuple(DataFile(**file) for file in document["files"]),
         np.array([e.get("file", -1) for e in entries], np.int64),
-        np.array([e["offset"] for e in entries], np.int64),
+        np.array([e.get("offset", -1) for e in entries], np.int64),
         np.array(sizes, np.int64),
         inline,
     )

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.ocdbt import walk
 from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
@@ -98,8 +99,7 @@ def test_trees_round_trip_at_any_node_size(
     )
     columns = decode_tree(version, fetch)
     inline = columns.file < 0
-    np.testing.assert_array_equal(columns.offset[inline], tree.inline_offset[inline])
-    assert (tree.inline_offset[~inline] == -1).all()
+    assert (columns.offset[inline] == -1).all() and (tree.inline_offset[~inline] == -1).all()
     data = b"".join(tree.blocks)
     for key, offset in zip(sorted(entries), tree.inline_offset.tolist(), strict=True):
         value = entries[key]
@@ -127,7 +127,8 @@ def test_small_nodes_make_high_trees() -> None:
 
 def test_nodes_are_filled() -> None:
     tree = encode({b"key%05d" % i: (0, i, 10) for i in range(20_000)}, 10_000)
-    leaves = [b for b in map(bytes, tree.blocks) if decode_node(b, file="", offset=0).height == 0]
+    nodes = [(b, decode_node(b, file="", offset=0)) for b in map(bytes, tree.blocks)]
+    leaves = [b for b, node in nodes if isinstance(node, LeafNode)]
     assert sum(map(len, leaves)) > 0.9 * len(leaves) * 10_000
 
 
@@ -322,12 +323,17 @@ def test_a_root_with_another_number_of_keys_is_refused() -> None:
         (TreeLimits(max_keys=50), "more than 50 keys"),
         (TreeLimits(max_keys_nbytes=500), "keys pass the limit"),
         (TreeLimits(max_nodes_nbytes=300), "over 300 bytes"),
-        (TreeLimits(max_node_nbytes=20), "passes the limit 20"),
     ],
 )
 def test_limits_of_a_tree_hold(limits: TreeLimits, reason: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=reason):
         decode_tree(version_of(TREE), fetcher(TREE), limits=limits)
+
+
+def test_the_limit_of_a_node_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "MAX_BODY_NBYTES", 20)
+    with pytest.raises(CorruptCheckpointError, match="passes the limit 20"):
+        decode_tree(version_of(TREE), fetcher(TREE))
 
 
 def test_exchanged_leaves_are_found() -> None:

@@ -85,8 +85,8 @@ def test_rows_beyond_int64_are_refused() -> None:
 
 
 def test_extents_inside_their_files_are_valid() -> None:
-    SMALL.validate([100, 100])
-    index_of([]).validate([])
+    SMALL.validate([100, 100], file="i")
+    index_of([]).validate([], file="i")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,6 @@ def test_a_hundred_thousand_rows_take_milliseconds() -> None:
     )
     begin = time.process_time()
     decoded = decode_chunk_index(encode_chunk_index(index), file="i")
-    decoded.validate([count + 64])
+    decoded.validate([count + 64], file="i")
     assert time.process_time() - begin < 0.2  # measured 4 ms
     assert decoded == index

@@ -25,8 +25,7 @@ def test_metadata_names_every_path_as_a_tuple_of_strings(
     all_paths: list[tuple[tuple[str, bool], ...]],
 ) -> None:
     leaves = [OrbaxLeaf(path, "array", "x") for path in all_paths]
-    document = json.loads(encode_files(leaves, custom_metadata={"a": [1]})["_METADATA"])
-    assert document["custom_metadata"] == {"a": [1]}
+    document = json.loads(encode_files(leaves)["_METADATA"])
     assert document["use_ocdbt"] and document["use_zarr3"]
     for path in all_paths:
         entry = document["tree_metadata"][str(tuple(key for key, _ in path))]

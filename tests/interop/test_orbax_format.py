@@ -132,7 +132,7 @@ def write_checkpoint(directory: Path, *, strings: bool = True) -> None:
     ]
     write_database(directory, arrays)
     assert orbax.conflicts(leaves) == []
-    for path, data in orbax.encode_files(leaves, custom_metadata={"by": "hand"}).items():
+    for path, data in orbax.encode_files(leaves).items():
         (directory / path).parent.mkdir(exist_ok=True)
         (directory / path).write_bytes(data)
 
@@ -209,13 +209,12 @@ def test_standard_checkpointer_restores_our_files_to_a_target(tmp_path: Path) ->
     check(restored, strings=False)
 
 
-def test_standard_checkpointer_finds_shapes_dtypes_and_custom_metadata(tmp_path: Path) -> None:
+def test_standard_checkpointer_finds_shapes_and_dtypes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "item")
     with ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(tmp_path / "item")
     item = metadata.item_metadata
     assert item["w"].shape == (2, 3) and item["w"].dtype == np.float32
-    assert item.custom_metadata == {"by": "hand"}
 
 
 def test_checkpoint_manager_restores_a_step_written_by_us(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """Archives of `torch.save` in the files of a DCP checkpoint.
 
-Of a tensor only the head is read, which gives the place and order of its elements; other values are
-read whole and decoded.
+For tensors only the head is read, which gives the location and order of the elements; other values
+are read whole and decoded.
 """
 
-# Rule 1: damage of an archive is kept as the fault of its entry and not raised here: other entries
-#   are intact.
+# Rule 1: damage of an archive is recorded as the fault of its entry, not raised: other entries are
+#   intact.
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import array_spec
 
 MAX_VALUE_NBYTES = 256 * MIB
-"""Longest archive of a value other than a tensor: these are read when a checkpoint is opened."""
+"""Longest archive of a value other than a tensor; they are read when a checkpoint is opened."""
 
 GAP_NBYTES = 16 << 10
 """Largest gap between two heads that one read covers."""
 
 MAX_HEADS = 4096
-"""Different heads that are remembered."""
+"""Distinct heads that are cached."""
 
 HEAD_OBJECTS_NBYTES = 1 * MIB
-"""Memory of the objects of one head, which are dropped again."""
+"""Memory for the temporary objects of one head."""
 
 
 class Place(NamedTuple):
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 class _Want(NamedTuple):
-    """First bytes of one archive, its head or all of it: an archive's entry, its number there."""
+    """First bytes, or all, of the archive of shard `shard` of entry `number`."""
 
     range: Range
     number: int
@@ -96,7 +96,7 @@ class Archives:
         Raises:
             StoreError: reading failed.
         """
-        # In the order of the files, so that neighbours come into one batch.
+        # In the order of the files, so that neighbours are in one batch.
         for batch in batches(sorted(self._wants()), lambda want: want.range[2]):
             heads = await self._listing.read([want.range for want in batch], GAP_NBYTES)
             for want, head in zip(batch, heads, strict=True):
@@ -109,7 +109,7 @@ class Archives:
                     self._take(want, *await self._listing.read([longer]))
 
     def _wants(self) -> Iterator[_Want]:
-        """Yield what to read of every archive; nothing for entries whose fault is known already."""
+        """Yield what to read of every archive, except of entries with a known fault."""
         for number, entry in enumerate(self._entries):
             for shard, item in enumerate(entry.items):
                 with self._blamed(number, item.file) as shown:
@@ -164,7 +164,7 @@ class Archives:
         return Place(archive.base + start, layout)
 
     def _head(self, archive: Archive) -> tuple[SavedTensor, int]:
-        """Return the tensor and where its payload begins. Equal tensors have equal heads."""
+        """Return the tensor and where its payload begins. Similar tensors have equal heads."""
         for size in self._head_sizes:
             known = self._heads.get(archive.data[:size])
             if known is not None:
@@ -178,12 +178,12 @@ class Archives:
 
     @contextlib.contextmanager
     def _blamed(self, number: int, path: str) -> Iterator[str]:
-        """Turn damage found inside into the fault of an entry."""
+        """Record damage found inside as the fault of an entry."""
         try:
             with named(self._listing.files, path) as shown:
                 yield shown
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            # A copy: the error's traceback would keep everything that was half decoded alive.
+            # A copy: the error's traceback would keep half-decoded objects alive.
             self.faults[number] = copy.copy(error)
 
 

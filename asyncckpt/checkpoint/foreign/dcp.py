@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint`, opened as checkpoints."""
 
 # Rule 1: only `format.foreign.torch.unpickle` reads pickles, and it executes nothing.
-# Rule 2: damage of one archive concerns its leaf alone: restores that leave the leaf out succeed.
+# Rule 2: damage of one archive affects only its leaf: restores that leave the leaf out succeed.
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ FREE_NBYTES = 48 * MIB
 OPCODES_PER_TURN = 1 << 15
 """Opcodes interpreted before the event loop gets its turn: about 30 ms."""
 
-
 FREE_AXES = 4
-"""Axes along which any number of shards may be parts; meshes cut fewer."""
+"""Axes along which any number of shards may cut a tensor; meshes cut along fewer."""
 
 MAX_CORNERS = 1 << 18
-"""Most corners of the shards of one tensor that is cut along more axes."""
+"""Most corners of the shards of a tensor that is cut along more axes."""
 
 NEWER = (
     "it was written by a newer version of torch.distributed.checkpoint than this release was "
@@ -56,7 +55,7 @@ NEWER = (
 
 
 class _Placed:
-    """Placeholder in the tree of an entry that is an array."""
+    """Placeholder in the tree for an entry that is an array."""
 
     __slots__ = ("number",)
 
@@ -120,7 +119,7 @@ def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
         if shape is None:
             continue
         held, size = sum(box.size for box in boxes), math.prod(shape)
-        # The check makes a row of every corner: two for each axis along which a shard is a part.
+        # The check needs a row per corner; each axis that is cut doubles their number.
         cut = sum(any(b.offset[i] or b.shape[i] != n for b in boxes) for i, n in enumerate(shape))
         if held < size:
             reason: str | None = f"they hold {held} of its {size} elements"
@@ -140,13 +139,13 @@ def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
 def _add_tensor(
     tables: RunTables, number: int, entry: Entry, archives: Archives, numbers: Mapping[str, int]
 ) -> None:
-    """Add a tensor as the next leaf; its archives locate its shards."""
+    """Add a tensor as the next leaf."""
     assert entry.shape is not None
     runs: list[Run] = []
     for shard, (box, item) in enumerate(zip(entry.boxes, entry.items, strict=True)):
-        start, layout = archives.places[number, shard]
-        layout_or_none = None if layout.plain else layout
-        runs.append(Run(box.offset, box.shape, numbers[item.file], start, layout_or_none))
+        start, order = archives.places[number, shard]
+        layout = None if order.plain else order
+        runs.append(Run(box.offset, box.shape, numbers[item.file], start, layout))
     empty = Run((0,) * len(entry.shape), entry.shape, 0, 0)
     tables.add_array("torch", DTYPES[entry.dtype] or "", runs or [empty])
 

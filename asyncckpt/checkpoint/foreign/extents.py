@@ -1,9 +1,9 @@
 """Chunk extents of foreign zarr arrays, found by the keys of their chunks."""
 
 # Rule 1: only the keys of wanted arrays are looked up.
-# Rule 2: extents are plausible before anything is read through them: chunks that are stored as they
-#   are have their exact size, packed ones cannot unpack to much more than they hold, and all
-#   together are not much larger than the files.
+# Rule 2: extents are checked before anything is read through them: chunks that are not packed have
+#   their exact size, packed ones a plausible ratio, and all together are not much larger than the
+#   files.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncckpt.format.zarr import ZarrArray
 from asyncckpt.ports import CheckpointFiles
 
 MAX_RATIO = 1 << 16
-"""How many times its stored size a chunk may unpack to: zstd reaches 2^15, others less."""
+"""Largest ratio to which a chunk may unpack: zstd reaches 2^15, others less."""
 
 MAX_RATIO_BZ2 = 1 << 21
 """The same for bzip2, which stores 45 MB of zeros in about 40 bytes."""
@@ -31,7 +31,7 @@ PADDING_NBYTES = 64 << 20
 """Size of a packed chunk beyond four times the bytes of its array."""
 
 OVERLAP_NBYTES = 64 << 20
-"""Size of all chunks beyond four times the files: a few bytes could be claimed by many chunks."""
+"""Size of all chunks beyond four times the files: many chunks could claim the same bytes."""
 
 ARRAYS_PER_TURN = 512
 """Arrays looked up before the event loop gets its turn: about 20 ms."""
@@ -44,7 +44,7 @@ class FoundArray:
     Attributes:
         table: the keys of its chunks, which begin with `base`.
         zarr: its metadata, decoded from `document`.
-        complete: every chunk is stored; a missing one is damage.
+        complete: whether every chunk is stored, so that a missing one is damage.
     """
 
     name: str
@@ -56,7 +56,7 @@ class FoundArray:
 
 
 class ExtentReader:
-    """Makes `Extents` of the keys of chunks."""
+    """Reader of the `Extents` of chunks, by their keys."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ExtentReader:
         return extents
 
     async def _find(self, found: FoundArray) -> list[bytes | Range | None]:
-        """Return the value of every chunk, or its place; None for chunks that are not stored."""
+        """Return the value or range of every chunk; None for chunks that are not stored."""
         table = found.table
         keys = found.zarr.keys.all(found.base, found.zarr.grid.counts)
         places = [table.places.get(key) for key in keys]
@@ -122,7 +122,7 @@ class ExtentReader:
         return places
 
     def _check_sizes(self, extents: Extents) -> None:
-        """Raise if a chunk has another size than its array needs, or cannot hold so much."""
+        """Raise if a chunk has the wrong size for its array, or cannot unpack to it."""
         present = extents.file >= 0
         present[list(extents.values)] = True
         rows = np.flatnonzero(present)
@@ -164,7 +164,7 @@ class ExtentReader:
         )
 
     def _check_overlap(self, claimed: int) -> None:
-        """Raise if chunks share bytes without bounds; copies inside of a database share some."""
+        """Raise if chunks share too many bytes; copies inside a database share some."""
         stored = self._listing.nbytes
         if claimed > 4 * stored + OVERLAP_NBYTES:
             raise damaged(

@@ -1,7 +1,7 @@
 """Files of a foreign checkpoint: sizes, reads of many small ranges, and their names in errors."""
 
 # Rule 1: nothing is read or allocated before the listing shows that it exists. Links are not
-#   listed: files reached through one are refused by the store.
+#   listed: the store refuses files that are reached through one.
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MAX_FILES = 1 << 20
 """Files and directories of one checkpoint, and names in one directory."""
 
 MAX_DEPTH = 320
-"""Deepest directory: a tree's deepest container plus the dimensions of a cell."""
+"""Deepest directory: the depth of a tree plus the dimensions of a chunk's key."""
 
 GAP_NBYTES = 64 << 10
-"""Largest gap of unwanted bytes inside of one read."""
+"""Largest gap of unwanted bytes inside one read."""
 
 READ_NBYTES = 4 << 20
 """Longest read of several ranges."""
@@ -42,7 +42,7 @@ BATCH_NBYTES = 16 << 20
 """Bytes of metadata in memory at a time."""
 
 CONCURRENCY = 8
-"""Least reads of metadata in flight: enough to hide the hop to another thread."""
+"""Least number of concurrent reads of metadata: enough to hide the switch to another thread."""
 
 Range = tuple[str, int, int]
 """File relative to the checkpoint, first byte, length."""
@@ -54,9 +54,9 @@ R = TypeVar("R")
 async def side_by_side(
     files: CheckpointFiles, work: Callable[[A], Awaitable[R]], items: Sequence[A]
 ) -> list[R]:
-    """Do the work for all items, as many at a time as the store prefers; return results in order.
+    """Return the results of `work` for all items, as many at a time as the store prefers.
 
-    The first failure is raised.
+    Raises the first failure.
     """
     found: dict[int, R] = {}
     waiting = iter(enumerate(items))
@@ -88,8 +88,7 @@ def batches(items: Iterable[A], nbytes_of: Callable[[A], int]) -> Iterator[list[
 class Listing:
     """Regular files below one directory of a checkpoint.
 
-    `nbytes_of` has the size of every file by its path, which like `directory` is relative to the
-    checkpoint.
+    `nbytes_of` has the size of every file by its path. Paths are relative to the checkpoint.
     """
 
     files: CheckpointFiles
@@ -110,10 +109,10 @@ class Listing:
         return self.path(name) in self.nbytes_of
 
     def refuse_ours(self) -> None:
-        """Raise if a file is one that only asyncckpt checkpoints have.
+        """Check that no file is one that only asyncckpt checkpoints have.
 
         Raises:
-            CheckpointNotFoundError: one is: the checkpoint has lost its record.
+            CheckpointNotFoundError: this is an asyncckpt checkpoint without its record.
         """
         prefix = self.path("d/")
         for path in self.nbytes_of:
@@ -121,7 +120,7 @@ class Listing:
                 raise without_record(self.files.location, is_database=not self.directory)
 
     async def check(self, path: str, offset: int, nbytes: int) -> None:
-        """Raise unless the range is inside its file."""
+        """Check that a range is inside its file."""
         size = self.nbytes_of.get(path)
         if size is None:
             await refuse_link(self.files, path)
@@ -173,7 +172,7 @@ class Listing:
 
 
 async def refuse_link(files: CheckpointFiles, path: str) -> None:
-    """Raise if a path is or leads through a link."""
+    """Raise if a path is or passes through a link."""
     with contextlib.suppress(CheckpointNotFoundError):
         await files.entries(path, max_entries=MAX_FILES)
 
@@ -236,7 +235,7 @@ async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str
     for path in paths:
         if path not in nbytes_of:
             with contextlib.suppress(CheckpointNotFoundError):
-                await files.read_into(path, 0, [])  # the store says why it is not listed
+                await files.read_into(path, 0, [])  # raises why it is not listed
             raise missing(files.location, path)
     return {path: StoredFile(path, nbytes_of[path]) for path in paths}
 

@@ -16,12 +16,12 @@ from asyncckpt.ports import CheckpointFiles
 async def open_ocdbt(files: CheckpointFiles) -> OpenCheckpoint:
     """Open the arrays of the newest version of a database, as a tree of dicts.
 
-    The parts of an array's name between ``/`` are its keys; an array at the root of the database is
-    the tree itself. Chunks that are not stored consist of the fill value.
+    An array's name is split at ``/`` into keys; an array at the root of the database is the whole
+    tree. Chunks that are not stored consist of the fill value.
 
     Raises:
-        CheckpointNotFoundError: it has no arrays, or it is the database of an asyncckpt checkpoint
-            that lacks its record.
+        CheckpointNotFoundError: it has no arrays, or is the database of an asyncckpt checkpoint
+            without its record.
     """
     listing = await list_files(files, "")
     listing.refuse_ours()
@@ -33,7 +33,7 @@ async def tree_of(table: KeyTable) -> Any:
     """Return all arrays of a table, nested by their names.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: there are none.
     """
     listing = table.listing
     where = place(listing.files, listing.directory)
@@ -45,10 +45,10 @@ async def tree_of(table: KeyTable) -> Any:
         try:
             if not array.name:
                 if isinstance(root, ForeignLeaf) or root.children:
-                    raise ValueError("it stands at the root of the database, beside others")
+                    raise ValueError("it is at the root of the database, but there are others")
                 root = leaf
             elif isinstance(root, ForeignLeaf):
-                raise ValueError("another array stands at the root of the database")
+                raise ValueError("another array is at the root of the database")
             else:
                 add(root, [(part, "dict") for part in array.name.split("/")], leaf)
         except ValueError as error:

@@ -1,7 +1,7 @@
 """Checkpoints of Orbax: one item, or the directory of a step with its items."""
 
-# Rule 1: a step with one tree is that tree, one with several is a dict by item name. JSON items are
-#   always in `metadata` by their names, and also in the dict if there is one.
+# Rule 1: a step with one tree is that tree; one with several is a dict by item name. JSON items are
+#   always in `metadata` by name, and also in the dict if there is one.
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, tree_of_j
 from asyncckpt.format.foreign.orbax_read import (
     CHECKPOINT_METADATA_FILE,
     MAX_DOCUMENT_NBYTES,
-    METADATA_FILE,
     PROCESS_DIRECTORY,
     UNFINISHED,
     StepMetadata,
@@ -38,7 +37,8 @@ from asyncckpt.format.foreign.orbax_read import (
     parse_document,
 )
 from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
-from asyncckpt.format.ocdbt import MANIFEST_NAME
+from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
+from asyncckpt.format.orbax import METADATA_FILE
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.ports import CheckpointFiles, Entry
 
@@ -46,13 +46,13 @@ MAX_ITEMS = 1 << 10
 """Items of one step."""
 
 MAX_ITEM_DEPTH = 3
-"""Depth of items inside of items: Orbax puts the parts of a random state into one."""
+"""Depth of nested items: Orbax nests the parts of a random state."""
 
 _METRICS = "metrics"
 _JSON_FILES = frozenset(("metadata", "data.json", _METRICS))
 _JSON_HANDLERS = ("JsonCheckpointHandler", "JsonHandler")
 _SUCCESS = "commit_success.txt"
-# These write a tree of one leaf under this name, and restore that leaf.
+# These handlers wrap a single leaf in a tree, under the name `_SINGLE`, and restore the leaf.
 _SINGLE_HANDLERS = ("ArrayCheckpointHandler", "JaxRandomKeyCheckpointHandler")
 _SINGLE = "checkpoint"
 
@@ -62,12 +62,12 @@ logger = logging.getLogger("asyncckpt")
 async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     """Open the tree that Orbax saved: version 0 or 1, one item or a step.
 
-    Values of `scalar` leaves restore as Python numbers, strings as `str`. Keys keep their PRNG
-    implementation. Placement is not kept: the target or the default device decides.
+    Leaves of kind `scalar` restore as Python numbers, strings as `str`. Typed keys keep their PRNG
+    implementation. Arrays are placed by the target or on the default device, not as saved.
 
     Raises:
         CheckpointNotFoundError: there is no tree, Orbax has not finished it, or it is the database
-            of an asyncckpt checkpoint that lacks its record.
+            of an asyncckpt checkpoint without its record.
     """
     if UNFINISHED in posixpath.basename(files.location.rstrip("/")):
         raise CheckpointNotFoundError(
@@ -78,7 +78,7 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     entries = await files.entries(max_entries=MAX_FILES)
     step = await _step_metadata(files)
     for name in step.handlers.keys() - {entry.name for entry in entries} - {""}:
-        # Deleted, or a link, which must not be lost silently.
+        # Deleted, or a link, which must not be skipped silently.
         if path_fault(name) is None:
             await refuse_link(files, name)
     item = await _read(files, "", entries, step.handlers, 0)
@@ -121,7 +121,7 @@ async def _read(
     handlers: Mapping[str, str],
     depth: int,
 ) -> Item:
-    """Read the content of a directory: a tree, a JSON document, items, or nothing known."""
+    """Read the content of a directory: a tree, a JSON document, items, or something unknown."""
     names = {entry.name for entry in entries}
     handler = handlers.get("", "")
     below = [entry.name for entry in entries if _is_item(entry)]
@@ -162,7 +162,7 @@ async def _read(
 
 
 def _is_item(entry: Entry) -> bool:
-    # Orbax keeps names with an underscore to itself.
+    # Orbax reserves names that start with an underscore.
     return (
         entry.is_directory
         and not entry.name.startswith(("_", "."))
@@ -176,7 +176,7 @@ async def _read_tree(files: CheckpointFiles, directory: str, handler: str) -> It
 
 
 def _unwrapped(item: Item, handler: str) -> Item:
-    """Replace a tree that stands for a single leaf by that leaf."""
+    """Replace a tree that wraps a single leaf by that leaf."""
     if handler.endswith(_SINGLE_HANDLERS) and isinstance(item.tree, Branch):
         children = item.tree.children
         if children.keys() == {_SINGLE}:
@@ -185,7 +185,7 @@ def _unwrapped(item: Item, handler: str) -> Item:
 
 
 def _joined(items: Mapping[str, Item]) -> Item:
-    """Join several items into one."""
+    """Merge several items into one."""
     documents = {name: item.document for name, item in items.items() if item.has_document}
     result = Item(document=documents, has_document=bool(documents))
     trees = {name: item.tree for name, item in items.items() if item.tree is not None}
@@ -200,7 +200,7 @@ def _joined(items: Mapping[str, Item]) -> Item:
             result.custom[name] = items[name].custom
     if trees:
         for name, document in documents.items():
-            # JSON that is too deep for a tree stays in `metadata` alone.
+            # JSON that is too deep for a tree is only in `metadata`.
             with contextlib.suppress(ValueError):
                 trees.setdefault(name, tree_of_json(document))
         result.tree = Branch("dict", dict(sorted(trees.items())))
@@ -208,7 +208,7 @@ def _joined(items: Mapping[str, Item]) -> Item:
 
 
 def _renamed(tree: Any, item: str) -> Any:
-    """Return the tree with the item's name before those of its arrays."""
+    """Return the tree with the item's name prepended to those of its arrays."""
     if isinstance(tree, ForeignLeaf):
         if tree.array is None:
             return tree

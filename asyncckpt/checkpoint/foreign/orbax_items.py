@@ -18,12 +18,8 @@ from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, add
 from asyncckpt.format.foreign.orbax_read import (
-    ARRAY_METADATAS,
-    EMPTY,
     MAX_DOCUMENT_NBYTES,
-    METADATA_FILE,
     PROCESS_DIRECTORY,
-    STRINGS_FILE,
     TreeEntry,
     TreeMetadata,
     decode_array_metadatas,
@@ -31,8 +27,15 @@ from asyncckpt.format.foreign.orbax_read import (
     find_string,
     parse_document,
 )
-from asyncckpt.format.ocdbt import MANIFEST_NAME
+from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
+from asyncckpt.format.orbax import (
+    ARRAY_METADATA_FILE,
+    ARRAY_METADATAS,
+    METADATA_FILE,
+    STRINGS_FILE,
+)
 from asyncckpt.format.scalars import JsonValue, encode_scalar
+from asyncckpt.spec import numeric_class
 from asyncckpt.tree import Kind
 
 _EMPTY_BRANCHES: dict[str, Kind] = {
@@ -42,7 +45,6 @@ _EMPTY_BRANCHES: dict[str, Kind] = {
     "Tuple": "tuple",
     "NamedTuple": "namedtuple",
 }
-_PYTHON = {"bool": "bool", "uint": "int", "int": "int", "complex": "complex"}
 
 
 @dataclass(slots=True, eq=False)
@@ -50,11 +52,11 @@ class Item:
     """Content of a directory.
 
     Attributes:
-        tree: its tree, a `Branch` or the leaf that is the tree; or None.
+        tree: its tree, a `Branch` or a single leaf; or None.
         directory: directory of the tree's database, if its arrays are in a single one.
-        document: its JSON; items inside of it by name.
+        document: its JSON; that of nested items by name.
         has_document: whether it has JSON.
-        custom: JSON that the user saved with its tree.
+        custom: JSON that the user saved with the tree.
     """
 
     tree: Any = None
@@ -71,7 +73,7 @@ async def read_tree(listing: Listing) -> Item:
 
     Raises:
         CheckpointNotFoundError: there are no arrays, or it is the database of an asyncckpt
-            checkpoint that lacks its record.
+            checkpoint without its record.
     """
     listing.refuse_ours()
     metadata = None
@@ -137,8 +139,7 @@ def _array_leaf(
     entry: TreeEntry, array: FoundArray, implementations: Mapping[str, str]
 ) -> ForeignLeaf:
     if entry.kind == "scalar" and not array.zarr.spec.shape:
-        dtype = array.zarr.spec.dtype
-        python = next((kind for name, kind in _PYTHON.items() if dtype.startswith(name)), "float")
+        python = numeric_class(array.zarr.spec.dtype)
         return ForeignLeaf("numpy", extra={"python": python}, array=array)
     if entry.kind == "jax":
         implementation = implementations.get(entry.name)
@@ -155,7 +156,7 @@ async def _arrays(
     keys: dict[str, ArrayKey] = {}
     names = (zarr3.METADATA_NAME, zarr2.METADATA_NAME)
     for entry in metadata.entries:
-        if entry.kind in EMPTY or entry.kind == "string":
+        if entry.kind in _EMPTY_BRANCHES or entry.kind == "string":
             continue
         if entry.elsewhere:
             raise UnsupportedFormatError(
@@ -194,7 +195,7 @@ async def _arrays(
 async def _refuse(
     listing: Listing, table: KeyTable, metadata: TreeMetadata, entry: TreeEntry
 ) -> None:
-    """Raise the reason for which there is no array of this name."""
+    """Raise the reason why there is no array of this name."""
     location = listing.files.location
     document = zarr3.METADATA_NAME if metadata.use_zarr3 else zarr2.METADATA_NAME
     if entry.kind is None:
@@ -248,8 +249,8 @@ async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str
         return {}
     found: dict[str, str] = {}
     directory = listing.path(ARRAY_METADATAS)
-    if not listing.has(f"{ARRAY_METADATAS}/process_0"):
-        await refuse_link(listing.files, f"{directory}/process_0")
+    if not listing.has(ARRAY_METADATA_FILE):
+        await refuse_link(listing.files, listing.path(ARRAY_METADATA_FILE))
     for path in sorted(p for p in listing.nbytes_of if posixpath.dirname(p) == directory):
         data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
         with located(listing.files):

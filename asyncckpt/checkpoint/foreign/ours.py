@@ -1,12 +1,12 @@
-"""Leftovers of asyncckpt checkpoints without a commit record, recognised by their names.
+"""Leftovers of asyncckpt checkpoints without a commit record, recognized by their names.
 
-An object store may hold such leftovers before a commit, during a deletion, or after an aborted
-save. They may include Orbax's files, but must not be read as a checkpoint of Orbax.
+An object store may hold them before a commit, during a deletion, or after an aborted save. They may
+include Orbax's files, but must not be read as a checkpoint of Orbax.
 """
 
-# Rule 1: names decide, never contents, which may be gone already.
-# Rule 2: objects with our fixed contents are deleted last (`stores/objects/remove.py`): as long as
-#   anything of a checkpoint remains, they do.
+# Rule 1: only names are checked, because contents may already be deleted.
+# Rule 2: objects with fixed contents are deleted last (`stores/objects/remove.py`): they remain as
+#   long as anything of a checkpoint does.
 
 from __future__ import annotations
 
@@ -36,12 +36,7 @@ def is_our_data(path: str) -> bool:
 
 
 def without_record(location: str, *, is_database: bool) -> CheckpointNotFoundError:
-    """Return the error for a location that has our names and no record.
-
-    Args:
-        location: the location as the caller named it.
-        is_database: it is the directory of a database, not of a checkpoint.
-    """
+    """Return the error for the directory of a checkpoint, or of its database, without a record."""
     here = location.rstrip("/")
     what, next_step = "an asyncckpt checkpoint", "restore another step"
     if is_database:

@@ -1,8 +1,8 @@
 """Tensors stored in files as runs of bytes, cut into chunks, and the checkpoint that they form.
 
-safetensors and torch files hold a tensor as one run. Cut into chunks it can be read in parallel,
-within any budget, and in parts. zarr grids pad the last chunk and files do not: the rest behind the
-last full chunk of an axis is an array of its own.
+safetensors and torch files hold a tensor as one run. Cut into chunks, it can be read in parallel,
+within any budget, and in parts. zarr grids pad the last chunk but files do not: what follows the
+last full chunk of an axis is a separate array.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RunTables:
     ) -> None:
         """Add an unreadable array as the next leaf; restoring it raises `error`.
 
-        Its bytes are known, and `spec` has elements.
+        `spec` has elements.
         """
 
         def refuse(_: Sequence[Bytes], __: int) -> Bytes:
@@ -240,7 +240,7 @@ class RunTables:
         names: list[str] = []
         for number, leaf in enumerate(self._owners):
             pieces = self._pieces.get(leaf)
-            # Names of leaves have no slash, so that these names are unique.
+            # Names of leaves have no slash, so these names are unique.
             part = f"/{number - pieces[0].array}" if pieces else ""
             names.append(of_leaf[leaf] + part)
         return names

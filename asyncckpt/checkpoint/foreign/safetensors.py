@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -10,8 +12,8 @@ import numpy as np
 
 from asyncckpt.checkpoint.foreign.listing import MAX_FILES, named, side_by_side, stored_files
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
-from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, StoredFile
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.foreign.safetensors import (
     LENGTH_NBYTES,
     SUFFIX,
@@ -26,20 +28,23 @@ from asyncckpt.format.foreign.safetensors_set import (
     decode_index,
     holds_parts,
 )
-from asyncckpt.format.record import JsonValue
+from asyncckpt.format.foreign.safetensors_tree import decode_tree
+from asyncckpt.format.record import ArrayTable, JsonValue, Piece
 from asyncckpt.options import KIB
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.tree import Node, Structure
 
 HEAD_NBYTES = 128 * KIB
-"""First read of a file: it holds most headers, and on object stores takes as long as 8 bytes."""
+"""First read of a file: enough for most headers, and on object stores as fast as 8 bytes."""
+
+logger = logging.getLogger("asyncckpt")
 
 
 async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
     """Open a safetensors file, or a set of files, from their headers.
 
     The location is the file, or a directory with either one such file or the index of a set. The
-    tree is a dict of arrays by name.
+    tree is a dict of arrays by name, or the one that was converted to safetensors.
     """
     entries = await files.entries(max_entries=MAX_FILES)
     regular = {entry.name: entry.nbytes for entry in entries if not entry.is_directory}
@@ -105,7 +110,7 @@ def _opened(
     stored: Sequence[StoredFile],
     metadata: Mapping[str, JsonValue],
 ) -> OpenCheckpoint:
-    """Return the checkpoint of these tensors: name, number of the file, its header, row in it."""
+    """Return the checkpoint of tensors, given by name, number of the file, its header, and row."""
     tables = RunTables()
     for _, file, header, row in places:
         spec = header.specs[row]
@@ -114,11 +119,70 @@ def _opened(
         tables.add_array("numpy", spec.dtype, [run])
     keys = tuple(name for name, *_ in places)
     tree = Structure((Node("dict", keys, tuple(range(len(keys)))),), len(keys))
-    return tables.open(files, "safetensors", tree, stored, library="safetensors", metadata=metadata)
+    return _with_saved_tree(
+        tables.open(files, "safetensors", tree, stored, library="safetensors", metadata=metadata),
+        {name: leaf for leaf, name in enumerate(keys)},
+    )
+
+
+def _with_saved_tree(opened: OpenCheckpoint, leaf_of: Mapping[str, int]) -> OpenCheckpoint:
+    """Return the checkpoint with the containers, scalars and ties that its metadata describes.
+
+    They are there if another checkpoint was converted to this one. If its metadata has no tree, or
+    one with other tensors, the checkpoint stays a dict of arrays.
+    """
+    texts = {key: text for key, text in opened.metadata.items() if isinstance(text, str)}
+    try:
+        tree, others = decode_tree(texts, len(leaf_of), file=opened.location)
+    except CorruptCheckpointError as error:
+        error.location = opened.location
+        raise
+    if tree is None:
+        return opened
+    if {name for name in tree.tensors if name is not None} != leaf_of.keys():
+        logger.warning(
+            "%s: the tensors are not those of the tree in its metadata; they are read by name",
+            opened.location,
+        )
+        return replace(opened, metadata=others)
+    owned = opened.leaf_pieces()
+    names, specs = list(opened.arrays.name), list(opened.arrays.spec)
+    tied: dict[int, int] = {}
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    taken: set[str] = set()
+    for leaf, tensor in enumerate(tree.tensors):
+        if tensor is None:
+            continue
+        own = owned[leaf_of[tensor]]
+        if tensor in taken:
+            # A tied leaf: more arrays with the same chunks.
+            first = len(names)
+            for number, piece in enumerate(own):
+                names.append(f"{names[piece.array]}%~{leaf}")
+                specs.append(specs[piece.array])
+                tied[first + number] = piece.array
+            own = tuple(Piece(piece.offset, first + n) for n, piece in enumerate(own))
+        taken.add(tensor)
+        pieces[leaf] = own
+
+    async def read_extents(wanted: Sequence[int] | None) -> Extents:
+        return await opened.read_extents(
+            None if wanted is None else sorted({tied.get(array, array) for array in wanted})
+        )
+
+    return replace(
+        opened,
+        tree=tree.structure,
+        leaves=replace(tree.leaves, pieces=pieces),
+        arrays=ArrayTable(names, specs, tied),
+        read_extents=read_extents,
+        metadata=tree.metadata,
+        metrics=tree.metrics,
+    )
 
 
 def _merged(headers: Mapping[str, Header]) -> dict[str, JsonValue]:
-    """Merge the metadata of a set; where files differ, the text of each by its file."""
+    """Merge the metadata of a set; if files differ in a key, it has the text of each by file."""
     said: dict[str, dict[str, str]] = {}
     for path, header in headers.items():
         for key, text in header.metadata.items():

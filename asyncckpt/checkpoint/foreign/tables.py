@@ -1,4 +1,4 @@
-"""Key tables: the keys of an OCDBT database or directory, and the places of their values."""
+"""Key tables: the keys of an OCDBT database or directory, and the locations of their values."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from dataclasses import dataclass
 
 from asyncckpt.checkpoint.foreign.listing import Listing, Range, damaged, located
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
-from asyncckpt.format.ocdbt import (
+from asyncckpt.format.ocdbt.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
     Manifest,
-    TreeDecoder,
-    TreeLimits,
     Version,
     decode_manifest,
     generation_of,
     numbered_name,
 )
+from asyncckpt.format.ocdbt.walk import TreeDecoder, TreeLimits
 from asyncckpt.ports import CheckpointFiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyTable:
-    """Keys in order, and their values or the places of these.
+    """Keys in order, and their values or the locations of these.
 
     Attributes:
         listing: the files that hold them.
-        places: per key its value, or the range of a file that holds it.
-        is_directory: every value is a file of its own, whose path is the key.
+        places: by key, its value, or the range of a file that holds it.
+        is_directory: whether every value is a file whose path is the key.
     """
 
     listing: Listing
@@ -78,11 +77,7 @@ def directory_table(listing: Listing) -> KeyTable:
 
 
 async def read_database(listing: Listing, name: str = "") -> KeyTable:
-    """Read the newest version of the OCDBT database in a directory.
-
-    Args:
-        listing: files of the checkpoint's item, those of the database among them.
-        name: directory of the database in that of the listing.
+    """Read the newest version of the OCDBT database in `name` below the listing's directory.
 
     Raises:
         CheckpointNotFoundError: it is the database of an asyncckpt checkpoint.
@@ -148,10 +143,10 @@ async def _manifest(files: CheckpointFiles, directory: str, name: str) -> Manife
 
 
 def merge(tables: Sequence[KeyTable]) -> KeyTable:
-    """Merge the tables of several databases, as Orbax leaves them unmerged.
+    """Merge the tables of several databases, which Orbax leaves unmerged.
 
-    If several have a key, the first one counts: every process writes the metadata of an array that
-    it holds parts of.
+    If several have a key, the first one wins: every process writes the metadata of arrays that it
+    holds parts of.
     """
     places: dict[bytes, bytes | Range] = {}
     for table in reversed(tables):

@@ -1,8 +1,8 @@
-"""Decoding by TensorStore of what nothing else here decodes: Blosc."""
+"""Decoding of Blosc by TensorStore; no other dependency does it."""
 
-# Rule 1: TensorStore is given bytes in memory and a specification made here, never a stored one:
-#   it trusts sizes, and terminates the process if memory does not suffice.
-# Rule 2: the sizes that the bytes claim are checked before it sees them.
+# Rule 1: TensorStore gets bytes in memory and a specification made here, never a stored one: it
+#   trusts sizes, and terminates the process if memory runs out.
+# Rule 2: the sizes that the bytes claim are checked before it gets them.
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from asyncckpt.format.codecs import Bytes, ChunkError
 from asyncckpt.format.foreign.zarr_codecs import Unpack
 
-# Versions of format and codec, flags, size of an element; then, in bytes, the data, their blocks,
-# and the whole.
+# Versions of format and codec, flags, element size; then the sizes in bytes of the data, of a
+# block, and of the whole.
 _BLOSC_HEADER = struct.Struct("<BBBBIII")
 _BLOSC_VERSIONS = (1, 2)
 
@@ -60,7 +60,7 @@ def _decode(packed: bytes, nbytes: int) -> Bytes:
             "shape": [nbytes],
             "chunks": [nbytes],
             "dtype": "|u1",
-            # The header of the data says how to unpack it.
+            # Ignored: the header of the data determines how to unpack it.
             "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 0},
             "fill_value": None,
             "filters": None,
@@ -76,4 +76,4 @@ def _decode(packed: bytes, nbytes: int) -> Bytes:
 
 
 UNPACK: dict[str, Unpack] = {"blosc": unpack_blosc}
-"""Packings beyond those of `format.foreign.zarr_codecs`."""
+"""Packings in addition to those of `format.foreign.zarr_codecs`."""

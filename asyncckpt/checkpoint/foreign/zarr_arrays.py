@@ -19,17 +19,14 @@ from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.record import ArrayTable, LeafTable
 from asyncckpt.format.scalars import JsonValue
-from asyncckpt.format.zarr import ZarrArray, ZarrLimits
+from asyncckpt.format.zarr import MAX_DOCUMENT_NBYTES, ZarrArray
 from asyncckpt.ports import CheckpointFiles
-
-MAX_DOCUMENT_NBYTES = ZarrLimits().max_document_nbytes
-"""A longer metadata document is not read."""
 
 UNSTORED_CHUNKS = 1 << 19
 """Chunks that need not be stored: each takes 24 bytes in the table of extents."""
 
 UNSTORED_FILES = 1 << 12
-"""The same if every chunk is a file: for each missing file, a link must be ruled out."""
+"""The same if every chunk is a file: each missing file could be a link, which takes a request."""
 
 _DECODERS = {
     zarr3.METADATA_NAME: zarr3.decode_metadata,
@@ -79,10 +76,7 @@ async def read_arrays(
 ) -> list[FoundArray | None]:
     """Return the arrays with these metadata documents; None for groups.
 
-    Args:
-        table: the table of their keys.
-        keys: their documents.
-        complete: whether the writer stored every chunk.
+    `complete` means that the writer stored every chunk.
     """
     listing = table.listing
     _check_documents(table, keys)
@@ -106,7 +100,7 @@ async def read_arrays(
 
 
 def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
-    """Raise if the documents take many times the bytes of the files, as overlapping ones may."""
+    """Check that the documents do not take many times the bytes of the files: they may overlap."""
     claimed = sum(min(table.nbytes(key.key), MAX_DOCUMENT_NBYTES) for key in keys)
     stored = table.listing.nbytes
     if claimed > 4 * stored + BATCH_NBYTES:
@@ -136,7 +130,7 @@ def make_checkpoint(
     created_ns: int = 0,
     database: str = "",
 ) -> OpenCheckpoint:
-    """Return the checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`."""
+    """Return the checkpoint whose tree is `root`, a `Branch` or `ForeignLeaf`."""
     try:
         structure, leaves = structure_of(root)
     except ValueError as error:
@@ -177,8 +171,8 @@ def make_checkpoint(
 
 def _storage(array: FoundArray) -> Storage:
     zarr = array.zarr
-    # Of shards that reach past the array, only the part inside all of them must be stored: a codec
-    # does not know which shard it decodes.
+    # A codec does not know which shard it decodes: it requires only the chunks that are inside the
+    # array in all shards, also in those that reach past it.
     inside = tuple(n % c or c for n, c in zip(zarr.spec.shape, zarr.chunk_shape, strict=True))
     codec = make_codec(
         zarr.chain,
@@ -207,7 +201,7 @@ def _check_chunk_count(
     storages: Sequence[Storage],
     table: ArrayTable,
 ) -> None:
-    """Raise if there are many more chunks than keys: the extents of all are one table in memory."""
+    """Check that there are not many more chunks than keys: the table of extents is in memory."""
     counts = [storage.grid.chunk_count for storage in storages]
     claimed = sum(counts[spec] for spec in table.spec)
     keys = sum({id(array.table): len(array.table.places) for array in arrays}.values())

@@ -14,7 +14,7 @@ from asyncckpt.tree import MAX_DEPTH, Key, Kind, Node, Structure
 class Branch:
     """Container under construction; children that are not a `Branch` are leaves.
 
-    The keys of lists and tuples are their indices.
+    Keys of lists and tuples are indices.
     """
 
     kind: Kind
@@ -29,7 +29,7 @@ class ForeignLeaf:
         kind: scalar kind, or `numpy`, `jax`, `torch` for arrays.
         value: JSON of a scalar.
         extra: facts beside the value.
-        array: its array, as the reader represents it; None for scalars.
+        array: its array in the reader's representation; None for scalars.
     """
 
     kind: str
@@ -39,15 +39,12 @@ class ForeignLeaf:
 
 
 def add(root: Branch, path: Sequence[tuple[Key, Kind]], value: Any) -> None:
-    """Add `value` at `path`; make the containers on the way.
+    """Add `value`, a leaf or empty branch, at `path`, and the containers on the way.
 
-    Args:
-        root: container in which the path begins.
-        path: keys, and the kind of the container of each.
-        value: a leaf, or an empty branch.
+    The path has keys, and the kind of the container that has each; `root` has the first.
 
     Raises:
-        ValueError: the path is taken, or a container has another kind.
+        ValueError: something else is at the path, or a container has another kind.
     """
     if len(path) >= MAX_DEPTH:
         raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
@@ -102,7 +99,7 @@ def structure_of(root: Any) -> tuple[Structure, list[Any]]:
 
 
 def tree_of_json(value: Any, depth: int = 1) -> Any:
-    """Return a JSON value as a tree of scalars that is at `depth`.
+    """Return a JSON value as a tree of scalars; the value itself is at `depth`.
 
     Raises:
         ValueError: it is too deep, or has a string that is not valid Unicode.

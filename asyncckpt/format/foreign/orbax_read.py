@@ -1,4 +1,4 @@
-"""Documents that Orbax writes beside its arrays.
+"""Documents that Orbax writes in addition to arrays.
 
 Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `metadata/step_metadata_serialization.py`,
 `metadata/array_metadata_store.py` and `serialization/type_handlers.py`:
@@ -6,10 +6,10 @@ Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `metadata/step_metadata_ser
 - ``_METADATA``: every leaf and empty container of an item, with its path and handler;
 - ``_strings.json``: the string leaves;
 - ``array_metadatas/process_<i>``: which arrays are the data of typed PRNG keys;
-- ``_CHECKPOINT_METADATA``: of a step, its items with their handlers, metrics and times.
+- ``_CHECKPOINT_METADATA``: the items of a step with their handlers, metrics and times.
 
-``_sharding`` is not read: it gives the device of arrays without a target, while here the default
-device is used. `orbax.checkpoint` only marks a directory, and is empty.
+``_sharding`` is not read: it gives the device of arrays without a target, for which asyncckpt uses
+the default device. `orbax.checkpoint` is an empty file that only marks a directory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from typing import Any
 
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import parse_json
+from asyncckpt.format.orbax import EMPTY, KEY_TYPES, KINDS, Kind, string_keys
 from asyncckpt.format.scalars import JsonValue
 
-METADATA_FILE = "_METADATA"
-STRINGS_FILE = "_strings.json"
-ARRAY_METADATAS = "array_metadatas"
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
 PROCESS_DIRECTORY = re.compile(r"ocdbt\.process_[^/]+")
 """Databases of single processes, beside or instead of a merged one."""
@@ -36,17 +34,6 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 MAX_DOCUMENT_NBYTES = 1 << 28
 """A million leaves take 250 bytes each in `_METADATA`."""
 
-EMPTY = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
-"""Kinds of empty containers."""
-
-_KINDS = {
-    "np.ndarray": "array",
-    "jax.Array": "jax",
-    **{name: name for name in ("scalar", "string", *EMPTY)},
-}
-
-_KEY_SEQUENCE = 1
-_KEY_DICT = 2
 _IMPLEMENTATION = re.compile(r"[A-Za-z0-9_.]{1,64}")
 
 
@@ -58,11 +45,11 @@ class TreeEntry:
         path: keys from the root, and whether each is an index of a list or tuple.
         kind: its kind; None for an unknown handler, named by `handler`.
         handler: its name in the document.
-        elsewhere: its value is not among the arrays, but in a file of older releases.
+        elsewhere: whether its value is not an array, but in a file of older releases.
     """
 
     path: tuple[tuple[str, bool], ...]
-    kind: str | None
+    kind: Kind | None
     handler: str
     elsewhere: bool
 
@@ -78,7 +65,7 @@ class TreeMetadata:
 
     Attributes:
         use_ocdbt: whether arrays are in an OCDBT database; None if not stated.
-        complete: every chunk is stored, even if it consists of the fill value.
+        complete: whether every chunk is stored, even if it consists of the fill value.
         custom: the user's JSON.
     """
 
@@ -151,26 +138,21 @@ def _decode_entry(entry: dict[str, Any]) -> TreeEntry:
     path = []
     for step in entry["key_metadata"]:
         key, kind = step["key"], step["key_type"]
-        if not isinstance(key, str) or kind not in (_KEY_SEQUENCE, _KEY_DICT):
+        if not isinstance(key, str) or kind not in KEY_TYPES.values():
             raise ValueError(f"key {repr(key)[:80]} of type {repr(kind)[:40]}")
-        path.append((key, kind == _KEY_SEQUENCE))
+        path.append((key, kind == KEY_TYPES[True]))
     value = entry["value_metadata"]
     handler, skipped = value["value_type"], value.get("skip_deserialize", False)
     if not isinstance(handler, str) or not isinstance(skipped, bool):
         raise TypeError("value_type or skip_deserialize")
-    kind_of = _KINDS.get(handler)
+    kind_of = KINDS.get(handler)
     return TreeEntry(tuple(path), kind_of, handler, skipped and kind_of not in EMPTY)
 
 
 def find_string(document: object, name: str) -> str | None:
-    """Return the string leaf of this name in `_strings.json`, or None.
-
-    Orbax reads it by the JSON pointer ``/<name>``, unescaped: a ``/`` in the name descends, ``~1``
-    stands for ``/`` and ``~0`` for ``~``.
-    """
+    """Return the string leaf of this name in `_strings.json`, or None."""
     at = document
-    for part in name.split("/"):
-        key = part.replace("~1", "/").replace("~0", "~")
+    for key in string_keys(name):
         at = at.get(key) if isinstance(at, dict) else None
     return at if isinstance(at, str) else None
 
@@ -178,7 +160,7 @@ def find_string(document: object, name: str) -> str | None:
 def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
     """Return implementations of typed PRNG keys by array name; other arrays are left out."""
     if b"random_key_impl" not in data:
-        return {}  # as in most checkpoints, which have an entry per array all the same
+        return {}  # most checkpoints: entries for all arrays, but no typed keys
     what = "the array metadata"
     document = _members(data, what, file)
     found = {}

@@ -108,12 +108,12 @@ def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
 
 
 def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
-    """Return the header whose bytes are `data`, of a file of `file_nbytes`."""
+    """Decode the header of a file of `file_nbytes`."""
     return _Decoder(data, file).run(file_nbytes)
 
 
 class _Decoder:
-    """Checks of one header; errors give the place where a tensor's name occurs."""
+    """Decoder of one header; errors give the offset of the tensor's name."""
 
     def __init__(self, data: bytes, file: str) -> None:
         self._data = data
@@ -146,7 +146,7 @@ class _Decoder:
         return corrupt(_HEADER, reason, file=self._file, offset=self._place(name))
 
     def _place(self, name: str) -> int:
-        """Return the offset in the file where a name occurs; of the header if it is escaped."""
+        """Return the offset of a name in the file, or of the header if it is escaped there."""
         at = self._data.find(f'"{name}"'.encode("utf-8", "replace")) if name else 0
         return LENGTH_NBYTES + max(0, at)
 
@@ -228,7 +228,7 @@ def is_unicode(text: str) -> bool:
 def _check_cover(
     names: Sequence[str], begins: array[int], ends: array[int], nbytes: int, start: int, file: str
 ) -> None:
-    """Raise unless the tensors fill the data, each byte once."""
+    """Raise unless the tensors fill the data without gaps or overlaps."""
     first, last = np.array(begins, np.int64), np.array(ends, np.int64)
     order = np.lexsort((last, first))
     first, last = first[order], last[order]
@@ -251,7 +251,7 @@ def _check_cover(
         short = "is truncated" if due[-1] > nbytes else "goes on behind them"
         raise corrupt(
             "the safetensors file",
-            f"its tensors take {due[-1]} bytes and it has {nbytes} behind the header: it {short}",
+            f"its tensors take {due[-1]} bytes and it has {nbytes} after the header: it {short}",
             file=file,
             offset=start + min(int(due[-1]), nbytes),
             expected=int(due[-1]),
@@ -265,7 +265,7 @@ def encode_header(
     """Return the first bytes of a file with these tensors, and where the data of each begins.
 
     Names are unique and dtypes those of the format, as `convert.safetensors_plan` checks. Tensors
-    are stored in order of falling element size, so that each is aligned to its elements.
+    are stored by decreasing element size, so that each is aligned to its elements.
     """
     order = sorted(range(len(tensors)), key=lambda row: (-tensors[row][1].itemsize, row))
     document: dict[str, JsonValue] = {}

@@ -1,7 +1,7 @@
-"""Sets of safetensors files, and the index that names the file of every tensor.
+"""Sets of safetensors files, and the index that gives the file of every tensor.
 
 The index, ``*.safetensors.index.json``, is one JSON object: ``weight_map`` gives the file of every
-tensor by its name; other members (``metadata``, with a ``total_size`` that writers count in
+tensor by its name; other members (``metadata``, with a ``total_size`` that writers compute in
 different ways) are ignored. Source: `huggingface_hub` 0.30, `serialization/_base.py`.
 """
 
@@ -18,10 +18,10 @@ from asyncckpt.format.foreign.safetensors import MAX_NAME_CHARS, SUFFIX, Header,
 INDEX_SUFFIX = ".safetensors.index.json"
 
 MAX_INDEX_NBYTES = 100_000_000
-"""As long as one header may be; an index holds less about every tensor."""
+"""The limit of a header, which says more about every tensor."""
 
 SHARDS_KEY = "DCP_SHARDING_INFO"
-"""Metadata of torch's `HuggingFaceStorageWriter`: where in its whole each tensor begins."""
+"""Metadata of torch's `HuggingFaceStorageWriter`: offset of each tensor in the whole one."""
 
 _INDEX = "the index of the safetensors files"
 
@@ -65,7 +65,7 @@ def decode_index(data: bytes, *, file: str) -> dict[str, str]:
 def check_set(
     weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield name, file and row in its header of every tensor of a set, in order of the index."""
+    """Yield name, file and row in the file's header of every tensor, in the order of the index."""
     rows = {path: {name: row for row, name in enumerate(h.names)} for path, h in headers.items()}
     for name, path in weight_map.items():
         row = rows[path].get(name)
@@ -85,6 +85,6 @@ def _disagree(file: str, reason: str) -> CorruptCheckpointError:
 
 
 def encode_index(weight_map: Mapping[str, str], nbytes: int) -> bytes:
-    """Return the index of a set of files whose tensors take `nbytes` in all."""
+    """Return the index of a set of files whose tensors take `nbytes` in total."""
     document = {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
     return json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"

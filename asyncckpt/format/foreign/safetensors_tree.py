@@ -1,4 +1,4 @@
-"""Tree of a checkpoint, stored beside the tensors of a safetensors file.
+"""Tree of a checkpoint, stored in the metadata of a safetensors file.
 
 safetensors holds tensors and strings by name. The rest of a checkpoint is one JSON object under the
 metadata key ``asyncckpt``; text beyond `PART_CHARS` characters continues under ``asyncckpt.1``,
@@ -12,8 +12,8 @@ metadata key ``asyncckpt``; text beyond `PART_CHARS` characters continues under 
 ``metadata``   the user's metadata
 ``metrics``    the user's metrics, each as a scalar of kind ``float``
 
-If the tensors of a file are not those that the tree names, another program has changed it; then the
-tree is ignored.
+If the tensors of a file are not those that the tree names, another program has changed the file,
+and the tree is ignored.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PART_CHARS = 1 << 20
 DEFAULT_KIND = "numpy"
 
 MAX_USER_NBYTES = 1 << 20
-"""User metadata beyond this size is refused, since readers bound the values of untrusted files."""
+"""Larger user metadata is refused, because readers limit the values in untrusted files."""
 
 SPARE_LEAVES = 100_000
-"""Scalars and containers that a tree may have beyond two per tensor of the file."""
+"""Scalars and containers that a tree may have in addition to two per tensor of the file."""
 
 _VERSION = 1
 _WHAT = "the tree in the safetensors metadata"
@@ -177,18 +177,16 @@ def _decode(document: dict[str, Any], most: int, file: str) -> SavedTree:
 def _leaf(
     row: int, value: Any
 ) -> tuple[str, JsonValue, Mapping[str, JsonValue] | None, str | None]:
-    """Return kind, scalar value, extra facts and name of the tensor of a leaf.
-
-    Raises:
-        ValueError: it is malformed.
-    """
+    """Return kind, scalar value, extra facts and name of the tensor of a leaf."""
     members = {"tensor": value} if isinstance(value, str) else value
     if not isinstance(members, dict) or members.keys() - {"tensor", "kind", "value", "extra"}:
         raise ValueError(f"leaf {row} is neither a string nor an object of a leaf's members")
     kind, tensor = members.get("kind", DEFAULT_KIND), members.get("tensor")
     extra = members.get("extra", {})
     if not isinstance(kind, str) or not isinstance(extra, dict):
-        raise ValueError(f"leaf {row} has a kind that is not a string, or extra that is no object")
+        raise ValueError(
+            f"leaf {row} has a kind that is not a string, or extra that is not an object"
+        )
     if "tensor" not in members:
         decode_scalar(kind, members.get("value"))
         return kind, members["value"], None, None

@@ -1,9 +1,9 @@
 """The zarr v3 codec `sharding_indexed`: many chunks under one key, and their index.
 
-A shard is its chunks in any order and an index: for every chunk of the shard, in C order, its
-offset in the shard and its length, two `uint64`; all bits are set for a chunk that is not stored.
-The index is at the end of the shard or at its start, and may have a CRC-32C behind it. Source:
-zarr-specs v3, `codecs/sharding-indexed/v1.0`.
+A shard consists of its chunks in any order and an index: for every chunk, in C order, its offset in
+the shard and its length, two `uint64`; all bits are set for a chunk that is not stored. The index
+is at the end of the shard or at its start, and may be followed by a CRC-32C. Source: zarr-specs v3,
+`codecs/sharding-indexed/v1.0`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from asyncckpt.format.codecs import Bytes, ChunkError
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.zarr import CRC_NBYTES, Shards
+from asyncckpt.format.zarr import Shards
+from asyncckpt.format.zarr3 import CRC_NBYTES
 
 ENTRY_NBYTES = 16
 """Bytes of the index per chunk."""
@@ -81,15 +82,9 @@ def unshard(
 ) -> Bytes:
     """Return the elements of a whole shard.
 
-    Args:
-        data: the shard.
-        shards: how its chunks are stored.
-        decode: returns the elements of one stored chunk as that many bytes.
-        shape: shape of the shard.
-        itemsize: bytes of an element.
-        fill: one element of the chunks that are not stored; empty for zero.
-        stored: sizes of the corner of the shard whose chunks must all be stored; None if any may
-            be missing.
+    `decode` returns the elements of one stored chunk, given its decoded size in bytes. `fill` is
+    one element of the chunks that are not stored, empty for zero. `stored` is the shape of the
+    corner of the shard whose chunks must all be stored; None if any may be missing.
 
     Raises:
         ChunkError: the index or a chunk is damaged, or a chunk that must be stored is missing.

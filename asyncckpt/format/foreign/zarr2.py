@@ -1,14 +1,14 @@
 """zarr v2 arrays: the metadata document `.zarray`.
 
 Source: zarr-specs v2, as the `zarr` driver of TensorStore reads and writes it: dtypes of
-`ml_dtypes` have their names, and a fill value of null means zero.
+`ml_dtypes` are given by name, and a fill value of null means zero.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncckpt.format.zarr import Chain, ChunkKeys, Document, ZarrArray, ZarrLimits
+from asyncckpt.format.zarr import Chain, ChunkKeys, Document, ZarrArray
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ITEMSIZES, ArraySpec
 
 METADATA_NAME = ".zarray"
@@ -26,9 +26,9 @@ _TYPESTRS = {
 }
 
 
-def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None) -> ZarrArray:
+def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
     """Decode a metadata document within limits; `file` is named in errors."""
-    return _Zarr2(file, limits or ZarrLimits()).decode(data)
+    return _Zarr2(file).decode(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,20 @@ class _Zarr2(Document):
         if separator not in (".", "/"):
             raise self.unsupported("dimension_separator", separator, "/ or .")
         fill = document["fill_value"]
-        array = ZarrArray(
-            ArraySpec(shape, dtype),
+        fill_value = bytes(ITEMSIZES[dtype]) if fill is None else self.fill_value(fill, dtype)
+        spec = ArraySpec(shape, dtype)
+        self.check_limits(spec, chunk_shape)
+        return ZarrArray(
+            spec,
             chunk_shape,
             Chain(
                 order=dimensions[::-1] if order == "F" and len(dimensions) > 1 else (),
                 big_endian=big_endian,
                 packing=self.compressor(document["compressor"]),
             ),
-            bytes(ITEMSIZES[dtype]) if fill is None else self.fill_value(fill, dtype),
+            fill_value,
             ChunkKeys(prefix=False, separator=separator),
         )
-        self.check_limits(array)
-        return array
 
     def dtype(self, value: object) -> tuple[str, bool]:
         if isinstance(value, str):

@@ -17,13 +17,14 @@ from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.codecs import Bytes, ChunkError, Codec, decompress_zstd
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.foreign.sharding import unshard
-from asyncckpt.format.zarr import CRC_NBYTES, Chain
+from asyncckpt.format.zarr import Chain
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.spec import ITEMSIZES
 
 Unpack = Callable[[Bytes, int], Bytes]
-"""Packed bytes and the most bytes that they may unpack to -> those bytes. Blocking.
+"""Packed bytes and the most bytes that they may unpack to -> the unpacked bytes. Blocking.
 
-Raises `ChunkError` if the packed bytes are damaged or hold more."""
+Raises `ChunkError` if the packed bytes are damaged or unpack to more."""
 
 
 def make_codec(
@@ -36,15 +37,15 @@ def make_codec(
     more: Mapping[str, Unpack] | None = None,
     file: str = "",
 ) -> Codec:
-    """Return the codec that turns stored chunks into their elements.
+    """Return the codec that decodes stored chunks of this shape and dtype.
 
     Args:
         chain: how the chunks are stored.
         shape: elements of a chunk per dimension.
         dtype: dtype of the elements.
-        fill: one element of chunks that are missing inside of a shard.
-        stored: sizes of the corner of a shard that must be stored; None if any may be missing.
-        more: functions for further packings, by name.
+        fill: one element of chunks that are missing inside a shard.
+        stored: shape of the corner of a shard that must be stored; None if any may be missing.
+        more: functions for additional packings, by name.
         file: the metadata document, for errors.
     """
     packing = chain.packing[:-1] if chain.crc32c else chain.packing

@@ -7,8 +7,7 @@ prefix common to each subtree before the suffixes, and for every child its data 
 length, number of keys, tree bytes and indirect value bytes.
 """
 
-# Rule 1: keys inside a node omit the prefix that its parent declares common to it; the root omits
-#   nothing.
+# Rule 1: keys in a node omit the common prefix that its parent declares; the root omits nothing.
 # Rule 2: all numbers of a node are columns: there is no Python step per key.
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class ValueColumns:
     """Values of all keys, in key order.
 
     Attributes:
-        inline: the value itself; ignored if it is in a data file, and empty.
+        inline: the value itself; empty if it is in a data file.
         file: index into the data files, -1 for inline values.
         offset: its first byte in that file; ignored for inline values.
         nbytes: its length; ignored for inline values.
@@ -62,10 +61,10 @@ class EncodedTree:
     """Nodes to write, and their description for the manifest.
 
     Attributes:
-        blocks: to be written one after the other, starting at the node offset that was given.
+        blocks: nodes to be written one after the other, starting at the given node offset.
         root: location of the root, or None for a tree without keys.
         inline_offset: offset in the node file of every inline value, -1 for indirect ones. Nodes
-            are not compressed, so a reader may go there directly.
+            are not compressed, so that a reader may read the value there.
     """
 
     blocks: list[bytearray]
@@ -101,9 +100,8 @@ def encode_tree(
 ) -> EncodedTree:
     """Encode the nodes of the tree that maps the keys to the values.
 
-    Node bodies are at most `max_decoded_node_nbytes` long, except a leaf of one entry and an
-    interior node of two, which cannot be split. A value is either inline (file -1) or in a data
-    file; every column has one row per key.
+    Node bodies are at most `max_decoded_node_nbytes` long, except those that cannot be split: a
+    leaf of one entry and an interior node of two.
     """
     count = len(columns)
     indirect = values.file >= 0
@@ -170,8 +168,8 @@ def _split_leaves(
     cost = varint_sizes(columns.shared) + varint_sizes(suffix) + suffix + varint_sizes(nbytes) + 1
     place = varint_sizes(np.maximum(values.file, 0)) + varint_sizes(np.maximum(values.offset, 0))
     cost += np.where(indirect, place, nbytes)
-    # A node lists the files it uses. A file is charged wherever the entries change to it, but never
-    # more than all files together.
+    # A node lists the files it uses. Every change to a file among the entries counts as one
+    # listing, limited to the cost of all files together.
     path_nbytes = np.array([0, *map(len, map(str.encode, data_files))], np.int64)[
         -len(data_files) :
     ]
@@ -183,7 +181,7 @@ def _split_leaves(
     runs = np.zeros(count, np.int64)
     runs[rows[change]] = file_cost[files[change]]
     all_files = int(file_cost[np.unique(files)].sum()) if rows.size else 0
-    first_file = int(file_cost.max())  # the run that a node begins within
+    first_file = int(file_cost.max())  # a node may begin within a run
     head = 1 + len(encode_varint(len(data_files))) + len(encode_varint(count))
     first = head + columns.shared + varint_sizes(columns.lengths)
     return _split(cost, runs, first, first_file, all_files, max_nbytes, least=1)
@@ -220,7 +218,7 @@ def _split(
 
 
 def _common_prefixes(columns: KeyColumns, groups: Sequence[int]) -> I64:
-    """Return the bytes common to all keys of each group; the whole key for a single one."""
+    """Return the length of the prefix common to each group; of the key if it is a single one."""
     starts = np.array(groups[:-1], np.int64)
     shared = columns.shared.copy()
     shared[starts] = columns.lengths[starts]
@@ -237,7 +235,7 @@ def _encode_leaf(
     stop: int,
     prefix: int,
 ) -> bytes:
-    """Return the body of a leaf without its inline values, which follow."""
+    """Return the body of a leaf up to its inline values."""
     rows = slice(start, stop)
     lengths = columns.lengths[rows] - columns.shared[rows]
     lengths[0] = columns.lengths[start] - prefix
@@ -273,7 +271,7 @@ def _encode_level(
     """Append the interior nodes above `children` to `blocks`; return them and the next offset."""
     lengths = columns.lengths[children.key]
     shared = np.zeros(children.key.size, np.int64)
-    # Two keys of a sorted list share what all neighbours between them share.
+    # Two keys of a sorted list share as much as all neighbours between them do.
     shared[1:] = np.minimum.reduceat(np.append(columns.shared, 0), children.key + 1)[:-1]
     suffix = lengths - shared
     table = encode_data_files([node_file])

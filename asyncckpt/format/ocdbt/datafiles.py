@@ -1,7 +1,7 @@
-"""Data-file tables, which open every manifest and node and name the files of its entries.
+"""Data-file tables, with which every manifest and node begins: the files of its entries.
 
-A file's path relative to the database is transitive path + base path + relative path. The children
-of a node that was reached through a file inherit that file's transitive and base path.
+A file's path relative to the database is transitive path + base path + relative path. The files
+named in a node have the transitive and base path of the file that contains the node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from asyncckpt.format.damage import MAX_PATH_NBYTES, path_fault
 from asyncckpt.format.ocdbt.wire import Reader, encode_varint, encode_varints
 
-# Paths share prefixes, so a small table can stand for a large one.
+# Paths share prefixes, so a small table can expand to a large one.
 _MAX_TABLE_NBYTES = 1 << 26
 
 MAX_DATA_FILES = 1 << 20
@@ -49,9 +49,6 @@ class Location:
     offset: int
     nbytes: int
     base_path: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.offset}+{self.nbytes}"
 
 
 def encode_data_files(paths: Sequence[str]) -> bytes:
@@ -114,9 +111,9 @@ def decode_data_files(
 
 
 def used_file(reader: Reader, files: Sequence[DataFile], index: int) -> DataFile:
-    """Return the row that an entry points to; it must exist and have a path."""
+    """Return the row that an entry refers to, which must exist and have a path."""
     if index >= len(files):
         raise reader.fault(f"data file {index} is not in a table of {len(files)}")
-    if not files[index].relative_path and not files[index].base_path:
+    if not files[index].path:
         raise reader.fault(f"data file {index} has an empty path")
     return files[index]

@@ -17,7 +17,7 @@ _WORD = 8  # bytes compared at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyColumns:
-    """Sorted keys and their derived columns; independent of values, and so reusable across saves.
+    """Sorted keys and columns derived from them, which all saves with these keys can share.
 
     Attributes:
         text: strictly increasing keys, one after the other.
@@ -64,7 +64,7 @@ def key_columns(text: bytes, lengths: I64) -> KeyColumns:
     shared = np.zeros(count, np.int64)
     if count > 1:
         shared[1:] = _shared_with_previous(text, starts, lengths)
-    # A step up where a suffix begins, a step down where the next key does.
+    # +1 where a suffix begins, -1 where it ends.
     steps = np.zeros(len(text) + 1, np.int8)
     np.add.at(steps, starts + shared, np.int8(1))
     np.subtract.at(steps, starts + lengths, np.int8(1))

@@ -5,8 +5,8 @@ max decoded node bytes varint, version-tree arity log2 `uint8`, compression vari
 the level as `int32`), data-file table, inline versions by column, older version-tree nodes by
 column.
 
-A manifest of kind 1 ends after the configuration. The versions of such a database are in manifests
-of kind 0 beside it, one per generation (`numbered_name`); the highest is the newest.
+A manifest of kind 1 ends after the configuration. The versions of its database are in manifests of
+kind 0 in the same directory, one per generation (`numbered_name`); the highest is the newest.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from asyncckpt.format.ocdbt.wire import (
 )
 
 MAX_MANIFEST_NBYTES = 1 << 26
-"""A manifest has at most 2^arity_log2 versions; 64 MiB is far beyond any."""
+"""A manifest has at most 2^arity_log2 versions, far less than 64 MiB."""
 
-# A manifest may decompress to this many bytes, and beyond that to so many times its size.
+# A manifest may decompress to `_FREE_NBYTES` plus `_MAX_RATIO` times its size.
 _FREE_NBYTES = 1 << 22
 _MAX_RATIO = 64
 
 _MAX_FILES = 1 << 17
-"""Data files that a manifest names: those of the roots of 2^16 versions, and of their nodes."""
+"""Data files that a manifest names: those of 2^16 roots and of version nodes."""
 
 MAX_INLINE_VALUE_NBYTES = 1024
-"""Size up to which TensorStore keeps values inline; Orbax writes the same number."""
+"""Largest value that TensorStore and Orbax store inline."""
 
 MAX_DECODED_NODE_NBYTES = 100_000_000
-"""Limit that Orbax writes into its manifests; larger than any node of ours."""
+"""The limit in manifests of Orbax; nodes of asyncckpt are smaller."""
 
 VERSION_TREE_ARITY_LOG2 = 4
 """Default of TensorStore."""
@@ -86,7 +86,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class VersionNode:
-    """Location of a list of older versions; decoded but not followed."""
+    """Location of a list of older versions, which are not read."""
 
     generation: int
     location: Location
@@ -99,7 +99,7 @@ class VersionNode:
 class Manifest:
     """Decoded manifest; the last of `versions` is the newest.
 
-    A `numbered` one has none: they are in the manifests of single generations.
+    A `numbered` one has no versions: they are in the manifests of single generations.
     """
 
     uuid: bytes
@@ -110,7 +110,7 @@ class Manifest:
 
     @property
     def latest(self) -> Version | None:
-        """Newest version, or None in a database that was never written to."""
+        """Newest version, or None if nothing was ever written to the database."""
         return self.versions[-1] if self.versions else None
 
 
@@ -162,9 +162,9 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
 
     Raises:
         CorruptCheckpointError: the bytes are damaged.
-        UnsupportedFormatError: they are intact, but of a kind or version that is not read.
+        UnsupportedFormatError: they are intact, but of an unsupported kind or version.
     """
-    reader, _ = unframe(
+    reader = unframe(
         data,
         MANIFEST_MAGIC,
         what="the OCDBT manifest",

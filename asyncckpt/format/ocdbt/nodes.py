@@ -20,18 +20,14 @@ from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.ocdbt.wire import I64, MAX_BODY_NBYTES, NODE_MAGIC, Reader, unframe
 
 MAX_KEYS_NBYTES = 1 << 30
-"""Bytes of all keys of a tree together; they share prefixes, so a small node can stand for many."""
+"""Bytes of all keys of a tree; keys share prefixes, so a small node can expand to many bytes."""
 
 _INT64_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafNode:
-    """Keys and values. Row by row: a value is inline (`file` -1) or a range of `files[file]`.
-
-    `offset` of an inline value is its place in the file that holds the node, or -1 if the node is
-    compressed.
-    """
+    """Keys and values, by row: a value is inline (`file` and `offset` -1) or in `files[file]`."""
 
     keys: list[bytes]
     files: tuple[DataFile, ...]
@@ -39,11 +35,6 @@ class LeafNode:
     offset: I64
     nbytes: I64
     inline: list[bytes | None]
-
-    @property
-    def height(self) -> int:
-        """Height in the tree; 0 for leaves."""
-        return 0
 
     @property
     def num_keys(self) -> int:
@@ -68,7 +59,7 @@ class InteriorNode:
 
     @property
     def num_keys(self) -> int:
-        """Number of keys in all children, as stated by the node."""
+        """Number of keys in all children, as the node declares it."""
         return int(self.child_num_keys.sum())
 
     def child(self, row: int) -> Location:
@@ -114,9 +105,7 @@ def decode_node(
         UnsupportedFormatError: they are intact, but of a newer format version.
     """
     what = "the B+tree node"
-    reader, compressed = unframe(
-        data, NODE_MAGIC, what=what, file=file, offset=offset, max_nbytes=max_nbytes
-    )
+    reader = unframe(data, NODE_MAGIC, what=what, file=file, offset=offset, max_nbytes=max_nbytes)
     height = reader.uint8()
     if expected_height is not None and height != expected_height:
         raise corrupt(
@@ -162,13 +151,9 @@ def decode_node(
         raise reader.fault(
             f"its inline values do not fill the {reader.remaining} bytes that remain"
         )
-    ends = np.cumsum(sizes)
-    body_start = len(data) - 4 - reader.remaining
     inline: list[bytes | None] = [None] * count
     for row, size in zip(np.flatnonzero(~in_file).tolist(), sizes.tolist(), strict=True):
         inline[row] = reader.take(size)
-    if not compressed:
-        starts[~in_file] = offset + body_start + ends - sizes
     return LeafNode(keys, files, file_index, starts, nbytes, inline)
 
 

@@ -15,15 +15,15 @@ from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, InteriorNode, LeafNode, decode_node
 from asyncckpt.format.ocdbt.wire import FRAME_OVERHEAD, I64, MAX_BODY_NBYTES
 
-# Free allowances of any database, however small its files are.
+# Allowances that do not depend on the size of the files.
 _FREE_NODES = 1 << 10
 _FREE_KEYS = 1 << 17
 _FREE_FILES = 1 << 10
 _FREE_NBYTES = 16 << 20
 
 _MAX_RATIO = 64
-"""To how many times its stored size a node may decompress beyond `_FREE_NBYTES`. Metadata documents
-that are all alike reach about 40."""
+"""Ratio to which a node may decompress beyond `_FREE_NBYTES`. Nodes with equal metadata documents
+reach about 40."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +33,24 @@ class TreeLimits:
     Attributes:
         max_nodes: nodes in all.
         max_keys: keys in all.
-        max_keys_nbytes: bytes of all keys, prefixes counted every time.
-        max_node_nbytes: body of one node, decompressed.
-        max_nodes_nbytes: all nodes as they are stored.
+        max_keys_nbytes: bytes of all keys, including shared prefixes.
+        max_nodes_nbytes: stored bytes of all nodes.
         max_files: data files that one node names.
     """
 
     max_nodes: int = 1 << 20
     max_keys: int = 1 << 24
     max_keys_nbytes: int = MAX_KEYS_NBYTES
-    max_node_nbytes: int = MAX_BODY_NBYTES
     max_nodes_nbytes: int = 1 << 32
     max_files: int = MAX_DATA_FILES
 
     @classmethod
     def of_files(cls, count: int, nbytes: int) -> TreeLimits:
-        """Return the limits of a database of `count` files of `nbytes` together.
+        """Return the limits of a database of `count` files with `nbytes` in total.
 
-        Nodes share no bytes and take 18 at least. A key with a small value takes 16 or more, also
-        where nodes are compressed; keys as long as the files suffice where they share prefixes.
+        Nodes do not overlap and take at least 18 bytes. A key with a small value takes 16 or more,
+        even in compressed nodes. Keys may take as many bytes as the files, which is enough although
+        they share prefixes.
         """
         most = cls()
         return cls(
@@ -71,8 +70,7 @@ class TreeColumns:
         keys: strictly increasing.
         files: paths relative to the database.
         file: index into `files`, -1 for inline values.
-        offset: start of the value in its file; of inline values, start in the node's file, or -1
-            if the node is compressed.
+        offset: start of the value in its file; -1 for inline values.
         nbytes: length of the value.
         inline: the value, or None if it is in a data file.
     """
@@ -87,7 +85,7 @@ class TreeColumns:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Node to be read, as described by its parent."""
+    """Node to be read, as its parent describes it."""
 
     location: Location
     prefix: bytes
@@ -98,7 +96,7 @@ class _Wanted:
 class TreeDecoder:
     """Decoder of the nodes of one version into columns.
 
-    While `wanted` is not empty, fetch those ranges and pass their bytes to `feed` in this order.
+    While `wanted` is not empty, fetch those ranges and pass their bytes to `feed` in that order.
     Then call `columns()`.
     """
 
@@ -139,7 +137,7 @@ class TreeDecoder:
         index: dict[str, int] = {}
         columns: list[tuple[I64, I64, I64]] = [(np.empty(0, np.int64),) * 3]
         for leaf in self._leaves:
-            # The last element stands for -1, the index of inline values.
+            # Index -1, that of inline values, selects the last element.
             global_index = [index.setdefault(f.path, len(index)) for f in leaf.files]
             columns.append(
                 (np.array([*global_index, -1], np.int64)[leaf.file], leaf.offset, leaf.nbytes)
@@ -148,7 +146,7 @@ class TreeDecoder:
         return TreeColumns(keys, tuple(index), file, offset, nbytes, inline)
 
     def _admit(self, count: int, nbytes: int, where: Location) -> None:
-        """Count more nodes of so many bytes, and raise if they pass the limits."""
+        """Count more nodes, of `nbytes` in total, and raise if they pass the limits."""
         limits = self._limits
         self._nodes += count
         self._nbytes += nbytes
@@ -171,7 +169,7 @@ class TreeDecoder:
             expected_height=self._height,
             base_path=where.base_path,
             key_prefix=want.prefix,
-            max_nbytes=min(limits.max_node_nbytes, _FREE_NBYTES + _MAX_RATIO * len(data)),
+            max_nbytes=min(MAX_BODY_NBYTES, _FREE_NBYTES + _MAX_RATIO * len(data)),
             max_keys_nbytes=limits.max_keys_nbytes - self._keys_nbytes,
             max_entries=limits.max_nodes if self._height else limits.max_keys,
             max_files=limits.max_files,

@@ -5,8 +5,8 @@ version varint 0; compression varint (0 none, 1 zstd); body; CRC-32C `uint32` li
 bytes before it.
 """
 
-# Rule 1: a count read from a file is compared with the remaining bytes before anything is allocated
-#   for it.
+# Rule 1: a count from a file is compared with the remaining bytes before anything is allocated for
+#   it.
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ MAX_BODY_NBYTES = 1 << 28
 
 # A zstd window beyond this is refused (the largest that level 22 uses).
 _MAX_WINDOW_NBYTES = 1 << 27
-# Fed at a time when the frame does not declare its size: four bytes can stand for 128 KiB, so what
-# one step adds stays below 32 MiB.
+# Step if a frame does not declare its size: four bytes can decompress to 128 KiB, so that one step
+# adds less than 32 MiB.
 _ZSTD_STEP_NBYTES = 1 << 10
 
 _VARINT_NBYTES = 10  # 64 bits in groups of 7
@@ -91,8 +91,8 @@ def encode_varints(values: I64) -> bytes:
 class Reader:
     """Cursor over the body of a frame; every failure is a `CorruptCheckpointError`.
 
-    `offset` is the start of the body in `file`, or, for a decompressed body (`moves` False), the
-    start of its frame.
+    `offset` is the start of the body in `file`. With `moves` False, the body was decompressed, and
+    `offset` is the start of its frame.
     """
 
     __slots__ = ("_data", "_file", "_moves", "_offset", "_what", "pos")
@@ -107,7 +107,7 @@ class Reader:
 
     @property
     def remaining(self) -> int:
-        """Bytes that were not read yet."""
+        """Bytes that are still to be read."""
         return len(self._data) - self.pos
 
     def fault(self, reason: str) -> CorruptCheckpointError:
@@ -115,9 +115,9 @@ class Reader:
         offset = self._offset + self.pos if self._moves else self._offset
         return corrupt(self._what, reason, file=self._file, offset=offset)
 
-    def need(self, count: int, what: str) -> None:
-        """Raise unless at least `count` bytes remain."""
-        if count > self.remaining:
+    def need(self, count: int, what: str, *, nbytes_each: int = 1) -> None:
+        """Raise unless the bytes that remain suffice for this many items."""
+        if count * nbytes_each > self.remaining:
             raise self.fault(
                 f"{count} {what} need more than the {self.remaining} bytes that remain"
             )
@@ -135,10 +135,6 @@ class Reader:
         self.pos += 1
         return self._data[self.pos - 1]
 
-    def uint64(self) -> int:
-        """Read a `uint64`."""
-        return int.from_bytes(self.take(8), "little")
-
     def varint(self, *, below: int = 1 << 64) -> int:
         """Read one varint below `below`."""
         value = 0
@@ -154,10 +150,7 @@ class Reader:
     def count(self, what: str, *, nbytes_each: int) -> int:
         """Read a count of items, each of which takes at least `nbytes_each` remaining bytes."""
         count = self.varint()
-        if count * nbytes_each > self.remaining:
-            raise self.fault(
-                f"{count} {what} need more than the {self.remaining} bytes that remain"
-            )
+        self.need(count, what, nbytes_each=nbytes_each)
         return count
 
     def varints(self, count: int, *, below: int = _INT64_MAX) -> I64:
@@ -213,7 +206,7 @@ def frame(magic: int, body: bytes) -> bytes:
 
 
 def frame_of(magic: int, body: Iterable[Buffer]) -> bytearray:
-    """Return the uncompressed frame around a body in parts, each of which is copied once."""
+    """Return the uncompressed frame around the parts of a body, copying each part once."""
     data = bytearray().join((bytes(FRAME_HEADER), *body, bytes(4)))
     data[:12] = magic.to_bytes(4, "big") + len(data).to_bytes(8, "little")
     data[-4:] = crc32c(memoryview(data)[:-4]).to_bytes(4, "little")
@@ -222,8 +215,8 @@ def frame_of(magic: int, body: Iterable[Buffer]) -> bytearray:
 
 def unframe(
     data: bytes, magic: int, *, what: str, file: str, offset: int, max_nbytes: int
-) -> tuple[Reader, bool]:
-    """Check a frame; return a reader of its body, and whether that was compressed.
+) -> Reader:
+    """Check a frame; return a reader of its body.
 
     `data` is the whole frame, found at `offset` in `file`; `max_nbytes` bounds the body.
 
@@ -265,21 +258,21 @@ def unframe(
         if head.remaining > max_nbytes:
             raise fault(f"its body of {head.remaining} bytes passes the limit {max_nbytes}", start)
         body = head.take(head.remaining)
-        return Reader(body, what=what, file=file, offset=offset + start, moves=True), False
+        return Reader(body, what=what, file=file, offset=offset + start, moves=True)
     if compression != 1:
         raise fault(f"compression method {compression} is unknown", start - 1)
     try:
         body = decompress(data[start:-4], max_nbytes=max_nbytes)
     except ValueError as error:
         raise fault(str(error), start) from None
-    return Reader(body, what=what, file=file, offset=offset, moves=False), True
+    return Reader(body, what=what, file=file, offset=offset, moves=False)
 
 
 def decompress(data: bytes, *, max_nbytes: int) -> bytes:
     """Decompress one zstd frame of at most `max_nbytes`; memory stays bounded by that.
 
     Raises:
-        ValueError: the frame is damaged, larger, not alone, or asks for a huge window.
+        ValueError: the frame is damaged, larger, followed by bytes, or needs a huge window.
     """
     try:
         parameters = zstandard.get_frame_parameters(data)

@@ -63,8 +63,8 @@ class Entry:
         path: its path in the nested state dict; integers are indices of lists.
         shape: shape of a tensor; None for other values.
         dtype: torch dtype of a tensor, without its module.
-        boxes: shards of a tensor that hold elements; not checked to tile it.
-        items: the archive of every box; of other values, the one archive.
+        boxes: shards of a tensor that hold elements; not yet checked to tile it.
+        items: the archive of every box; of other values, a single archive.
     """
 
     key: str
@@ -101,7 +101,7 @@ class _Decoder:
         places = self._places(getattr(value, "storage_data", None))
         paths = getattr(value, "planner_data", None)
         paths = self._dict({} if paths is None else paths, "planner_data")
-        # Ranks add their shards one after the other; the planner knows the order of the state dict.
+        # Ranks append their shards; planner_data has the order of the state dict.
         order = [key for key in paths if key in described]
         order += [key for key in described if key not in paths]
         entries = [
@@ -202,7 +202,7 @@ class _Decoder:
         return Item(self._files.setdefault(path, path), offset, nbytes)
 
     def _check_apart(self, entries: Sequence[Entry]) -> None:
-        """Raise if two archives share bytes: no more may be read than is stored."""
+        """Raise if two archives overlap: no more may be read than is stored."""
         items = sorted(
             (item.file, item.offset, item.nbytes, entry.key)
             for entry in entries
@@ -215,7 +215,7 @@ class _Decoder:
                 )
 
     def _extents(self, value: object, what: str) -> tuple[int, ...]:
-        """Return a tuple of sizes or offsets. Nothing else of a pickle may be hashed."""
+        """Return a checked tuple of sizes or offsets, which may be hashed."""
         if type(value) is not tuple or len(value) > MAX_RANK:
             self._fault(f"{what} is no tuple of at most {MAX_RANK} numbers")
         if any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in value):
@@ -239,8 +239,8 @@ class _Decoder:
 def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key, object]:
     """Return the nested state dict with these values at these paths.
 
-    Integers in a path are indices of a list if those of one container count from 0; otherwise they
-    remain keys of a dict (torch leaves out empty containers, and with them their index).
+    Integers in a path are indices of a list if the keys of a container count from 0. Otherwise they
+    remain keys of a dict: torch leaves out empty containers, and so their index.
 
     Raises:
         ValueError: two values have one path, or one is inside another.
@@ -265,17 +265,14 @@ def _grown(child: object) -> object:
 
 
 def _shown(value: object) -> str:
-    """Return the `repr` of a string, or the type of anything else, which may be too deep for it."""
+    """Return the `repr` of a string, or the type of anything else, which may be nested deeply."""
     return repr(value[:80]) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def layout_of(saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
-    """Return the layout of a shard's elements in its archive.
+    """Return the layout of a shard's elements in its archive, which describes the tensor `saved`.
 
-    Args:
-        saved: the tensor that the archive describes.
-        shape: shape of the shard.
-        dtype: torch dtype of the whole tensor; one that can be restored.
+    The metadata says that the shard has this shape and torch dtype.
 
     Raises:
         ValueError: the archive holds another tensor, or less than it claims.

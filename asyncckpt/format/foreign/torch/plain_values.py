@@ -1,7 +1,7 @@
-"""Pickles of plain values: numbers, strings, bytes and containers of them, as `torch.save` writes.
+"""Pickles of plain values, as `torch.save` writes them: numbers, strings, bytes and containers.
 
 Protocol 2 writes `bytes` and `complex` as calls of `_codecs.encode` and `complex`; these,
-`OrderedDict` (read as a dict) and `torch.Size` (read as a tuple) are the only calls accepted.
+`OrderedDict` (read as a dict) and `torch.Size` (read as a tuple) are the only accepted calls.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ NAMES: Names = {
 
 
 def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) -> Any:
-    """Return the plain value of a pickle, as a tree that will be `depth` containers deep."""
+    """Return the plain value of a pickle, which will be `depth` containers deep in a tree."""
     unpickler = Unpickler(source, NAMES, allowance)
     value = unpickler.run()
     try:
@@ -92,11 +92,10 @@ def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) ->
 
 
 def _not_plain(value: Any, allowance: Allowance, depth: int, most: int) -> str | None:
-    """Return what in a value is not plain, or None. Shared containers count as often as used.
+    """Return what in a value is not plain, or None. Shared containers count for every use.
 
-    Raises:
-        ValueError: it is deeper than `depth`, or has more than `most` parts.
-        MemoryError: its leaves take more than the allowance.
+    Raises `ValueError` if it is deeper than `depth` or has more than `most` parts, `MemoryError` if
+    its leaves take more than the allowance.
     """
     level = [value]
     count = 0

@@ -1,7 +1,7 @@
 """Layouts of dense arrays that are not in C order, or are conjugated or negated views.
 
-torch keeps the strides of a tensor when it saves it (transposed weights, `channels_last`), and the
-two bits that make a tensor the conjugate or negative of its storage.
+torch saves the strides of a tensor (transposed weights, `channels_last`), and two bits that make it
+the conjugate or negative of its storage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.format.codecs import PLAIN, Bytes, ChunkError, Codec, Decode
+from asyncckpt.format.codecs import PLAIN, Bytes, ChunkError, Codec
 from asyncckpt.spec import DTYPES
 
 
@@ -21,8 +21,8 @@ class Layout:
 
     Attributes:
         axes: its axes, slowest-varying first.
-        conj: the values are the complex conjugates of the stored ones.
-        neg: the values are the negatives of the stored ones.
+        conj: whether the values are the complex conjugates of the stored ones.
+        neg: whether the values are the negatives of the stored ones.
     """
 
     axes: tuple[int, ...]
@@ -56,10 +56,6 @@ def codec_of(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Codec:
     """Return the codec that turns a chunk with this layout into one in C order."""
     if layout.plain:
         return PLAIN
-    return Codec("strided", crc32c=False, decode=_decoder(layout, chunk_shape, dtype))
-
-
-def _decoder(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Decode:
     stored_shape = tuple(chunk_shape[axis] for axis in layout.axes)
     back = tuple(np.argsort(layout.axes).tolist())
 
@@ -75,4 +71,4 @@ def _decoder(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Decode
             np.negative(values, out=values)
         return values.reshape(-1).view(np.uint8)
 
-    return decode
+    return Codec("strided", crc32c=False, decode=decode)

@@ -1,10 +1,10 @@
-"""Names that the pickles of torch may use, and the stubs that stand for them.
+"""Names that pickles of torch may use, and their stubs.
 
 Two kinds of pickles are read here: the metadata of `torch.distributed.checkpoint`, and one tensor
-as `torch.save` writes it. Nothing of torch is imported: classes are stubs with the fields that
-matter, dtypes are their names. Source: `metadata.py` and `filesystem.py` of
-`torch.distributed.checkpoint`, `torch/_utils.py` and `torch/serialization.py` of torch 2.13; torch
-2.15 adds a sixth item to the state of `TensorProperties`.
+as `torch.save` writes it. torch is not imported: classes are stubs with the relevant fields, dtypes
+are their names. Source: `metadata.py` and `filesystem.py` of `torch.distributed.checkpoint`,
+`torch/_utils.py` and `torch/serialization.py` of torch 2.13; torch 2.15 adds a sixth item to the
+state of `TensorProperties`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """Torch dtype, or with `storage` the storage class of one; the untyped class has no name."""
+    """Torch dtype, or with `storage` its storage class; the untyped class has no name."""
 
     name: str
     storage: bool = False
@@ -107,16 +107,18 @@ class ChunkStorageMetadata(Stub):
 
 
 class TensorProperties(Stub):
-    """Properties of a tensor, whose state is a tuple: dtype, layout, and items without meaning."""
+    """Properties of a tensor, whose state is a tuple: dtype, layout, and items that are ignored."""
 
     __slots__ = ("dtype", "layout")
 
     def set_state(self, state: object) -> dict[str, object]:
-        """Take dtype and layout from the tuple; name the items that torch 2.14 did not have."""
+        """Set dtype and layout; return the numbers of items that torch 2.14 did not have."""
         if type(state) is not tuple or len(state) < _PROPERTIES:
-            raise ValueError(f"the state of TensorProperties is no tuple of {_PROPERTIES} or more")
+            raise ValueError(
+                f"the state of TensorProperties is not a tuple of {_PROPERTIES} or more"
+            )
         self.dtype, self.layout = state[:2]
-        # Sizes and layout are stored elsewhere too: further items are hints, whatever they hold.
+        # Sizes and layout are stored elsewhere too, so any further items are only hints.
         return dict.fromkeys(map(str, range(_PROPERTIES, len(state))))
 
 
@@ -133,7 +135,7 @@ class StorageInfo(Stub):
 
 
 def _nothing(_: tuple[Any, ...], __: Allowance) -> None:
-    """Return None for objects that mean nothing to a reader."""
+    """Return None for objects that a reader does not need."""
 
 
 def _layout(arguments: tuple[Any, ...], _: Allowance) -> str:
@@ -143,11 +145,11 @@ def _layout(arguments: tuple[Any, ...], _: Allowance) -> str:
 
 
 def metadata_names() -> Names:
-    """Return the globals that the file `.metadata` may name; each file needs a table of its own."""
+    """Return the globals that a file `.metadata` may name; each file needs its own table."""
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def size(arguments: tuple[Any, ...], allowance: Allowance) -> tuple[int, ...]:
-        # Shards have few different shapes and offsets: each is kept once.
+        # Shards have few distinct shapes and offsets: each is stored once.
         shape = _shape(arguments)
         allowance.take(ENTRY_NBYTES)
         return shapes.setdefault(shape, shape)
@@ -176,7 +178,7 @@ def metadata_names() -> Names:
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """Member `data/<key>` beside the pickle: `count` elements, or bytes where `dtype` is empty."""
+    """Member `data/<key>` of an archive: `count` elements, or bytes if `dtype` is empty."""
 
     key: str
     dtype: str
@@ -187,7 +189,7 @@ class SavedStorage:
 class SavedTensor:
     """Tensor of a pickle, as a view of a storage; offset and strides count elements.
 
-    With `conj` or `neg` its values are the complex conjugates or the negatives of the stored ones.
+    With `conj` or `neg`, its values are the complex conjugates or negatives of the stored ones.
     """
 
     storage: SavedStorage

@@ -1,8 +1,8 @@
 """Archives of `torch.save`, located from their first bytes.
 
 An archive is a zip file of uncompressed members: `data.pkl`, a few tiny ones (`byteorder`,
-`.format_version`, …), then the payloads `data/0`, `data/1`, … Sizes follow the members and are in
-the directory at the end; here the pickle gives its own length, so that the head of an archive is
+`.format_version`, …), then the payloads `data/0`, `data/1`, … Sizes are stored after the members
+and in the directory at the end. But a pickle ends with an opcode, so that the head of an archive is
 enough to find a tensor. Source: APPNOTE.TXT 6.3.10, `torch.serialization` and
 `caffe2/serialize/inline_container.cc` of torch 2.13.
 """
@@ -21,7 +21,7 @@ HEAD_NBYTES = 1024
 """Enough for the head of nearly every tensor: 704 bytes with torch 2.13."""
 
 LONG_HEAD_NBYTES = 64 << 10
-"""Longest head that is searched; no writer makes longer ones."""
+"""Longest head that is searched; writers make shorter ones."""
 
 _HEADER = struct.Struct("<4sHHHHHIIIHH")
 _HEADER_MAGIC = b"PK\x03\x04"
@@ -34,12 +34,12 @@ _MAX_MEMBERS = 16
 
 
 class ShortHeadError(Exception):
-    """The archive's head is longer than the bytes at hand."""
+    """The archive's head is longer than the bytes that were read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Member of an archive: its name there, its first byte, its size (None if that follows it)."""
+    """Member of an archive: name, first byte, and size (None if stored after the member)."""
 
     name: str
     start: int
@@ -48,9 +48,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
-    """First bytes of one archive, which has `nbytes` in all.
+    """First bytes of one archive, which has `nbytes` in total.
 
-    Errors name it by `what` it is and the `file` that holds it, from its byte `base` on.
+    In errors it is called `what`, at byte `base` of `file`.
     """
 
     data: bytes
@@ -126,7 +126,7 @@ class Archive:
         return Member(name.partition("/")[2], start, known)
 
     def _end(self, member: Member, nbytes: int) -> int:
-        """Return the offset behind a member of `nbytes` and its data descriptor."""
+        """Return the offset after a member of `nbytes` and its data descriptor."""
         end = member.start + nbytes
         if member.nbytes is not None:
             if member.nbytes != nbytes:

@@ -7,10 +7,10 @@ supplies; everything else is refused. Source: `pickletools` of CPython 3.13.
 
 # Rule 1: an opcode pays for what it makes before it makes it (`Allowance`), so that memory is
 #   bounded by the pickle's own size. Costs are upper bounds; only the state of an instance, which
-#   is cleared when it has been applied, is given back.
+#   is cleared once applied, is refunded.
 # Rule 2: nothing recurses, and only strings, integers and stubs are hashed: values may be nested as
 #   deep as the pickle is long (test_hostile_pickles_are_refused_within_their_memory).
-# Rule 3: a method reads its whole argument first, through `_bytes`, which knows where the data end.
+# Rule 3: a method first reads its whole argument through `_bytes`, which checks where the data end.
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ ALLOWANCE_RATIO = 20
 """Bytes that decoded objects may count per byte of their pickle. Metadata of many small shards
 counts 16, and takes half of that."""
 
-# Upper bounds of what objects take in CPython on 64 bits, garbage-collector headers included.
+# Upper bounds of the sizes of objects in 64-bit CPython, garbage-collector headers included.
 _SLOT_NBYTES: Final = 32
-"""A reference on the stack, and then in a list, in a tuple or in half an entry of a dict."""
+"""A reference on the stack, and later in a list, a tuple or half an entry of a dict."""
 INT_NBYTES: Final = 32
 TEXT_NBYTES: Final = 56
 TUPLE_NBYTES: Final = 56
@@ -72,9 +72,9 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickleSource:
-    """Bytes with a pickle in them, which begins at `start`; bytes behind its end are ignored.
+    """Bytes that contain a pickle, which begins at `start`; bytes after its end are ignored.
 
-    Errors name it by `what` it is and the `file` that holds the bytes, from its byte `base` on.
+    In errors it is called `what`; the bytes begin at byte `base` of `file`.
     """
 
     data: bytes
@@ -88,7 +88,7 @@ class PickleSource:
         return corrupt(self.what, reason, file=self.file, offset=self.base + at)
 
     def refused(self, found: str, at: int) -> UnsupportedFormatError:
-        """Return the error for something at byte `at` that is not part of a plain value."""
+        """Return the error for something at byte `at` that is not read."""
         return UnsupportedFormatError(
             f"{self.file}, byte {self.base + at}: {self.what} has {found}, which is not read "
             "(nothing is executed from a checkpoint); save it as tensors, numbers, strings and "
@@ -101,7 +101,7 @@ class PickleSource:
 
 
 class Stub:
-    """Base of the classes that stand for instances in a pickle: slots, filled from their state."""
+    """Base class for the instances in a pickle: slots, filled from their state."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -119,14 +119,14 @@ class Stub:
                 setattr(self, name, value)
             else:
                 unknown[str(name)[:80]] = value
-        # Every instance has a state of its own, which the memo would keep alive.
+        # The memo would keep the state of every instance alive.
         state.clear()
         return unknown
 
 
 Function = Callable[[tuple[Any, ...], Allowance], object]
-"""A call that a pickle may make with its arguments. Takes what its result takes from the allowance,
-and raises ValueError if the arguments do not fit."""
+"""A call that a pickle may make, with its arguments. It takes the memory of its result from the
+allowance, and raises ValueError if the arguments do not fit."""
 
 Names = Mapping[tuple[str, str], object]
 """Globals by module and name: a `Function`, a subclass of `Stub`, or a value."""
@@ -176,7 +176,7 @@ class Unpickler:
 
     @property
     def value(self) -> Any:
-        """The pickle's value, once `step` has returned True."""
+        """The pickle's value after `step` has returned True."""
         return self._stack[-1]
 
     @property
@@ -239,7 +239,7 @@ class Unpickler:
         """Pop the last `count` values, or with 0 those since the last mark."""
         stack, marks = self._stack, self._marks
         start = len(stack) - count if count else marks.pop()
-        # Values below a mark are not there to be taken.
+        # Values below a mark must not be popped.
         if start < (marks[-1] if marks else 0):
             raise IndexError
         items = stack[start:]
@@ -353,7 +353,9 @@ class Unpickler:
     def _new(self, _: int) -> None:
         cls, arguments = self._pop(2)
         if not isinstance(cls, type) or not issubclass(cls, Stub) or arguments != ():
-            raise ValueError("it makes an instance of something that is no class, or has arguments")
+            raise ValueError(
+                "it makes an instance of something other than a class, or with arguments"
+            )
         self._allowance.take(cls.__basicsize__)
         self._stack.append(cls())
 
@@ -367,8 +369,8 @@ class Unpickler:
         if filled:
             self._allowance.left += DICT_NBYTES - EMPTY_NBYTES + 2 * _SLOT_NBYTES * filled
         for name, value in unknown.items():
-            # A newer writer's field may be ignored where it is unused; else it may change what the
-            # others mean, as compression would.
+            # A newer writer's field may be ignored if it is empty; otherwise it may change the
+            # meaning of others, as compression would.
             if value:
                 found = f"the field {name!r} of {kind}, unknown to this release,"
                 raise self._source.refused(found, self._at - 1)
@@ -427,7 +429,7 @@ READ: Final[dict[int, _Row]] = {
     0x62: (Unpickler._build, 0, _SLOT_NBYTES),  # b  BUILD
     0x51: (Unpickler._persist, 0, _SLOT_NBYTES + DICT_NBYTES),  # Q  BINPERSID
 }
-"""Per opcode that is read: its method, the argument of that, and the memory that it pays for."""
+"""By opcode: its method, the method's argument, and the memory that the opcode pays for."""
 
 REFUSED: Final[dict[int, str]] = {
     **dict.fromkeys(b"ILFSVdlgp", "an opcode of protocol 0"),
@@ -444,6 +446,6 @@ REFUSED: Final[dict[int, str]] = {
     0x31: "the opcode POP_MARK",
     0x32: "the opcode DUP",
 }
-"""What the opcodes of pickle that are not read write."""
+"""By opcode that is refused: what it writes."""
 
 _TABLE: Final = tuple(READ.get(code, (Unpickler._refuse, code, 0)) for code in range(256))
