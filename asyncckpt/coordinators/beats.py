@@ -1,8 +1,9 @@
-"""Beats: how living processes tell that they live, and how silent ones are found."""
+"""Beats: how living processes tell that they live and how far they are; silent ones are found."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.service import CALL_LIMIT_S
 from asyncckpt.errors import StoreError
+from asyncckpt.flow.engine import Engine, Job, ended
 
 BEAT_S = 5.0
 """Interval of beats."""
@@ -106,10 +108,6 @@ class Beats:
         """Return whether a watched process at work has posted no new beat for `silence_s`."""
         return bool(self.heard(process)) and self._heard[process].silent_s >= self._silence_s
 
-    def silent_ones(self) -> tuple[int, ...]:
-        """Return all silent processes among those that are watched."""
-        return tuple(process for process in self._heard if self.silent(process))
-
     async def _post(self) -> None:
         self._count += 1
         group = self._group
@@ -134,3 +132,49 @@ class Beats:
                 heard.value, heard.silent_s = value, 0.0
             else:
                 heard.silent_s += passed_s
+
+
+class Pulse:
+    """Beats while at least one round is under way.
+
+    Args:
+        engine: where they run.
+        beats: posts them, and hears those of others.
+    """
+
+    def __init__(self, engine: Engine, beats: Beats) -> None:
+        self._engine = engine
+        self._beats = beats
+        self._rounds = 0
+        self._beating: Job[None] | None = None
+        self._reached: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Begin a round; beats go on until as many have ended."""
+        self._rounds += 1
+        if self._beating is None:
+            self._beating = self._engine.submit(self._beats.run)
+
+    async def end(self) -> None:
+        """End a round; after the last one, post that this process rests."""
+        self._rounds -= 1
+        if self._rounds or self._beating is None:
+            return
+        beating, self._beating = self._beating, None
+        beating.cancel()
+        await ended(beating.future)
+        if not self._rounds:  # none has begun meanwhile
+            await self._beats.rest()
+
+    def reached(self, what: str, number: int) -> None:
+        """Tell the others how far this process has come."""
+        self._reached[what] = number
+        self._beats.tell(json.dumps(self._reached))
+
+    def last(self, process: int, what: str) -> int:
+        """Return how far another process at work has come; -1 if it has not begun."""
+        return int(json.loads(self._beats.heard(process) or "{}").get(what, -1))
+
+    def silent(self, process: int) -> bool:
+        """Return whether a process at work gives no sign of life."""
+        return self._beats.silent(process)

@@ -30,6 +30,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
+from asyncckpt.coordinators.beats import Pulse
 from asyncckpt.coordinators.group import (
     Group,
     closed_error,
@@ -40,7 +41,6 @@ from asyncckpt.coordinators.group import (
 )
 from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.messages import decode_error, encode_error, parts_of
-from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.errors import (
     AsyncCheckpointError,
     SaveOutcomeUnknownError,

@@ -14,11 +14,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
-from asyncckpt.coordinators.beats import BEAT_S, Beats
+from asyncckpt.coordinators.beats import BEAT_S, Beats, Pulse
 from asyncckpt.coordinators.choice import choose
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
-from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator, ExchangingCoordinator
