@@ -10,14 +10,16 @@ import typer
 
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, gc, opening, tables, timeline, transfer, tune
-from asyncckpt.cli.storage import StorageOption, storage_options
+from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, complain, print_json
+from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UsageError,
 )
+from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nbytes_text
 from asyncckpt.reports.progress import progress_bar
 from asyncckpt.stores.claims import claim_text
@@ -194,7 +196,7 @@ def _verified(
         if place is not None:
             step = functools.partial(opening.verify_step, *place, options, progress)
             return [_reported(path, place[1], step)]
-        if opening.is_bucket(path):
+        if is_bucket(path):
             raise CheckpointNotFoundError(f"{path}: there is no checkpoint", location=path)
         return [_reported(path, None, whole)]
     except CheckpointNotFoundError:
@@ -235,5 +237,5 @@ def _reported(
         return verification()
     except CorruptCheckpointError as error:
         location = opening.full_name(path)
-        damage = Damage(None, error.file or opening.RECORD, error.offset, str(error))
+        damage = Damage(None, error.file or RECORD_NAME, error.offset, str(error))
         return VerifyReport(location, step, (damage,), 0, 0, 0.0)

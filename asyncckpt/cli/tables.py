@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -33,9 +32,9 @@ GAP = "  "
 """Between two columns, in a terminal too."""
 
 
-def console(file: TextIO | None = None) -> Console:
+def console() -> Console:
     """Return a console that prints text as it is: no markup, no highlighting."""
-    return Console(file=file or sys.stdout, markup=False, highlight=False, emoji=False)
+    return Console(markup=False, highlight=False, emoji=False)
 
 
 def terminal_width() -> int | None:

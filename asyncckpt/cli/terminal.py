@@ -1,4 +1,4 @@
-"""Progress bar, errors and JSON of every command."""
+"""Options, errors and JSON that commands share."""
 
 from __future__ import annotations
 

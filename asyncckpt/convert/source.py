@@ -89,7 +89,7 @@ async def open_origin(
     Raises:
         CheckpointNotFoundError: it is neither.
     """
-    if _is_bucket(location):
+    if is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
         name, opened = await _newest(store, runtime.engine.compute)
     else:
@@ -133,7 +133,7 @@ def options_of(
     return [storage_options if is_url(location) else None for location in locations]
 
 
-def _is_bucket(location: object) -> bool:
+def is_bucket(location: object) -> bool:
     """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
     return is_url(location) and not parse_url(str(location)).parts
 

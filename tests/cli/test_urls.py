@@ -14,8 +14,7 @@ import pytest
 
 from asyncckpt import UsageError, blocking
 from asyncckpt.cli import main
-from asyncckpt.cli.opening import full_name, step_of
-from asyncckpt.cli.storage import storage_options
+from asyncckpt.cli.opening import full_name, step_of, storage_options
 from tests.simulator import Simulator, simulator
 
 SECRET = "hunter2/of+the=test"
