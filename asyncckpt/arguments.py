@@ -285,15 +285,6 @@ def checked_globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
     return globs
 
 
-def checked_location(name: str, location: object) -> Location:
-    """Return the path or URL of a file or checkpoint."""
-    if not isinstance(location, (str, os.PathLike)):
-        raise UsageError(
-            f"{name}={location!r:.80}: pass a path (str or os.PathLike) or a URL", found=location
-        )
-    return location
-
-
 def checked_callback(name: str, callback: object, argument: str) -> None:
     """Check that the callback can be called, or is None."""
     if callback is not None and not callable(callback):

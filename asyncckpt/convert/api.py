@@ -9,7 +9,6 @@ from asyncckpt.arguments import (
     ConvertArguments,
     Location,
     ProgressCallback,
-    checked_location,
     completed,
     documented,
 )
@@ -62,7 +61,7 @@ async def convert(
     """
     given = completed(ConvertArguments, arguments)
     target = destination_of(
-        checked_location("destination", destination),
+        destination,
         to,
         overwrite=given.pop("overwrite"),
         max_file_nbytes=max_file_nbytes,
@@ -90,7 +89,7 @@ async def export(
     if to != "orbax":
         raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
     target = destination_of(
-        checked_location("destination", destination),
+        destination,
         "asyncckpt",
         orbax=True,
         overwrite=given.pop("overwrite"),

@@ -62,6 +62,11 @@ def destination_of(
     Raises:
         UsageError: they contradict each other.
     """
+    if not isinstance(location, (str, os.PathLike)):
+        raise UsageError(
+            f"destination={location!r:.80}: pass a path (str or os.PathLike) or a URL",
+            found=location,
+        )
     is_file = str(os.fspath(location)).endswith(SUFFIX)
     if to not in (None, "asyncckpt", "safetensors"):
         raise UsageError(

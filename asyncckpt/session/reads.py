@@ -121,13 +121,11 @@ class Reads:
             self.pinned[name] += 1  # until the last process has read it
             try:
                 outcome = await self.restore(chosen, request, agreement)
-                report = outcome.report
-                timeline = await agreement.restored(report.timeline)
-                report = dataclasses.replace(report, timeline=timeline)
-                outcome = dataclasses.replace(outcome, report=report)
+                timeline = await agreement.restored(outcome.report.timeline)
+                report = dataclasses.replace(outcome.report, timeline=timeline)
+                return dataclasses.replace(outcome, report=report)
             finally:
                 self.pinned[name] -= 1
-            return outcome
 
         try:
             return await round_.run(on_this)

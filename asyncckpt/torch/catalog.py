@@ -132,7 +132,8 @@ def catalog_of(opened: OpenCheckpoint) -> Catalog:
     leaves = _leaves(opened)
     if layout is not None:
         entries = _entries_of_dcp(opened, layout, leaves)
-        paths = None if layout.paths is None else layout.paths(entries.keys())
+        known = layout.paths
+        paths = None if known is None else {key: known.get(key, (key,)) for key in entries}
         return Catalog(opened.location, opened.save_id, entries, paths)
     tree = unflatten(opened.structure(), [_stand_in(leaf) for leaf in leaves])
     if not isinstance(tree, dict):

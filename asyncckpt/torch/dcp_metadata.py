@@ -12,7 +12,7 @@ Shapes and dtypes are those of the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ MAX_SHARDS = 1 << 22
 """Most shards of one tensor; damaged or hostile metadata would exhaust the memory."""
 
 Path = tuple[str | int, ...]
-Paths = Mapping[str, Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,12 @@ class Layout:
     """What a record keeps of DCP's metadata.
 
     Attributes:
-        paths: path of each key in the nested state dict; None if the planner flattens nothing.
+        paths: path in the nested state dict of each key that is not itself its only part; None if
+            the planner flattens nothing.
         opaque: keys whose values are the bytes of a pickle.
     """
 
-    paths: Callable[[Collection[str]], Paths] | None
+    paths: Mapping[str, Path] | None
     opaque: Collection[str]
     _shards: Mapping[str, Any]
     _location: str
@@ -75,10 +75,9 @@ class Layout:
         if stored is None:
             return (Box.whole(shape),)
         try:
-            boxes = _decoded(stored, shape)
+            return _decoded(stored, shape)
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(self._location, f"the shards of {key!r:.200}: {error}") from None
-        return boxes
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
@@ -164,15 +163,12 @@ def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
             raise ValueError(f"version {version!r:.40}, this release reads {VERSION}")
         if not isinstance(shards, dict) or not isinstance(opaque, list):
             raise TypeError("its fields have other types")
-        known = None if paths is None else {key: _path(path) for key, path in paths.items()}
+        if paths is not None:
+            paths = {key: _path(path) for key, path in paths.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(location, str(error)) from None
 
-    def paths_of(keys: Collection[str]) -> Paths:
-        assert known is not None
-        return {key: known.get(key, (key,)) for key in keys}
-
-    return Layout(None if known is None else paths_of, frozenset(opaque), shards, location)
+    return Layout(paths, frozenset(opaque), shards, location)
 
 
 def _encoded(shape: tuple[int, ...], boxes: Sequence[Box]) -> Any:

@@ -39,47 +39,7 @@ class Resolved:
     tensor: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Load:
-    """The items of a load plan, in its order."""
-
-    items: Sequence[Resolved]
-
-    def rounds(self) -> Iterator[list[Wanted]]:
-        """Yield what is restored, one part after the other.
-
-        Keys whose targets share memory, as tied weights do, are in different parts.
-        """
-        groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
-        wanted: list[Wanted] = []
-        for one in self.items:
-            if one.tensor is not None:
-                groups[one.item.storage_index.fqn, one.tensor.dtype].append(one)
-            elif isinstance(one.entry, Value):
-                wanted += [
-                    Wanted(stored.path, b"", holder=Holder({}, stored.path, False))
-                    for stored in one.entry.stored()
-                ]
-        held = list(groups.values())
-        for numbers in apart([[one.tensor for one in group] for group in held]):
-            wanted += [_wanted(held[number]) for number in numbers]
-            yield wanted
-            wanted = []
-        if wanted:
-            yield wanted
-
-    def commit(self, planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
-        """Hand everything to the planner; `read` has stored bytes by path."""
-        for one in self.items:
-            if one.tensor is not None:
-                planner.commit_tensor(one.item, one.tensor)
-            elif isinstance(one.entry, Value):
-                value = one.entry.filled(read)
-                data = io.BytesIO(value) if one.entry.opaque else archive_of(value)
-                planner.load_bytes(one.item, data)
-
-
-def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> Load:
+def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> list[Resolved]:
     """Find the items of a plan in the checkpoint, then resolve every tensor once.
 
     Raises:
@@ -87,7 +47,42 @@ def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> Load:
         ShapeMismatchError: the planner gave a tensor of another shape than its item.
     """
     found = [_found(item, catalog) for item in plan.items]
-    return Load([_resolved(one, planner) for one in found])
+    return [_resolved(one, planner) for one in found]
+
+
+def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
+    """Yield what is restored, one part after the other.
+
+    Keys whose targets share memory, as tied weights do, are in different parts.
+    """
+    groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
+    wanted: list[Wanted] = []
+    for one in items:
+        if one.tensor is not None:
+            groups[one.item.storage_index.fqn, one.tensor.dtype].append(one)
+        elif isinstance(one.entry, Value):
+            wanted += [
+                Wanted(stored.path, b"", holder=Holder({}, stored.path, False))
+                for stored in one.entry.stored()
+            ]
+    held = list(groups.values())
+    for numbers in apart([[one.tensor for one in group] for group in held]):
+        wanted += [_wanted(held[number]) for number in numbers]
+        yield wanted
+        wanted = []
+    if wanted:
+        yield wanted
+
+
+def commit(items: Sequence[Resolved], planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
+    """Hand everything to the planner; `read` has stored bytes by path."""
+    for one in items:
+        if one.tensor is not None:
+            planner.commit_tensor(one.item, one.tensor)
+        elif isinstance(one.entry, Value):
+            value = one.entry.filled(read)
+            data = io.BytesIO(value) if one.entry.opaque else archive_of(value)
+            planner.load_bytes(one.item, data)
 
 
 def _found(item: ReadItem, catalog: Catalog) -> Resolved:

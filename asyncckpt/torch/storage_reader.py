@@ -28,7 +28,7 @@ from asyncckpt.options import RestoreOptions
 from asyncckpt.restore.request import RestoreRequest, Wanted
 from asyncckpt.session.session import Session
 from asyncckpt.torch.catalog import Catalog, catalog_of
-from asyncckpt.torch.load import resolve
+from asyncckpt.torch.load import commit, resolve, rounds
 from asyncckpt.torch.storage_writer import is_known
 
 
@@ -130,14 +130,14 @@ class StorageReader(storage.StorageReader):
         catalog = self._catalog
         if catalog is None:
             raise UsageError("read_data() was called without read_metadata()")
-        load = resolve(plan, planner, catalog)
+        items = resolve(plan, planner, catalog)
         read: dict[str, bytes] = {}
         with self._opened() as session:
-            for wanted in load.rounds():
+            for wanted in rounds(items):
                 request = self._request(catalog, wanted)
                 outcome = session.restore(None, request).result()
                 read |= {path: value for path, _, value in outcome.replaced}
-        load.commit(planner, read)
+        commit(items, planner, read)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done

@@ -6,6 +6,7 @@ import contextlib
 import posixpath
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,11 +25,7 @@ from asyncckpt.format.record import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles
-from asyncckpt.reports import (
-    Damage,
-    Progress,
-    VerifyReport,
-)
+from asyncckpt.reports import Damage, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.verify.foreign import verify_foreign
 from asyncckpt.verify.tree_check import check_database
@@ -58,31 +55,25 @@ async def verify_checkpoint(
     return await _Verify(runtime, opened, opened.record, progress).run(step, begun)
 
 
+@dataclass(eq=False, repr=False)
 class _Verify:
-    """The verification of one of our checkpoints."""
+    """The verification of an asyncckpt checkpoint."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        opened: OpenCheckpoint,
-        record: CommitRecord,
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self._runtime = runtime
-        self._opened = opened
-        self._record = record
-        self._progress = progress
+    runtime: Runtime
+    opened: OpenCheckpoint
+    record: CommitRecord
+    progress: Callable[[Progress], None] | None
+
+    def __post_init__(self) -> None:
         self._damages: list[Damage] = []
         self._read_nbytes = 0
-        self._total_nbytes = sum(file.nbytes for file in record.files)
+        self._total_nbytes = sum(file.nbytes for file in self.record.files)
         self._kept: dict[int, bytearray] = {}
         self._sizes: dict[str, int] = {}
         self._owners: tuple[Sequence[str], Column, Column, Column] | None = None
 
     async def run(self, step: int | None, begun: float) -> VerifyReport:
-        opened = self._opened
-        record = self._record
-        leaf_count = len(record.leaves.kind)
+        opened, record = self.opened, self.record
         try:
             opened.structure()
         except CorruptCheckpointError as error:
@@ -90,7 +81,7 @@ class _Verify:
         index: ChunkIndex | None = None
         index_file = record.files[record.chunk_index.file].path
         try:
-            index = await read_index(opened.files, record, self._runtime.engine.compute)
+            index = await read_index(opened.files, record, self.runtime.engine.compute)
         except (CorruptCheckpointError, UnsupportedFormatError, CheckpointNotFoundError) as error:
             self._damage(None, index_file, getattr(error, "offset", None), str(error))
         rows = self._rows_by_file(index)
@@ -100,7 +91,7 @@ class _Verify:
                 self._kept[number] = bytearray()
         await self._files(rows, index)
         if index is not None and not self._damages:
-            for problem in await self._runtime.engine.compute.run(
+            for problem in await self.runtime.engine.compute.run(
                 check_database, record, index, {n: bytes(b) for n, b in self._kept.items()}
             ):
                 self._damage(None, index_file, None, problem)
@@ -108,7 +99,7 @@ class _Verify:
             location=opened.location,
             step=step,
             damages=tuple(self._damages[:DAMAGES_MAX]),
-            leaf_count=leaf_count,
+            leaf_count=len(record.leaves.kind),
             read_nbytes=self._read_nbytes,
             total_s=time.perf_counter() - begun,
         )
@@ -123,10 +114,10 @@ class _Verify:
         return result
 
     async def _files(self, rows: dict[int, list[int]], index: ChunkIndex | None) -> None:
-        files = self._record.files
+        files = self.record.files
         await self._list()
         await side_by_side(
-            self._opened.files,
+            self.opened.files,
             lambda number: self._file(number, rows.get(number, []), index),
             range(len(files)),
         )
@@ -134,25 +125,25 @@ class _Verify:
         self._damages.sort(key=lambda damage: order.get(damage.file, -1))
 
     async def _file(self, number: int, rows: Sequence[int], index: ChunkIndex | None) -> None:
-        entry = self._record.files[number]
-        pool = self._runtime.pool
+        entry = self.record.files[number]
+        pool = self.runtime.pool
         checker = _FileChecker(rows, index)
         offset = 0
-        copies = pool.slot_nbytes * self._opened.files.capabilities.read_copies
+        copies = pool.slot_nbytes * self.opened.files.capabilities.read_copies
         copies = min(copies, pool.budget.capacity - pool.held_nbytes)
         slots = await pool.take(1, grow=False, extra=copies)
         try:
             while offset < entry.nbytes:
                 nbytes = min(pool.slot_nbytes, entry.nbytes - offset)
                 data = slots[0].buffer[:nbytes]
-                await self._opened.files.read_into(entry.path, offset, [data], how=DIRECT)
-                await self._runtime.engine.compute.run(checker.feed, data)
+                await self.opened.files.read_into(entry.path, offset, [data], how=DIRECT)
+                await self.runtime.engine.compute.run(checker.feed, data)
                 if number in self._kept:
                     self._kept[number] += data.tobytes()
                 offset += nbytes
                 self._read_nbytes += nbytes
-                if self._progress is not None:
-                    self._progress(Progress("verify", self._read_nbytes, self._total_nbytes))
+                if self.progress is not None:
+                    self.progress(Progress("verify", self._read_nbytes, self._total_nbytes))
             self._check_end(entry.path, entry.nbytes)
         except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
             self._lost(entry.path, offset, rows, index, error)
@@ -179,9 +170,9 @@ class _Verify:
 
     async def _list(self) -> None:
         """Note the sizes of all files as the store lists them."""
-        for directory in {posixpath.dirname(file.path) for file in self._record.files}:
+        for directory in {posixpath.dirname(file.path) for file in self.record.files}:
             with contextlib.suppress(CheckpointNotFoundError):
-                for entry in await self._opened.files.entries(directory, max_entries=MAX_ENTRIES):
+                for entry in await self.opened.files.entries(directory, max_entries=MAX_ENTRIES):
                     self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
 
     def _check_end(self, path: str, nbytes: int) -> None:
@@ -208,7 +199,7 @@ class _Verify:
         if not rows:
             return []
         if self._owners is None:
-            self._owners = _owners_of(self._opened)
+            self._owners = _owners_of(self.opened)
         paths, leaf, starts, stops = self._owners
         wanted = np.sort(np.asarray(rows))
         held = np.searchsorted(wanted, starts) < np.searchsorted(wanted, stops)
