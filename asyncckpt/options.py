@@ -1,6 +1,6 @@
-"""Every number of the library, with its unit, its check and its reason.
+"""Options, and the numbers of the library with unit and reason.
 
-Options are immutable and checked when they are made, so that a bad value fails where it was
+Options are immutable and checked when they are created, so that a bad value fails where it was
 written and not in the middle of a save.
 """
 
@@ -29,8 +29,8 @@ PAGE_NBYTES = 4096
 """Alignment of large chunks in data files: the strictest logical block size in common use."""
 
 CACHED_NBYTES = 512 * KIB
-"""What a thread copies or reads before it computes the checksum of that: it is then in the cache of
-the core, from which a checksum takes half as long as from memory."""
+"""What a thread copies or reads before it computes a checksum: from the core's cache, that takes half
+as long as from memory."""
 
 ALIGNED_CHUNK_NBYTES = 1 * MIB
 """Chunks from this size on start on a page of the data file; below, packing matters more."""
@@ -43,12 +43,12 @@ DEFAULT_CHUNK_NBYTES = 16 * MIB
 and 16 in flight stay within a small budget."""
 
 DEFAULT_DATA_FILE_NBYTES = 1 * GIB
-"""Local disk does not care about the size of a data file; one flush per GiB is cheap, and a file
-that is kept open long lets writeback overlap."""
+"""The size of data files does not matter on local disk; one flush per GiB is cheap, and a file that
+stays open longer lets writeback overlap."""
 
 LOCAL_CONCURRENCY = 6
-"""Reads or writes in flight on local disk under `concurrency="auto"`: four threads make them, and
-two wait in line, so that no thread idles while the engine hears of the last one's end."""
+"""Reads or writes in flight on local disk under `concurrency="auto"`: four threads execute them and
+two wait in line, so that no thread idles until the engine notices a completion."""
 
 NODE_NBYTES = 1 * MIB
 """Largest decoded B+tree node we write: one ranged read, decoded in a millisecond."""
@@ -60,27 +60,27 @@ MAX_PIECES = 4096
 """Arrays that one leaf may be stored as; a reader compares every pair of them."""
 
 MIN_BUDGET_NBYTES = 64 * MIB
-"""Eight slots: below, copying, checksumming and writing could no longer overlap."""
+"""Eight slots: with fewer, copying, checksumming and writing could not overlap."""
 
 MAX_DEFAULT_BUDGET_NBYTES = 8 * GIB
-"""Staging more than this ahead of the disk buys nothing on the machines measured."""
+"""Staging more than this ahead of the disk gained nothing on the machines measured."""
 
 ABANDON_S = 30.0
-"""How long a cancelled await, and any clean-up, waits for a thread stuck in a system call (a mount
-that does not answer). A thread that is merely slow goes on by itself: removing 100 GB takes this
-long on ext4."""
+"""How long a cancelled await, or a clean-up, waits for a thread that is stuck in a system call (a
+mount that does not answer). A thread that is merely slow finishes by itself: removing 100 GB takes
+this long on ext4."""
 
 CLEANUP_S = 60.0
-"""How long work that must not be cut short, such as a publication, goes on after its caller was
-cancelled: two waits for threads. Then it is cancelled too, which ends within `ABANDON_S`."""
+"""How long work that must not be cut short, such as a publication, continues after its caller was
+cancelled: two waits for threads. Then it is cancelled too, and ends within `ABANDON_S`."""
 
 SILENCE_S = 60.0
-"""Below the 100 s after which jaxlib ends the processes of a job that has lost one, so that the
-error that names it comes first."""
+"""Below the 100 s after which jaxlib ends all processes of a job that has lost one, so that our error,
+which names it, comes first."""
 
 ARRIVAL_S = 300.0
-"""Processes come to the same call within seconds; compiling a step for a part of them may delay
-the others by minutes."""
+"""Processes usually make the same call within seconds; if some of them compile a step, they may be
+minutes late."""
 
 STEP_MAX = 10**19 - 1
 """Steps are names of at most 19 digits."""
@@ -88,10 +88,9 @@ STEP_MAX = 10**19 - 1
 
 @dataclass(frozen=True, slots=True)
 class LeafOptions:
-    """How one leaf is stored; None means as the `SaveOptions` say.
+    """How one leaf is stored; None means the value of the `SaveOptions`.
 
-    A leaf of at most 64 KiB whose shards are on several processes is one uncompressed chunk,
-    whatever is asked for.
+    A leaf of at most 64 KiB whose shards are on several processes is always one uncompressed chunk.
 
     Attributes:
         chunk_nbytes: target size of a chunk in bytes.
@@ -99,10 +98,11 @@ class LeafOptions:
         dtype: zarr v3 dtype name to cast to before storing, for example ``"bfloat16"``. A value
             that does not fit fails the save; floats may become infinities of a narrower float.
             `bytes` and PRNG keys are not cast.
-        compression: ``None`` as the save says, ``"zstd"``, or ``"none"``.
+        compression: ``"zstd"``, ``"none"``, or None for that of the save.
         compression_level: zstd level, 1 to 22.
-        replicas: what several processes hold of this leaf is compared (``"checked"``), or may
-            differ, and is that of the lowest process (``"first"``), as statistics of BatchNorm do.
+        replicas: ``"checked"`` compares the copies that several processes hold of this leaf;
+            ``"first"`` stores the copy of the lowest process and allows the others to differ, as
+            statistics of BatchNorm do.
     """
 
     chunk_nbytes: int | None = None
@@ -144,9 +144,9 @@ class SaveOptions:
         concurrency: writes in flight, or ``"auto"``.
         compression: ``None`` or ``"zstd"``.
         compression_level: zstd level, 1 to 22.
-        direct_io: ``"auto"`` writes past the page cache where the file system offers it, ``True``
-            insists on it, ``False`` never does.
-        deadline_s: seconds after which a save is aborted; None waits without end.
+        direct_io: ``"auto"`` bypasses the page cache on writing if the file system can, ``True``
+            requires that, ``False`` never does it.
+        deadline_s: seconds after which a save is aborted; None for no limit.
         exit_deadline_s: seconds that a process which ends without `close()` waits for its saves.
         snapshot: ``"copy"`` copies every leaf before `start_save` returns; ``"reference"`` holds
             immutable `jax.Array`s instead (for trainers that do not donate them).
@@ -160,11 +160,11 @@ class SaveOptions:
             leaf is one array, or the save fails and says how many chunks it would take.
         leaf_options: called with path and `ArraySpec` of each array leaf; returns `LeafOptions`
             or None. Its answers are kept with the plan of the save and used for the next trees of
-            the same schema, so it must always give the same.
-        tree: whether all processes have the same leaves (``"same"``, which ``"auto"`` means with
-            JAX), or each may have some of its own (``"union"``, which it means otherwise).
-        silence_s: seconds without a sign of life after which a process counts as dead.
-        arrival_s: seconds that processes may come to a call after the first one.
+            the same schema, so it must be deterministic.
+        tree: whether all processes have the same leaves (``"same"``; with JAX also ``"auto"``), or
+            each may have leaves of its own (``"union"``; otherwise also ``"auto"``).
+        silence_s: seconds without a sign of life after which a process is considered dead.
+        arrival_s: seconds that a process may be later than the first at a call.
     """
 
     host_memory_nbytes: int | None = None
@@ -232,11 +232,11 @@ class RestoreOptions:
             fails before it calls the first `load_state_dict` leaves its targets as they were
             (costs memory for the whole state).
         broadcast: read once and exchange between processes (``"auto"``, True, False).
-        explain: `RestoreReport.reads` lists every range that was read, and what for.
-        deadline_s: seconds after which a restore is aborted; None waits without end.
-        host_memory_nbytes: budget in bytes of the one-shot functions; others have their own.
-        silence_s: seconds without a sign of life after which a process counts as dead.
-        arrival_s: seconds that processes may come to a call after the first one.
+        explain: `RestoreReport.reads` lists every range that was read, with the reason.
+        deadline_s: seconds after which a restore is aborted; None for no limit.
+        host_memory_nbytes: budget in bytes, for the one-shot functions only.
+        silence_s: seconds without a sign of life after which a process is considered dead.
+        arrival_s: seconds that a process may be later than the first at a call.
     """
 
     concurrency: int | Literal["auto"] = "auto"
