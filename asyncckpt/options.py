@@ -29,8 +29,8 @@ PAGE_NBYTES = 4096
 """Alignment of large chunks in data files: the strictest logical block size in common use."""
 
 CACHED_NBYTES = 512 * KIB
-"""What a thread copies or reads before it computes a checksum: from the core's cache, that takes half
-as long as from memory."""
+"""What a thread copies or reads before it computes a checksum: the checksum of bytes in the core's
+cache takes half as long as that of bytes in memory."""
 
 ALIGNED_CHUNK_NBYTES = 1 * MIB
 """Chunks from this size on start on a page of the data file; below, packing matters more."""
@@ -75,8 +75,8 @@ CLEANUP_S = 60.0
 cancelled: two waits for threads. Then it is cancelled too, and ends within `ABANDON_S`."""
 
 SILENCE_S = 60.0
-"""Below the 100 s after which jaxlib ends all processes of a job that has lost one, so that our error,
-which names it, comes first."""
+"""Below the 100 s after which jaxlib ends all processes of a job that has lost one, so that our
+error, which names it, comes first."""
 
 ARRIVAL_S = 300.0
 """Processes usually make the same call within seconds; if some of them compile a step, they may be

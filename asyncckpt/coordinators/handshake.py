@@ -1,16 +1,16 @@
-"""The handshake: how the processes of a job become a group with a run id.
+"""The handshake by which the processes of a job become a group with a run id.
 
-Each process posts a hello with a fresh nonce. Process 0 posts a welcome, which has the run id and
-repeats the nonces it has seen; a process believes a welcome only if its own nonce is in it. It
-acknowledges by posting its hello again with the run id, and once all have done so, process 0 posts
-that they agree. Keys of an earlier life of the job, which many services keep, thus never match.
+Each process posts a hello with a fresh nonce. Process 0 posts a welcome with the run id and the
+nonces it has seen; a process trusts a welcome only if its own nonce is in it. It acknowledges by
+posting its hello again with the run id, and once all have done so, process 0 posts that they agree.
+Thus keys of an earlier life of the job, which many services keep, never match.
 """
 
 # Rule 1: every process but 0 polls one key, and process 0 one directory: its number of calls does
 #   not grow with the number of processes (welcomes are pages of `PAGE` processes).
-# Rule 2: process 0 alone decides whether all agree. It refuses in the same place, so that every
-#   living process gets the same error.
-# Rule 3: a hello that is not acknowledged may be of an earlier life, and proves nothing.
+# Rule 2: process 0 alone decides whether all agree. It posts a refusal under the same key, so that
+#   every living process gets the same error.
+# Rule 3: a hello without an acknowledgement may be of an earlier life, and proves nothing.
 #   (test_process_0_does_not_believe_the_predecessors_of_others)
 # Rule 4: a hello has a key of its own. If two processes have one index, both acknowledge.
 #   (test_a_process_that_comes_twice_is_an_error_for_all)
@@ -39,32 +39,32 @@ from asyncckpt.ports import Coordinator
 from asyncckpt.version import VERSION
 
 PAGE = 256
-"""Processes in one welcome: the nonces of ten lives of the job fit into a message."""
+"""Processes per welcome: the nonces of ten lives of the job fit into a message."""
 
 RUNS = 512
-"""Hosts in one message, each with the number of successive processes that it has."""
+"""Hosts per message, each with its number of successive processes."""
 
 HOST_LENGTH = 64
-"""Characters kept of the name of a host; Linux allows no more."""
+"""Characters kept of the name of a host: the limit of Linux."""
 
 REFUSAL_S = 1.0
-"""How much longer than `arrival_s` a process waits for process 0 to say who has not come."""
+"""How much longer than `arrival_s` processes wait for process 0 to name the missing ones."""
 
 ANSWER_S = 10.0
-"""How much longer a process waits that has acknowledged: process 0 lives, and came later."""
+"""How much longer a process waits after acknowledging: process 0 is alive, and came later."""
 
 ROLL_CALL_S = 1.0
-"""Shortly before its time is up, process 0 welcomes those that have come: the hellos of those that
-do not acknowledge are of an earlier life."""
+"""This long before its time is up, process 0 welcomes those that have come: those that then do not
+acknowledge are of an earlier life."""
 
 SETTLE_S = 0.5
-"""If there are several hellos of one process, the others have this long to acknowledge, too."""
+"""If one process has several hellos, how long process 0 waits for further acknowledgements."""
 
 LEAVE_S = 0.5
-"""How long a process that fails or is cancelled may take to tell the others."""
+"""How long a process that fails or is cancelled may take to notify the others."""
 
 REFUSAL_NBYTES = 32 << 10
-"""Largest error in a welcome, beside the nonces."""
+"""Largest encoded error in a welcome, which also has the nonces."""
 
 
 async def shake_hands(
@@ -74,14 +74,14 @@ async def shake_hands(
 
     Args:
         coordinator: the processes.
-        root: where they save; equal on all processes.
-        opened: how many times this process has opened the root, this time included; equal on all
-            processes. It keeps several groups on one root apart.
-        arrival_s: how long to wait for the other processes.
+        root: path or URL of the run, equal on all processes.
+        opened: number of times this process has opened the root, including this one; equal on all
+            processes. It distinguishes several groups on one root.
+        arrival_s: seconds to wait for the other processes.
 
     Raises:
-        UsageError: a process has not come, has come twice, runs another release of this library, or
-            has opened the root another number of times. Every process that is waiting gets it.
+        UsageError: a process is missing, has come twice, runs another release of this library, or
+            has opened the root another number of times. Every waiting process gets the error.
         StoreError: the coordinator's service failed.
     """
     hello = Hello(secrets.token_hex(8), socket.gethostname()[:HOST_LENGTH], os.getpid())
@@ -104,7 +104,7 @@ class _Host:
         self._posted: dict[int, bytes] = {}
 
     async def gather(self) -> Group:
-        """Return the group once all have acknowledged; refuse all that have come on an error."""
+        """Return the group once all have acknowledged; on an error, refuse those that have come."""
         meeting = self._meeting
         try:
             hosts = await self._gather()
@@ -112,7 +112,7 @@ class _Host:
             with contextlib.suppress(AsyncCheckpointError, TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     await self._post("refused", error)
-                    # Another process 0 sees this change, and that it is not the only one.
+                    # Another process 0 sees this change, and learns that it is not the only one.
                     await meeting.say(replace(meeting.hello, run=""))
             raise
         await meeting.forget_predecessors()
@@ -152,8 +152,7 @@ class _Host:
     def _check(self, before: Mapping[str, bytes]) -> None:
         """Raise if a process has come twice or runs another release.
 
-        Args:
-            before: the hellos of process 0 that were there before its own, by nonce.
+        `before` are hellos of process 0 by nonce that were there before its own.
         """
         meeting = self._meeting
         for other in self._hellos.get(0, ()):
@@ -219,7 +218,7 @@ class _Guest:
             run_id = await self._arrive()
             hosts = await self._hosts()
         except BaseException:
-            # An acknowledgement that stays behind would be taken for a process that goes on.
+            # An acknowledgement left behind would look like a process that goes on.
             if meeting.hello.run:
                 with contextlib.suppress(AsyncCheckpointError, TimeoutError):
                     async with asyncio.timeout(LEAVE_S):
@@ -252,7 +251,7 @@ class _Guest:
         hosts: list[str] = []
         page = 0
         while len(hosts) < self._meeting.count:
-            # They were posted before process 0 said that all agree.
+            # Posted before process 0 announced that all agree.
             for host, count in await self._look("hosts", page):
                 hosts += [host] * count
             page += 1
@@ -273,6 +272,6 @@ def _hellos(met: Mapping[str, bytes], count: int) -> dict[int, list[Hello]]:
     hellos: dict[int, list[Hello]] = {}
     for key in sorted(met):
         process = int(key.partition("/")[0])
-        if process < count:  # an earlier life may have had more of them
+        if process < count:  # an earlier life may have had more processes
             hellos.setdefault(process, []).append(Hello.decoded(met[key]))
     return hellos
