@@ -89,7 +89,7 @@ def list_steps(
         print_json([documents.summary(info) for info in infos])
     elif infos:
         tables.show([tables.listing(infos, tables.terminal_width())])
-        # A run without claimed steps need not be asked for its claims.
+        # A run without claimed steps has no claims to look up.
         if any(info.epoch for info in infos):
             claim = opening.last_claim(root, options)
             if claim is not None:
@@ -215,7 +215,7 @@ def _verified(
 def _listed_step(
     root: str, step: int, options: opening.Options, progress: Callable[[Progress], None]
 ) -> VerifyReport | None:
-    """Verify a step of a run; None, with a note, if it was deleted since it was listed."""
+    """Verify a step of a run; return None, with a message, if it was deleted since listed."""
     location = opening.child(root, step)
     verification = functools.partial(opening.verify_step, root, step, options, progress)
     try:
@@ -225,14 +225,14 @@ def _listed_step(
             text = f"{location}: deleted since the steps were listed; skipped"
             complain(CheckpointNotFoundError(text, location=location))
             return None
-    # It was replaced, and is read again; or it is not a checkpoint, and raises the error again.
+    # Either it was replaced and is read again, or it is not a checkpoint and raises again.
     return _reported(location, step, verification)
 
 
 def _reported(
     path: str, step: int | None, verification: Callable[[], VerifyReport]
 ) -> VerifyReport:
-    """Return the report; a record that cannot be read at all is reported as damage, too."""
+    """Return the report; a record that cannot be read is reported as damage, too."""
     try:
         return verification()
     except CorruptCheckpointError as error:

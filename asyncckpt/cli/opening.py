@@ -41,7 +41,7 @@ Options = Mapping[str, Any] | None
 """The values of `--storage-option`; for URLs only."""
 
 LOOKED_AT_ONCE = 16
-"""Steps of a run inspected at the same time: each takes two round trips to a bucket."""
+"""Steps of a run inspected concurrently: each takes two round trips to a bucket."""
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpoin
 
 
 def full_name(location: str) -> str:
-    """Return the location as reports name it: an absolute path, or a normalized URL."""
+    """Return the location as in reports: an absolute path or a normalized URL."""
     if not is_url(location):
         return os.path.abspath(without_scheme(location))
     return str(parse_url(location))
@@ -84,7 +84,7 @@ def child(root: str, step: int) -> str:
 
 
 def step_of(location: str) -> tuple[str, int] | None:
-    """Return root and step of a location that ends in the number of a step; None for others."""
+    """Return root and step of a location that ends in a step number, else None."""
     root, separator, name = full_name(location).rpartition("/")
     # A bucket or host follows the `//` of a URL.
     if not separator or root.endswith(":/") or not STEP_NAME.fullmatch(name):
@@ -108,7 +108,7 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
                     f"`asyncckpt show {root}`",
                     location=root,
                 )
-            # The root may be that of Orbax, whose steps can be read too.
+            # It may be a root of Orbax, whose steps can be read, too.
             steps = candidates(root, options)
 
         def look(step: int) -> CheckpointInfo | AsyncCheckpointError | None:
@@ -168,7 +168,7 @@ def inspect_location(location: str, options: Options, *, timeline: bool = False)
 def candidates(root: str, options: Options) -> list[int]:
     """Return the steps below a root that have a record, valid or not, ascending.
 
-    Where none has one, return all: they may be those of another library.
+    If none has one, return all: they may belong to another library.
     """
     if is_url(root):
         return _at_store(root, options, _candidates)
@@ -190,10 +190,10 @@ def verify_step(
 
 
 def removable(location: str, options: Options) -> tuple[str, int]:
-    """Return root and step of what is to be removed, which has a record.
+    """Return root and step of a location to remove, which has a record.
 
     Raises:
-        UsageError: the location does not end in the number of a step.
+        UsageError: the location does not end in a step number.
         CheckpointNotFoundError: there is no checkpoint.
     """
     place = step_of(location)
@@ -223,7 +223,7 @@ def has_record(location: str, options: Options) -> bool:
 
 
 def last_claim(root: str, options: Options) -> Claim | None:
-    """Return the last claim of a run that can be read; None if it was never claimed."""
+    """Return the last readable claim of a run; None if it was never claimed."""
 
     async def last(store: Store) -> Claim | None:
         return next(reversed(await store.claims()), None)
@@ -231,7 +231,7 @@ def last_claim(root: str, options: Options) -> Claim | None:
     return _at_store(root, options, last)
 
 
-# -- on an engine of its own
+# -- on a separate engine
 
 
 def _at_store(root: str, options: Options, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:

@@ -22,12 +22,12 @@ from asyncckpt.reports import DiffReport, LeafDifference, Progress
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 
 BATCH_LEAVES = 1024
-"""Small leaves compared by one call of a worker."""
+"""Most small leaves compared in one call of a worker."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pair:
-    """Array leaf that both checkpoints have, in the same shape."""
+    """Array leaf of both checkpoints, with equal shapes."""
 
     path: str
     leaves: tuple[int, int]

@@ -17,7 +17,7 @@ from asyncckpt.reports import LeafDifference
 from asyncckpt.spec import Box
 
 NOTED = 5
-"""Containers that a note lists."""
+"""Most containers that a note lists."""
 
 Values = npt.NDArray[Any]
 
@@ -106,11 +106,11 @@ def _parts(values: Values) -> Values:
 
 
 def _wide(values: Values) -> Values:
-    """Return the values in a dtype of NumPy itself that holds each of them."""
+    """Return the values in a native dtype of NumPy that holds each of them."""
     kind = values.dtype.kind
     if kind in "biufc":
         return values
-    # int4, bfloat16 and the float8 kinds of ml_dtypes.
+    # int4, bfloat16 and the float8 dtypes of ml_dtypes.
     return values.astype(np.int8 if values.dtype.name == "int4" else np.float32)
 
 
@@ -168,7 +168,7 @@ def described(
         return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
     first, second = a.spec(leaf), b.spec(other)
     if first is None or second is None:
-        # Of two `bytes`, only the longer may be stored as an array.
+        # Of two `bytes` values, the longer may be stored as an array, the other not.
         values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
         if first is second and _same_scalar(kinds[0], *values, bitwise=bitwise):
             return None
@@ -219,6 +219,6 @@ def _containers(origin: Origin) -> dict[str, str]:
     structure = origin.opened.structure()
     kinds: dict[str, str] = {}
     for path, node in zip(structure.node_paths(), structure.nodes, strict=True):
-        # A stateful object and its state dict have one path: the outer kind counts.
+        # A stateful object and its state dict share a path: the outer kind counts.
         kinds.setdefault(path, node.kind)
     return kinds

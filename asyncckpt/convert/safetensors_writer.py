@@ -5,8 +5,8 @@
     read box by box ──► window in a slot ──► write ──► seal ──► rename
 """
 
-# Rule 1: a slot is taken before its task exists, in the order of the files: the budget bounds all.
-# Rule 2: tensors that are written tile by tile follow all windows, which share their pages.
+# Rule 1: a slot is taken before its task exists, in file order: the budget bounds tasks.
+# Rule 2: tensors that are written tile by tile follow all windows, which may share their pages.
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _plan(target: Target, origin: Origin, taken: Snapshot) -> FilesPlan:
     banded: list[bool] = []
     for number, leaf in enumerate(taken.array_leaf):
         source = taken.sources[number]
-        # Stores without positional writes get files in order, however often chunks are read.
+        # Stores without positional writes get files in order, even if chunks are read repeatedly.
         scattered = target.store.capabilities.positional_writes
         banded.append(scattered and is_banded(origin.reader, leaf, source.spec))
         if number in taken.tied:
@@ -185,7 +185,7 @@ class FilesWriter:
                     await self._start(group, self._tile, file, tensor, box)
 
     def _tiles(self, tensor: Tensor) -> Iterator[Box]:
-        # In the dtype that is read: its elements may be wider than the stored ones.
+        # Counted in the dtype that is read, whose elements may be wider than the stored ones.
         itemsize = max(tensor.spec.itemsize, self.taken.sources[tensor.number].spec.itemsize)
         parts = self.reader.parts(self.taken.array_leaf[tensor.number])
         return tiles(parts, itemsize, self.pool.slot_nbytes)
@@ -250,7 +250,7 @@ class FilesWriter:
                 out[:] = np.frombuffer(header, np.uint8)[piece.start : piece.stop]
                 continue
             tensor = self.plan.tensors[piece.array]
-            # As the payload of one chunk that is the whole tensor.
+            # Like the payload of a single chunk that holds the whole tensor.
             grid = ChunkGrid(tensor.spec.shape, tensor.spec.shape)
             cell = (0,) * len(grid.shape)
             read = self._reader(tensor.number).read

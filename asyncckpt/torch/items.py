@@ -1,4 +1,4 @@
-"""Items of DCP's plans as leaves of a tree, on the way in and out."""
+"""Items of DCP's save plans as leaves of a tree."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from asyncckpt.torch.values import value_of
 def resolve(
     plan: SavePlan, planner: SavePlanner, *, opaque: bool
 ) -> tuple[dict[str, Any], list[WriteResult]]:
-    """Return what this rank writes as a tree by key, and what it tells the coordinator.
+    """Return the tree that this rank writes, by key, and the results for the coordinator.
 
     Every item is resolved once, in the calling thread.
 
     Args:
         plan: the final plan of this rank.
-        planner: gives the values.
-        opaque: values that are not plain are stored as the bytes of their pickle.
+        planner: provides the values.
+        opaque: store values that are not plain as the bytes of their pickle.
 
     Raises:
         UnsupportedLeafError: a value cannot be stored; names the key.
-        ShapeMismatchError: the planner gave a tensor of another shape than it had planned.
+        ShapeMismatchError: the planner provided a tensor of another shape than planned.
     """
     tree: dict[str, Any] = {}
     shards: defaultdict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
@@ -65,7 +65,7 @@ def resolve(
 
 
 def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
-    """Return a value, whether it is the bytes of a pickle, and their number."""
+    """Return a value, whether it is the bytes of a pickle, and its size in bytes."""
     if not isinstance(data, io.BytesIO):
         raise UnsupportedLeafError(
             f"{key}: the planner resolved this item to a {type(data).__name__}; resolve_data must "
@@ -84,7 +84,7 @@ def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
 
 
 def _shard(item: WriteItem, data: object) -> tuple[Box, torch.Tensor]:
-    """Return a shard, and which part of its tensor it is."""
+    """Return the box of a shard in its tensor, and the shard."""
     key = item.index.fqn
     if not isinstance(data, torch.Tensor) or item.tensor_data is None:
         raise UnsupportedLeafError(

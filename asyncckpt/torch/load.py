@@ -27,10 +27,10 @@ class Resolved:
     """One item of the plan.
 
     Attributes:
-        item: what the planner knows it by.
-        entry: what is read for it.
-        box: which part of the tensor; None for values.
-        tensor: where that goes; None for values.
+        item: item of the planner.
+        entry: tensor or value to read.
+        box: part of the tensor; None for values.
+        tensor: destination; None for values.
     """
 
     item: ReadItem
@@ -40,20 +40,20 @@ class Resolved:
 
 
 def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> list[Resolved]:
-    """Find the items of a plan in the checkpoint, then resolve every tensor once.
+    """Find the items of a plan in the checkpoint, then resolve each tensor once.
 
     Raises:
         TreeMismatchError: an item is not in the checkpoint; no tensor was resolved.
-        ShapeMismatchError: the planner gave a tensor of another shape than its item.
+        ShapeMismatchError: the planner provided a tensor of another shape than its item.
     """
     found = [_found(item, catalog) for item in plan.items]
     return [_resolved(one, planner) for one in found]
 
 
 def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
-    """Yield what is restored, one part after the other.
+    """Yield the targets of successive restores.
 
-    Keys whose targets share memory, as tied weights do, are in different parts.
+    Keys whose targets share memory, as tied weights do, are in different restores.
     """
     groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
     wanted: list[Wanted] = []
@@ -75,7 +75,7 @@ def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
 
 
 def commit(items: Sequence[Resolved], planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
-    """Hand everything to the planner; `read` has stored bytes by path."""
+    """Hand all items to the planner; `read` has stored bytes by path."""
     for one in items:
         if one.tensor is not None:
             planner.commit_tensor(one.item, one.tensor)
@@ -154,9 +154,9 @@ def _wanted(group: Sequence[Resolved]) -> Wanted:
 
 
 def apart(groups: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Part groups of tensors so that no two groups of one part share memory.
+    """Divide groups of tensors into parts so that no two groups of a part share memory.
 
-    Tensors whose memory is interleaved count as sharing it.
+    Tensors with interleaved memory count as sharing it.
     """
     spans: list[tuple[str, int, int, int]] = []
     for number, group in enumerate(groups):

@@ -1,7 +1,7 @@
-"""Values that are not tensors: plain Python values here, archives of `torch.save` in DCP."""
+"""Values other than tensors: plain Python values here, archives of `torch.save` in DCP."""
 
-# Rule: a value is decoded by the allow-list unpickler of `format.foreign.torch`; nothing that a
-#   planner gives is executed here. (test_a_value_that_would_execute_something_is_refused)
+# Rule: values are decoded by the allow-list unpickler of `format.foreign.torch`, which executes
+#   nothing from a planner. (test_a_value_that_would_execute_something_is_refused)
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncckpt.format.foreign.torch.torch_zip import Archive
 from asyncckpt.format.foreign.torch.unpickle import Allowance
 
 OWN_NBYTES = 1 << 62
-"""Memory that a value of this process may take: it exists here already."""
+"""Memory allowance for a value of this process, where it exists already."""
 
 
 def value_of(key: str, data: bytes) -> Any:

@@ -55,9 +55,9 @@ async def verify_foreign(
 
 @dataclass(eq=False, repr=False)
 class _Check:
-    """The verification of one foreign checkpoint: one damaged place for each damaged leaf.
+    """The verification of one foreign checkpoint, which reports one damage per damaged leaf.
 
-    `read_nbytes` counts the bytes of chunks, those in the metadata included.
+    `read_nbytes` counts the bytes of chunks, including those in the metadata.
     """
 
     runtime: Runtime
@@ -134,7 +134,7 @@ def _damage(path: str, fault: CorruptCheckpointError | StoreError) -> Damage:
 
 
 def _expected(error: BaseException) -> CorruptCheckpointError | StoreError:
-    """Return the damage that an error reports; raise other errors again."""
+    """Return the damage reported by an error; raise other errors."""
     if isinstance(error, BaseExceptionGroup):
         error = leading_error(error)
     if not isinstance(error, (CorruptCheckpointError, StoreError)):

@@ -31,7 +31,7 @@ from asyncckpt.verify.foreign import verify_foreign
 from asyncckpt.verify.tree_check import check_database
 
 DAMAGES_MAX = 1000
-"""Damages listed; a checkpoint with more is not worth a longer list."""
+"""Most damages listed; a longer list has no use."""
 
 
 async def verify_checkpoint(
@@ -44,7 +44,7 @@ async def verify_checkpoint(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: its record is damaged, so that it is no checkpoint.
+        CorruptCheckpointError: its record is damaged, so it is not a checkpoint.
         UnsupportedFormatError: it is of a newer version.
     """
     begun = time.perf_counter()
@@ -169,14 +169,14 @@ class _Verify:
             )
 
     async def _list(self) -> None:
-        """Note the sizes of all files as the store lists them."""
+        """Note the sizes of all files, as listed by the store."""
         for directory in {posixpath.dirname(file.path) for file in self.record.files}:
             with contextlib.suppress(CheckpointNotFoundError):
                 for entry in await self.opened.files.entries(directory, max_entries=MAX_ENTRIES):
                     self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
 
     def _check_end(self, path: str, nbytes: int) -> None:
-        """Check that nothing follows the last byte that the record lists."""
+        """Check that the file is not longer than in the record."""
         if self._sizes.get(path, nbytes) > nbytes:
             raise CorruptCheckpointError(f"it is longer than the {nbytes} bytes of the record")
 
@@ -211,9 +211,9 @@ class _Verify:
 
 
 def _owners_of(opened: OpenCheckpoint) -> tuple[Sequence[str], Column, Column, Column]:
-    """Return the paths of all leaves; per piece its leaf, first chunk, and one past the last.
+    """Return the paths of all leaves (none if the tree is damaged), and the chunks of each piece.
 
-    There are no leaves where the tree is damaged.
+    A piece has the number of its leaf, its first chunk, and one past its last.
     """
     try:
         paths = opened.structure().paths()
@@ -233,12 +233,12 @@ class _FileChecker:
     """Checksums of one file and of the chunks in it, fed from its start to its end.
 
     Attributes:
-        crc: checksum of what was fed.
+        crc: checksum of all data so far.
         bad: rows of damaged chunks.
     """
 
-    # What is fed may end anywhere, also within a chunk or its trailer: `_crc` is that of the
-    # current chunk up to `_position`, and `_trailer` holds the bytes that have come of its trailer.
+    # Data may end anywhere, even within a chunk or its trailer: `_crc` is the checksum of the
+    # current chunk up to `_position`, and `_trailer` holds the bytes of its trailer so far.
 
     def __init__(self, rows: Sequence[int], index: ChunkIndex | None) -> None:
         self._rows = list(rows)
