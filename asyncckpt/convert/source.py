@@ -86,6 +86,8 @@ async def open_origin(
 ) -> Origin:
     """Open the checkpoint at a location, or the newest step of the run at it.
 
+    Its store is open until the runtime is closed.
+
     Raises:
         CheckpointNotFoundError: it is neither.
     """
@@ -97,23 +99,15 @@ async def open_origin(
         try:
             opened = await open_any(store.files(name), runtime.engine.compute)
         except CheckpointNotFoundError as error:
-            await store.close()
             if isinstance(location, tuple):  # a store and a name in it
                 raise
             store = runtime.store(location, direct_io="auto", storage_options=storage_options)
             name, opened = await _newest(store, runtime.engine.compute, error)
-        except BaseException:
-            await store.close()
-            raise
-    try:
-        # Given the arrays, readers report at once which of them they cannot read.
-        wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
-        extents = await extents_of(opened, None if opened.record else wanted)
-        reader = LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
-        refuse_implied(opened, extents, wanted)
-    except BaseException:
-        await store.close()
-        raise
+    # Given the arrays, readers report at once which of them they cannot read.
+    wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
+    extents = await extents_of(opened, None if opened.record else wanted)
+    reader = LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
+    refuse_implied(opened, extents, wanted)
     step = None if opened.record is None else opened.record.step
     if step is None and STEP_NAME.fullmatch(name):
         step = int(name)
@@ -144,26 +138,21 @@ async def _newest(
     """Return name and content of the newest step.
 
     Raises:
-        CheckpointNotFoundError: there is none; `error` if given. The store is closed.
+        CheckpointNotFoundError: there is none; `error` if given.
     """
-    try:
-        names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
-        for name in sorted(names, key=int, reverse=True):
-            files = store.files(name)
-            try:
-                return name, await open_any(files, compute)
-            except CheckpointNotFoundError:
-                continue
-            except CorruptCheckpointError as damage:
-                # Without a valid record it is not a step; other damage is reported.
-                if damage.file != RECORD:
-                    raise
-        raise error or CheckpointNotFoundError(
-            f"{store.url}: there is no checkpoint here", location=store.url
-        )
-    except BaseException:
-        await store.close()
-        raise
+    names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
+    for name in sorted(names, key=int, reverse=True):
+        try:
+            return name, await open_any(store.files(name), compute)
+        except CheckpointNotFoundError:
+            continue
+        except CorruptCheckpointError as damage:
+            # Without a valid record it is not a step; other damage is reported.
+            if damage.file != RECORD:
+                raise
+    raise error or CheckpointNotFoundError(
+        f"{store.url}: there is no checkpoint here", location=store.url
+    )
 
 
 def shares(host_memory_nbytes: int | None, *, packing: bool = False) -> tuple[int, int, int]:

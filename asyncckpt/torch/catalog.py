@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,16 +55,11 @@ class Tensor:
 
     Attributes:
         stored: the array.
-        shards: its saved boxes.
-        by_offset: the same boxes by offset.
+        shards: its saved boxes by offset.
     """
 
     stored: Stored
-    shards: tuple[Box, ...]
-    by_offset: Mapping[tuple[int, ...], Box] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_offset", {box.offset: box for box in self.shards})
+    shards: Mapping[tuple[int, ...], Box]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,7 +189,8 @@ def _entries_of_dcp(
     for key, (inner, numbers) in zip(keys, parts.values(), strict=True):
         own = tuple(leaves[numbers.start : numbers.stop])
         if not inner.nodes and isinstance(own[0], Stored) and not own[0].is_bytes:
-            entries[key] = Tensor(own[0], layout.shards(key, own[0].spec.shape))
+            boxes = layout.shards(key, own[0].spec.shape)
+            entries[key] = Tensor(own[0], {box.offset: box for box in boxes})
         else:
             entries[key] = Value(inner, own, key in layout.opaque)
     return entries
@@ -216,7 +212,8 @@ def _stand_in(leaf: Any) -> Any:
 
 def _entry(value: Any) -> Tensor | Value:
     if isinstance(value, _Tensor):
-        return Tensor(value.stored, (Box.whole(value.stored.spec.shape),))
+        whole = Box.whole(value.stored.spec.shape)
+        return Tensor(value.stored, {whole.offset: whole})
     flat = flatten(value)
     return Value(flat.structure, tuple(flat.leaves))
 
@@ -228,6 +225,6 @@ def _described(tensor: Tensor) -> TensorStorageMetadata:
         torch.Size(spec.shape),
         [
             ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-            for box in tensor.shards
+            for box in tensor.shards.values()
         ],
     )

@@ -97,7 +97,7 @@ def _found(item: ReadItem, catalog: Catalog) -> Resolved:
     if item.type is LoadItemType.BYTE_IO:
         raise _missing(item, catalog, f"a tensor, {entry.stored.spec}", "tensor")
     offset = (0,) * len(entry.stored.spec.shape) if index.offset is None else tuple(index.offset)
-    shard = entry.by_offset.get(offset)
+    shard = entry.shards.get(offset)
     if shard is None:
         raise _missing(item, catalog, f"no shard at {list(offset)}", None)
     inner, lengths = tuple(item.storage_offsets), tuple(item.lengths)

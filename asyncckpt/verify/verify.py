@@ -33,6 +33,9 @@ from asyncckpt.verify.tree_check import check_database
 DAMAGES_MAX = 1000
 """Most damages listed; a longer list has no use."""
 
+_EMPTY = np.empty(0, np.int64)
+_NO_CHUNKS = ChunkIndex(_EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint32))
+
 
 async def verify_checkpoint(
     runtime: Runtime,
@@ -70,6 +73,7 @@ class _Verify:
         self._total_nbytes = sum(file.nbytes for file in self.record.files)
         self._kept: dict[int, bytearray] = {}
         self._sizes: dict[str, int] = {}
+        self._index = _NO_CHUNKS  # where it cannot be read
         self._owners: tuple[Sequence[str], Column, Column, Column] | None = None
 
     async def run(self, step: int | None, begun: float) -> VerifyReport:
@@ -78,21 +82,20 @@ class _Verify:
             opened.structure()
         except CorruptCheckpointError as error:
             self._damage(None, RECORD, None, str(error))
-        index: ChunkIndex | None = None
         index_file = record.files[record.chunk_index.file].path
         try:
-            index = await read_index(opened.files, record, self.runtime.engine.compute)
+            self._index = await read_index(opened.files, record, self.runtime.engine.compute)
         except (CorruptCheckpointError, UnsupportedFormatError, CheckpointNotFoundError) as error:
             self._damage(None, index_file, getattr(error, "offset", None), str(error))
-        rows = self._rows_by_file(index)
         self._kept[record.chunk_index.file] = bytearray()
         for number, file in enumerate(record.files):
             if file.path == f"{record.database}/manifest.ocdbt":
                 self._kept[number] = bytearray()
-        await self._files(rows, index)
-        if index is not None and not self._damages:
+        await self._files()
+        if not self._damages:
+            kept = {number: bytes(data) for number, data in self._kept.items()}
             for problem in await self.runtime.engine.compute.run(
-                check_database, record, index, {n: bytes(b) for n, b in self._kept.items()}
+                check_database, record, self._index, kept
             ):
                 self._damage(None, index_file, None, problem)
         return VerifyReport(
@@ -104,30 +107,25 @@ class _Verify:
             total_s=time.perf_counter() - begun,
         )
 
-    def _rows_by_file(self, index: ChunkIndex | None) -> dict[int, list[int]]:
-        if index is None:
-            return {}
-        order = np.lexsort((index.offset, index.file))
-        result: dict[int, list[int]] = {}
-        for row in order.tolist():
-            result.setdefault(int(index.file[row]), []).append(row)
-        return result
-
-    async def _files(self, rows: dict[int, list[int]], index: ChunkIndex | None) -> None:
-        files = self.record.files
+    async def _files(self) -> None:
+        files, index = self.record.files, self._index
+        rows: list[list[int]] = [[] for _ in files]
+        by_offset = np.lexsort((index.offset, index.file))
+        for row, file in zip(by_offset.tolist(), index.file[by_offset].tolist(), strict=True):
+            rows[file].append(row)
         await self._list()
         await side_by_side(
             self.opened.files,
-            lambda number: self._file(number, rows.get(number, []), index),
+            lambda number: self._file(number, rows[number]),
             range(len(files)),
         )
         order = {file.path: number for number, file in enumerate(files)}
         self._damages.sort(key=lambda damage: order.get(damage.file, -1))
 
-    async def _file(self, number: int, rows: Sequence[int], index: ChunkIndex | None) -> None:
+    async def _file(self, number: int, rows: Sequence[int]) -> None:
         entry = self.record.files[number]
         pool = self.runtime.pool
-        checker = _FileChecker(rows, index)
+        checker = _FileChecker(rows, self._index)
         offset = 0
         copies = pool.slot_nbytes * self.opened.files.capabilities.read_copies
         copies = min(copies, pool.budget.capacity - pool.held_nbytes)
@@ -146,7 +144,7 @@ class _Verify:
                     self.progress(Progress("verify", self._read_nbytes, self._total_nbytes))
             self._check_end(entry.path, entry.nbytes)
         except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
-            self._lost(entry.path, offset, rows, index, error)
+            self._lost(entry.path, offset, rows, error)
             return
         finally:
             pool.release(slots)
@@ -154,11 +152,9 @@ class _Verify:
         for row in checker.bad:
             if len(self._damages) > DAMAGES_MAX:
                 break
+            place = entry.path, int(self._index.offset[row])
             for leaf in self._leaves_of([row]):
-                assert index is not None
-                self._damage(
-                    leaf, entry.path, int(index.offset[row]), "the chunk's CRC-32C differs"
-                )
+                self._damage(leaf, *place, "the chunk's CRC-32C differs")
         if checker.crc != entry.crc32c and not checker.bad:
             self._damage(
                 None,
@@ -180,17 +176,10 @@ class _Verify:
         if self._sizes.get(path, nbytes) > nbytes:
             raise CorruptCheckpointError(f"it is longer than the {nbytes} bytes of the record")
 
-    def _lost(
-        self,
-        path: str,
-        offset: int,
-        rows: Sequence[int],
-        index: ChunkIndex | None,
-        error: Exception,
-    ) -> None:
-        leaves: Sequence[str | None] = self._leaves_of(
-            [] if index is None else [r for r in rows if index.offset[r] + index.nbytes[r] > offset]
-        )
+    def _lost(self, path: str, offset: int, rows: Sequence[int], error: Exception) -> None:
+        index = self._index
+        lost = [row for row in rows if index.offset[row] + index.nbytes[row] > offset]
+        leaves: Sequence[str | None] = self._leaves_of(lost)
         for leaf in leaves or [None]:
             self._damage(leaf, path, offset, str(error))
 
@@ -240,8 +229,8 @@ class _FileChecker:
     # Data may end anywhere, even within a chunk or its trailer: `_crc` is the checksum of the
     # current chunk up to `_position`, and `_trailer` holds the bytes of its trailer so far.
 
-    def __init__(self, rows: Sequence[int], index: ChunkIndex | None) -> None:
-        self._rows = list(rows)
+    def __init__(self, rows: Sequence[int], index: ChunkIndex) -> None:
+        self._rows = rows
         self._index = index
         self._next = 0
         self._crc = 0
@@ -255,7 +244,7 @@ class _FileChecker:
         self.crc = crc32c(data, self.crc)
         view = memoryview(data)
         begin, end = self._position, self._position + len(view)
-        while self._next < len(self._rows) and self._index is not None:
+        while self._next < len(self._rows):
             row = self._rows[self._next]
             start = int(self._index.offset[row])
             stop = start + int(self._index.nbytes[row])
