@@ -188,10 +188,7 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        if self.host_memory_nbytes is not None:
-            _integer(
-                "host_memory_nbytes", self.host_memory_nbytes, MIN_BUDGET_NBYTES, 1 << 50, "bytes"
-            )
+        _check_common(self)
         _integer("chunk_nbytes", self.chunk_nbytes, 4 * KIB, 16 * GIB, "bytes")
         if self.target_data_file_nbytes != "auto":
             _integer(
@@ -201,14 +198,10 @@ class SaveOptions:
                 1 << 42,
                 "bytes",
             )
-        if self.concurrency != "auto":
-            _integer("concurrency", self.concurrency, 1, 1024, "operations")
         _choice("compression", self.compression, (None, "zstd"))
         _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
         _choice("direct_io", self.direct_io, ("auto", True, False))
-        check_seconds("deadline_s", self.deadline_s)
-        for name in ("exit_deadline_s", "silence_s", "arrival_s"):
-            _duration(name, getattr(self, name))
+        _duration("exit_deadline_s", self.exit_deadline_s)
         _choice("snapshot", self.snapshot, ("copy", "reference"))
         _choice("on_overlap", self.on_overlap, ("wait", "skip", "error"))
         _choice("on_failed_save", self.on_failed_save, ("raise", "log"))
@@ -250,18 +243,22 @@ class RestoreOptions:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        for name in ("silence_s", "arrival_s"):
-            _duration(name, getattr(self, name))
-        if self.concurrency != "auto":
-            _integer("concurrency", self.concurrency, 1, 1024, "operations")
+        _check_common(self)
         _choice("atomic", self.atomic, (True, False))
         _choice("broadcast", self.broadcast, ("auto", True, False))
         _choice("explain", self.explain, (True, False))
-        check_seconds("deadline_s", self.deadline_s)
-        if self.host_memory_nbytes is not None:
-            _integer(
-                "host_memory_nbytes", self.host_memory_nbytes, MIN_BUDGET_NBYTES, 1 << 50, "bytes"
-            )
+
+
+def _check_common(options: SaveOptions | RestoreOptions) -> None:
+    """Check the fields that both kinds of options have."""
+    budget, concurrency = options.host_memory_nbytes, options.concurrency
+    if budget is not None:
+        _integer("host_memory_nbytes", budget, MIN_BUDGET_NBYTES, 1 << 50, "bytes")
+    if concurrency != "auto":
+        _integer("concurrency", concurrency, 1, 1024, "operations")
+    check_seconds("deadline_s", options.deadline_s)
+    _duration("silence_s", options.silence_s)
+    _duration("arrival_s", options.arrival_s)
 
 
 def default_budget_nbytes() -> int:

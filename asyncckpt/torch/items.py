@@ -1,5 +1,8 @@
 """Items of DCP's save plans as leaves of a tree."""
 
+# Rule: values are decoded by the allow-list unpickler of `format.foreign.torch`, which executes
+#   nothing from a planner. (test_a_value_that_would_execute_something_is_refused)
+
 from __future__ import annotations
 
 import io
@@ -16,10 +19,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.adapters.tensor_boxes import TensorBoxes
-from asyncckpt.errors import ShapeMismatchError, UnsupportedLeafError
+from asyncckpt.errors import (
+    CorruptCheckpointError,
+    ShapeMismatchError,
+    UnsupportedFormatError,
+    UnsupportedLeafError,
+)
+from asyncckpt.format.foreign.torch.plain_values import load_value
+from asyncckpt.format.foreign.torch.torch_zip import Archive
+from asyncckpt.format.foreign.torch.unpickle import Allowance
 from asyncckpt.spec import Box
 from asyncckpt.torch.dcp_metadata import Written, box_of
-from asyncckpt.torch.values import value_of
+
+OWN_NBYTES = 1 << 62
+"""Memory allowance for a value of this process, where it exists already."""
 
 
 def resolve(
@@ -76,11 +89,29 @@ def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
         )
     archive = data.getvalue()
     try:
-        return value_of(key, archive), False, len(archive)
+        return _plain(key, archive), False, len(archive)
     except UnsupportedLeafError:
         if not opaque:
             raise
         return archive, True, len(archive)
+
+
+def _plain(key: str, data: bytes) -> Any:
+    """Return the plain value in an archive of `torch.save`; dicts of any class become dicts."""
+    try:
+        archive = Archive(data, len(data), "its archive", f"the value of {key!r:.200}", 0)
+        return load_value(archive.pickle(), Allowance(OWN_NBYTES))
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        found = error.found if isinstance(error, UnsupportedFormatError) else "other bytes"
+        raise UnsupportedLeafError(
+            f"{key}: this value holds {found}, which cannot be stored: None, bool, int, float, "
+            "complex, str, bytes, and tuples, lists and dicts of these can. Convert it, leave it "
+            'out, or pass StorageWriter(..., opaque="allow") to store the bytes of its pickle, '
+            "which only DCP's planners can read",
+            path=key,
+            expected="a plain value",
+            found=found,
+        ) from None
 
 
 def _shard(item: WriteItem, data: object) -> tuple[Box, torch.Tensor]:

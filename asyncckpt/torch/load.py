@@ -19,7 +19,6 @@ from asyncckpt.planning.tiling import box_text
 from asyncckpt.restore.request import Holder, Wanted
 from asyncckpt.spec import Box
 from asyncckpt.torch.catalog import Catalog, Tensor, Value
-from asyncckpt.torch.values import archive_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +80,10 @@ def commit(items: Sequence[Resolved], planner: LoadPlanner, read: Mapping[str, b
             planner.commit_tensor(one.item, one.tensor)
         elif isinstance(one.entry, Value):
             value = one.entry.filled(read)
-            data = io.BytesIO(value) if one.entry.opaque else archive_of(value)
+            data = io.BytesIO(value if one.entry.opaque else b"")
+            if not one.entry.opaque:  # planners expect an archive
+                torch.save(value, data)
+                data.seek(0)
             planner.load_bytes(one.item, data)
 
 
