@@ -253,7 +253,7 @@ class Checkpointer(OpenRun):
             leaves: without `like`: ``"numpy"``, ``"jax"`` or ``"torch"`` arrays.
             on_report: called in the caller's thread with the `RestoreReport` before this returns.
 
-        Cancellation: waits until no thread writes to host memory any more, then raises.
+        Cancellation: waits until no thread writes to host memory, then raises.
 
         Raises:
             CheckpointNotFoundError: there is no such step, or none at all.

@@ -410,7 +410,7 @@ class Store(Protocol):
         private: bool = False,
         shared: bool = False,
     ) -> Attempt:
-        """Open an attempt to publish `name`, where no other attempt writes.
+        """Open an attempt to publish `name`, with a place of its own for its files.
 
         Args:
             name: one path part.
@@ -614,7 +614,7 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """What one array leaf is restored to.
+    """Destination of one array leaf of a restore.
 
     Attributes:
         spec: wanted shape and dtype.

@@ -52,7 +52,7 @@ def details(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def crc_text(file: FileInfo) -> str | None:
-    """Return the checksum of a file as hex; None where there is none."""
+    """Return the checksum of a file as hex, None without one."""
     return None if file.crc32c is None else f"{file.crc32c:08x}"
 
 

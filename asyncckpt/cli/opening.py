@@ -124,7 +124,7 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
 
 
 def check_directory(root: str) -> None:
-    """Check that a local root is a directory; a URL exists through what is below it.
+    """Check that a local root is a directory; URLs pass.
 
     Raises:
         CheckpointNotFoundError: it is not a directory.
@@ -146,7 +146,7 @@ def inspect_step(
 
 
 def inspect_location(location: str, options: Options, *, timeline: bool = False) -> CheckpointInfo:
-    """Describe a checkpoint; the newest step where the location is the root of a run.
+    """Describe a checkpoint, or the newest step if the location is the root of a run.
 
     Raises:
         CheckpointNotFoundError: the location is neither.

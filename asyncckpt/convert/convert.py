@@ -39,7 +39,7 @@ from asyncckpt.save.commit import DATABASE
 from asyncckpt.stores.objects.clients.opening import multipart_options
 
 LARGEST_CHUNK_NBYTES = 1 * GIB
-"""Largest chunk with the shape of the source's, used where another shape would need more reads."""
+"""Largest chunk that keeps the source's shape if another shape would need more reads."""
 
 logger = logging.getLogger("asyncckpt")
 

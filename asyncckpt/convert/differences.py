@@ -21,8 +21,6 @@ NOTED = 5
 
 Values = npt.NDArray[Any]
 
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
 
 @dataclass(slots=True)
 class Difference:
@@ -64,12 +62,8 @@ class Difference:
         """Add the differences of `other`; the result does not depend on the order."""
         if not other.count:
             return
-        first = (-self.largest, self.index) if self.count else (math.inf, ())
-        self.largest, self.index = (
-            (other.largest, other.index)
-            if (-other.largest, other.index) < first
-            else (self.largest, self.index)
-        )
+        best = min((-found.largest, found.index) for found in (self, other) if found.count)
+        self.largest, self.index = -best[0], best[1]
         self.count += other.count
         self.nan_count += other.nan_count
         self.largest_relative = max(self.largest_relative, other.largest_relative)
@@ -83,8 +77,8 @@ class Difference:
 def _bits(values: Values) -> Values:
     values = np.ascontiguousarray(values)
     size = values.dtype.itemsize
-    if size in _BITS:
-        return values.view(_BITS[size])
+    if size <= 8:
+        return values.view(f"u{size}")
     return values.reshape(-1).view(np.uint64).reshape(values.size, size // 8)
 
 

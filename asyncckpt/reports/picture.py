@@ -22,8 +22,8 @@ NARROWEST = 0.0015
 """Width of the narrowest span, as a share of the time: about a pixel."""
 
 LANE, GAP, TALLEST = 0.2, 0.5, 3.0
-"""Heights of further lanes, of gaps, and of all further lanes of a stage together at most, where
-the first lane of a stage with bytes has 1."""
+"""Heights of a further lane, of a gap, and of all further lanes of a stage at most; the first lane
+of a stage with bytes has height 1."""
 
 COLOURS: Mapping[str, str] = {
     **{"stage": "#0072B2", "serialize": "#009E73", "upload": "#E69F00"},

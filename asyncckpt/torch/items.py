@@ -32,7 +32,7 @@ from asyncckpt.spec import Box
 from asyncckpt.torch.dcp_metadata import Written, box_of
 
 OWN_NBYTES = 1 << 62
-"""Memory allowance for a value of this process, where it exists already."""
+"""Memory allowance for a value, practically unlimited: it exists in this process already."""
 
 
 def resolve(

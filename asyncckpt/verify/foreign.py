@@ -27,7 +27,7 @@ async def verify_foreign(
     progress: Callable[[Progress], None] | None,
     begun: float,
 ) -> VerifyReport:
-    """Read and decode every chunk, and check it where it has a checksum.
+    """Read and decode every chunk, and check its checksum if it has one.
 
     Raises:
         CorruptCheckpointError: the metadata places a chunk outside its file.
@@ -74,7 +74,7 @@ class _Check:
         self.read_nbytes = 0
 
     async def run(self) -> None:
-        """Read all chunks, and again array by array where something is damaged."""
+        """Read all chunks; if something is damaged, read them again array by array."""
         self.read_nbytes = self._inline_nbytes
         try:
             await self._read(self.leaf_of)

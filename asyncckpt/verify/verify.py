@@ -142,7 +142,10 @@ class _Verify:
                 self._read_nbytes += nbytes
                 if self.progress is not None:
                     self.progress(Progress("verify", self._read_nbytes, self._total_nbytes))
-            self._check_end(entry.path, entry.nbytes)
+            if self._sizes.get(entry.path, 0) > entry.nbytes:
+                raise CorruptCheckpointError(
+                    f"it is longer than the {entry.nbytes} bytes of the record"
+                )
         except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
             self._lost(entry.path, offset, rows, error)
             return
@@ -170,11 +173,6 @@ class _Verify:
             with contextlib.suppress(CheckpointNotFoundError):
                 for entry in await self.opened.files.entries(directory, max_entries=MAX_ENTRIES):
                     self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
-
-    def _check_end(self, path: str, nbytes: int) -> None:
-        """Check that the file is not longer than in the record."""
-        if self._sizes.get(path, nbytes) > nbytes:
-            raise CorruptCheckpointError(f"it is longer than the {nbytes} bytes of the record")
 
     def _lost(self, path: str, offset: int, rows: Sequence[int], error: Exception) -> None:
         index = self._index

@@ -14,7 +14,6 @@ from asyncckpt import FencedError, blocking
 from asyncckpt.cli import main
 
 TREE = {"w": np.zeros(3)}
-MONTH_S = 30 * 24 * 3600.0
 
 
 @pytest.fixture

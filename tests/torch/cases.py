@@ -231,15 +231,6 @@ def uncounted(planner: LoadPlanner) -> list[str]:
     return []
 
 
-def error_of(call: Callable[[], Any]) -> BaseException | None:
-    """What a call raises."""
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
-
-
 def quick() -> SaveOptions:
     return SaveOptions(arrival_s=5.0, silence_s=5.0)
 
