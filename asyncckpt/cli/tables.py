@@ -250,7 +250,8 @@ def _branch(node: Any, label: str, depth: int) -> Iterator[Sequence[str]]:
 def _leaf_row(leaf: LeafInfo, label: str, depth: int) -> Sequence[str]:
     name = "  " * max(0, depth - 1) + (label or "(the tree itself)")
     if leaf.kind != "array":
-        return [name, leaf.kind, "", "", "", "", short(_value_text(leaf.value))]
+        value = json.dumps(leaf.value) if isinstance(leaf.value, str) else repr(leaf.value)
+        return [name, leaf.kind, "", "", "", "", short(value)]
     notes = []
     if leaf.tied_to is not None:
         notes.append(f"tied to {leaf.tied_to}")
@@ -279,7 +280,3 @@ def _first_leaf(node: Any) -> LeafInfo | None:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) if shape else "()"
-
-
-def _value_text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)

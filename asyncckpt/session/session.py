@@ -373,6 +373,7 @@ class Session:
         return self._noted(report)
 
     async def _settle(self) -> None:
+        # A method, so that the job keeps a session alive that is dropped meanwhile.
         await self.root.store.settled()
 
     def _noted(self, report: SaveReport) -> SaveReport:
