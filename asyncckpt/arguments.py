@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import (
@@ -21,7 +22,7 @@ from typing import (
 )
 
 from asyncckpt.errors import UsageError
-from asyncckpt.options import RestoreOptions, SaveOptions, check_seconds, step_number
+from asyncckpt.options import STEP_MAX, RestoreOptions, SaveOptions, check_seconds
 from asyncckpt.reports import Progress, RestoreReport
 
 T = TypeVar("T")
@@ -151,10 +152,29 @@ def completed(shared: type, given: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ checks
 
 
-def number_of(step: object) -> tuple[str, int]:
-    """Return the name and the number of a step."""
-    number = step_number(step)
-    return str(number), number
+def step_number(step: object) -> int:
+    """Return the step as an int.
+
+    Raises:
+        UsageError: it is not a non-negative integer of at most 19 digits.
+    """
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"step={step!r}: a step is a non-negative integer, not {type(step).__name__}",
+            expected="a non-negative integer",
+            found=step,
+        ) from None
+    if not 0 <= number <= STEP_MAX:
+        raise UsageError(
+            f"step={number}: a step is a non-negative integer of at most 19 digits",
+            expected=f"0 <= step <= {STEP_MAX}",
+            found=number,
+        )
+    return number
 
 
 def typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:

@@ -19,7 +19,7 @@ from asyncckpt.arguments import (
     checked_callback,
     completed,
     documented,
-    number_of,
+    step_number,
 )
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
@@ -101,12 +101,12 @@ class OpenRun:
     async def _begin_save(
         self, step: int, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
     ) -> Any:
-        name, number = number_of(step)
+        number = step_number(step)
         if self._session.preemption is not None:
             await self._session.preemption.reached(number)
         return self._session.start_save(
             self._pending,
-            name,
+            str(number),
             number,
             tree,
             stall_first=stall_first,
@@ -217,7 +217,7 @@ class Checkpointer(OpenRun):
                 process has closed its own.
             SaveError: another process is missing; names it.
         """
-        _, number = number_of(step)
+        number = step_number(step)
         if self._session.preemption is None:
             raise UsageError(
                 f"{self!r}: reached() needs notices of preemption; pass preemption=True to the "
@@ -260,7 +260,7 @@ class Checkpointer(OpenRun):
             MismatchError: lists every leaf that does not fit; nothing was read.
             CorruptCheckpointError: names leaf, file and offset; nothing is returned.
         """
-        number = None if step is None else number_of(step)[1]
+        number = None if step is None else step_number(step)
         return await _tree(self._session, number, like, **completed(RestoreArguments, arguments))
 
     @documented
@@ -282,7 +282,7 @@ class Checkpointer(OpenRun):
             RestoreError: an object refused its state dict.
             AsyncCheckpointError: `written` lists the targets whose contents are now undefined.
         """
-        number = None if step is None else number_of(step)[1]
+        number = None if step is None else step_number(step)
         return await _into(
             self._session, number, target, **completed(RestoreIntoArguments, arguments)
         )
@@ -311,7 +311,7 @@ class Checkpointer(OpenRun):
 
         With `timeline`, the result has that of the save, which takes one more read.
         """
-        number = None if step is None else number_of(step)[1]
+        number = None if step is None else step_number(step)
         reads = self._session.reads
         return await self._session.call(lambda: reads.inspect(number, timeline)).wait()
 
@@ -319,7 +319,7 @@ class Checkpointer(OpenRun):
         self, step: int | None = None, *, progress: ProgressCallback | None = None
     ) -> VerifyReport:
         """Read and check every byte of a step (None: the newest)."""
-        number = None if step is None else number_of(step)[1]
+        number = None if step is None else step_number(step)
         return await self._session.call(lambda: self._session.reads.verify(number, progress)).wait()
 
     async def delete(self, step: int) -> None:
@@ -328,7 +328,7 @@ class Checkpointer(OpenRun):
         Raises:
             CheckpointNotFoundError: there is no such step.
         """
-        name, _ = number_of(step)
+        name = str(step_number(step))
         await self._session.call_once(
             f"delete({name})", lambda: self._session.steps.delete(name)
         ).wait()
@@ -338,7 +338,7 @@ class Checkpointer(OpenRun):
 
         Waits for saves in flight; their steps are deleted too if they are above `step`.
         """
-        _, number = number_of(step)
+        number = step_number(step)
         return await self._session.call_once(
             f"delete_after({number})", lambda: self._session.delete_after(number)
         ).wait()

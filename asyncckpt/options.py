@@ -7,7 +7,6 @@ written and not in the middle of a save.
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -277,31 +276,6 @@ def memory_limit_nbytes() -> int:
         if text.isdigit():
             limits.append(int(text))
     return min(limits)
-
-
-def step_number(step: object) -> int:
-    """Return the step as an int.
-
-    Raises:
-        UsageError: it is not a non-negative integer of at most 19 digits.
-    """
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(
-            f"step={step!r}: a step is a non-negative integer, not {type(step).__name__}",
-            expected="a non-negative integer",
-            found=step,
-        ) from None
-    if not 0 <= number <= STEP_MAX:
-        raise UsageError(
-            f"step={number}: a step is a non-negative integer of at most 19 digits",
-            expected=f"0 <= step <= {STEP_MAX}",
-            found=number,
-        )
-    return number
 
 
 def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:
