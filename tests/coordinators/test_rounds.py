@@ -1,4 +1,4 @@
-"""Rounds: messages, one decision, one outcome, and every way in which a process can be missing."""
+"""Rounds: messages, one decision, one outcome, and all ways a process can be missing."""
 
 from __future__ import annotations
 
