@@ -91,7 +91,7 @@ async def shake_hands(
         return meeting.group(secrets.token_hex(16), [hello.host])
     if coordinator.process_index == 0:
         return await _Host(meeting).gather()
-    return await _Guest(meeting).arrive()
+    return await _join(meeting)
 
 
 class _Host:
@@ -205,61 +205,56 @@ class _Host:
                 await meeting.coordinator.put(meeting.key("welcome", page), value)
 
 
-class _Guest:
-    """Any other process, which waits for its welcome."""
+async def _join(meeting: Meeting) -> Group:
+    """Return the group once process 0 says that all agree; for every other process."""
+    try:
+        run_id = await _acknowledge(meeting)
+        hosts = await _hosts(meeting)
+    except BaseException:
+        # An acknowledgement left behind would look like a process that goes on.
+        if meeting.hello.run:
+            with contextlib.suppress(AsyncCheckpointError, TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await meeting.coordinator.delete(meeting.own_key)
+        raise
+    await meeting.forget_predecessors()
+    return meeting.group(run_id, hosts)
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
 
-    async def arrive(self) -> Group:
-        """Return the group once process 0 says that all agree."""
-        meeting = self._meeting
-        try:
-            run_id = await self._arrive()
-            hosts = await self._hosts()
-        except BaseException:
-            # An acknowledgement left behind would look like a process that goes on.
-            if meeting.hello.run:
-                with contextlib.suppress(AsyncCheckpointError, TimeoutError):
-                    async with asyncio.timeout(LEAVE_S):
-                        await meeting.coordinator.delete(meeting.own_key)
-            raise
-        await meeting.forget_predecessors()
-        return meeting.group(run_id, hosts)
+async def _acknowledge(meeting: Meeting) -> str:
+    """Acknowledge the welcome; return the run id once all agree."""
+    await meeting.say(meeting.hello)
+    for pause in pauses(meeting.count):
+        welcome = await _look(meeting, "welcome", meeting.index // PAGE)
+        if welcome is not None and echoes(welcome, meeting.hello.nonce):
+            if welcome["state"] == "refused":
+                raise decode_error(json.dumps(welcome["refusal"]).encode())
+            if welcome["run"] != meeting.hello.run:
+                await meeting.say(replace(meeting.hello, run=welcome["run"]))
+            elif welcome["state"] == "agreed":
+                return meeting.hello.run
+        acknowledged = meeting.hello.run != ""
+        grace_s = ANSWER_S if acknowledged else REFUSAL_S
+        if time.monotonic() >= meeting.end + grace_s:
+            raise meeting.silent() if acknowledged else await meeting.absent((0,))
+        await asyncio.sleep(pause)
+    raise AssertionError("pauses never end")
 
-    async def _arrive(self) -> str:
-        """Return the run id once all agree."""
-        meeting = self._meeting
-        await meeting.say(meeting.hello)
-        for pause in pauses(meeting.count):
-            welcome = await self._look("welcome", meeting.index // PAGE)
-            if welcome is not None and echoes(welcome, meeting.hello.nonce):
-                if welcome["state"] == "refused":
-                    raise decode_error(json.dumps(welcome["refusal"]).encode())
-                if welcome["run"] != meeting.hello.run:
-                    await meeting.say(replace(meeting.hello, run=welcome["run"]))
-                elif welcome["state"] == "agreed":
-                    return meeting.hello.run
-            acknowledged = meeting.hello.run != ""
-            grace_s = ANSWER_S if acknowledged else REFUSAL_S
-            if time.monotonic() >= meeting.end + grace_s:
-                raise meeting.silent() if acknowledged else await meeting.absent((0,))
-            await asyncio.sleep(pause)
-        raise AssertionError("pauses never end")
 
-    async def _hosts(self) -> list[str]:
-        hosts: list[str] = []
-        page = 0
-        while len(hosts) < self._meeting.count:
-            # Posted before process 0 announced that all agree.
-            for host, count in await self._look("hosts", page):
-                hosts += [host] * count
-            page += 1
-        return hosts
+async def _hosts(meeting: Meeting) -> list[str]:
+    hosts: list[str] = []
+    page = 0
+    while len(hosts) < meeting.count:
+        # Posted before process 0 announced that all agree.
+        for host, count in await _look(meeting, "hosts", page):
+            hosts += [host] * count
+        page += 1
+    return hosts
 
-    async def _look(self, *parts: object) -> Any:
-        value = await self._meeting.coordinator.look(self._meeting.key(*parts))
-        return None if value is None else json.loads(value)
+
+async def _look(meeting: Meeting, *parts: object) -> Any:
+    value = await meeting.coordinator.look(meeting.key(*parts))
+    return None if value is None else json.loads(value)
 
 
 def echoes(welcome: Mapping[str, Any], nonce: str) -> bool:
