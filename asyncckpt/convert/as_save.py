@@ -68,7 +68,7 @@ def capture_stored(reader: LeafReader) -> Snapshot:
     tied = opened.arrays.tied
     seen: dict[tuple[int, ...], int] = {}
     for leaf, kind in enumerate(kinds):
-        spec = reader.spec(leaf)
+        spec = reader.specs[leaf]
         if spec is None:
             result.scalars[leaf] = decode_scalar(kind, values[leaf])
             continue

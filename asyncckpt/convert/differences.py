@@ -144,7 +144,7 @@ def _integer_distance(a: Values, b: Values) -> Values:
 def _kind(reader: LeafReader, leaf: int) -> str:
     """Return the kind of a leaf, apart from shape and dtype."""
     kind = reader.opened.leaves.kind[leaf]
-    if reader.spec(leaf) is None:
+    if reader.specs[leaf] is None:
         return kind
     facts = reader.opened.leaves.extra.get(leaf, {})
     if "python" in facts:
@@ -160,7 +160,7 @@ def described(
     kinds = _kind(a, leaf), _kind(b, other)
     if kinds[0] != kinds[1]:
         return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
-    first, second = a.spec(leaf), b.spec(other)
+    first, second = a.specs[leaf], b.specs[other]
     if first is None or second is None:
         # Of two `bytes` values, the longer may be stored as an array, the other not.
         values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
@@ -182,7 +182,7 @@ def _same_scalar(kind: str, first: Any, second: Any, *, bitwise: bool) -> bool:
 
 
 def _text(reader: LeafReader, leaf: int) -> str:
-    kind, spec = _kind(reader, leaf), reader.spec(leaf)
+    kind, spec = _kind(reader, leaf), reader.specs[leaf]
     if spec is not None:
         return f"{kind} {spec}"
     return f"{kind} {decode_scalar(kind, reader.opened.leaves.value[leaf])!r:.80}"

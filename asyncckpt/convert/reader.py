@@ -31,7 +31,7 @@ from asyncckpt.planning.restore import Request, cells_overlapping, intersection,
 from asyncckpt.restore.decode import Destination, flat_target
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.runtime import Runtime
-from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
+from asyncckpt.spec import DTYPES, Box, ChunkGrid
 
 Values = npt.NDArray[Any]
 
@@ -166,6 +166,12 @@ class LeafReader:
 
     The threads that call `read` belong to another runtime. `cache_nbytes` limits the decoded chunks
     in memory; a larger chunk is held alone.
+
+    Attributes:
+        pieces: arrays of each leaf; none for scalars.
+        paths: path of each leaf.
+        specs: shape and dtype of each leaf; None for scalars.
+        read_nbytes: bytes read so far.
     """
 
     def __init__(
@@ -177,7 +183,7 @@ class LeafReader:
         self.cache_nbytes = cache_nbytes
         self.pieces = opened.leaf_pieces()
         self.paths = opened.structure().paths()
-        self._specs = [opened.leaf_spec(own) if own else None for own in self.pieces]
+        self.specs = [opened.leaf_spec(own) if own else None for own in self.pieces]
         self._grids = [storage.grid for storage in opened.storages]
         self._counts = [grid.chunk_count for grid in self._grids]
         self._dtypes = [DTYPES[storage.spec.dtype] for storage in opened.storages]
@@ -238,10 +244,6 @@ class LeafReader:
             np.copyto(out, _part(block.loaded.result()[row], within), casting="no")
         finally:
             self._blocks.release(block, out.size)
-
-    def spec(self, leaf: int) -> ArraySpec | None:
-        """Return shape and dtype of a leaf; None for scalars."""
-        return self._specs[leaf]
 
     def parts(self, leaf: int) -> list[Part]:
         """Return the arrays of a leaf: the offset of each, and its grid."""
