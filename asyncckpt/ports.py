@@ -488,7 +488,7 @@ class Store(Protocol):
     async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
         """Make the checkpoint invisible, durably; the result removes its bytes.
 
-        `delete` does both. If the process ends before the bytes are removed, they are a leftover.
+        `delete` does both. Bytes that are never removed, because the process ends, are a leftover.
         Arguments, errors: as `delete`.
         """
         ...
