@@ -1,4 +1,4 @@
-"""The arguments of the public functions: declared once, checked before anything is begun."""
+"""The arguments of the public functions: declared once, checked before any work begins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import (
@@ -21,7 +22,7 @@ from typing import (
 )
 
 from asyncckpt.errors import UsageError
-from asyncckpt.options import RestoreOptions, SaveOptions, check_seconds, step_number
+from asyncckpt.options import STEP_MAX, RestoreOptions, SaveOptions, check_seconds
 from asyncckpt.reports import Progress, RestoreReport
 
 T = TypeVar("T")
@@ -38,25 +39,25 @@ MAX_METADATA_NBYTES = 16 << 20
 """User metadata travels in the record, which every listing reads."""
 
 COORDINATOR_METHODS = ("put", "put_once", "look", "wait", "list", "delete", "close")
-"""Those of `ports.Coordinator`, which this module must not import."""
+"""Methods of `ports.Coordinator`, which this module must not import."""
 
 logger = logging.getLogger("asyncckpt")
 
 # ----------------------------------------------------------- arguments that several functions share
 
-# Each is declared once, here; the second item of `Annotated` is its default, which is None for the
-# others. `documented` shows them one by one in signatures, `completed` fills the defaults in.
+# Each is declared once, here. The second item of `Annotated` is its default; the others default to
+# None. `documented` lists them one by one in signatures, `completed` fills in the defaults.
 
 
 class LocationArguments(TypedDict, total=False):
-    """What the one-shot functions need to know about a location."""
+    """Arguments of the one-shot functions about a location."""
 
     storage_options: Mapping[str, Any] | None
     coordinator: Annotated[object, "auto"]
 
 
 class SaveArguments(TypedDict, total=False):
-    """What every save takes."""
+    """Arguments of every save."""
 
     metadata: Mapping[str, Any] | None
     overwrite: Annotated[bool, False]
@@ -65,17 +66,17 @@ class SaveArguments(TypedDict, total=False):
 
 
 class StepSaveArguments(SaveArguments, total=False):
-    """What saves of steps take."""
+    """Arguments of saves of steps."""
 
     metrics: Mapping[str, float] | None
 
 
 class LocationSaveArguments(SaveArguments, LocationArguments, total=False):
-    """What one-shot saves take."""
+    """Arguments of one-shot saves."""
 
 
 class RestoreIntoArguments(TypedDict, total=False):
-    """What every restore takes."""
+    """Arguments of every restore."""
 
     include: str | Sequence[str] | None
     strict: Annotated[bool, True]
@@ -85,22 +86,22 @@ class RestoreIntoArguments(TypedDict, total=False):
 
 
 class RestoreArguments(RestoreIntoArguments, total=False):
-    """What restores that return a tree take."""
+    """Arguments of restores that return a tree."""
 
     leaves: Annotated[Leaves, "numpy"]
     on_report: Callable[[RestoreReport], object] | None
 
 
 class LocationRestoreArguments(RestoreArguments, LocationArguments, total=False):
-    """What one-shot restores that return a tree take."""
+    """Arguments of one-shot restores that return a tree."""
 
 
 class LocationRestoreIntoArguments(RestoreIntoArguments, LocationArguments, total=False):
-    """What one-shot restores into a tree take."""
+    """Arguments of one-shot restores into a tree."""
 
 
 class ConvertArguments(TypedDict, total=False):
-    """What `convert` and `export` take."""
+    """Arguments of `convert` and `export`."""
 
     metadata: Mapping[str, Any] | None
     overwrite: Annotated[bool, False]
@@ -124,7 +125,7 @@ def _declared(arguments: type) -> Mapping[str, inspect.Parameter]:
 
 
 def documented(function: F) -> F:
-    """Show the arguments behind `**arguments: Unpack[...]` one by one in the signature."""
+    """List the arguments behind `**arguments: Unpack[...]` one by one in the signature."""
     shared = get_args(get_type_hints(function)["arguments"])[0]
     signature = inspect.signature(function, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -134,7 +135,7 @@ def documented(function: F) -> F:
 
 
 def completed(shared: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the defaults of those that were not given.
+    """Return the given arguments, with defaults for the rest.
 
     Raises:
         TypeError: there is no argument of this name.
@@ -151,14 +152,33 @@ def completed(shared: type, given: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ checks
 
 
-def number_of(step: object) -> tuple[str, int]:
-    """Return name and number of a step."""
-    number = step_number(step)
-    return str(number), number
+def step_number(step: object) -> int:
+    """Return the step as an int.
+
+    Raises:
+        UsageError: it is not a non-negative integer of at most 19 digits.
+    """
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"step={step!r}: a step is a non-negative integer, not {type(step).__name__}",
+            expected="a non-negative integer",
+            found=step,
+        ) from None
+    if not 0 <= number <= STEP_MAX:
+        raise UsageError(
+            f"step={number}: a step is a non-negative integer of at most 19 digits",
+            expected=f"0 <= step <= {STEP_MAX}",
+            found=number,
+        )
+    return number
 
 
 def typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
-    """Return the value, which is of that kind; for None the default, or `kind()`."""
+    """Check the type of a value and return it; for None return the default, or `kind()`."""
     if value is None:
         return kind() if default is None else default
     if not isinstance(value, kind):
@@ -179,7 +199,7 @@ def check_takeover(takeover: object) -> None:
 
 
 def check_preemption(preemption: object, grace_s: object) -> None:
-    """Check whether to notice preemption, and the time between the notice and the end."""
+    """Check the arguments about preemption."""
     if not isinstance(preemption, bool):
         raise UsageError(f"preemption={preemption!r:.80}: pass True or False", found=preemption)
     check_seconds("grace_s", grace_s)
@@ -194,7 +214,7 @@ def check_preemption(preemption: object, grace_s: object) -> None:
 def check_coordinator(coordinator: object) -> None:
     """Check that this is ``"auto"``, ``"single"`` or an object like `ports.Coordinator`.
 
-    It does not look for the processes of a job: `coordinators.choice` does, at first use.
+    The processes of a job are found later, at first use, by `coordinators.choice`.
     """
     if coordinator in ("auto", "single"):
         return
@@ -227,13 +247,13 @@ def _is_count(number: object) -> TypeGuard[int]:
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return a copy of the metadata that has been through JSON."""
+    """Return a copy of the metadata, encoded as JSON and decoded again."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata={metadata!r:.80}: pass a dict of JSON values", found=metadata)
     try:
-        # Strings that UTF-8 cannot hold (lone surrogates) would fail when the record is written.
+        # Strings that UTF-8 cannot encode (lone surrogates) would fail when the record is written.
         text = json.dumps(dict(metadata), allow_nan=False, ensure_ascii=False).encode()
         copy: Mapping[str, Any] = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -260,7 +280,7 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
             if not isinstance(name, str):
                 raise TypeError("its name is no string")
             name.encode()
-            # `item` is how arrays and tensors that require gradients become numbers quietly.
+            # `item` turns arrays, and tensors with gradients, into numbers without a warning.
             item = getattr(value, "item", None)
             result[name] = float(item() if callable(item) else value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -269,7 +289,7 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
 
 
 def checked_globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
-    """Return the globs of `include` as a list; None for all leaves."""
+    """Return the globs of `include`; None for all leaves."""
     if include is None:
         return None
     several = isinstance(include, Iterable) and not isinstance(include, str)
@@ -285,15 +305,6 @@ def checked_globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
     return globs
 
 
-def checked_location(name: str, location: object) -> Location:
-    """Return the path or URL of a file or checkpoint."""
-    if not isinstance(location, (str, os.PathLike)):
-        raise UsageError(
-            f"{name}={location!r:.80}: pass a path (str or os.PathLike) or a URL", found=location
-        )
-    return location
-
-
 def checked_callback(name: str, callback: object, argument: str) -> None:
     """Check that the callback can be called, or is None."""
     if callback is not None and not callable(callback):
@@ -301,12 +312,12 @@ def checked_callback(name: str, callback: object, argument: str) -> None:
 
 
 class ProgressGuard:
-    """A user's progress callback, which cannot break the work that it watches.
+    """Wrapper of a user's progress callback, whose errors do not fail the work.
 
-    After its first error, which is logged, it is not called again.
+    Its first error is logged; after that it is not called again.
 
     Attributes:
-        error: what it raised.
+        error: the error that it raised.
     """
 
     def __init__(self, progress: ProgressCallback) -> None:
@@ -331,7 +342,7 @@ def guarded(progress: ProgressCallback | None) -> ProgressCallback | None:
 
 
 def progress_notes(progress: ProgressCallback | None) -> tuple[str, ...]:
-    """Return the notes of a report on a callback that came out of `guarded`."""
+    """Return notes for a report about a callback returned by `guarded`."""
     if not isinstance(progress, ProgressGuard) or progress.error is None:
         return ()
     error = progress.error

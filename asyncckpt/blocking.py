@@ -1,13 +1,13 @@
 """The facade for ordinary loops: the names of `asyncckpt`, without `await`.
 
 Everything here is derived from the async facade when this module is imported: a call runs the
-coroutine of the same name, which hands its work to the engine, and blocks the calling thread where
+coroutine of the same name, which hands its work to the engine, and blocks the calling thread while
 the coroutine would wait. It may be used inside a running event loop (a notebook), which then
-blocks as for any other synchronous call.
+blocks as with any other synchronous call.
 
-Where a docstring speaks of cancellation, here it is Ctrl-C: it aborts the call's work, waits for
-its clean-up and raises `KeyboardInterrupt`; a second Ctrl-C abandons the clean-up. Where it speaks
-of awaiting a `PendingSave`, here it is `PendingSave.result`.
+Cancellation in a docstring means Ctrl-C here: it aborts the call's work, waits for its clean-up
+and raises `KeyboardInterrupt`; a second Ctrl-C abandons the clean-up. Awaiting a `PendingSave`
+means `PendingSave.result` here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Checkpointer(_async.OpenRun):
     """The checkpoints of one training run; `asyncckpt.Checkpointer` for callers without a loop.
 
     Arguments, results and errors of all methods are those of `asyncckpt.Checkpointer`. Leaving a
-    `with` block waits for saves in flight and raises what failed; without it, `close` does.
+    `with` block waits for saves in flight and raises their errors; without a block, `close` does.
     """
 
     _pending = BlockingPendingSave

@@ -19,7 +19,7 @@ from asyncckpt.arguments import (
     checked_callback,
     completed,
     documented,
-    number_of,
+    step_number,
 )
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class OpenRun:
-    """What the `Checkpointer`s of both facades have in common."""
+    """Base of the async and the blocking `Checkpointer`."""
 
     _pending: type[PendingSave] = PendingSave
 
@@ -71,7 +71,7 @@ class OpenRun:
         try:
             await self._session.enter()
         except BaseException:
-            # The block is not entered, so its end will not close.
+            # The block is not entered, so nothing else closes the session.
             await uninterrupted(self._session.aclose())
             raise
 
@@ -81,7 +81,7 @@ class OpenRun:
         except Exception as failure:
             if error is None:
                 raise
-            # The body's exception is what the caller must see; the save's is context.
+            # The caller must see the body's exception; the save's becomes a note.
             error.add_note(f"a save failed, too: {type(failure).__name__}: {failure}")
 
     async def _close(self) -> None:
@@ -101,12 +101,12 @@ class OpenRun:
     async def _begin_save(
         self, step: int, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
     ) -> Any:
-        name, number = number_of(step)
+        number = step_number(step)
         if self._session.preemption is not None:
             await self._session.preemption.reached(number)
         return self._session.start_save(
             self._pending,
-            name,
+            str(number),
             number,
             tree,
             stall_first=stall_first,
@@ -123,8 +123,9 @@ class Checkpointer(OpenRun):
 
     Args:
         root: directory or URL of the run; it need not exist.
-        keep: which steps are kept after each save: `KeepLast(n)`, `KeepEvery(k)`,
-            `KeepBest(n, metric)`, several of them with ``|``, or any `Retention`; None: all.
+        keep: which steps to keep after each save: `KeepLast(n)`, `KeepEvery(k)`,
+            `KeepBest(n, metric)`, several of them joined by ``|``, or any `Retention`; None keeps
+            all.
         save_options: defaults of every save, and the byte budget.
         restore_options: defaults of every restore.
         storage_options: options of the file system for URLs.
@@ -132,10 +133,10 @@ class Checkpointer(OpenRun):
             and restore together; ``"single"``: this process alone; or an object, such as a
             `DirectoryCoordinator`.
         preemption: notice SIGTERM, and report it on all processes at the same step (`reached`).
-        grace_s: seconds from SIGTERM to the end of the process, where they are known: reports say
-            when a save took longer.
-        takeover: the first save or deletion takes the run over: a job that saved to it before gets
-            a `FencedError` from then on. Several processes that save together always do so.
+        grace_s: seconds between SIGTERM and the end of the process, if known; reports say when a
+            save took longer.
+        takeover: the first save or deletion takes over the run: an earlier job that saves to it
+            gets a `FencedError` from then on. Several processes that save together always do so.
 
     Raises:
         UsageError: an argument is wrong, or `preemption` needs the main thread.
@@ -167,7 +168,7 @@ class Checkpointer(OpenRun):
             metadata: JSON values kept in the record.
             overwrite: replace a checkpoint of this step atomically.
             options: instead of the `Checkpointer`'s.
-            progress: called on the engine's thread with a `Progress` as the save goes.
+            progress: called on the engine's thread with a `Progress` as the save proceeds.
             metrics: numbers by name, for retention and listings.
 
         Cancellation: aborts the save, waits for its clean-up, then raises; a save whose
@@ -201,22 +202,22 @@ class Checkpointer(OpenRun):
         return pending
 
     async def reached(self, step: int) -> bool:
-        """Return whether the job is to end at this step: save it, and end.
+        """Return whether the job should save this step and then end.
 
-        All processes call it with the same steps, which do not decrease: once per step of the
-        training, before any `save` of it. It is False until one of them has got SIGTERM, and True
-        from the same step on for all. Without a notice, it costs no message. With one, it may wait
-        until the processes have agreed; training and saves in flight go on meanwhile. `save` and
-        `start_save` do the same with their step: see `SaveReport.preempted`.
+        All processes call it once per training step, before any `save` of that step, with the same
+        steps, which must not decrease. It returns False until one process gets SIGTERM, and True
+        on all processes from the same step on. Without a notice it sends no messages. With one, it
+        may wait until the processes have agreed; training and saves in flight go on meanwhile.
+        `save` and `start_save` do the same with their step: see `SaveReport.preempted`.
 
         Cancellation: stops the waiting only.
 
         Raises:
-            UsageError: this `Checkpointer` was made without `preemption=True`; or another process
-                has closed its own.
+            UsageError: this `Checkpointer` was created without `preemption=True`, or another
+                process has closed its own.
             SaveError: another process is missing; names it.
         """
-        _, number = number_of(step)
+        number = step_number(step)
         if self._session.preemption is None:
             raise UsageError(
                 f"{self!r}: reached() needs notices of preemption; pass preemption=True to the "
@@ -252,14 +253,14 @@ class Checkpointer(OpenRun):
             leaves: without `like`: ``"numpy"``, ``"jax"`` or ``"torch"`` arrays.
             on_report: called in the caller's thread with the `RestoreReport` before this returns.
 
-        Cancellation: waits until no thread writes to host memory any more, then raises.
+        Cancellation: waits until no thread writes to host memory, then raises.
 
         Raises:
             CheckpointNotFoundError: there is no such step, or none at all.
             MismatchError: lists every leaf that does not fit; nothing was read.
             CorruptCheckpointError: names leaf, file and offset; nothing is returned.
         """
-        number = None if step is None else number_of(step)[1]
+        number = None if step is None else step_number(step)
         return await _tree(self._session, number, like, **completed(RestoreArguments, arguments))
 
     @documented
@@ -281,7 +282,7 @@ class Checkpointer(OpenRun):
             RestoreError: an object refused its state dict.
             AsyncCheckpointError: `written` lists the targets whose contents are now undefined.
         """
-        number = None if step is None else number_of(step)[1]
+        number = None if step is None else step_number(step)
         return await _into(
             self._session, number, target, **completed(RestoreIntoArguments, arguments)
         )
@@ -310,7 +311,7 @@ class Checkpointer(OpenRun):
 
         With `timeline`, the result has that of the save, which takes one more read.
         """
-        number = None if step is None else number_of(step)[1]
+        number = None if step is None else step_number(step)
         reads = self._session.reads
         return await self._session.call(lambda: reads.inspect(number, timeline)).wait()
 
@@ -318,7 +319,7 @@ class Checkpointer(OpenRun):
         self, step: int | None = None, *, progress: ProgressCallback | None = None
     ) -> VerifyReport:
         """Read and check every byte of a step (None: the newest)."""
-        number = None if step is None else number_of(step)[1]
+        number = None if step is None else step_number(step)
         return await self._session.call(lambda: self._session.reads.verify(number, progress)).wait()
 
     async def delete(self, step: int) -> None:
@@ -327,7 +328,7 @@ class Checkpointer(OpenRun):
         Raises:
             CheckpointNotFoundError: there is no such step.
         """
-        name, _ = number_of(step)
+        name = str(step_number(step))
         await self._session.call_once(
             f"delete({name})", lambda: self._session.steps.delete(name)
         ).wait()
@@ -335,9 +336,9 @@ class Checkpointer(OpenRun):
     async def delete_after(self, step: int) -> list[int]:
         """Delete all steps above `step`, highest first, and return them (an abandoned branch).
 
-        Saves in flight are waited for, and their steps deleted too where they are above.
+        Waits for saves in flight; their steps are deleted too if they are above `step`.
         """
-        _, number = number_of(step)
+        number = step_number(step)
         return await self._session.call_once(
             f"delete_after({number})", lambda: self._session.delete_after(number)
         ).wait()
@@ -345,7 +346,7 @@ class Checkpointer(OpenRun):
     async def wait(self) -> None:
         """Wait until no save is in flight, checkpoints are whole and no bytes are being removed.
 
-        Whole means: on an object store, files that only other programs read are written, too.
+        On an object store, a whole checkpoint includes the files that only other programs read.
 
         Cancellation: stops the waiting; the saves go on.
 
@@ -447,7 +448,7 @@ async def verify(
 
 
 def _opened(location: Location, arguments: dict[str, Any], **options: Any) -> Session:
-    """Open what holds one checkpoint; takes the arguments that concern its location."""
+    """Open a session for one checkpoint; removes the arguments about its location."""
     return Session(
         location,
         one_shot=True,

@@ -1,4 +1,4 @@
-"""Every error of the library, grouped by what a handler would do.
+"""All errors of the library, grouped by what a handler would do.
 
 ::
 
@@ -6,8 +6,8 @@
     ├── UsageError                  the call is wrong: fix the arguments
     │   ├── UnsupportedLeafError    a leaf or key that cannot be saved
     │   └── ClosedError             used after close(), or in a forked child
-    ├── CheckpointNotFoundError     nothing (valid) is there
-    ├── CheckpointExistsError       something is there already
+    ├── CheckpointNotFoundError     there is no (valid) checkpoint
+    ├── CheckpointExistsError       a checkpoint already exists
     ├── CorruptCheckpointError      bytes are damaged: use an older step
     ├── UnsupportedFormatError      intact, but not readable by this version
     ├── MismatchError               checkpoint and target differ
@@ -15,19 +15,19 @@
     │   ├── ShapeMismatchError      another shape
     │   └── DtypeMismatchError      another dtype, or a value that does not fit
     ├── StoreError                  the file system or object store failed (`retryable`)
-    ├── FencedError                 another process has taken the run over: end this one
+    ├── FencedError                 another process has taken over the run: end this one
     ├── SaveError                   a save failed (`visible`, `durable`)
     │   ├── StagingError            copying a leaf to host memory failed
     │   ├── SaveAbortedError        the save was cancelled by `PendingSave.cancel()`
     │   ├── DeadlineExceededError   the save or restore ran past its deadline
-    │   └── SaveOutcomeUnknownError whether the checkpoint exists could not be found out
+    │   └── SaveOutcomeUnknownError it is unknown whether the checkpoint exists
     ├── RestoreError                an object refused its restored state
     ├── ResourceError               memory or threads of this process ran out
     └── EngineDiedError             the engine's thread ended unexpectedly
 
-Each carries, where known, the leaf's `path`, the pipeline `stage`, the `location` of the
+Each error carries, if known, the leaf's `path`, the pipeline `stage`, the `location` of the
 checkpoint, and what was `expected` and `found`; the message states all of them and the next step.
-An error that another process reported carries that `process` and its `host`.
+An error reported by another process also carries its index (`process`) and its `host`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import TypedDict, Unpack
 
 
 class About(TypedDict, total=False):
-    """What an error is about; see the attributes of `AsyncCheckpointError`."""
+    """Keyword arguments of errors; see the attributes of `AsyncCheckpointError`."""
 
     path: str | None
     stage: str | None
@@ -57,7 +57,7 @@ class AsyncCheckpointError(Exception):
         found: what was found instead, or None.
         written: paths of the targets that a failed `restore_into` wrote, in whole or in part;
             their contents are undefined.
-        process: index of the process in which it was raised, or None if that is this one.
+        process: index of the process that raised it, or None for this process.
         host: name of that process's host, or None.
     """
 
@@ -87,7 +87,7 @@ class UsageError(AsyncCheckpointError):
 
 
 class UnsupportedLeafError(UsageError):
-    """A leaf or key cannot be stored; the message names its path and what can be."""
+    """A leaf or key cannot be stored; the message names its path and what can be stored."""
 
 
 class ClosedError(UsageError):
@@ -129,13 +129,13 @@ class UnsupportedFormatError(_DamagedFileError):
     """The checkpoint is of a kind or version that this release does not read.
 
     Attributes:
-        file: path of the file that says so, relative to the checkpoint, or None.
+        file: path of the file that shows it, relative to the checkpoint, or None.
         offset: byte offset in it, or None.
     """
 
 
 class MismatchError(AsyncCheckpointError):
-    """The checkpoint does not fit the target; no payload was read."""
+    """The checkpoint does not match the target; no payload was read."""
 
 
 class TreeMismatchError(MismatchError):
@@ -169,15 +169,15 @@ class StoreError(AsyncCheckpointError):
 
 
 class FencedError(AsyncCheckpointError):
-    """Another process has taken the run over; end this one, whose saves do not count any more.
+    """Another process has taken over the run; end this one, whose saves no longer count.
 
-    It is no `SaveError`, because saving again cannot help: steps that this process saved before are
-    part of the run, and the process that took over continues from them.
+    It is not a `SaveError`, because saving again cannot help. Steps that this process saved before
+    the takeover are part of the run, and the other process continues from them.
 
     Attributes:
         epoch: claim under which this process wrote, or None.
         claimed_by: host and process id of the process that took over, or None if unknown.
-        claimed_ns: when it did, by its own clock, in nanoseconds since 1970, or None.
+        claimed_ns: time of the takeover by that process's clock, nanoseconds since 1970, or None.
         visible: whether the step of the save that raised is part of the run; None if unknown.
     """
 
@@ -202,8 +202,8 @@ class SaveError(AsyncCheckpointError):
     """A save failed.
 
     Attributes:
-        visible: whether the step is listed nevertheless (its publication succeeded, a later
-            flush did not).
+        visible: whether the step is listed nevertheless (it was published, but a later flush
+            failed).
         durable: whether it is known to survive power loss.
     """
 
@@ -229,16 +229,15 @@ class SaveAbortedError(SaveError):
 
 
 class DeadlineExceededError(SaveError):
-    """A save or restore ran past its deadline; it was aborted and cleaned up."""
+    """A save or restore exceeded its deadline; it was aborted and cleaned up."""
 
 
 class SaveOutcomeUnknownError(SaveError):
-    """A save may have succeeded, and that could not be found out.
+    """It is unknown whether a save succeeded.
 
-    Process 0, which decides, fell silent after all had written, or the claims could not be read
-    after the record was written.
-
-    `latest_step` says later which of both it was; the state in memory is unharmed.
+    Process 0, which decides, fell silent after all processes had written, or the claims could not
+    be read after the record was written. `latest_step` tells later whether the checkpoint exists;
+    the state in memory is unharmed.
     """
 
 
@@ -255,8 +254,7 @@ class EngineDiedError(AsyncCheckpointError):
 
 
 class RestoreWarning(UserWarning):
-    """A restore succeeded, and there is something about it that a person should know.
+    """A restore succeeded with a remark, which is also in the `notes` of its report.
 
-    For example, that a checkpoint of another library has no checksums for some leaves. The
-    report's `notes` say the same.
+    For example, a checkpoint of another library has no checksums for some leaves.
     """

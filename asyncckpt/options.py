@@ -1,13 +1,12 @@
-"""Every number of the library, with its unit, its check and its reason.
+"""Options, and the numbers of the library with unit and reason.
 
-Options are immutable and checked when they are made, so that a bad value fails where it was
+Options are immutable and checked when they are created, so that a bad value fails where it was
 written and not in the middle of a save.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ PAGE_NBYTES = 4096
 """Alignment of large chunks in data files: the strictest logical block size in common use."""
 
 CACHED_NBYTES = 512 * KIB
-"""What a thread copies or reads before it computes the checksum of that: it is then in the cache of
-the core, from which a checksum takes half as long as from memory."""
+"""What a thread copies or reads before it computes a checksum: the checksum of bytes in the core's
+cache takes half as long as that of bytes in memory."""
 
 ALIGNED_CHUNK_NBYTES = 1 * MIB
 """Chunks from this size on start on a page of the data file; below, packing matters more."""
@@ -43,12 +42,12 @@ DEFAULT_CHUNK_NBYTES = 16 * MIB
 and 16 in flight stay within a small budget."""
 
 DEFAULT_DATA_FILE_NBYTES = 1 * GIB
-"""Local disk does not care about the size of a data file; one flush per GiB is cheap, and a file
-that is kept open long lets writeback overlap."""
+"""The size of data files does not matter on local disk; one flush per GiB is cheap, and a file that
+stays open longer lets writeback overlap."""
 
 LOCAL_CONCURRENCY = 6
-"""Reads or writes in flight on local disk under `concurrency="auto"`: four threads make them, and
-two wait in line, so that no thread idles while the engine hears of the last one's end."""
+"""Reads or writes in flight on local disk under `concurrency="auto"`: four threads execute them and
+two wait in line, so that no thread idles until the engine notices a completion."""
 
 NODE_NBYTES = 1 * MIB
 """Largest decoded B+tree node we write: one ranged read, decoded in a millisecond."""
@@ -60,27 +59,27 @@ MAX_PIECES = 4096
 """Arrays that one leaf may be stored as; a reader compares every pair of them."""
 
 MIN_BUDGET_NBYTES = 64 * MIB
-"""Eight slots: below, copying, checksumming and writing could no longer overlap."""
+"""Eight slots: with fewer, copying, checksumming and writing could not overlap."""
 
 MAX_DEFAULT_BUDGET_NBYTES = 8 * GIB
-"""Staging more than this ahead of the disk buys nothing on the machines measured."""
+"""Staging more than this ahead of the disk gained nothing on the machines measured."""
 
 ABANDON_S = 30.0
-"""How long a cancelled await, and any clean-up, waits for a thread stuck in a system call (a mount
-that does not answer). A thread that is merely slow goes on by itself: removing 100 GB takes this
-long on ext4."""
+"""How long a cancelled await, or a clean-up, waits for a thread that is stuck in a system call (a
+mount that does not answer). A thread that is merely slow finishes by itself: removing 100 GB takes
+this long on ext4."""
 
 CLEANUP_S = 60.0
-"""How long work that must not be cut short, such as a publication, goes on after its caller was
-cancelled: two waits for threads. Then it is cancelled too, which ends within `ABANDON_S`."""
+"""How long work that must not be cut short, such as a publication, continues after its caller was
+cancelled: two waits for threads. Then it is cancelled too, and ends within `ABANDON_S`."""
 
 SILENCE_S = 60.0
-"""Below the 100 s after which jaxlib ends the processes of a job that has lost one, so that the
-error that names it comes first."""
+"""Below the 100 s after which jaxlib ends all processes of a job that has lost one, so that our
+error, which names it, comes first."""
 
 ARRIVAL_S = 300.0
-"""Processes come to the same call within seconds; compiling a step for a part of them may delay
-the others by minutes."""
+"""Processes usually make the same call within seconds; if some of them compile a step, they may be
+minutes late."""
 
 STEP_MAX = 10**19 - 1
 """Steps are names of at most 19 digits."""
@@ -88,10 +87,9 @@ STEP_MAX = 10**19 - 1
 
 @dataclass(frozen=True, slots=True)
 class LeafOptions:
-    """How one leaf is stored; None means as the `SaveOptions` say.
+    """How one leaf is stored; None means the value of the `SaveOptions`.
 
-    A leaf of at most 64 KiB whose shards are on several processes is one uncompressed chunk,
-    whatever is asked for.
+    A leaf of at most 64 KiB whose shards are on several processes is always one uncompressed chunk.
 
     Attributes:
         chunk_nbytes: target size of a chunk in bytes.
@@ -99,10 +97,11 @@ class LeafOptions:
         dtype: zarr v3 dtype name to cast to before storing, for example ``"bfloat16"``. A value
             that does not fit fails the save; floats may become infinities of a narrower float.
             `bytes` and PRNG keys are not cast.
-        compression: ``None`` as the save says, ``"zstd"``, or ``"none"``.
+        compression: ``"zstd"``, ``"none"``, or None for that of the save.
         compression_level: zstd level, 1 to 22.
-        replicas: what several processes hold of this leaf is compared (``"checked"``), or may
-            differ, and is that of the lowest process (``"first"``), as statistics of BatchNorm do.
+        replicas: ``"checked"`` compares the copies that several processes hold of this leaf;
+            ``"first"`` stores the copy of the lowest process and allows the others to differ, as
+            statistics of BatchNorm do.
     """
 
     chunk_nbytes: int | None = None
@@ -144,9 +143,9 @@ class SaveOptions:
         concurrency: writes in flight, or ``"auto"``.
         compression: ``None`` or ``"zstd"``.
         compression_level: zstd level, 1 to 22.
-        direct_io: ``"auto"`` writes past the page cache where the file system offers it, ``True``
-            insists on it, ``False`` never does.
-        deadline_s: seconds after which a save is aborted; None waits without end.
+        direct_io: ``"auto"`` bypasses the page cache on writing if the file system can, ``True``
+            requires that, ``False`` never does it.
+        deadline_s: seconds after which a save is aborted; None for no limit.
         exit_deadline_s: seconds that a process which ends without `close()` waits for its saves.
         snapshot: ``"copy"`` copies every leaf before `start_save` returns; ``"reference"`` holds
             immutable `jax.Array`s instead (for trainers that do not donate them).
@@ -160,11 +159,11 @@ class SaveOptions:
             leaf is one array, or the save fails and says how many chunks it would take.
         leaf_options: called with path and `ArraySpec` of each array leaf; returns `LeafOptions`
             or None. Its answers are kept with the plan of the save and used for the next trees of
-            the same schema, so it must always give the same.
-        tree: whether all processes have the same leaves (``"same"``, which ``"auto"`` means with
-            JAX), or each may have some of its own (``"union"``, which it means otherwise).
-        silence_s: seconds without a sign of life after which a process counts as dead.
-        arrival_s: seconds that processes may come to a call after the first one.
+            the same schema, so it must be deterministic.
+        tree: whether all processes have the same leaves (``"same"``; with JAX also ``"auto"``), or
+            each may have leaves of its own (``"union"``; otherwise also ``"auto"``).
+        silence_s: seconds without a sign of life after which a process is considered dead.
+        arrival_s: seconds that a process may be later than the first at a call.
     """
 
     host_memory_nbytes: int | None = None
@@ -188,10 +187,7 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        if self.host_memory_nbytes is not None:
-            _integer(
-                "host_memory_nbytes", self.host_memory_nbytes, MIN_BUDGET_NBYTES, 1 << 50, "bytes"
-            )
+        _check_common(self)
         _integer("chunk_nbytes", self.chunk_nbytes, 4 * KIB, 16 * GIB, "bytes")
         if self.target_data_file_nbytes != "auto":
             _integer(
@@ -201,14 +197,10 @@ class SaveOptions:
                 1 << 42,
                 "bytes",
             )
-        if self.concurrency != "auto":
-            _integer("concurrency", self.concurrency, 1, 1024, "operations")
         _choice("compression", self.compression, (None, "zstd"))
         _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
         _choice("direct_io", self.direct_io, ("auto", True, False))
-        check_seconds("deadline_s", self.deadline_s)
-        for name in ("exit_deadline_s", "silence_s", "arrival_s"):
-            _duration(name, getattr(self, name))
+        _duration("exit_deadline_s", self.exit_deadline_s)
         _choice("snapshot", self.snapshot, ("copy", "reference"))
         _choice("on_overlap", self.on_overlap, ("wait", "skip", "error"))
         _choice("on_failed_save", self.on_failed_save, ("raise", "log"))
@@ -232,11 +224,11 @@ class RestoreOptions:
             fails before it calls the first `load_state_dict` leaves its targets as they were
             (costs memory for the whole state).
         broadcast: read once and exchange between processes (``"auto"``, True, False).
-        explain: `RestoreReport.reads` lists every range that was read, and what for.
-        deadline_s: seconds after which a restore is aborted; None waits without end.
-        host_memory_nbytes: budget in bytes of the one-shot functions; others have their own.
-        silence_s: seconds without a sign of life after which a process counts as dead.
-        arrival_s: seconds that processes may come to a call after the first one.
+        explain: `RestoreReport.reads` lists every range that was read, with the reason.
+        deadline_s: seconds after which a restore is aborted; None for no limit.
+        host_memory_nbytes: budget in bytes, for the one-shot functions only.
+        silence_s: seconds without a sign of life after which a process is considered dead.
+        arrival_s: seconds that a process may be later than the first at a call.
     """
 
     concurrency: int | Literal["auto"] = "auto"
@@ -250,18 +242,22 @@ class RestoreOptions:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        for name in ("silence_s", "arrival_s"):
-            _duration(name, getattr(self, name))
-        if self.concurrency != "auto":
-            _integer("concurrency", self.concurrency, 1, 1024, "operations")
+        _check_common(self)
         _choice("atomic", self.atomic, (True, False))
         _choice("broadcast", self.broadcast, ("auto", True, False))
         _choice("explain", self.explain, (True, False))
-        check_seconds("deadline_s", self.deadline_s)
-        if self.host_memory_nbytes is not None:
-            _integer(
-                "host_memory_nbytes", self.host_memory_nbytes, MIN_BUDGET_NBYTES, 1 << 50, "bytes"
-            )
+
+
+def _check_common(options: SaveOptions | RestoreOptions) -> None:
+    """Check the fields that both kinds of options have."""
+    budget, concurrency = options.host_memory_nbytes, options.concurrency
+    if budget is not None:
+        _integer("host_memory_nbytes", budget, MIN_BUDGET_NBYTES, 1 << 50, "bytes")
+    if concurrency != "auto":
+        _integer("concurrency", concurrency, 1, 1024, "operations")
+    check_seconds("deadline_s", options.deadline_s)
+    _duration("silence_s", options.silence_s)
+    _duration("arrival_s", options.arrival_s)
 
 
 def default_budget_nbytes() -> int:
@@ -280,31 +276,6 @@ def memory_limit_nbytes() -> int:
         if text.isdigit():
             limits.append(int(text))
     return min(limits)
-
-
-def step_number(step: object) -> int:
-    """Return the step as an int.
-
-    Raises:
-        UsageError: it is not a non-negative integer of at most 19 digits.
-    """
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(
-            f"step={step!r}: a step is a non-negative integer, not {type(step).__name__}",
-            expected="a non-negative integer",
-            found=step,
-        ) from None
-    if not 0 <= number <= STEP_MAX:
-        raise UsageError(
-            f"step={number}: a step is a non-negative integer of at most 19 digits",
-            expected=f"0 <= step <= {STEP_MAX}",
-            found=number,
-        )
-    return number
 
 
 def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:

@@ -34,7 +34,7 @@ MAX_MESSAGE_NBYTES = 64 << 10
 """Largest value of a coordinator's key."""
 
 Removal = Callable[[], Coroutine[Any, Any, None]]
-"""Removes the bytes of a checkpoint that is listed no more; to be called once."""
+"""Removes the bytes of a checkpoint that is no longer listed; to be called once."""
 
 
 # --------------------------------------------------------------------------------------- stores
@@ -45,20 +45,20 @@ class StoreCapabilities:
     """Abilities and requirements of a store.
 
     Attributes:
-        buffer: what `DataFile.write` takes: `aligned` (where address, offset and length are
-            multiples of a page, writes are fastest; others work), or `any`.
+        buffer: `aligned` if `DataFile.write` is fastest with address, offset and length that are
+            multiples of a page (others work too), else `any`.
         client_copies: copies of a buffer that the client makes while sending it.
-        positional_writes: parts of a data file may be written in any order and concurrently, of
-            any size; without it, only files created with `window_nbytes` may.
-        conditional_create: two attempts at one name: exactly one publishes.
-        read_copies: copies of what is read that the client makes on its way into the buffers.
-        read_gap_nbytes: unwanted bytes that a read takes along instead of ending, because another
-            read would cost as much time.
+        positional_writes: parts of a data file, of any size, may be written concurrently and in any
+            order; otherwise this holds only for files created with `window_nbytes`.
+        conditional_create: of two attempts at one name, exactly one publishes.
+        read_copies: copies that the client makes of the bytes on their way into the buffers.
+        read_gap_nbytes: largest gap of unwanted bytes that is read along, because a separate read
+            would take as much time.
         reads: reads in flight by default.
-        shared_link: processes share the way to it, so that what several of them want is worth
-            reading once.
-        proves_dead: leftovers of dead attempts can be told from living ones, so that `sweep`
-            removes them.
+        shared_link: processes share the link to the store, so that what several of them want
+            should be read once.
+        proves_dead: leftovers of dead attempts can be distinguished from live attempts, so that
+            `sweep` removes them.
     """
 
     buffer: Literal["aligned", "any"]
@@ -74,19 +74,19 @@ class StoreCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How a save of one state goes to a store.
+    """Sizes with which a save of one state writes to a store.
 
     Attributes:
         data_file_nbytes: size at which a data file is sealed, in bytes.
-        window_nbytes: what is staged, checksummed and written at once, in bytes: a multiple of the
-            page; files of object stores are cut into such parts.
+        window_nbytes: bytes that are staged, checksummed and written at once: a multiple of the
+            page; files of object stores are cut into parts of this size.
         concurrency: writes in flight, at most.
-        chunk_nbytes: target size of chunks at most, so that one lies in one window; None where it
-            does not matter.
-        chunk_limit_nbytes: larger chunks cannot be stored; None for no limit.
-        even_streams: data files may be made smaller, down to half, so that so many writes of
-            whole files end at the same time; None where that is not worth while.
-        notes: options that were asked for and could not be met, for the report.
+        chunk_nbytes: upper limit of the target size of chunks, so that a chunk lies in one window;
+            None where it does not matter.
+        chunk_limit_nbytes: largest chunk that can be stored; None for no limit.
+        even_streams: number of concurrent writes of whole files that should end at the same time,
+            for which data files may be made smaller, down to half; None if that gains nothing.
+        notes: requested options that could not be met, for the report.
     """
 
     data_file_nbytes: int
@@ -102,8 +102,8 @@ class DataFile(Protocol):
     """One open data file of a save attempt.
 
     Attributes:
-        path: its path, final once it is sealed: of a file that was created with `window_nbytes` a
-            store may have had to send a part of again, under another name.
+        path: its path, final once the file is sealed: a store may have had to send a part of a file
+            created with `window_nbytes` again, under another name.
     """
 
     path: str
@@ -112,11 +112,11 @@ class DataFile(Protocol):
         """Write all of `data` at `offset` (not yet durable).
 
         Returns:
-            Whether the memory of `data` may be reused at once. False where a request was abandoned
+            Whether the memory of `data` may be reused at once. False if a request was abandoned
             and sent again: then it must not be reused while any view of it is alive.
 
-        Cancellation: raises when the store no longer reads `data`; where `capabilities.buffer` is
-        not ``"aligned"``, its memory must not be reused while any view of it is alive.
+        Cancellation: raises once the store no longer reads `data`; unless `capabilities.buffer` is
+        ``"aligned"``, its memory must not be reused while any view of it is alive.
 
         Raises:
             StoreError: names the file and offset; the attempt cannot be continued.
@@ -129,7 +129,7 @@ class DataFile(Protocol):
 
 
 class AttemptFiles(Protocol):
-    """The files of an attempt, of which nothing is visible before it is published."""
+    """The files of an attempt, invisible until it is published."""
 
     location: str
 
@@ -139,10 +139,10 @@ class AttemptFiles(Protocol):
         Args:
             path: relative path.
             nbytes: expected size, which is exact with `window_nbytes`.
-            window_nbytes: every write will begin at a multiple of it and be so long, the last one
-                shorter; they may then come in any order and at the same time. Without it, and
-                without `capabilities.positional_writes`, they come in order, each from the end of
-                the one before.
+            window_nbytes: every write will begin at a multiple of it and have this length (the last
+                may be shorter); writes may then be concurrent and in any order. Without it, and
+                without `capabilities.positional_writes`, writes come in order, each from the end
+                of the previous one.
         """
         ...
 
@@ -152,15 +152,15 @@ class AttemptFiles(Protocol):
         Args:
             path: relative path.
             data: the content.
-            in_record: the record will contain `data` too, so that a store that writes the file
-                after the record need not keep it elsewhere until then.
+            in_record: the record will contain `data` too, so a store that writes the file after the
+                record need not keep it elsewhere until then.
         """
         ...
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
-        """Write a file for the other processes of the attempt, which is no part of the checkpoint.
+        """Write a file for the other processes of the attempt, which is not part of the checkpoint.
 
-        It need not be durable, and is gone when the checkpoint is published or the attempt aborted.
+        It need not be durable, and is removed when the attempt is published or aborted.
 
         Args:
             path: one path part that no other process of the attempt uses.
@@ -169,7 +169,7 @@ class AttemptFiles(Protocol):
         ...
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
-        """Return what any process of the attempt has passed on at `path`, None if nothing (yet).
+        """Return what a process of the attempt has passed on at `path`, None if nothing (yet).
 
         Raises:
             CorruptCheckpointError: it is larger than `max_nbytes`.
@@ -187,51 +187,51 @@ class Attempt(AttemptFiles, Protocol):
     def source(self, path: str) -> str | None:
         """Return where `put` stores the content of `path` before the record is written.
 
-        None where that is `path` itself. Otherwise the file gets its name after the record, which
-        must list it (`CommitRecord.fixed`).
+        None if that is `path` itself. Otherwise the file gets its name after the record is written,
+        and the record must list it (`CommitRecord.fixed`).
         """
         ...
 
     async def publish(self, record: bytes) -> None:
         """Make the checkpoint visible and durable; `record`, its commit record, is written last.
 
-        What only other programs read may follow in the background (`Store.settled`).
+        Files that only other programs read may follow in the background (`Store.settled`).
 
-        Cancellation: until the step that makes it visible is begun, raised, and nothing is left;
-        from then on the outcome is awaited, and returned or raised instead.
+        Cancellation: raised, with nothing left, until the step that makes it visible begins; from
+        then on the outcome is awaited, and returned or raised instead.
 
         Raises:
             CheckpointExistsError: the name is taken and the attempt was not begun with
                 `overwrite`; nothing of the other checkpoint was touched.
             FencedError: the claim was taken over; `visible` says whether the checkpoint is part of
                 the run nevertheless.
-            SaveError: with `visible` and `durable` saying what holds. Where that is unknown, what
-                was written is kept.
+            SaveError: `visible` and `durable` say what holds. If that is unknown, what was written
+                is kept.
         """
         ...
 
 
 class JoinedAttempt(AttemptFiles, Protocol):
-    """A share in an attempt that another process has begun. It ends with `leave` or `abort`."""
+    """A share of an attempt that another process has begun. It ends with `leave` or `abort`."""
 
     async def settle(self) -> None:
-        """Make the names of all own files durable; every one of them was sealed or put."""
+        """Make the names of all own files durable; all of them were sealed or put."""
         ...
 
     async def leave(self) -> None:
-        """End the share of an attempt that was published, or of which that is unknown.
+        """End the share of an attempt that was published, or that may have been.
 
-        Process 0 may publish it yet, so that own files stay. Stores that prove the death of
-        processes remove them once process 0 has given up or is dead; elsewhere gc does. Where it
-        is known that the attempt will not be published, `abort`.
+        Process 0 may still publish it, so own files stay. Stores that can prove the death of
+        processes remove them once process 0 has given up or is dead; elsewhere gc does. If it is
+        known that the attempt will not be published, call `abort` instead.
         """
         ...
 
     async def abort(self) -> None:
         """Remove everything that this process has written; ignore files that are gone already.
 
-        For attempts that process 0 will not publish. The last process of the attempt that is alive
-        removes what is left of it.
+        For attempts that process 0 will not publish. The last live process of the attempt removes
+        the rest of it.
         """
         ...
 
@@ -262,7 +262,7 @@ class Export(AttemptFiles, Protocol):
 
 
 class Entry(NamedTuple):
-    """One name in a directory: a regular file with its size, or a directory; links are neither."""
+    """One name in a directory: a regular file with its size, or a directory, but no link."""
 
     name: str
     nbytes: int
@@ -270,19 +270,18 @@ class Entry(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How a run of a file is read, where it matters.
+    """Hints on how to read a run of a file.
 
     Attributes:
-        direct: the buffers are the pipeline's own memory, so that the store may read past the page
-            cache into those that are aligned.
-        received: called where all bytes have come before they are in the buffers: the way to the
-            store is free for another read. Never called by stores without such a moment.
-        ahead_nbytes: what a store whose reads are copied may have in flight at one time, about;
-            None: as much as it likes.
-        check: may be called in a thread that blocks to read, while what was read is in the cache of
-            its core: with the number of bytes that are there so far, the last time with all of
-            them. What it raises is raised. Stores without such a thread do nothing with it; the
-            caller sees to what was not checked.
+        direct: the buffers are the pipeline's own memory, so the store may bypass the page cache
+            for those that are aligned.
+        received: called when all bytes have arrived but are not yet in the buffers: the link to the
+            store is free for another read. Stores without such a moment never call it.
+        ahead_nbytes: about how much a store whose reads are copied may have in flight; None for no
+            limit.
+        check: may be called in a thread that blocks to read, while the bytes are in the cache of
+            its core: with the number of bytes read so far, and finally with all of them. Its
+            errors are raised. Stores without such a thread ignore it; the caller checks the rest.
     """
 
     direct: bool = False
@@ -292,14 +291,14 @@ class Reading(NamedTuple):
 
 
 ORDINARY = Reading()
-"""Reads that may go through the page cache, of which nothing else is wanted."""
+"""Reads that may go through the page cache, without other hints."""
 
 DIRECT = Reading(direct=True)
-"""Reads into the pipeline's own memory, of which nothing else is wanted."""
+"""Reads into the pipeline's own memory, without other hints."""
 
 
 class Ranges(Protocol):
-    """Files of which ranges are read."""
+    """Files that can be read by ranges."""
 
     capabilities: StoreCapabilities
 
@@ -312,7 +311,7 @@ class Ranges(Protocol):
             path: relative path of the file.
             offset: where the run begins, in bytes.
             buffers: what to fill.
-            how: what the store may and should do on the way.
+            how: hints.
 
         Cancellation: waits until nothing writes to the buffers, then raises.
 
@@ -356,14 +355,14 @@ class CheckpointFiles(Ranges, Protocol):
         ...
 
     def reads(self, wanted: int | None) -> int:
-        """Return how many reads to have in flight from now on; `wanted` is the caller's number."""
+        """Return how many reads to have in flight from now on; `wanted` is the user's option."""
         ...
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """Return what happened to the checkpoint that was read here; None if it is still there.
 
         Raises:
-            StoreError: it could not be found out.
+            StoreError: the store cannot tell.
         """
         ...
 
@@ -397,8 +396,8 @@ class Store(Protocol):
             nbytes: what is to be saved.
             budget_nbytes: staging memory, the copies that the client makes included.
             chunk_nbytes: target size of its chunks.
-            data_file_nbytes: size of data files that the caller asks for.
-            concurrency: writes in flight that the caller asks for.
+            data_file_nbytes: size of data files requested by the caller.
+            concurrency: writes in flight requested by the caller.
         """
         ...
 
@@ -412,7 +411,7 @@ class Store(Protocol):
         private: bool = False,
         shared: bool = False,
     ) -> Attempt:
-        """Open an attempt to publish `name`, where no other attempt writes.
+        """Open an attempt to publish `name`, with a place of its own for its files.
 
         Args:
             name: one path part.
@@ -424,7 +423,7 @@ class Store(Protocol):
             shared: let other processes `join` it.
 
         Raises:
-            FencedError: the claim was taken over, and that is seen already.
+            FencedError: the claim was taken over, as far as that is visible already.
         """
         ...
 
@@ -439,13 +438,13 @@ class Store(Protocol):
     ) -> JoinedAttempt:
         """Take part in an attempt that another process has begun, or is about to begin.
 
-        Nothing is written before its mark was seen through the store, so that processes that do
-        not share the root find out.
+        Nothing is written before the attempt's mark was seen through the store, which detects
+        processes that do not share the root.
 
         Args:
             name: as `begin`.
             save_id: as `begin`.
-            process: number of this process, above zero; no two of an attempt are equal.
+            process: number of this process, above zero and unique in the attempt.
             timeout_s: how long to look for the attempt.
             private: as `begin`.
 
@@ -457,7 +456,7 @@ class Store(Protocol):
     async def settled(self) -> None:
         """Wait until published checkpoints are whole for other programs, too.
 
-        What fails there is logged, and written by a later save, `sweep` or `collect`.
+        Failures are logged; a later save, `sweep` or `collect` writes the missing files.
 
         Cancellation: stops the waiting only.
         """
@@ -466,7 +465,7 @@ class Store(Protocol):
     async def names(self) -> list[str]:
         """Return the names of all entries that may be checkpoints, valid or not, in no order.
 
-        They may be names that attempts have begun to write.
+        They may include names that attempts have only begun to write.
         """
         ...
 
@@ -478,7 +477,7 @@ class Store(Protocol):
         """Delete the checkpoint: first its name, durably, then its bytes.
 
         Args:
-            name: of the checkpoint.
+            name: name of the checkpoint.
             epoch: the claim under which it is deleted, 0 for none.
 
         Raises:
@@ -506,17 +505,17 @@ class Store(Protocol):
     async def claim(self) -> Claim | None:
         """Take over the right to write below this root.
 
-        On return the claim is durable. Checkpoints that were published under a lower claim until
-        then stay, whatever happens to this process. Later ones do not count: publishing, replacing
-        and deleting under a lower claim raise a `FencedError`. Epoch 0 is below no claim.
+        On return the claim is durable. Checkpoints published under lower claims before that stay,
+        whatever happens to this process. Later ones do not count: publishing, replacing and
+        deleting under a lower claim raise a `FencedError`. Epoch 0 is below no claim.
 
         Returns:
-            The claim, whose epoch is higher than all before; None where two processes could make
-            the same claim, so that there are none.
+            The claim, with a higher epoch than all before; None if the store has no claims, because
+            two processes could make the same one.
 
         Raises:
-            FencedError: another process makes a claim at the same time, and is faster.
-            StoreError: the claim could not be made; nothing changes for those before, or the next
+            FencedError: another process made a claim at the same time, and was faster.
+            StoreError: the claim could not be made; nothing changes for earlier claims, or the next
                 claim completes it.
         """
         ...
@@ -544,7 +543,7 @@ class Store(Protocol):
         """Remove leftovers of older attempts, of any process; return their names.
 
         Args:
-            older_than_s: seconds since anything was written in it.
+            older_than_s: seconds since anything was last written in an attempt.
             dry_run: remove nothing.
         """
         ...
@@ -559,27 +558,27 @@ class NotingStore(Protocol):
     """A store that keeps the last error of each process for the job that continues the run."""
 
     async def keep_note(self, process: int, note: bytes | None) -> None:
-        """Keep a note of a process in place of its last one.
+        """Keep a note of a process, replacing its last one.
 
-        With None, remove the note that was kept through this object, if there is one.
+        With None, remove the note that was kept through this object, if any.
         """
         ...
 
     async def take_notes(self) -> Sequence[bytes]:
-        """Remove the notes of all processes, also of earlier jobs, and return them in no order."""
+        """Remove and return the notes of all processes, including earlier jobs, in no order."""
         ...
 
 
 @runtime_checkable
 class ExportingStore(Protocol):
-    """A store to which files of other formats can be written, too."""
+    """A store to which files of other formats can be written."""
 
     async def begin_export(
         self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
     ) -> Export:
         """Open an attempt for files of another format; see `Store.begin`.
 
-        A file whose path is `name` will be that name itself, as the only one of the attempt.
+        A file whose path is `name` becomes that name itself, as the only file of the attempt.
         """
         ...
 
@@ -595,18 +594,18 @@ class Source:
         spec: global shape and dtype as they are stored.
         leaf: the caller's object; kept alive until staging has ended.
         view: the values in host memory, in the NumPy dtype of `spec.dtype`, without a copy and
-            with any strides; None when they must be fetched (device memory, lazy conjugates).
+            with any strides; None if they must be fetched (device memory, lazy conjugates).
         identity: leaves with equal identity share all bytes and are stored once; None for never.
-        framework: `numpy`, `jax` or `torch`; what `leaves=` calls it.
+        framework: `numpy`, `jax` or `torch`, as in `leaves=`.
         extra: facts to keep with the bytes (PRNG implementation, requires_grad, …), JSON.
-        shards: the distinct boxes that this process can read, each once however many replicas
-            of it there are; None means one that covers the array.
-        views: per shard its values in host memory, as `view`, or None where they must be fetched;
+        shards: the distinct boxes that this process can read, each once regardless of replicas;
+            None for a single one that covers the array.
+        views: the values of each shard in host memory, as `view`, or None if they must be fetched;
             empty without `shards`.
-        stream: whatever the adapter captured in the caller's thread to read the leaf later.
-        partition: how all processes divide the array, where several take part in it: `shards` are
-            then those of this process alone, with all their holders, and there may be none.
-        partial: this process knows only its own `shards`; what the others hold, they say.
+        stream: state that the adapter captured in the caller's thread to read the leaf later.
+        partition: how all processes divide the array, if several share it: `shards` are then those
+            of this process alone, with all their holders, and there may be none.
+        partial: this process knows only its own `shards`; the other processes report theirs.
     """
 
     spec: ArraySpec
@@ -624,25 +623,24 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """What one array leaf is restored to.
+    """Destination of one array leaf of a restore.
 
     Attributes:
         spec: wanted shape and dtype.
         leaf: the caller's `like` leaf or the array to fill.
         buffer: host memory to fill in place, in the NumPy dtype of `spec.dtype`, any strides;
-            None when the pipeline allocates and `place` makes the leaf.
-        boxes: the distinct parts of the array that are wanted, which may leave gaps; None means
-            all of it. `place_parts` takes the values of such a target, one array per box.
-        buffers: per box host memory to fill in place, as `buffer`; empty when the pipeline
+            None if the pipeline allocates and `place` makes the leaf.
+        boxes: the distinct parts of the array that are wanted, possibly with gaps; None for all of
+            it. `place_parts` takes the values of such a target, one array per box.
+        buffers: host memory of each box to fill in place, as `buffer`; empty if the pipeline
             allocates.
         identity: targets with equal identity are the same memory; None when unknown or immutable.
-        span: first and one-past-last byte address of `buffer`, for overlap checks; None where it
-            has memory of its own, or no buffer.
-            Targets with `buffers` see to it themselves that these do not overlap.
+        span: first and one-past-last byte address of `buffer`, for overlap checks; None if it owns
+            its memory, or without a buffer. Adapters ensure that `buffers` do not overlap.
         extra: facts that the saved leaf must agree with (PRNG implementation).
         path: path of the leaf, for the errors of `place`.
-        fill: `place` copies into the leaf's own memory, which is no `buffer` (on a device, or in
-            another byte order).
+        fill: `place` copies into the leaf's own memory, which cannot be a `buffer` (on a device, or
+            in another byte order).
     """
 
     spec: ArraySpec
@@ -675,7 +673,7 @@ class ArrayAdapter(Protocol):
         """Open the leaf for saving.
 
         Raises:
-            UnsupportedLeafError: names the path, what is unsupported, and a cast that is not.
+            UnsupportedLeafError: names the path, what is unsupported, and a cast that helps.
         """
         ...
 
@@ -688,14 +686,14 @@ class ArrayAdapter(Protocol):
 
         Raises:
             UnsupportedLeafError: names the path.
-            DtypeMismatchError: a 64-bit leaf that JAX, as it is set, would truncate.
+            DtypeMismatchError: JAX, as configured, would truncate a 64-bit leaf.
         """
         ...
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
         """Return the finished leaf for `target`, with dtype and shape checked. Blocking.
 
-        `values` belongs to the leaf from here on and never returns to a pool.
+        `values` belongs to the leaf from now on and never returns to a pool.
         """
         ...
 
@@ -741,19 +739,19 @@ class Stateful(Protocol):
 
 
 class HostMemory(Protocol):
-    """Where staging buffers come from. CUDA staging plugs page-locked memory in here."""
+    """Allocator of staging buffers; CUDA staging plugs in page-locked memory."""
 
     name: str
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return a page-aligned buffer of zeros. Blocking; for a worker thread.
 
-        The pages may be touched or not: whoever first writes to them pays for it.
+        The pages may be untouched, in which case the first write to each of them pays for it.
         """
         ...
 
     def free(self, buffer: Bytes) -> None:
-        """Free the buffer's memory, of which no view is alive."""
+        """Free the buffer's memory; no view of it is alive."""
         ...
 
 
@@ -764,14 +762,14 @@ class Coordinator(Protocol):
     to `MAX_MESSAGE_NBYTES`. All methods may be called concurrently, on the engine's loop only.
     None of them uses a collective or a connection of the trainer.
 
-    Cancellation: every method returns at once. A call that its service does not answer goes on in
-    a thread of its own, which is abandoned; what it would have changed may change later.
+    Cancellation: every method returns at once. A call that the service does not answer continues
+    in a thread of its own, which is abandoned; it may still take effect later.
 
     Raises:
         StoreError: the service cannot be reached, or refused the call.
 
     Attributes:
-        name: what it is called in messages: ``jax``, ``torch``, ``directory``, ``single``.
+        name: its name in messages: ``jax``, ``torch``, ``directory``, ``single``.
         process_index: number of this process.
         process_count: number of processes.
     """
@@ -781,19 +779,19 @@ class Coordinator(Protocol):
     process_count: int
 
     async def put(self, key: str, value: bytes) -> None:
-        """Set `key`, whatever it was."""
+        """Set `key`, replacing any value."""
         ...
 
     async def put_once(self, key: str, value: bytes) -> bytes:
-        """Set `key` if it was not set; return the value that was set first."""
+        """Set `key` if it is not set; return the value that was set first."""
         ...
 
     async def look(self, key: str) -> bytes | None:
-        """Return the value of `key`, None if it is not set; without waiting for it."""
+        """Return the value of `key`, None if it is not set, without waiting."""
         ...
 
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Return the value of `key` once it is set, None if it is not after `timeout_s`."""
+        """Return the value of `key` once it is set, None if it is still unset after `timeout_s`."""
         ...
 
     async def list(self, prefix: str) -> Mapping[str, bytes]:
@@ -810,11 +808,11 @@ class Coordinator(Protocol):
 
 
 class Exchange(Protocol):
-    """Collectives by which processes exchange bytes that each has read a piece of.
+    """Collectives by which processes exchange bytes, of which each has read a piece.
 
     Attributes:
-        binding: a member that does not take part leaves the others waiting for ever; otherwise
-            they can be cancelled.
+        binding: a collective cannot be cancelled: if a member does not take part, the others wait
+            forever.
     """
 
     binding: bool
@@ -822,12 +820,12 @@ class Exchange(Protocol):
     async def gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
         """Return the pieces of all members, one after the other; valid until the next call.
 
-        All members call it with pieces of one size, after they have agreed to. Different members
-        may do so at the same time.
+        All members call it with pieces of one size, after they have agreed to. Different sets of
+        members may do so at the same time.
 
         Args:
             members: numbers of the processes, ascending, of which this is one.
-            piece: the bytes of this process; they do not change before the call has ended.
+            piece: the bytes of this process, unchanged until the call has ended.
 
         Cancellation: returns at once, unless `binding`; nothing more may be exchanged.
 
@@ -861,9 +859,9 @@ class ExchangingCoordinator(Coordinator, Protocol):
 
         Args:
             name: a prefix of keys that no other restore has, equal in all processes.
-            in_caller: the thread of the program that waits for the restore, for collectives that
-                must not come from two threads.
-            in_worker: a thread that may block.
+            in_caller: calls in the program's thread that waits for the restore, for collectives
+                that must not be launched from two threads.
+            in_worker: calls in a thread that may block.
             timeout_s: how long a collective waits for its members.
         """
         ...

@@ -20,22 +20,22 @@ Metrics = Mapping[int, Mapping[str, float]]
 class Retention(Protocol):
     """Decides which committed steps stay.
 
-    A policy whose attribute `uses_metrics` is False is given no metrics, which saves reading them.
+    A policy whose attribute `uses_metrics` is False gets no metrics, which saves reading them.
     """
 
     def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
         """Return the steps to keep.
 
         Args:
-            steps: all steps, the newest last. They ascend; where a run has gone back to an earlier
-                step, those that it has saved come after the higher ones of the branch it left.
+            steps: all steps, the newest last. They ascend, except after a run went back to an
+                earlier step: then the steps it has saved follow the higher ones of the old branch.
             metrics: the numbers given to `save`.
         """
         ...
 
 
 class _Policy(ABC):
-    """Policies joined by ``|`` keep what any of them keeps; either side may be a user's own."""
+    """Base of policies that ``|`` can join, also with a user's own; any of them may keep a step."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ class _Policy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(_Policy):
-    """Keep the `n` newest steps: the highest, and before them those of the present run."""
+    """Keep the `n` newest steps; those of the present run count as newer than all others."""
 
     uses_metrics: ClassVar[bool] = False
 
@@ -71,7 +71,7 @@ class KeepLast(_Policy):
 class KeepEvery(_Policy):
     """Keep the steps that are multiples of `k`, step 0 among them.
 
-    Multiples, not every k-th save: what stays does not depend on where a run was resumed.
+    Multiples, not every k-th save, so that the result does not depend on where a run was resumed.
     """
 
     uses_metrics: ClassVar[bool] = False
@@ -79,7 +79,7 @@ class KeepEvery(_Policy):
     k: int
 
     def __post_init__(self) -> None:
-        """Refuse what nothing is a multiple of."""
+        """Refuse a distance below 1."""
         if not _is_count(self.k):
             raise UsageError(
                 f"KeepEvery({self.k!r}): pass the distance between steps to keep, at least 1"
@@ -94,9 +94,8 @@ class KeepEvery(_Policy):
 class KeepBest(_Policy):
     """Keep the `n` steps with the best values of one metric; of equal values the newer step wins.
 
-    A step that was saved without the metric, or with NaN, is never among the best. While that
-    holds for every step there are no best ones, and all stay: a misspelt name deletes nothing, and
-    the report of each save says so.
+    A step that was saved without the metric, or with NaN, is never among the best. If no step has
+    a value, all are kept: a misspelt name deletes nothing, and the report of each save says so.
 
     Attributes:
         n: how many.
@@ -111,7 +110,7 @@ class KeepBest(_Policy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Refuse a count that would keep nothing, and what is no name or mode."""
+        """Refuse a count below 1, and invalid names and modes."""
         if not _is_count(self.n):
             raise UsageError(
                 f"KeepBest({self.n!r}, {self.metric!r}): pass the number of steps to keep, at "
@@ -143,7 +142,7 @@ class KeepBest(_Policy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeepAny(_Policy):
-    """Keep what any of some policies keeps; what ``|`` makes."""
+    """Keep what any of several policies keeps; the result of ``|``."""
 
     policies: tuple[Retention, ...]
 
@@ -161,12 +160,12 @@ class KeepAny(_Policy):
 
 
 def uses_metrics(policy: Retention) -> bool:
-    """Return whether a policy looks at metrics; one that does not say might."""
+    """Return whether a policy looks at metrics; True if it does not say."""
     return bool(getattr(policy, "uses_metrics", True))
 
 
 def concerns(policy: Retention, steps: Sequence[int], metrics: Metrics) -> list[str]:
-    """Return what a person should know about the policy's decision on these steps."""
+    """Return warnings about the policy's decision on these steps."""
     if isinstance(policy, KeepAny):
         return [text for part in policy.policies for text in concerns(part, steps, metrics)]
     if not isinstance(policy, KeepBest) or policy.values(steps, metrics):

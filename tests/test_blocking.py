@@ -42,7 +42,7 @@ once = threading.Lock()
 def cancelled(self):
     cancel(self)
     if once.acquire(blocking=False):
-        tell("cancelling")  # from here on the save cannot be committed any more
+        tell("cancelling")  # from here on the save can no longer be committed
 Job._cancel = cancelled
 
 real = LocalDataFile._write

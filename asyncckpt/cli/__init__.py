@@ -19,9 +19,9 @@ _EXTRA = frozenset(("rich", "typer"))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0: done; what was verified is intact, what was compared is equal. 1: an error of the library,
-    damage, a difference, a question answered with no, or the output could not be written. 2: the
-    command line was wrong, the extra `cli` is missing, or something could not be compared.
+    0: success; verified checkpoints are intact, compared ones equal. 1: an error of the library,
+    damage, a difference, a question answered with no, or the output could not be written. 2: a
+    usage error, the extra `cli` is missing, or the checkpoints could not be compared.
 
     Args:
         arguments: words after the command's name; None for those of the process.
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             print(f"asyncckpt: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        # The rest of the output must not fail once more when the interpreter exits.
+        # The rest of the output must not fail again when the interpreter exits.
         with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 1

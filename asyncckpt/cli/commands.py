@@ -10,14 +10,16 @@ import typer
 
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, gc, opening, tables, timeline, transfer, tune
-from asyncckpt.cli.storage import StorageOption, storage_options
+from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, complain, print_json
+from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UsageError,
 )
+from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nbytes_text
 from asyncckpt.reports.progress import progress_bar
 from asyncckpt.stores.claims import claim_text
@@ -87,7 +89,7 @@ def list_steps(
         print_json([documents.summary(info) for info in infos])
     elif infos:
         tables.show([tables.listing(infos, tables.terminal_width())])
-        # A run without claimed steps need not be asked for its claims.
+        # A run without claimed steps has no claims to look up.
         if any(info.epoch for info in infos):
             claim = opening.last_claim(root, options)
             if claim is not None:
@@ -194,7 +196,7 @@ def _verified(
         if place is not None:
             step = functools.partial(opening.verify_step, *place, options, progress)
             return [_reported(path, place[1], step)]
-        if opening.is_bucket(path):
+        if is_bucket(path):
             raise CheckpointNotFoundError(f"{path}: there is no checkpoint", location=path)
         return [_reported(path, None, whole)]
     except CheckpointNotFoundError:
@@ -213,7 +215,7 @@ def _verified(
 def _listed_step(
     root: str, step: int, options: opening.Options, progress: Callable[[Progress], None]
 ) -> VerifyReport | None:
-    """Verify a step of a run; None, with a note, if it was deleted since it was listed."""
+    """Verify a step of a run; return None, with a message, if it was deleted since listed."""
     location = opening.child(root, step)
     verification = functools.partial(opening.verify_step, root, step, options, progress)
     try:
@@ -223,17 +225,17 @@ def _listed_step(
             text = f"{location}: deleted since the steps were listed; skipped"
             complain(CheckpointNotFoundError(text, location=location))
             return None
-    # It was replaced, and is read again; or it is not a checkpoint, and raises the error again.
+    # Either it was replaced and is read again, or it is not a checkpoint and raises again.
     return _reported(location, step, verification)
 
 
 def _reported(
     path: str, step: int | None, verification: Callable[[], VerifyReport]
 ) -> VerifyReport:
-    """Return the report; a record that cannot be read at all is reported as damage, too."""
+    """Return the report; a record that cannot be read is reported as damage, too."""
     try:
         return verification()
     except CorruptCheckpointError as error:
         location = opening.full_name(path)
-        damage = Damage(None, error.file or opening.RECORD, error.offset, str(error))
+        damage = Damage(None, error.file or RECORD_NAME, error.offset, str(error))
         return VerifyReport(location, step, (damage,), 0, 0, 0.0)

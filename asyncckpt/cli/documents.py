@@ -1,4 +1,4 @@
-"""The reports as JSON that every parser accepts, for `--json`."""
+"""Reports as portable JSON, for `--json`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_ARRAYS = (
     *("path", "kind", "framework", "dtype", "shape", "chunk_shape", "chunk_count"),
     *("nbytes", "stored_nbytes", "compression", "array", "tied_to"),
 )
-"""Members of a `LeafInfo` that are JSON as they are."""
+"""Fields of a `LeafInfo` that are valid JSON as they are."""
 
 
 def summary(info: CheckpointInfo) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def details(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def crc_text(file: FileInfo) -> str | None:
-    """Return the checksum of a file as hex; None where there is none."""
+    """Return the checksum of a file as hex, None without one."""
     return None if file.crc32c is None else f"{file.crc32c:08x}"
 
 
@@ -103,7 +103,7 @@ def number(value: float) -> float | str:
 
 
 def created(info: CheckpointInfo) -> datetime.datetime:
-    """Return when the checkpoint was committed, in the local time zone."""
+    """Return the time of the commit in the local time zone."""
     return datetime.datetime.fromtimestamp(info.created_ns / 1e9).astimezone()
 
 

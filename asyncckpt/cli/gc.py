@@ -10,7 +10,7 @@ import typer
 
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import opening, tables
-from asyncckpt.cli.storage import StorageOption, storage_options
+from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, print_json
 from asyncckpt.errors import UsageError
 

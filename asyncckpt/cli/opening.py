@@ -1,36 +1,69 @@
-"""Locations on the command line: each is a checkpoint, or the root of a run."""
+"""Locations on the command line, each a checkpoint or the root of a run, and their options."""
 
-# Rule: only this module of the command line tells paths and URLs apart.
+# Rule 1: only this module of the command line tells paths and URLs apart.
+# Rule 2: a value of `--storage-option`, or text that may be one, is never printed: it may be a
+#   secret.
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import typer
 
 import asyncckpt.blocking as blocking
 from asyncckpt.checkpoint.open import MAX_ENTRIES
+from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.shield import together
-from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.ports import Claim, Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url, without_scheme
 
-RECORD = "checkpoint.json"
+StorageOption = Annotated[
+    list[str],
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        help="Option of the client of a URL, such as endpoint_url=…; JSON or text; repeatable.",
+    ),
+]
 
 Options = Mapping[str, Any] | None
 """The values of `--storage-option`; for URLs only."""
 
 LOOKED_AT_ONCE = 16
-"""Steps of a run inspected at the same time: each takes two round trips to a bucket."""
+"""Steps of a run inspected concurrently: each takes two round trips to a bucket."""
 
 T = TypeVar("T")
+
+
+def storage_options(words: Sequence[str]) -> Options:
+    """Return the options by key, None for no words; a value that is not JSON is text.
+
+    Raises:
+        UsageError: a word is not KEY=VALUE, or a key comes twice.
+    """
+    options: dict[str, Any] = {}
+    for word in words:
+        key, separator, text = word.partition("=")
+        if not separator or not key.isidentifier():
+            raise UsageError("--storage-option: pass KEY=VALUE, for example profile=training")
+        if key in options:
+            raise UsageError(f"--storage-option: {key} is given twice", found=key)
+        try:
+            options[key] = json.loads(text)
+        except (ValueError, RecursionError):
+            options[key] = text
+    return options or None
 
 
 def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpointer]:
@@ -39,7 +72,7 @@ def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpoin
 
 
 def full_name(location: str) -> str:
-    """Return the location as reports name it: an absolute path, or a normalized URL."""
+    """Return the location as in reports: an absolute path or a normalized URL."""
     if not is_url(location):
         return os.path.abspath(without_scheme(location))
     return str(parse_url(location))
@@ -51,17 +84,12 @@ def child(root: str, step: int) -> str:
 
 
 def step_of(location: str) -> tuple[str, int] | None:
-    """Return root and step of a location that ends in the number of a step; None for others."""
+    """Return root and step of a location that ends in a step number, else None."""
     root, separator, name = full_name(location).rpartition("/")
     # A bucket or host follows the `//` of a URL.
     if not separator or root.endswith(":/") or not STEP_NAME.fullmatch(name):
         return None
     return root or "/", int(name)
-
-
-def is_bucket(location: str) -> bool:
-    """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
-    return is_url(location) and not parse_url(location).parts
 
 
 def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncCheckpointError]:
@@ -80,7 +108,7 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
                     f"`asyncckpt show {root}`",
                     location=root,
                 )
-            # The root may be that of Orbax, whose steps can be read too.
+            # It may be a root of Orbax, whose steps can be read, too.
             steps = candidates(root, options)
 
         def look(step: int) -> CheckpointInfo | AsyncCheckpointError | None:
@@ -96,7 +124,7 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
 
 
 def check_directory(root: str) -> None:
-    """Check that a local root is a directory; a URL exists through what is below it.
+    """Check that a local root is a directory; URLs pass.
 
     Raises:
         CheckpointNotFoundError: it is not a directory.
@@ -118,7 +146,7 @@ def inspect_step(
 
 
 def inspect_location(location: str, options: Options, *, timeline: bool = False) -> CheckpointInfo:
-    """Describe a checkpoint; the newest step where the location is the root of a run.
+    """Describe a checkpoint, or the newest step if the location is the root of a run.
 
     Raises:
         CheckpointNotFoundError: the location is neither.
@@ -140,7 +168,7 @@ def inspect_location(location: str, options: Options, *, timeline: bool = False)
 def candidates(root: str, options: Options) -> list[int]:
     """Return the steps below a root that have a record, valid or not, ascending.
 
-    Where none has one, return all: they may be those of another library.
+    If none has one, return all: they may belong to another library.
     """
     if is_url(root):
         return _at_store(root, options, _candidates)
@@ -162,10 +190,10 @@ def verify_step(
 
 
 def removable(location: str, options: Options) -> tuple[str, int]:
-    """Return root and step of what is to be removed, which has a record.
+    """Return root and step of a location to remove, which has a record.
 
     Raises:
-        UsageError: the location does not end in the number of a step.
+        UsageError: the location does not end in a step number.
         CheckpointNotFoundError: there is no checkpoint.
     """
     place = step_of(location)
@@ -187,7 +215,7 @@ def removable(location: str, options: Options) -> tuple[str, int]:
 def has_record(location: str, options: Options) -> bool:
     """Return whether a directory or prefix has a commit record, valid or not."""
     if not is_url(location):
-        return os.path.isfile(os.path.join(without_scheme(location), RECORD))
+        return os.path.isfile(os.path.join(without_scheme(location), RECORD_NAME))
     root, separator, name = full_name(location).rpartition("/")
     if not separator or is_bucket(location):
         return False
@@ -195,7 +223,7 @@ def has_record(location: str, options: Options) -> bool:
 
 
 def last_claim(root: str, options: Options) -> Claim | None:
-    """Return the last claim of a run that can be read; None if it was never claimed."""
+    """Return the last readable claim of a run; None if it was never claimed."""
 
     async def last(store: Store) -> Claim | None:
         return next(reversed(await store.claims()), None)
@@ -203,7 +231,7 @@ def last_claim(root: str, options: Options) -> Claim | None:
     return _at_store(root, options, last)
 
 
-# -- on an engine of its own
+# -- on a separate engine
 
 
 def _at_store(root: str, options: Options, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
@@ -223,7 +251,7 @@ async def _has_record(store: Store, name: str) -> bool:
         return False
     finally:
         await files.close()
-    return any(entry.name == RECORD and not entry.is_directory for entry in entries)
+    return any(entry.name == RECORD_NAME and not entry.is_directory for entry in entries)
 
 
 async def _candidates(store: Store) -> list[int]:

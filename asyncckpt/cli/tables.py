@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,28 +23,28 @@ from asyncckpt.reports import (
 )
 
 STYLED_ROWS = 2000
-"""Rows laid out for the terminal; rich takes a third of a millisecond for each."""
+"""Most rows laid out for the terminal; rich takes a third of a millisecond per row."""
 
 SHORT = 48
-"""Characters of metadata and values shown in a table; `--json` has them whole."""
+"""Most characters of metadata and values in a table; `--json` has them whole."""
 
 GAP = "  "
 """Between two columns, in a terminal too."""
 
 
-def console(file: TextIO | None = None) -> Console:
+def console() -> Console:
     """Return a console that prints text as it is: no markup, no highlighting."""
-    return Console(file=file or sys.stdout, markup=False, highlight=False, emoji=False)
+    return Console(markup=False, highlight=False, emoji=False)
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that standard output is; None for a pipe or file."""
+    """Return the width of the terminal in columns; None if standard output is a pipe or file."""
     printer = console()
     return printer.width if printer.is_terminal else None
 
 
 def printable(text: str) -> str:
-    """Escape characters that control a terminal: a checkpoint may have been written by anyone."""
+    """Escape terminal control characters: a checkpoint may come from anyone."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode-escape").decode() for c in text)
@@ -53,7 +52,7 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table before it is printed; columns whose title starts with ``>`` are flush right."""
+    """A table to print; columns whose title starts with ``>`` are right-aligned."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -101,9 +100,9 @@ def _plain(grid: Grid) -> Iterator[str]:
 
 
 def listing(infos: Sequence[CheckpointInfo], width: int | None) -> Grid:
-    """Return the steps of a run, one line each: metrics and metadata take what is left of `width`.
+    """Return the steps of a run, one line each; metrics and metadata fill the rest of `width`.
 
-    Columns that would be narrower than their titles are left out.
+    These two columns are left out if they would be narrower than their titles.
     """
     columns = {
         ">step": [str(info.step) for info in infos],
@@ -146,7 +145,7 @@ def heading(info: CheckpointInfo) -> Grid:
 
 
 def _saved_text(info: CheckpointInfo) -> str:
-    """Return time, library and identity of the save, as far as the format has them."""
+    """Return time, library and id of the save, as far as the format has them."""
     when = time_text(info)
     by = f"by {info.library}" if info.library else ""
     save = f", save {info.save_id}" if info.save_id else ""
@@ -160,7 +159,7 @@ def leaves(info: CheckpointInfo) -> Grid:
 
 
 def files(info: CheckpointInfo) -> Grid:
-    """Return the files of a checkpoint, without its record."""
+    """Return the files of a checkpoint except its record."""
     rows = [[f.path, nbytes_text(f.nbytes), crc_text(f) or ""] for f in info.files]
     return Grid(["file", ">size", "crc32c"], rows)
 
@@ -207,7 +206,7 @@ def _change_row(leaf: LeafDifference) -> Sequence[str]:
 
 
 def time_text(info: CheckpointInfo) -> str:
-    """Return the local time to the second, empty where the format has no time."""
+    """Return the local time to the second, empty if the format has none."""
     if not info.created_ns:
         return ""
     return created(info).strftime("%Y-%m-%d %H:%M:%S")
@@ -219,7 +218,7 @@ def short(text: str, room: int = SHORT) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float], room: int = SHORT) -> str:
-    """Return as many metrics as fit, none of them cut: half a number is another number."""
+    """Return as many whole metrics as fit: a truncated number would be another number."""
     parts = [f"{name}={value:.6g}" for name, value in metrics.items()]
     whole = " ".join(parts)
     if len(whole) <= room:
@@ -243,7 +242,7 @@ def _branch(node: Any, label: str, depth: int) -> Iterator[Sequence[str]]:
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, child in items:
         leaf = _first_leaf(child)
-        # As paths spell it, which is what include= takes; an empty container has no path.
+        # As spelled in paths, for include=; an empty container has no path.
         part = str(key) if leaf is None else leaf.path.split("/")[depth]
         yield from _branch(child, part, depth + 1)
 
@@ -251,7 +250,8 @@ def _branch(node: Any, label: str, depth: int) -> Iterator[Sequence[str]]:
 def _leaf_row(leaf: LeafInfo, label: str, depth: int) -> Sequence[str]:
     name = "  " * max(0, depth - 1) + (label or "(the tree itself)")
     if leaf.kind != "array":
-        return [name, leaf.kind, "", "", "", "", short(_value_text(leaf.value))]
+        value = json.dumps(leaf.value) if isinstance(leaf.value, str) else repr(leaf.value)
+        return [name, leaf.kind, "", "", "", "", short(value)]
     notes = []
     if leaf.tied_to is not None:
         notes.append(f"tied to {leaf.tied_to}")
@@ -280,7 +280,3 @@ def _first_leaf(node: Any) -> LeafInfo | None:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) if shape else "()"
-
-
-def _value_text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)

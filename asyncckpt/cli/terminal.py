@@ -1,4 +1,4 @@
-"""Progress bar, errors and JSON of every command."""
+"""Options, errors and JSON that commands share."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def complain(error: AsyncCheckpointError) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print the document as JSON."""
+    """Print a JSON document."""
     typer.echo(json.dumps(document, indent=1, allow_nan=False))

@@ -10,16 +10,16 @@ from asyncckpt.reports import Span, Timeline, nbytes_text, rate_text
 from asyncckpt.reports.timeline import Stage
 
 SHADES = " ░▒▓█"
-"""From a cell whose time was idle to one whose time was busy throughout."""
+"""From a cell that was idle to one that was busy all the time."""
 
 WIDTH = 48
-"""Cells of a bar in a pipe or file, and the most of one in a terminal is twice that."""
+"""Cells of a bar in a pipe or file; in a terminal at most twice as many."""
 
 
 def gantt(timeline: Timeline, width: int | None) -> Grid:
     """Return a line per stage: a bar over the time of the save, times, bytes and rate.
 
-    `width` is that of the terminal in columns, None for a pipe or file.
+    `width` is the width of the terminal in columns, None for a pipe or file.
     """
     several = len(timeline.processes()) > 1
     stages = {
@@ -50,7 +50,7 @@ def _facts(stage: Stage) -> list[str]:
 
 
 def _bar(spans: Iterable[Span], end_s: float, cells: int) -> str:
-    """Return a bar: each cell is shaded by the share of its time in which a lane was busy."""
+    """Return a bar whose cells are shaded by the share of time in which a lane was busy."""
     busy = [0.0] * cells
     done = 0.0  # in cells
     for span in spans:  # by start
@@ -60,5 +60,5 @@ def _bar(spans: Iterable[Span], end_s: float, cells: int) -> str:
         for cell in range(int(start), min(cells, int(end) + 1)):
             busy[cell] += max(0.0, min(end, cell + 1) - max(start, cell))
     most = len(SHADES) - 1
-    # The shortest stage is seen, too.
+    # Rounded up, so that the shortest stage is visible, too.
     return "".join(SHADES[min(most, int(share * most + 0.999))] for share in busy)

@@ -11,7 +11,7 @@ import typer
 
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, tables
-from asyncckpt.cli.storage import StorageOption, storage_options
+from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, complain, print_json
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.options import LeafOptions, RestoreOptions, SaveOptions

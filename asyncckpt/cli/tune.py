@@ -6,13 +6,13 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import opening, tables
-from asyncckpt.cli.storage import StorageOption, storage_options
+from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, print_json
 from asyncckpt.cli.transfer import size_nbytes
 from asyncckpt.errors import UsageError
@@ -71,13 +71,9 @@ def tune(
     if plot:
         save_plot(report, plot)
     if as_json:
-        print_json(_document(report))
+        print_json({**dataclasses.asdict(report), "best_nbytes_per_s": report.best_nbytes_per_s})
     else:
         _show(report)
-
-
-def _document(report: TuneReport) -> dict[str, Any]:
-    return {**dataclasses.asdict(report), "best_nbytes_per_s": report.best_nbytes_per_s}
 
 
 def _show(report: TuneReport) -> None:

@@ -9,7 +9,6 @@ from asyncckpt.arguments import (
     ConvertArguments,
     Location,
     ProgressCallback,
-    checked_location,
     completed,
     documented,
 )
@@ -30,19 +29,19 @@ async def convert(
     max_file_nbytes: int | None = None,
     **arguments: Unpack[ConvertArguments],
 ) -> ConvertReport:
-    """Write what `source` holds to `destination`, in another format, whole and durable.
+    """Convert `source` to another format at `destination`, whole and durable.
 
     Leaves are read, checked and written box by box, within the byte budget; nothing is visible
-    before it is whole, and leftovers of a conversion that died are removed by the next one. Ties,
-    scalars, containers, metadata and metrics are kept.
+    before it is whole, and the next conversion removes leftovers of one that died. Ties, scalars,
+    containers, metadata and metrics are kept.
 
     Args:
         source: a checkpoint of any format that `restore` reads, a safetensors file, or the root of
             a run, which means its newest step.
         destination: where to write. A path that ends in ``<root>/<step>`` becomes that step.
-        to: ``"asyncckpt"`` or ``"safetensors"``; None: safetensors where the destination ends in
-            ``.safetensors``, which is then one file. Without that suffix a safetensors destination
-            is a directory, with an index where it has several files.
+        to: ``"asyncckpt"`` or ``"safetensors"``; None: safetensors if the destination ends in
+            ``.safetensors``, which is then a single file. Without that suffix a safetensors
+            destination is a directory, with an index if it has several files.
         max_file_nbytes: size at which a safetensors directory continues in its next file.
         metadata: JSON values added to those of the source.
         overwrite: replace what is at the destination, atomically.
@@ -51,18 +50,17 @@ async def convert(
         storage_options: options of the file system for URLs.
         progress: called on an engine's thread with a `Progress`.
 
-    Cancellation: waits for reads and writes that are running, removes what was written, then
-    raises.
+    Cancellation: waits for running reads and writes, removes what was written, then raises.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `source`.
         CheckpointExistsError: something exists at `destination`.
         CorruptCheckpointError: names leaf, file and offset; nothing was written.
-        UsageError: the format cannot hold a leaf; names it, and what to do. Nothing was written.
+        UsageError: the format cannot hold a leaf; names it and a way out. Nothing was written.
     """
     given = completed(ConvertArguments, arguments)
     target = destination_of(
-        checked_location("destination", destination),
+        destination,
         to,
         overwrite=given.pop("overwrite"),
         max_file_nbytes=max_file_nbytes,
@@ -78,10 +76,10 @@ async def export(
     to: Literal["orbax"] = "orbax",
     **arguments: Unpack[ConvertArguments],
 ) -> ConvertReport:
-    """Write what `source` holds to `destination`, where Orbax can restore it.
+    """Write `source` to `destination` in a form that Orbax can restore.
 
-    Orbax restores checkpoints of this library as they are, unless a leaf is stored in pieces: here
-    every leaf becomes one array. Arguments, cancellation, errors: as `convert`; in addition:
+    Orbax restores checkpoints of this library as they are, unless a leaf is stored in pieces: this
+    makes every leaf one array. Arguments, cancellation, errors: as `convert`; in addition:
 
     Raises:
         UnsupportedLeafError: Orbax cannot hold a leaf; names it. Nothing was written.
@@ -90,7 +88,7 @@ async def export(
     if to != "orbax":
         raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
     target = destination_of(
-        checked_location("destination", destination),
+        destination,
         "asyncckpt",
         orbax=True,
         overwrite=given.pop("overwrite"),
@@ -117,7 +115,7 @@ async def diff(
         storage_options: options of the file system for URLs.
         progress: called on an engine's thread with a `Progress`.
 
-    Cancellation: waits for reads that are running, then raises.
+    Cancellation: waits for running reads, then raises.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at one of the locations.

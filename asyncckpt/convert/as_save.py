@@ -1,4 +1,4 @@
-"""Saving a stored checkpoint of any format: an ordinary save that reads its leaves as it goes."""
+"""Saving a stored checkpoint of any format, as an ordinary save that reads leaves on the fly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StoredLeaf:
     number: int
 
     def devices(self) -> Sequence[str]:
-        """Return devices as a `jax.Array` does."""
+        """Return the devices, as `jax.Array.devices`."""
         return (DEVICE,)
 
 
@@ -54,7 +54,7 @@ class StoredAdapter(NumpyAdapter):
 
 
 def capture_stored(reader: LeafReader) -> Snapshot:
-    """Return the checkpoint's structure and scalars, and its arrays as sources that read it."""
+    """Return a snapshot of the checkpoint, with arrays as sources that read it."""
     opened = reader.opened
     kinds, values = opened.leaves.kind, opened.leaves.value
     result = Snapshot(
@@ -68,7 +68,7 @@ def capture_stored(reader: LeafReader) -> Snapshot:
     tied = opened.arrays.tied
     seen: dict[tuple[int, ...], int] = {}
     for leaf, kind in enumerate(kinds):
-        spec = reader.spec(leaf)
+        spec = reader.specs[leaf]
         if spec is None:
             result.scalars[leaf] = decode_scalar(kind, values[leaf])
             continue
@@ -151,7 +151,7 @@ async def _check_orbax(
 def _leaf_options(
     target: Target, reader: LeafReader, taken: Snapshot
 ) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
-    """Return the user's options, with chunks like the source's where others would be read twice."""
+    """Return the user's options, with the source's chunks where others would be read twice."""
     own = target.options.leaf_options
     most = sizes_for(target.runtime, target.store, taken.nbytes, target.options).chunk_limit_nbytes
     largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)

@@ -39,7 +39,7 @@ from asyncckpt.save.commit import DATABASE
 from asyncckpt.stores.objects.clients.opening import multipart_options
 
 LARGEST_CHUNK_NBYTES = 1 * GIB
-"""Largest chunk that keeps the shape of the source's, where another shape would cost more reads."""
+"""Largest chunk that keeps the source's shape if another shape would need more reads."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -62,14 +62,14 @@ class Conversion(Work[ConvertReport]):
         self._source_options, options_of_destination = options_of(
             (source, destination.location), storage_options
         )
-        # Stored leaves do not change: there is nothing to hold or to wait for.
+        # Stored leaves do not change, so there is nothing to hold or to wait for.
         options = dataclasses.replace(typed("options", options, SaveOptions), snapshot="copy")
         if destination.format == "safetensors" and options.compression is not None:
             raise UsageError(
                 f"{destination.location}: safetensors files are not compressed; leave "
                 "compression out"
             )
-        if destination.format == "safetensors":  # of any size, as one object
+        if destination.format == "safetensors":  # files of any size, each one object
             options_of_destination = multipart_options(destination.location, options_of_destination)
         packing = options.compression is not None or options.leaf_options is not None
         reading, cache, writing = shares(options.host_memory_nbytes, packing=packing)
@@ -112,7 +112,7 @@ class Conversion(Work[ConvertReport]):
     async def _convert(self, begun: float) -> ConvertReport:
         await self._refuse_existing()
         origin = await self._open(self._source, self._source_options)
-        try:  # leftovers of conversions and saves that died beside the destination
+        try:  # remove leftovers of conversions and saves that died next to the destination
             await self._target.store.sweep()
         except AsyncCheckpointError as error:
             logger.warning("%s could not be swept: %s", self._target.store.url, error)
@@ -168,6 +168,6 @@ class Conversion(Work[ConvertReport]):
             return bool(names)
         if not others:
             return False
-        # On object stores, aborted attempts leave data below the very name.
+        # On object stores, aborted attempts leave data below the same name.
         below = await files.entries(DATABASE, max_entries=MAX_ENTRIES)
         return any(entry.name != "d" for entry in below)

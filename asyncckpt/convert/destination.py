@@ -20,10 +20,10 @@ from asyncckpt.spec import ArraySpec
 Format = Literal["asyncckpt", "safetensors"]
 
 Facts = dict[str, Any]
-"""Members of the `ConvertReport` that the writers of a format know."""
+"""Fields of the `ConvertReport` that the writer of a format provides."""
 
 SET_FILE_NBYTES = 5 * GIB
-"""Size at which a set of safetensors files continues in the next one, as hubs ask for."""
+"""Size at which a set of safetensors files continues in the next file, as hubs require."""
 
 WHOLE_NBYTES = 8 * MIB
 """Leaves up to this size fit into any cache: the order of their chunks does not matter."""
@@ -38,7 +38,7 @@ class Destination:
         format: ``asyncckpt`` or ``safetensors``.
         orbax: Orbax must be able to restore it.
         overwrite: replace what exists there.
-        max_file_nbytes: size at which a set of safetensors files continues in the next one; None
+        max_file_nbytes: size at which a set of safetensors files continues in the next file; None
             for a single file.
     """
 
@@ -57,11 +57,16 @@ def destination_of(
     overwrite: bool,
     max_file_nbytes: int | None = None,
 ) -> Destination:
-    """Return the destination that the arguments of a call describe.
+    """Return the destination described by the arguments of a call.
 
     Raises:
         UsageError: they contradict each other.
     """
+    if not isinstance(location, (str, os.PathLike)):
+        raise UsageError(
+            f"destination={location!r:.80}: pass a path (str or os.PathLike) or a URL",
+            found=location,
+        )
     is_file = str(os.fspath(location)).endswith(SUFFIX)
     if to not in (None, "asyncckpt", "safetensors"):
         raise UsageError(
@@ -94,11 +99,11 @@ def destination_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Destination while it is being written: by which runtime, under which name in which store.
+    """Destination while it is being written: runtime, store and name.
 
     Attributes:
         metadata: added to the user's metadata.
-        largest_nbytes: largest chunk that keeps the shape of the source's.
+        largest_nbytes: largest chunk that may keep the shape of the source's.
     """
 
     destination: Destination

@@ -22,12 +22,12 @@ from asyncckpt.reports import DiffReport, LeafDifference, Progress
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 
 BATCH_LEAVES = 1024
-"""Small leaves compared by one call of a worker."""
+"""Most small leaves compared in one call of a worker."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pair:
-    """Array leaf that both checkpoints have, in the same shape."""
+    """Array leaf of both checkpoints, with equal shapes."""
 
     path: str
     leaves: tuple[int, int]
@@ -93,7 +93,7 @@ class Comparison(Work[DiffReport]):
             difference = described(a, leaf, b, other, bitwise=self._bitwise)
             if difference is not None:
                 changed[leaf] = difference
-            specs = a.spec(leaf), b.spec(other)
+            specs = a.specs[leaf], b.specs[other]
             if specs[0] is not None and specs[1] is not None and specs[0].shape == specs[1].shape:
                 pairs.append(_Pair(path, (leaf, other), (specs[0], specs[1])))
         a.in_order([pair.leaves[0] for pair in pairs])

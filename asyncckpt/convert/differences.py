@@ -17,11 +17,9 @@ from asyncckpt.reports import LeafDifference
 from asyncckpt.spec import Box
 
 NOTED = 5
-"""Containers that a note lists."""
+"""Most containers that a note lists."""
 
 Values = npt.NDArray[Any]
-
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(slots=True)
@@ -64,12 +62,8 @@ class Difference:
         """Add the differences of `other`; the result does not depend on the order."""
         if not other.count:
             return
-        first = (-self.largest, self.index) if self.count else (math.inf, ())
-        self.largest, self.index = (
-            (other.largest, other.index)
-            if (-other.largest, other.index) < first
-            else (self.largest, self.index)
-        )
+        best = min((-found.largest, found.index) for found in (self, other) if found.count)
+        self.largest, self.index = -best[0], best[1]
         self.count += other.count
         self.nan_count += other.nan_count
         self.largest_relative = max(self.largest_relative, other.largest_relative)
@@ -83,8 +77,8 @@ class Difference:
 def _bits(values: Values) -> Values:
     values = np.ascontiguousarray(values)
     size = values.dtype.itemsize
-    if size in _BITS:
-        return values.view(_BITS[size])
+    if size <= 8:
+        return values.view(f"u{size}")
     return values.reshape(-1).view(np.uint64).reshape(values.size, size // 8)
 
 
@@ -106,11 +100,11 @@ def _parts(values: Values) -> Values:
 
 
 def _wide(values: Values) -> Values:
-    """Return the values in a dtype of NumPy itself that holds each of them."""
+    """Return the values in a native dtype of NumPy that holds each of them."""
     kind = values.dtype.kind
     if kind in "biufc":
         return values
-    # int4, bfloat16 and the float8 kinds of ml_dtypes.
+    # int4, bfloat16 and the float8 dtypes of ml_dtypes.
     return values.astype(np.int8 if values.dtype.name == "int4" else np.float32)
 
 
@@ -150,7 +144,7 @@ def _integer_distance(a: Values, b: Values) -> Values:
 def _kind(reader: LeafReader, leaf: int) -> str:
     """Return the kind of a leaf, apart from shape and dtype."""
     kind = reader.opened.leaves.kind[leaf]
-    if reader.spec(leaf) is None:
+    if reader.specs[leaf] is None:
         return kind
     facts = reader.opened.leaves.extra.get(leaf, {})
     if "python" in facts:
@@ -166,9 +160,9 @@ def described(
     kinds = _kind(a, leaf), _kind(b, other)
     if kinds[0] != kinds[1]:
         return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
-    first, second = a.spec(leaf), b.spec(other)
+    first, second = a.specs[leaf], b.specs[other]
     if first is None or second is None:
-        # Of two `bytes`, only the longer may be stored as an array.
+        # Of two `bytes` values, the longer may be stored as an array, the other not.
         values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
         if first is second and _same_scalar(kinds[0], *values, bitwise=bitwise):
             return None
@@ -188,7 +182,7 @@ def _same_scalar(kind: str, first: Any, second: Any, *, bitwise: bool) -> bool:
 
 
 def _text(reader: LeafReader, leaf: int) -> str:
-    kind, spec = _kind(reader, leaf), reader.spec(leaf)
+    kind, spec = _kind(reader, leaf), reader.specs[leaf]
     if spec is not None:
         return f"{kind} {spec}"
     return f"{kind} {decode_scalar(kind, reader.opened.leaves.value[leaf])!r:.80}"
@@ -219,6 +213,6 @@ def _containers(origin: Origin) -> dict[str, str]:
     structure = origin.opened.structure()
     kinds: dict[str, str] = {}
     for path, node in zip(structure.node_paths(), structure.nodes, strict=True):
-        # A stateful object and its state dict have one path: the outer kind counts.
+        # A stateful object and its state dict share a path: the outer kind counts.
         kinds.setdefault(path, node.kind)
     return kinds

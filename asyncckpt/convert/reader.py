@@ -1,11 +1,11 @@
 """Reading any box of any leaf of an open checkpoint, from threads, within bounded memory."""
 
-# Rule 1: chunks are read, checked and decoded whole, by the runtime of the reader; the threads of
-#   its callers wait, and must belong to another runtime, or a pool would wait for itself.
-# Rule 2: leaves are read in about the order that is given: small chunks that follow another in that
-#   order are read along with it.
-# Rule 3: a thread that waits for room in the cache holds no block, so that others can
-#   release theirs (test_many_threads_within_a_small_bound_read_everything).
+# Rule 1: chunks are read, checked and decoded whole, by the runtime of the reader; callers wait in
+#   threads of another runtime, or a pool would wait for itself.
+# Rule 2: leaves are read roughly in the announced order: small chunks that follow in that order are
+#   read along.
+# Rule 3: a thread that waits for room in the cache holds no block, so that others can release
+#   theirs (test_many_threads_within_a_small_bound_read_everything).
 
 from __future__ import annotations
 
@@ -31,25 +31,30 @@ from asyncckpt.planning.restore import Request, cells_overlapping, intersection,
 from asyncckpt.restore.decode import Destination, flat_target
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.runtime import Runtime
-from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
+from asyncckpt.spec import DTYPES, Box, ChunkGrid
 
 Values = npt.NDArray[Any]
 
 AHEAD_NBYTES = 8 * MIB
-"""Small chunks are read together up to this size: a read of 100 bytes costs a round trip through
-two threads, as one of 8 MiB does."""
+"""Small chunks are read together up to this size: a read of 100 bytes takes the same round trip
+through two threads as one of 8 MiB."""
 
 ALONE_NBYTES = 4 * MIB
-"""Chunks from this size on are read by themselves."""
+"""Chunks from this size on are read separately."""
 
 AHEAD_ROWS = 8192
-"""Chunks read together, however small."""
+"""Most chunks read together, however small."""
 
 
 class Block:
-    """Chunks that are loaded and dropped together: the elements of each row, once loaded.
+    """Chunks that are loaded and dropped together.
 
-    It has `users` that have not released it, and `left` elements that were not read yet.
+    Attributes:
+        rows: rows of the chunks.
+        nbytes: decoded bytes.
+        loaded: elements of each row.
+        users: readers that have not released the block.
+        left: elements that were not read yet.
     """
 
     __slots__ = ("left", "loaded", "nbytes", "rows", "users")
@@ -70,10 +75,10 @@ class Blocks:
     and may be called from any thread.
 
     Args:
-        capacity_nbytes: bytes of all blocks together.
-        group: returns the rows to load for one that is needed, itself first, without those that
-            are present, and their bytes.
-        load: returns the elements of some rows.
+        capacity_nbytes: upper limit for all blocks together.
+        group: returns the rows to load together with a needed one (which comes first), without
+            those that are present, and their bytes.
+        load: returns the elements of rows.
     """
 
     def __init__(
@@ -159,8 +164,14 @@ class Blocks:
 class LeafReader:
     """Reader of boxes of the leaves of one checkpoint, used by many threads at a time.
 
-    The runtime is not that of the threads that call `read`. `cache_nbytes` bound the decoded chunks
+    The threads that call `read` belong to another runtime. `cache_nbytes` limits the decoded chunks
     in memory; a larger chunk is held alone.
+
+    Attributes:
+        pieces: arrays of each leaf; none for scalars.
+        paths: path of each leaf.
+        specs: shape and dtype of each leaf; None for scalars.
+        read_nbytes: bytes read so far.
     """
 
     def __init__(
@@ -172,13 +183,13 @@ class LeafReader:
         self.cache_nbytes = cache_nbytes
         self.pieces = opened.leaf_pieces()
         self.paths = opened.structure().paths()
-        self._specs = [opened.leaf_spec(own) if own else None for own in self.pieces]
+        self.specs = [opened.leaf_spec(own) if own else None for own in self.pieces]
         self._grids = [storage.grid for storage in opened.storages]
         self._counts = [grid.chunk_count for grid in self._grids]
         self._dtypes = [DTYPES[storage.spec.dtype] for storage in opened.storages]
         self._leaf_of = {p.array: leaf for leaf, own in enumerate(self.pieces) for p in own}
         self._stored = opened.stored()
-        # Arrays with rows of their own, the first row of each, and the decoded bytes of each row.
+        # Arrays that are not tied to others, the first row of each, and decoded bytes per row.
         tied, specs = opened.arrays.tied, opened.arrays.spec
         owners = [a for a, kind in enumerate(specs) if a not in tied and self._counts[kind]]
         self._owners, self._owner_rows = np.array(owners, np.int64), self._stored.first_row[owners]
@@ -188,7 +199,7 @@ class LeafReader:
         self._turn = np.zeros(opened.row_count, np.int64)
         self.in_order(range(len(self.pieces)))
         self._indices: dict[int, BoxIndex] = {}
-        # The row of each leaf that is one chunk as a whole, which nearly all small ones are.
+        # The row of each leaf that consists of one chunk, as nearly all small leaves do, else -1.
         self._single = [self._single_row(own) for own in self.pieces]
         self._blocks = Blocks(cache_nbytes, self._group, self._load)
         self._lock = threading.Lock()
@@ -203,7 +214,7 @@ class LeafReader:
             for first in (self.opened.first_rows[piece.array],)
         ]
         order = np.concatenate([np.zeros(0, np.int64), *rows])
-        # Tied arrays share rows: the first turn counts.
+        # Tied arrays share rows: the first occurrence counts.
         _, firsts = np.unique(order, return_index=True)
         self._sequence = order[np.sort(firsts)]
         self._turn[self._sequence] = np.arange(len(self._sequence))
@@ -234,10 +245,6 @@ class LeafReader:
         finally:
             self._blocks.release(block, out.size)
 
-    def spec(self, leaf: int) -> ArraySpec | None:
-        """Return shape and dtype of a leaf; None for scalars."""
-        return self._specs[leaf]
-
     def parts(self, leaf: int) -> list[Part]:
         """Return the arrays of a leaf: the offset of each, and its grid."""
         return [(piece.offset, self._grid(piece.array)) for piece in self.pieces[leaf]]
@@ -261,7 +268,7 @@ class LeafReader:
         return self.opened.first_rows[array] if one else -1
 
     def _overlaps(self, leaf: int, box: Box, out: Values) -> Iterator[tuple[int, Box, Values]]:
-        """Yield array, part and memory for that part, for all arrays that overlap the box."""
+        """Yield array, part of it and memory for that part, for all arrays that overlap the box."""
         pieces = self.pieces[leaf]
         if len(pieces) == 1:
             yield pieces[0].array, box, out
@@ -280,7 +287,7 @@ class LeafReader:
     # -- loading
 
     def _group(self, row: int, present: Container[int]) -> tuple[list[int], int]:
-        """Return the row, and small ones that will be wanted soon after it."""
+        """Return the row and small ones that will be wanted soon after it, and their bytes."""
         total = int(self._row_nbytes[row])
         rows = [row]
         if total >= ALONE_NBYTES:
@@ -288,7 +295,7 @@ class LeafReader:
         turn = int(self._turn[row]) + 1
         ahead = self._sequence[turn : turn + AHEAD_ROWS]
         sizes = self._row_nbytes[ahead]
-        # Not far past large chunks: small ones behind them would be dropped before their turn.
+        # Not far beyond large chunks: small ones behind them would be dropped before their use.
         near = int(np.searchsorted(np.cumsum(sizes), 2 * AHEAD_NBYTES, side="right"))
         room = min(AHEAD_NBYTES, self.cache_nbytes // 4)
         for other, nbytes in zip(ahead[:near].tolist(), sizes[:near].tolist(), strict=True):
@@ -360,7 +367,7 @@ class LeafReader:
 
 
 def _part(values: Values, where: tuple[slice, ...]) -> Values:
-    """Return a view, also of rank 0."""
+    """Return a view, even of rank 0."""
     index: Any = (*where, ...)
     part: Values = values[index]
     return part

@@ -1,6 +1,6 @@
 """Plan of a conversion to safetensors: tensors, files and offsets.
 
-Names, dtypes and sizes that do not fit the format are found here, before a byte is written.
+Finds names, dtypes and sizes that do not fit the format before anything is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import Key, where
 
 STEM = "model"
-"""Name of the files of a set; other libraries look for it."""
+"""Name of the files of a set, which other libraries expect."""
 
 FRAMEWORK_KEY = "format"
 """Metadata key that Hugging Face's libraries require."""
@@ -42,12 +42,12 @@ CASTS = {
     "float8_e4m3b11fnuz": "bfloat16",
     "complex128": "complex64",
 }
-"""Replacement for each dtype that safetensors lacks: it holds the values, or most of them."""
+"""Suggested replacement for each dtype that safetensors lacks: it holds all values, or most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor: its array in the capture, its name and spec as stored, and its place."""
+    """One tensor: number of its array in the snapshot, name and spec as stored, file and offset."""
 
     number: int
     name: str
@@ -67,7 +67,7 @@ class FilesPlan:
         tensors: all tensors, by file and offset.
         windows: the files cut into slots. A piece's `array` is an index into `tensors`, or below
             zero for a header; pieces of `tiled` tensors are left out.
-        tiled: tensors (indices) that are written tile by tile after all windows.
+        tiled: indices of tensors that are written tile by tile after all windows.
         index: name and content of the index of a set, or None.
     """
 
@@ -120,7 +120,7 @@ def plan_files(
     tiled: Sequence[bool],
     name: str,
 ) -> FilesPlan:
-    """Plan the files that hold a captured tree.
+    """Plan the files for the tree of a snapshot.
 
     Args:
         taken: the tree.
@@ -146,7 +146,7 @@ def plan_files(
     tensors: list[Tensor] = []
     for file, numbers in enumerate(files):
         rows = [(leaf_names[taken.array_leaf[number]], specs[number]) for number in numbers]
-        # The tree is stored in the first file of a set.
+        # The first file of a set stores the tree.
         own = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
         header, offsets = encode_header(rows, own)
         if len(header) - LENGTH_NBYTES > MAX_HEADER_NBYTES:
@@ -197,7 +197,7 @@ def _check_dtype(path: str, dtype: str) -> None:
 def _share(
     numbers: Sequence[int], specs: Sequence[ArraySpec], max_file_nbytes: int | None
 ) -> list[list[int]]:
-    """Return the arrays of every file, in tree order; at least one file."""
+    """Return the arrays of each file, in tree order; at least one file."""
     files: list[list[int]] = [[]]
     nbytes = 0
     for number in numbers:
@@ -235,7 +235,7 @@ def _metadata(
         kept = names[taken.array_leaf[taken.tied.get(number, number)]]
         tensors.append(kept)
         if kept != name:
-            # As safetensors.torch.save_model does for tensors that share memory.
+            # As safetensors.torch.save_model for tensors that share memory.
             texts[name] = kept
     texts |= {key: text for key, text in metadata.items() if isinstance(text, str)}
     leaves = LeafTable(taken.kinds, taken.values, taken.extra, {})

@@ -5,15 +5,16 @@
     read box by box ──► window in a slot ──► write ──► seal ──► rename
 """
 
-# Rule 1: a slot is taken before its task exists, in the order of the files: the budget bounds all.
-# Rule 2: tensors that are written tile by tile follow all windows, which share their pages.
+# Rule 1: a slot is taken before its task exists, in file order: the budget bounds tasks.
+# Rule 2: tensors that are written tile by tile follow all windows, which may share their pages.
 
 from __future__ import annotations
 
 import asyncio
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -32,14 +33,7 @@ from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.shield import cleaned_up, leading_error, to_completion
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
-from asyncckpt.ports import (
-    Bytes,
-    DataFile,
-    Export,
-    ExportingStore,
-    ScatteredFile,
-    Sizes,
-)
+from asyncckpt.ports import Bytes, DataFile, Export, ExportingStore, ScatteredFile, Sizes
 from asyncckpt.reports import Progress
 from asyncckpt.save.plan_cache import options_of_leaf, stored_spec
 from asyncckpt.save.snapshot import Snapshot
@@ -106,7 +100,7 @@ def _plan(target: Target, origin: Origin, taken: Snapshot) -> FilesPlan:
     banded: list[bool] = []
     for number, leaf in enumerate(taken.array_leaf):
         source = taken.sources[number]
-        # Stores without positional writes get files in order, however often chunks are read.
+        # Stores without positional writes get files in order, even if chunks are read repeatedly.
         scattered = target.store.capabilities.positional_writes
         banded.append(scattered and is_banded(origin.reader, leaf, source.spec))
         if number in taken.tied:
@@ -126,34 +120,28 @@ def _plan(target: Target, origin: Origin, taken: Snapshot) -> FilesPlan:
     )
 
 
+@dataclass(eq=False, repr=False)
 class FilesWriter:
     """Writer of the planned files into an attempt, window by window in slots of `pool`.
 
     Where the store has no positional writes, each window is a part of an upload.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        reader: LeafReader,
-        taken: Snapshot,
-        plan: FilesPlan,
-        attempt: Export,
-        pool: SlotPool,
-        concurrency: int,
-    ) -> None:
-        self._target = target
-        self._leaves = reader
-        self._taken = taken
-        self._plan = plan
-        self._attempt = attempt
-        self._pool = pool
-        self._compute = target.runtime.engine.compute
-        self._streams = asyncio.Semaphore(concurrency)
-        self._positional = target.store.capabilities.positional_writes
+    target: Target
+    reader: LeafReader
+    taken: Snapshot
+    plan: FilesPlan
+    attempt: Export
+    pool: SlotPool
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        self._compute = self.target.runtime.engine.compute
+        self._streams = asyncio.Semaphore(self.concurrency)
+        self._positional = self.target.store.capabilities.positional_writes
         self._done_nbytes = 0
         self._readers: dict[int, ArrayReader] = {}
-        self._dtypes = {tensor.number: tensor.spec.dtype for tensor in plan.tensors}
+        self._dtypes = {tensor.number: tensor.spec.dtype for tensor in self.plan.tensors}
 
     async def run(self) -> None:
         """Write every file, whole and durable.
@@ -164,7 +152,7 @@ class FilesWriter:
             CorruptCheckpointError: reading a leaf failed; names it.
             StoreError: writing failed; names the file.
         """
-        plan = self._plan
+        plan = self.plan
         windows = {file: list(own) for file, own in groupby(plan.windows, attrgetter("file"))}
         tiled = {
             file: [plan.tensors[row] for row in rows]
@@ -173,17 +161,17 @@ class FilesWriter:
         try:
             async with asyncio.TaskGroup() as sealing:
                 for number, name in enumerate(plan.names):
-                    file = await self._attempt.create(
+                    file = await self.attempt.create(
                         name,
                         nbytes=plan.file_nbytes[number],
-                        window_nbytes=None if self._positional else self._pool.slot_nbytes,
+                        window_nbytes=None if self._positional else self.pool.slot_nbytes,
                     )
                     await self._write(file, windows[number], tiled.get(number, ()))
                     sealing.create_task(file.seal(plan.file_nbytes[number]))
         except BaseExceptionGroup as errors:
             raise leading_error(errors) from None
         if plan.index is not None:
-            await self._attempt.put(*plan.index)
+            await self.attempt.put(*plan.index)
 
     async def _write(
         self, file: DataFile, windows: Sequence[Window], tiled: Sequence[Tensor]
@@ -196,22 +184,22 @@ class FilesWriter:
                 for box in self._tiles(tensor):
                     await self._start(group, self._tile, file, tensor, box)
 
-    def _tiles(self, tensor: Tensor) -> Any:
-        # In the dtype that is read: its elements may be wider than the stored ones.
-        itemsize = max(tensor.spec.itemsize, self._taken.sources[tensor.number].spec.itemsize)
-        parts = self._leaves.parts(self._taken.array_leaf[tensor.number])
-        return tiles(parts, itemsize, self._pool.slot_nbytes)
+    def _tiles(self, tensor: Tensor) -> Iterator[Box]:
+        # Counted in the dtype that is read, whose elements may be wider than the stored ones.
+        itemsize = max(tensor.spec.itemsize, self.taken.sources[tensor.number].spec.itemsize)
+        parts = self.reader.parts(self.taken.array_leaf[tensor.number])
+        return tiles(parts, itemsize, self.pool.slot_nbytes)
 
     def _written(self, nbytes: int) -> None:
         self._done_nbytes += nbytes
-        if self._target.progress is not None:
-            total = sum(self._plan.file_nbytes)
-            self._target.progress(Progress("convert", min(self._done_nbytes, total), total))
+        if self.target.progress is not None:
+            total = sum(self.plan.file_nbytes)
+            self.target.progress(Progress("convert", min(self._done_nbytes, total), total))
 
     async def _start(self, group: asyncio.TaskGroup, work: Any, *args: Any) -> None:
         await self._streams.acquire()
         try:
-            slots = await self._pool.take(1, grow=False)
+            slots = await self.pool.take(1, grow=False)
         except BaseException:
             self._streams.release()
             raise
@@ -223,9 +211,9 @@ class FilesWriter:
         self._streams.release()
         error = None if task.cancelled() else task.exception()
         if self._positional or not (task.cancelled() or error or not task.result()):
-            self._pool.release(slots, error)
+            self.pool.release(slots, error)
         else:  # a request may still be sending it
-            self._pool.discard(slots)
+            self.pool.discard(slots)
 
     async def _window(self, slot: Slot, file: DataFile, window: Window) -> bool:
         data = slot.buffer[: window.nbytes]
@@ -258,11 +246,11 @@ class FilesWriter:
             end = piece.position + piece.stop - piece.start
             out = data[piece.position : end]
             if piece.array < 0:
-                header = self._plan.headers[-1 - piece.array]
+                header = self.plan.headers[-1 - piece.array]
                 out[:] = np.frombuffer(header, np.uint8)[piece.start : piece.stop]
                 continue
-            tensor = self._plan.tensors[piece.array]
-            # As the payload of one chunk that is the whole tensor.
+            tensor = self.plan.tensors[piece.array]
+            # Like the payload of a single chunk that holds the whole tensor.
             grid = ChunkGrid(tensor.spec.shape, tensor.spec.shape)
             cell = (0,) * len(grid.shape)
             read = self._reader(tensor.number).read
@@ -273,10 +261,10 @@ class FilesWriter:
         reader = self._readers.get(number)
         if reader is None:
             reader = ArrayReader(
-                self._taken.sources[number],
-                self._taken.adapters[number],
+                self.taken.sources[number],
+                self.taken.adapters[number],
                 self._dtypes[number],
-                path=self._taken.paths[self._taken.array_leaf[number]],
+                path=self.taken.paths[self.taken.array_leaf[number]],
             )
             self._readers[number] = reader
         return reader

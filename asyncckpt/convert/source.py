@@ -1,6 +1,6 @@
-"""Sources of conversions and comparisons: checkpoints of any format, read by their own engine."""
+"""Sources of conversions and comparisons: checkpoints of any format, read by a separate engine."""
 
-# Rule 1: reading has its own runtime: a thread that writes or compares waits for one that reads,
+# Rule 1: reading has a separate runtime: a thread that writes or compares waits for one that reads,
 #   never for one of its own pool.
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Checkpoint that is read, and the step in its record or its name."""
+    """Checkpoint to read, and the step in its record or name."""
 
     opened: OpenCheckpoint
     reader: LeafReader
@@ -37,7 +37,7 @@ class Origin:
 class Work(Generic[R]):
     """Conversion or comparison, with one engine that reads and one that does the work.
 
-    `cache_nbytes` are the bytes of decoded chunks that each checkpoint may keep.
+    `cache_nbytes` limits the decoded chunks that each checkpoint may keep.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ async def open_origin(
     storage_options: Mapping[str, Any] | None,
     cache_nbytes: int,
 ) -> Origin:
-    """Open the checkpoint at a location, or the newest one of the run whose root it is.
+    """Open the checkpoint at a location, or the newest step of the run at it.
+
+    Its store is open until the runtime is closed.
 
     Raises:
         CheckpointNotFoundError: it is neither.
     """
-    if _is_bucket(location):
+    if is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
         name, opened = await _newest(store, runtime.engine.compute)
     else:
@@ -97,23 +99,15 @@ async def open_origin(
         try:
             opened = await open_any(store.files(name), runtime.engine.compute)
         except CheckpointNotFoundError as error:
-            await store.close()
             if isinstance(location, tuple):  # a store and a name in it
                 raise
             store = runtime.store(location, direct_io="auto", storage_options=storage_options)
             name, opened = await _newest(store, runtime.engine.compute, error)
-        except BaseException:
-            await store.close()
-            raise
-    try:
-        # With the arrays named, readers report at once which of them they cannot read.
-        wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
-        extents = await extents_of(opened, None if opened.record else wanted)
-        reader = LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
-        refuse_implied(opened, extents, wanted)
-    except BaseException:
-        await store.close()
-        raise
+    # Given the arrays, readers report at once which of them they cannot read.
+    wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
+    extents = await extents_of(opened, None if opened.record else wanted)
+    reader = LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
+    refuse_implied(opened, extents, wanted)
     step = None if opened.record is None else opened.record.step
     if step is None and STEP_NAME.fullmatch(name):
         step = int(name)
@@ -123,17 +117,17 @@ async def open_origin(
 def options_of(
     locations: Sequence[object], storage_options: Mapping[str, Any] | None
 ) -> list[Mapping[str, Any] | None]:
-    """Return the storage options of each location: those given, for every URL.
+    """Return the storage options of each location: the given ones for URLs, None for paths.
 
     Raises:
-        UsageError: there are options and no URL.
+        UsageError: there are options, but no URL.
     """
     if storage_options and not any(map(is_url, locations)):
         raise UsageError("storage_options apply to object stores; leave them out for local paths")
     return [storage_options if is_url(location) else None for location in locations]
 
 
-def _is_bucket(location: object) -> bool:
+def is_bucket(location: object) -> bool:
     """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
     return is_url(location) and not parse_url(str(location)).parts
 
@@ -141,35 +135,30 @@ def _is_bucket(location: object) -> bool:
 async def _newest(
     store: Store, compute: Workers, error: CheckpointNotFoundError | None = None
 ) -> tuple[str, OpenCheckpoint]:
-    """Return name and content of the highest step that is a checkpoint.
+    """Return name and content of the newest step.
 
     Raises:
-        CheckpointNotFoundError: there is none; `error` if given. The store is closed.
+        CheckpointNotFoundError: there is none; `error` if given.
     """
-    try:
-        names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
-        for name in sorted(names, key=int, reverse=True):
-            files = store.files(name)
-            try:
-                return name, await open_any(files, compute)
-            except CheckpointNotFoundError:
-                continue
-            except CorruptCheckpointError as damage:
-                # Without a valid record it is not a step; other damage must be reported.
-                if damage.file != RECORD:
-                    raise
-        raise error or CheckpointNotFoundError(
-            f"{store.url}: there is no checkpoint here", location=store.url
-        )
-    except BaseException:
-        await store.close()
-        raise
+    names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
+    for name in sorted(names, key=int, reverse=True):
+        try:
+            return name, await open_any(store.files(name), compute)
+        except CheckpointNotFoundError:
+            continue
+        except CorruptCheckpointError as damage:
+            # Without a valid record it is not a step; other damage is reported.
+            if damage.file != RECORD:
+                raise
+    raise error or CheckpointNotFoundError(
+        f"{store.url}: there is no checkpoint here", location=store.url
+    )
 
 
 def shares(host_memory_nbytes: int | None, *, packing: bool = False) -> tuple[int, int, int]:
-    """Return the shares of a byte budget: for reading, for decoded chunks, and for writing.
+    """Return the shares of a byte budget for reading, decoded chunks, and writing.
 
-    With `packing`, each chunk that is written is held whole, before and after it is packed.
+    With `packing`, each chunk to write is held whole, before and after it is packed.
     """
     nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
     eighth = nbytes // 8

@@ -1,8 +1,8 @@
 """Order in which an array is copied out of the chunks that hold it.
 
-Chunks are read and decoded whole. Going through an array in C order holds a band of chunks open;
-where the band is too large to be kept, the array is copied chunk by chunk instead: no chunk is
-decoded twice, and what is written comes in tiles.
+Chunks are read and decoded whole. Reading an array in C order keeps a band of chunks in memory; if
+the band is too large, the array is copied chunk by chunk instead: no chunk is decoded twice, and
+the output is written in tiles.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from asyncckpt.planning.overlap import boxes_of_run
 from asyncckpt.spec import Box, ChunkGrid
 
 Part = tuple[tuple[int, ...], ChunkGrid]
-"""One stored array of a leaf: where it begins in the leaf, and its grid."""
+"""One stored array of a leaf: its offset in the leaf, and its grid."""
 
 LARGEST_TILE = 4
-"""A chunk shape made for a leaf in pieces may exceed the target size so many times."""
+"""A chunk shape for a leaf in pieces may exceed the target size by this factor."""
 
 
 def band_nbytes(parts: Sequence[Part], itemsize: int) -> int:
-    """Return the bytes of decoded chunks needed at a time to read a leaf in C order."""
+    """Return the bytes of decoded chunks needed at once to read a leaf in C order."""
     bands = [_band_nbytes(grid, itemsize) for _, grid in parts]
     stacked = all(not any(offset[1:]) for offset, _ in parts)
     return max(bands) if stacked else sum(bands)
 
 
 def _band_nbytes(grid: ChunkGrid, itemsize: int) -> int:
-    # Chunks along the axes behind the first that they are long on are met again and again.
+    # C order returns repeatedly to the chunks along the axes after the first with long chunks.
     first = next((i for i, c in enumerate(grid.chunk_shape) if c > 1), len(grid.shape))
     return grid.chunk_size * itemsize * math.prod(max(1, n) for n in grid.counts[first + 1 :])
 
@@ -79,14 +79,14 @@ def chunk_shape_for(
     target_nbytes: int,
     limit_nbytes: int,
 ) -> tuple[int, ...] | None:
-    """Return a chunk shape for the leaf in which each tile comes from few chunks, or None.
+    """Return a chunk shape for the leaf with which each tile needs few chunks.
 
     None means that the ordinary grid is as good. Chunks beyond the limit are cut evenly.
     """
     if len(parts) == 1:
         return _within(tile_shape(parts[0][1], itemsize, target_nbytes), itemsize, limit_nbytes)
     widest = [max(lengths) for lengths in zip(*(g.chunk_shape for _, g in parts), strict=True)]
-    # Cut evenly, so that the edge pads by less than one element per chunk.
+    # Cut evenly, so that padding is less than one element per chunk.
     even = tuple(-(-n // -(-n // min(c, n))) for n, c in zip(shape, widest, strict=True))
     if math.prod(even) * itemsize > LARGEST_TILE * target_nbytes:
         return None

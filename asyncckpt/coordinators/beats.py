@@ -1,8 +1,9 @@
-"""Beats: how living processes tell that they live, and how silent ones are found."""
+"""Beats: signs of life of processes, with their progress, by which silent ones are found."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -11,27 +12,23 @@ from dataclasses import dataclass
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.service import CALL_LIMIT_S
 from asyncckpt.errors import StoreError
+from asyncckpt.flow.engine import Engine, Job, ended
 
 BEAT_S = 5.0
 """Interval of beats."""
 
 MANY_PROCESSES = 256
-"""Above this number of processes, beats come every `SLOW_BEAT_S`."""
+"""With more processes than this, beats come every `SLOW_BEAT_S`."""
 
 SLOW_BEAT_S = 20.0
-"""Interval of the beats of many processes: 10,000 of them are 500 keys a second."""
+"""Interval of beats of many processes: 10,000 of them write 500 keys a second."""
 
 logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(slots=True)
 class _Heard:
-    """What was last heard of a process.
-
-    Attributes:
-        value: its beat.
-        silent_s: how long it has not changed.
-    """
+    """The last beat of a process, and how long it has not changed."""
 
     value: bytes = b""
     silent_s: float = 0.0
@@ -41,17 +38,16 @@ class Beats:
     """Posts the beats of this process and watches those of others.
 
     Process 0 watches all others with one call; the others watch process 0. A beat carries a text
-    while its process is at work, and none when it rests. Only a process at work can fall silent;
-    one that has not come to a call yet is a matter of `arrival_s`.
+    while its process is at work, and none while it rests. Only a process at work can fall silent;
+    `arrival_s` is for processes that have not come to a call yet.
 
     Silence is measured by the clock of the observer, and only while it observes: a process that was
-    itself stopped for a minute knows nothing about the others yet.
+    itself stopped for a minute does not know about the others yet.
 
     Args:
         group: the processes.
-        silence_s: a process whose beat has not changed for so long is silent.
-        every_s: interval of beats; longer where there are many processes, and shorter where
-            silence is found soon.
+        silence_s: seconds without a new beat after which a process is silent.
+        every_s: interval of beats; longer with many processes, shorter with a short `silence_s`.
     """
 
     def __init__(self, group: Group, silence_s: float, every_s: float = BEAT_S) -> None:
@@ -59,9 +55,9 @@ class Beats:
         self._silence_s = silence_s
         if group.process_count > MANY_PROCESSES:
             every_s = max(every_s, SLOW_BEAT_S)
-        # Whatever the caller calls silence, several beats come within it.
+        # However short `silence_s` is, several beats come within it.
         self._every_s = min(every_s, silence_s / 3)
-        # Two observations at least make a silence, however long this process was stopped.
+        # Silence takes at least two observations, however long this process was stopped.
         self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
         self._count = 0
         self._text = ""
@@ -89,26 +85,22 @@ class Beats:
                 pass
 
     def tell(self, text: str) -> None:
-        """Post a beat soon; it carries this text, as all later ones do: say, attempt and stage."""
+        """Post a beat soon, with this text, which later beats repeat."""
         self._text = text
         self._changed.set()
 
     async def rest(self) -> None:
-        """Post that this process is not at work any more; to be called after `run` has ended."""
+        """Post that this process is no longer at work; to be called after `run` has ended."""
         self._text = ""
         await self._post()
 
     def heard(self, process: int) -> str:
-        """Return the text of the last beat of a process that is watched, empty if it rests."""
+        """Return the text of the last beat of a watched process, empty if it rests."""
         return self._heard[process].value.decode().partition(" ")[2]
 
     def silent(self, process: int) -> bool:
         """Return whether a watched process at work has posted no new beat for `silence_s`."""
         return bool(self.heard(process)) and self._heard[process].silent_s >= self._silence_s
-
-    def silent_ones(self) -> tuple[int, ...]:
-        """Return all silent processes among those that are watched."""
-        return tuple(process for process in self._heard if self.silent(process))
 
     async def _post(self) -> None:
         self._count += 1
@@ -134,3 +126,49 @@ class Beats:
                 heard.value, heard.silent_s = value, 0.0
             else:
                 heard.silent_s += passed_s
+
+
+class Pulse:
+    """Beats while at least one round is under way.
+
+    Args:
+        engine: runs the beats.
+        beats: posts beats, and reads those of others.
+    """
+
+    def __init__(self, engine: Engine, beats: Beats) -> None:
+        self._engine = engine
+        self._beats = beats
+        self._rounds = 0
+        self._beating: Job[None] | None = None
+        self._reached: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Begin a round; beats go on until all begun rounds have ended."""
+        self._rounds += 1
+        if self._beating is None:
+            self._beating = self._engine.submit(self._beats.run)
+
+    async def end(self) -> None:
+        """End a round; after the last one, post that this process rests."""
+        self._rounds -= 1
+        if self._rounds or self._beating is None:
+            return
+        beating, self._beating = self._beating, None
+        beating.cancel()
+        await ended(beating.future)
+        if not self._rounds:  # none has begun meanwhile
+            await self._beats.rest()
+
+    def reached(self, what: str, number: int) -> None:
+        """Tell the others the progress of this process."""
+        self._reached[what] = number
+        self._beats.tell(json.dumps(self._reached))
+
+    def last(self, process: int, what: str) -> int:
+        """Return the progress of another process at work; -1 if it has not begun."""
+        return int(json.loads(self._beats.heard(process) or "{}").get(what, -1))
+
+    def silent(self, process: int) -> bool:
+        """Return whether a process at work gives no sign of life."""
+        return self._beats.silent(process)

@@ -21,7 +21,7 @@ ALONE = (
 
 
 class Processes(NamedTuple):
-    """What a runtime says about its processes."""
+    """Index and count of the processes of a runtime."""
 
     process_index: int
     process_count: int
@@ -31,10 +31,10 @@ class Processes(NamedTuple):
 
 
 def choose(coordinator: object) -> Coordinator:
-    """Return the coordinator that the argument ``coordinator=`` of a public function asks for.
+    """Return the coordinator for the argument ``coordinator=`` of a public function.
 
-    ``"auto"`` chooses the runtime that has been initialised with more than one process, JAX before
-    torch; one process alone needs none.
+    ``"auto"`` chooses the runtime that was initialised with more than one process, JAX before
+    torch; a single process needs none.
 
     Raises:
         UsageError: the argument is wrong, the runtimes disagree, or there are several processes but
@@ -50,7 +50,7 @@ def choose(coordinator: object) -> Coordinator:
 
 
 def sync_point() -> Callable[[int], bool] | None:
-    """Return JAX's preemption sync point, None if its runtime has none or is not initialised."""
+    """Return JAX's preemption sync point, None without one or without an initialised runtime."""
     if "jax" not in sys.modules:
         return None
     from asyncckpt.coordinators.jax import preemption_sync_point
@@ -80,7 +80,7 @@ def _automatic() -> Coordinator:
 
 
 def _jax_processes() -> Processes | None:
-    """Return the processes of jax.distributed, None if it has not been initialised with several."""
+    """Return the processes of jax.distributed, None unless it was initialised with several."""
     if "jax" not in sys.modules:
         return None
     from asyncckpt.coordinators.jax import initialized_processes, uncoordinated_count
@@ -96,7 +96,7 @@ def _jax_processes() -> Processes | None:
 
 
 def _torch_processes() -> Processes | None:
-    """Return those of torch.distributed, None if it has not been initialised with several."""
+    """Return the processes of torch.distributed, None unless initialised with several."""
     if "torch.distributed" not in sys.modules:
         return None
     from asyncckpt.coordinators.torch import initialized_processes
@@ -109,7 +109,7 @@ def _several(processes: tuple[int, int] | None) -> Processes | None:
 
 
 def _check_alone() -> None:
-    # Set by torchrun and other launchers: there are several processes, but no runtime knows them.
+    # Set by torchrun and other launchers: there are several processes without a runtime.
     size = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - not a knob of ours
     if size.isdigit() and int(size) > 1:
         raise UsageError(

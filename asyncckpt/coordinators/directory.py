@@ -15,21 +15,21 @@ from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.service import ServiceCoordinator
 from asyncckpt.errors import StoreError, UsageError
 
-# Rule 1: a value appears whole. It is written to a file aside, which is renamed or linked.
+# Rule 1: a value appears whole: it is written to a temporary file, which is renamed or linked.
 # Rule 2: a key `a/b` is the file `b=` in the directory `a`; keys contain no `=`, so a key never
-#   collides with the directory of longer ones, nor with a file aside (`b=` and a random number).
-# Rule 3: opening a directory makes NFS ask its server again, which looking up a name does not.
+#   collides with the directory of longer keys, nor with a temporary file (`b=` and random digits).
+# Rule 3: opening a directory makes NFS ask its server again; looking up a name does not.
 
 TRIES = 10
-"""Attempts at making a file whose directory others keep deleting."""
+"""Attempts at creating a file whose directory others keep deleting."""
 
 
 class DirectoryCoordinator(ServiceCoordinator["DirectoryService"]):
-    """Coordinates processes through files in a directory that all of them see.
+    """Coordinates processes through files in a directory that all of them share.
 
-    For processes without a runtime of their own, such as NumPy programs started by a batch system.
-    The directory is made at first use. It may be that of an earlier run, whose keys are ignored,
-    and it may be on NFS. It must allow hard links. It should not be the root of the checkpoints.
+    For processes without a distributed runtime, such as NumPy programs started by a batch system.
+    The directory is created at first use. It may be that of an earlier run, whose keys are ignored,
+    and it may be on NFS. It must support hard links, and should not be the root of the checkpoints.
 
     Args:
         path: the directory.
@@ -60,12 +60,12 @@ class DirectoryService:
         self._make(key, value, os.replace)
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        """Link a complete file to the name of the key, which one process can do."""
+        """Link a complete file to the name of the key, which only one process can do."""
         for _ in _tries():
             try:
                 self._make(key, value, os.link)
             except FileExistsError:
-                # Also if our link succeeded and NFS lost the answer: then the value is ours.
+                # Also if our link succeeded and NFS lost the response: then the value is ours.
                 first = self.look(key)
                 if first is not None:
                     return first
@@ -109,7 +109,7 @@ class DirectoryService:
         return found
 
     def delete(self, prefix: str) -> None:
-        """Delete the file and the directory of the prefix, and directories that are then empty."""
+        """Delete the file and the directory of the prefix, and parents that are then empty."""
         self._file(prefix).unlink(missing_ok=True)
         for _ in _tries():
             try:
@@ -118,7 +118,7 @@ class DirectoryService:
                 if not (self._path / prefix).exists():
                     break
             except OSError as error:
-                # Another process puts something there, or deletes it, too.
+                # Another process is putting or deleting keys there, too.
                 if error.errno != errno.ENOTEMPTY:
                     raise
             else:
@@ -144,7 +144,7 @@ class DirectoryService:
         aside = file.with_name(f"{file.name}{secrets.token_hex(8)}")
         for _ in _tries():
             try:
-                # Raised also if it existed and was deleted before `mkdir` could see what it is.
+                # Also raised if it existed and was deleted before `mkdir` could check its type.
                 with contextlib.suppress(FileExistsError):
                     file.parent.mkdir(parents=True, exist_ok=True)
                 aside.write_bytes(value)

@@ -1,4 +1,4 @@
-"""Processes that have shaken hands, the keys of their run, and the errors for missing ones."""
+"""Processes after the handshake, the keys of their run, and errors about missing ones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, UsageError
 from asyncckpt.ports import Coordinator
 
 NAMES_MAX = 8
-"""Processes that a message lists one by one."""
+"""Most processes that a message lists one by one."""
 
 BYE = "bye"
-"""Directory of the processes that have left the group."""
+"""Key directory of the processes that have left the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Group:
         return "/".join((PREFIX, self.run_id, *parts))
 
     def named(self, process: int) -> str:
-        """Return how messages call a process."""
+        """Return the name of a process in messages."""
         return f"process {process} ({self.hosts[process]})"
 
     def listed(self, processes: Sequence[int]) -> str:
-        """Return how messages call several processes, the first few one by one."""
+        """Return the names of several processes in messages, the first few one by one."""
         more = f" and {len(processes) - NAMES_MAX} more" if len(processes) > NAMES_MAX else ""
         return ", ".join(map(self.named, processes[:NAMES_MAX])) + more
 
@@ -67,13 +67,13 @@ async def part(group: Group) -> None:
     await group.coordinator.put(group.key(BYE, str(group.process_index)), b"bye")
     gone = await group.coordinator.list(group.key(BYE))
     if len(gone) == group.process_count:
-        # Several may be the last ones; deleting what is deleted does no harm.
+        # Several may find that they are last; deleting keys twice does no harm.
         await group.coordinator.delete(group.meeting)
         await group.coordinator.delete(group.key())
 
 
 async def departed(group: Group) -> tuple[int, ...]:
-    """Return which processes have left: process 0 looks at all others, these only at process 0."""
+    """Return the processes that have left: process 0 looks at all, the others at process 0."""
     if group.process_index:
         return () if await group.coordinator.look(group.key(BYE, "0")) is None else (0,)
     return tuple(sorted(map(int, await group.coordinator.list(group.key(BYE)))))
@@ -92,7 +92,7 @@ def closed_error(group: Group, closed: Sequence[int]) -> UsageError:
 
 
 def silent_error(group: Group, silent: Sequence[int], silence_s: float) -> SaveError:
-    """Return the error for processes that post no beats any more."""
+    """Return the error for processes that no longer post beats."""
     return SaveError(
         f"{group.listed(silent)} gave no sign of life for {silence_s:g} s (silence_s) and may have "
         "died; nothing was committed. Restart the job",
@@ -114,7 +114,7 @@ def late_error(group: Group, late: Sequence[int], arrival_s: float) -> SaveError
 
 
 def unknown_error(group: Group, call: str) -> SaveOutcomeUnknownError:
-    """Return the error for a process 0 that does not say how what it decided to do has ended."""
+    """Return the error for a process 0 that fell silent between its decision and the outcome."""
     return SaveOutcomeUnknownError(
         f"{group.named(0)} has fallen silent in {call}, after it had decided to commit: whether "
         "that was done is unknown. Restart the job, and look at steps() first"

@@ -1,16 +1,16 @@
-"""The handshake: how the processes of a job become a group with a run id.
+"""The handshake by which the processes of a job become a group with a run id.
 
-Each process posts a hello with a fresh nonce. Process 0 posts a welcome, which has the run id and
-repeats the nonces it has seen; a process believes a welcome only if its own nonce is in it. It
-acknowledges by posting its hello again with the run id, and once all have done so, process 0 posts
-that they agree. Keys of an earlier life of the job, which many services keep, thus never match.
+Each process posts a hello with a fresh nonce. Process 0 posts a welcome with the run id and the
+nonces it has seen; a process trusts a welcome only if its own nonce is in it. It acknowledges by
+posting its hello again with the run id, and once all have done so, process 0 posts that they agree.
+Thus keys of an earlier life of the job, which many services keep, never match.
 """
 
 # Rule 1: every process but 0 polls one key, and process 0 one directory: its number of calls does
 #   not grow with the number of processes (welcomes are pages of `PAGE` processes).
-# Rule 2: process 0 alone decides whether all agree. It refuses in the same place, so that every
-#   living process gets the same error.
-# Rule 3: a hello that is not acknowledged may be of an earlier life, and proves nothing.
+# Rule 2: process 0 alone decides whether all agree. It posts a refusal under the same key, so that
+#   every living process gets the same error.
+# Rule 3: a hello without an acknowledgement may be of an earlier life, and proves nothing.
 #   (test_process_0_does_not_believe_the_predecessors_of_others)
 # Rule 4: a hello has a key of its own. If two processes have one index, both acknowledge.
 #   (test_a_process_that_comes_twice_is_an_error_for_all)
@@ -39,32 +39,32 @@ from asyncckpt.ports import Coordinator
 from asyncckpt.version import VERSION
 
 PAGE = 256
-"""Processes in one welcome: the nonces of ten lives of the job fit into a message."""
+"""Processes per welcome: the nonces of ten lives of the job fit into a message."""
 
 RUNS = 512
-"""Hosts in one message, each with the number of successive processes that it has."""
+"""Hosts per message, each with its number of successive processes."""
 
 HOST_LENGTH = 64
-"""Characters kept of the name of a host; Linux allows no more."""
+"""Characters kept of the name of a host: the limit of Linux."""
 
 REFUSAL_S = 1.0
-"""How much longer than `arrival_s` a process waits for process 0 to say who has not come."""
+"""How much longer than `arrival_s` processes wait for process 0 to name the missing ones."""
 
 ANSWER_S = 10.0
-"""How much longer a process waits that has acknowledged: process 0 lives, and came later."""
+"""How much longer a process waits after acknowledging: process 0 is alive, and came later."""
 
 ROLL_CALL_S = 1.0
-"""Shortly before its time is up, process 0 welcomes those that have come: the hellos of those that
-do not acknowledge are of an earlier life."""
+"""This long before its time is up, process 0 welcomes those that have come: those that then do not
+acknowledge are of an earlier life."""
 
 SETTLE_S = 0.5
-"""If there are several hellos of one process, the others have this long to acknowledge, too."""
+"""If one process has several hellos, how long process 0 waits for further acknowledgements."""
 
 LEAVE_S = 0.5
-"""How long a process that fails or is cancelled may take to tell the others."""
+"""How long a process that fails or is cancelled may take to notify the others."""
 
 REFUSAL_NBYTES = 32 << 10
-"""Largest error in a welcome, beside the nonces."""
+"""Largest encoded error in a welcome, which also has the nonces."""
 
 
 async def shake_hands(
@@ -74,14 +74,14 @@ async def shake_hands(
 
     Args:
         coordinator: the processes.
-        root: where they save; equal on all processes.
-        opened: how many times this process has opened the root, this time included; equal on all
-            processes. It keeps several groups on one root apart.
-        arrival_s: how long to wait for the other processes.
+        root: path or URL of the run, equal on all processes.
+        opened: number of times this process has opened the root, including this one; equal on all
+            processes. It distinguishes several groups on one root.
+        arrival_s: seconds to wait for the other processes.
 
     Raises:
-        UsageError: a process has not come, has come twice, runs another release of this library, or
-            has opened the root another number of times. Every process that is waiting gets it.
+        UsageError: a process is missing, has come twice, runs another release of this library, or
+            has opened the root another number of times. Every waiting process gets the error.
         StoreError: the coordinator's service failed.
     """
     hello = Hello(secrets.token_hex(8), socket.gethostname()[:HOST_LENGTH], os.getpid())
@@ -91,7 +91,7 @@ async def shake_hands(
         return meeting.group(secrets.token_hex(16), [hello.host])
     if coordinator.process_index == 0:
         return await _Host(meeting).gather()
-    return await _Guest(meeting).arrive()
+    return await _join(meeting)
 
 
 class _Host:
@@ -104,7 +104,7 @@ class _Host:
         self._posted: dict[int, bytes] = {}
 
     async def gather(self) -> Group:
-        """Return the group once all have acknowledged; refuse all that have come on an error."""
+        """Return the group once all have acknowledged; on an error, refuse those that have come."""
         meeting = self._meeting
         try:
             hosts = await self._gather()
@@ -112,7 +112,7 @@ class _Host:
             with contextlib.suppress(AsyncCheckpointError, TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     await self._post("refused", error)
-                    # Another process 0 sees this change, and that it is not the only one.
+                    # Another process 0 sees this change, and learns that it is not the only one.
                     await meeting.say(replace(meeting.hello, run=""))
             raise
         await meeting.forget_predecessors()
@@ -152,8 +152,7 @@ class _Host:
     def _check(self, before: Mapping[str, bytes]) -> None:
         """Raise if a process has come twice or runs another release.
 
-        Args:
-            before: the hellos of process 0 that were there before its own, by nonce.
+        `before` are hellos of process 0 by nonce that were there before its own.
         """
         meeting = self._meeting
         for other in self._hellos.get(0, ()):
@@ -206,61 +205,56 @@ class _Host:
                 await meeting.coordinator.put(meeting.key("welcome", page), value)
 
 
-class _Guest:
-    """Any other process, which waits for its welcome."""
+async def _join(meeting: Meeting) -> Group:
+    """Return the group once process 0 says that all agree; for every other process."""
+    try:
+        run_id = await _acknowledge(meeting)
+        hosts = await _hosts(meeting)
+    except BaseException:
+        # An acknowledgement left behind would look like a process that goes on.
+        if meeting.hello.run:
+            with contextlib.suppress(AsyncCheckpointError, TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await meeting.coordinator.delete(meeting.own_key)
+        raise
+    await meeting.forget_predecessors()
+    return meeting.group(run_id, hosts)
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
 
-    async def arrive(self) -> Group:
-        """Return the group once process 0 says that all agree."""
-        meeting = self._meeting
-        try:
-            run_id = await self._arrive()
-            hosts = await self._hosts()
-        except BaseException:
-            # An acknowledgement that stays behind would be taken for a process that goes on.
-            if meeting.hello.run:
-                with contextlib.suppress(AsyncCheckpointError, TimeoutError):
-                    async with asyncio.timeout(LEAVE_S):
-                        await meeting.coordinator.delete(meeting.own_key)
-            raise
-        await meeting.forget_predecessors()
-        return meeting.group(run_id, hosts)
+async def _acknowledge(meeting: Meeting) -> str:
+    """Acknowledge the welcome; return the run id once all agree."""
+    await meeting.say(meeting.hello)
+    for pause in pauses(meeting.count):
+        welcome = await _look(meeting, "welcome", meeting.index // PAGE)
+        if welcome is not None and echoes(welcome, meeting.hello.nonce):
+            if welcome["state"] == "refused":
+                raise decode_error(json.dumps(welcome["refusal"]).encode())
+            if welcome["run"] != meeting.hello.run:
+                await meeting.say(replace(meeting.hello, run=welcome["run"]))
+            elif welcome["state"] == "agreed":
+                return meeting.hello.run
+        acknowledged = meeting.hello.run != ""
+        grace_s = ANSWER_S if acknowledged else REFUSAL_S
+        if time.monotonic() >= meeting.end + grace_s:
+            raise meeting.silent() if acknowledged else await meeting.absent((0,))
+        await asyncio.sleep(pause)
+    raise AssertionError("pauses never end")
 
-    async def _arrive(self) -> str:
-        """Return the run id once all agree."""
-        meeting = self._meeting
-        await meeting.say(meeting.hello)
-        for pause in pauses(meeting.count):
-            welcome = await self._look("welcome", meeting.index // PAGE)
-            if welcome is not None and echoes(welcome, meeting.hello.nonce):
-                if welcome["state"] == "refused":
-                    raise decode_error(json.dumps(welcome["refusal"]).encode())
-                if welcome["run"] != meeting.hello.run:
-                    await meeting.say(replace(meeting.hello, run=welcome["run"]))
-                elif welcome["state"] == "agreed":
-                    return meeting.hello.run
-            acknowledged = meeting.hello.run != ""
-            grace_s = ANSWER_S if acknowledged else REFUSAL_S
-            if time.monotonic() >= meeting.end + grace_s:
-                raise meeting.silent() if acknowledged else await meeting.absent((0,))
-            await asyncio.sleep(pause)
-        raise AssertionError("pauses never end")
 
-    async def _hosts(self) -> list[str]:
-        hosts: list[str] = []
-        page = 0
-        while len(hosts) < self._meeting.count:
-            # They were posted before process 0 said that all agree.
-            for host, count in await self._look("hosts", page):
-                hosts += [host] * count
-            page += 1
-        return hosts
+async def _hosts(meeting: Meeting) -> list[str]:
+    hosts: list[str] = []
+    page = 0
+    while len(hosts) < meeting.count:
+        # Posted before process 0 announced that all agree.
+        for host, count in await _look(meeting, "hosts", page):
+            hosts += [host] * count
+        page += 1
+    return hosts
 
-    async def _look(self, *parts: object) -> Any:
-        value = await self._meeting.coordinator.look(self._meeting.key(*parts))
-        return None if value is None else json.loads(value)
+
+async def _look(meeting: Meeting, *parts: object) -> Any:
+    value = await meeting.coordinator.look(meeting.key(*parts))
+    return None if value is None else json.loads(value)
 
 
 def echoes(welcome: Mapping[str, Any], nonce: str) -> bool:
@@ -273,6 +267,6 @@ def _hellos(met: Mapping[str, bytes], count: int) -> dict[int, list[Hello]]:
     hellos: dict[int, list[Hello]] = {}
     for key in sorted(met):
         process = int(key.partition("/")[0])
-        if process < count:  # an earlier life may have had more of them
+        if process < count:  # an earlier life may have had more processes
             hellos.setdefault(process, []).append(Hello.decoded(met[key]))
     return hellos

@@ -1,10 +1,10 @@
 """The coordinator of a jax.distributed job: the key-value service of its runtime."""
 
-# Rule 1: no other file touches jax._src.distributed, whose names may change with a release.
+# Rule 1: no other file uses jax._src.distributed, whose names may change with any release.
 #   (test_the_client_has_the_methods_that_are_used)
-# Rule 2: no barriers (once one has timed out, its id fails for good), and nothing that starts a
+# Rule 2: no barriers (the id of one that timed out fails for good), and nothing that starts a
 #   backend: a later jax.distributed.initialize would fail.
-# Rule 3: only the methods for bytes; `key_value_dir_get` fails on values that are not UTF-8.
+# Rule 3: only the methods for bytes: `key_value_dir_get` fails on values that are not UTF-8.
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLIENT_METHODS = (
     "key_value_set_bytes",
     "key_value_try_get_bytes",
 )
-"""What is used of the client of the runtime."""
+"""Methods of the runtime's client that are used here."""
 
 
 def initialized_processes() -> tuple[int, int] | None:
@@ -41,9 +41,9 @@ def initialized_processes() -> tuple[int, int] | None:
 
 
 def preemption_sync_point() -> Callable[[int], bool] | None:
-    """Return the function that asks for the sync point, None where JAX has none.
+    """Return the function that polls the sync point, None if JAX has none.
 
-    It has one once jax.distributed is initialised, of one process too, unless
+    It has one once jax.distributed is initialised, even with one process, unless
     `jax_enable_preemption_service` is off.
     """
     if distributed.global_state.preemption_sync_manager is None:
@@ -54,14 +54,14 @@ def preemption_sync_point() -> Callable[[int], bool] | None:
 
 
 def uncoordinated_count() -> int:
-    """Return how many processes the backend knows of, if it has been started without a client."""
+    """Return the process count of a backend that was started without a client, else 1."""
     if distributed.global_state.client is not None or not xla_bridge.backends_are_initialized():
         return 1
     return int(jax.process_count())
 
 
 class JaxCoordinator(ServiceCoordinator["JaxService"]):
-    """Coordinates the processes of jax.distributed, which has been initialised."""
+    """Coordinates the processes of an initialised jax.distributed."""
 
     def __init__(self) -> None:
         processes = initialized_processes()
@@ -82,16 +82,16 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
         self._waits = 0
 
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Return the value of `key` once it is set, None if it is not after `timeout_s`.
+        """Return the value of `key` once it is set, None if it is still unset after `timeout_s`.
 
-        The service answers as soon as the key is set, so that waiting costs few calls.
+        The service answers as soon as the key is set, so waiting takes few calls.
         """
         check_key(key)
         end = time.monotonic() + timeout_s
         self._waits += 1
         try:
             while True:
-                # Waits take turns in the thread: the more there are, the shorter a turn is.
+                # Waits take turns in the thread: the more there are, the shorter each turn.
                 slice_s = min(max(end - time.monotonic(), 0.0), self._slice_s / self._waits)
                 value = await self._wait_once(key, slice_s)
                 if value is not None or time.monotonic() >= end:
@@ -102,7 +102,7 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
     def exchange(
         self, name: str, *, in_caller: CallIn, in_worker: CallIn, timeout_s: float
     ) -> JaxExchange:
-        """Return JAX's collectives, which the caller's thread makes; they have no time limit."""
+        """Return JAX's collectives, launched in the caller's thread, without a time limit."""
         return JaxExchange(self.process_index, self._gathers, in_caller)
 
     async def _wait_once(self, key: str, slice_s: float) -> bytes | None:
@@ -112,17 +112,17 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
 
 
 class JaxService:
-    """The client of the runtime, which any number of threads may use."""
+    """The runtime's client, which any number of threads may use."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def put(self, key: str, value: bytes) -> None:
-        """Set the key, whatever it was."""
+        """Set the key, replacing any value."""
         self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        """Set the key if it was not set; return its value."""
+        """Set the key if it is not set; return its value."""
         while True:
             try:
                 self._client.key_value_set_bytes(key, value)
@@ -146,7 +146,7 @@ class JaxService:
         return value
 
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        """Return the value of the key once it is set, None if it is not after `timeout_s`."""
+        """Return the value of the key once it is set, None if it is unset after `timeout_s`."""
         if timeout_s < 0.001:
             return self.look(key)
         try:

@@ -1,4 +1,4 @@
-"""Keys and values of a coordinator: what they may be, and how often they are polled."""
+"""Keys and values of a coordinator: their limits, and how often they are polled."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from asyncckpt.errors import UsageError
 from asyncckpt.ports import MAX_MESSAGE_NBYTES
 
 PREFIX = "asyncckpt"
-"""First part of every key of this library: the services hold keys of others, too."""
+"""First part of every key of this library: others use the services, too."""
 
 FIRST_PAUSE_S = 0.001
-"""First pause between two looks: most answers come within a few milliseconds."""
+"""First pause between two looks: most answers arrive within a few milliseconds."""
 
 LAST_PAUSE_S = 0.02
-"""Longest pause of few processes: waiting costs about 1 % of a core."""
+"""Longest pause with few processes: waiting costs about 1 % of a core."""
 
 PAUSE_PER_PROCESS_S = 50e-6
-"""Longest pause of many processes, by their number: one server answers about 20,000 looks a second,
-and 10,000 processes that all wait must leave it time for others."""
+"""Longest pause with many processes, per process: a server answers about 20,000 looks a second, and
+10,000 waiting processes must leave it time for other calls."""
 
 _PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._-]+"
 _KEY = re.compile(rf"{_PART}(?:/{_PART})*")
@@ -36,7 +36,7 @@ def check_key(key: str) -> None:
 
 
 def check_message(key: str, value: bytes) -> None:
-    """Check a key and the value that it is to have."""
+    """Check a key and its new value."""
     check_key(key)
     if not 0 < len(value) <= MAX_MESSAGE_NBYTES:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A handshake as its two sides share it: hellos, keys, and the errors for who is missing."""
+"""Parts that both sides of a handshake share: hellos, keys, and errors about missing processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asyncckpt.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a process says about itself.
+    """Message by which a process introduces itself.
 
     Attributes:
         nonce: 16 hex digits, new at every handshake.
         host: name of its host.
         pid: its process id.
         version: release of this library.
-        run: the run id of the welcome that it acknowledges; empty before.
+        run: run id of the welcome that it acknowledges; empty before.
     """
 
     nonce: str
@@ -37,7 +37,7 @@ class Hello:
 
     @classmethod
     def decoded(cls, data: bytes) -> Hello:
-        """Return the hello that a message says; other releases may say more."""
+        """Return the hello in a message; ignores fields of other releases."""
         fields = json.loads(data)
         return cls(**{field: fields[field] for field in cls.__slots__})
 
@@ -47,7 +47,7 @@ class Hello:
 
 @dataclass(eq=False, repr=False)
 class Meeting:
-    """What both sides of a handshake need."""
+    """State and errors of either side of a handshake."""
 
     coordinator: Coordinator
     place: str
@@ -74,7 +74,7 @@ class Meeting:
         await self.coordinator.put(self.own_key, hello.encoded())
 
     async def forget_predecessors(self) -> None:
-        """Delete what this process said in earlier lives, or the welcomes would grow with them."""
+        """Delete hellos of earlier lives of this process, which would make the welcomes grow."""
         for nonce in await self.coordinator.list(self.key("hello", self.index)):
             if nonce != self.hello.nonce:
                 await self.coordinator.delete(self.key("hello", self.index, nonce))
@@ -85,8 +85,7 @@ class Meeting:
     async def absent(self, unheard: Collection[int]) -> UsageError:
         """Return the error for processes that have not come in time.
 
-        Args:
-            unheard: processes that have not answered; their keys are of an earlier life.
+        Hellos of the processes in `unheard`, which have not answered, are of an earlier life.
         """
         come: set[int] = set()
         others: dict[int, int] = {}
@@ -120,7 +119,7 @@ class Meeting:
         )
 
     def silent(self) -> UsageError:
-        """Return the error for a process 0 that has welcomed this process and then says nothing."""
+        """Return the error for a process 0 that fell silent after welcoming this process."""
         return UsageError(
             f"{self.root}: process 0 of {self.count} has met process {self.index}, and has since "
             "neither gone on nor said why not: it may have died. Restart the job",
@@ -139,7 +138,7 @@ class Meeting:
 
 
 def listed(processes: Sequence[int]) -> str:
-    """Return processes for a message, the first few one by one."""
+    """Return text that lists processes, the first few one by one."""
     if not processes:
         return "no process"
     names = ", ".join(map(str, processes[:NAMES_MAX]))

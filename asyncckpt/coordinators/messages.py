@@ -15,13 +15,13 @@ PART_NBYTES = MAX_MESSAGE_NBYTES - 1
 """Payload of one part of a large message."""
 
 PARTS_MAX = 255
-"""Parts of a message, 16 MiB in all: the number of parts is one byte."""
+"""Most parts of a message, 16 MiB in all: the number of parts is one byte."""
 
 ERROR_NBYTES = 60 << 10
-"""Largest encoded error: below `MAX_MESSAGE_NBYTES`, so that more can go into the same message."""
+"""Largest encoded error: below `MAX_MESSAGE_NBYTES`, which leaves room in the message."""
 
 FIELD_LIMITS = (16384, 4096, 1024, 256)
-"""Characters kept of each text; the largest that fits is taken. JSON may need six bytes for one."""
+"""Limits of characters per text, tried in order; JSON may need six bytes per character."""
 
 CLASSES: Mapping[str, type[AsyncCheckpointError]] = {
     name: kind
@@ -39,7 +39,7 @@ NUMBERS = ("offset", "process", "epoch", "claimed_ns")
 def parts_of(message: bytes) -> list[tuple[int, bytes]]:
     """Return the parts of a large message with their numbers, in the order to send them.
 
-    The first part comes last: once it is there, all are. It begins with the number of parts.
+    The first part is sent last: once it is there, all are. It begins with the number of parts.
 
     Raises:
         ValueError: the message is larger than 16 MiB.
@@ -60,15 +60,14 @@ def encode_error(
     stage: str | None = None,
     limit_nbytes: int = ERROR_NBYTES,
 ) -> bytes:
-    """Return the message that tells other processes of an error.
+    """Return a message that reports an error to other processes.
 
     Args:
-        error: an error of this process, or one that `decode_error` returned, which stays that of
-            the process where it was raised.
+        error: an error of this process, or one from `decode_error`, which keeps its process.
         process: index of this process.
         host: name of its host.
-        stage: where it failed, if the error does not say so.
-        limit_nbytes: size of the message; longer texts are cut. At least 16 KiB.
+        stage: stage that failed, unless the error has one.
+        limit_nbytes: largest size of the message, at least 16 KiB; longer texts are cut.
     """
     kind, text = _described(error)
     fields: dict[str, Any] = {"kind": kind, "text": text}
@@ -88,10 +87,10 @@ def encode_error(
 
 
 def decode_error(data: bytes) -> AsyncCheckpointError:
-    """Return the error that a message describes, of the class that it had there.
+    """Return the error in a message, of its original class.
 
-    Its text begins with the process and host that it comes from; `expected` and `found` are texts.
-    A message that is not one of `encode_error` becomes a `SaveError`.
+    Its text begins with its process and host; `expected` and `found` are texts. A message that is
+    not from `encode_error` becomes a `SaveError`.
     """
     try:
         fields = json.loads(data)
@@ -112,7 +111,7 @@ def decode_error(data: bytes) -> AsyncCheckpointError:
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    """Return the name of the nearest class of `errors`, and a text that says all."""
+    """Return the name of the nearest class in `errors`, and a complete text."""
     if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)):
         return SaveAbortedError.__name__, "the call was cancelled there"
     for kind in type(error).__mro__:
@@ -122,7 +121,7 @@ def _described(error: BaseException) -> tuple[str, str]:
 
 
 def _text(value: object) -> str:
-    # What a user passed may have a broken __str__, which must not hide the error.
+    # A user's value may have a broken __str__, which must not hide the error.
     try:
         return str(value)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Rounds: what all processes of a group do together, one after the other.
+"""Rounds: calls that all processes of a group make together, one after the other.
 
 A round has messages of each process, answers of process 0, one decision and one outcome::
 
@@ -8,14 +8,14 @@ A round has messages of each process, answers of process 0, one decision and one
                               finish(...)         the outcome
     outcome() ◄─────────────
 
-Any process may `abort` with an error, until the decision is to commit. `watch` then raises that
-error on all processes.
+Until the decision to commit, any process may `abort` with an error, which `watch` then raises on
+all processes.
 """
 
-# Rule 1: the decision is set once: of two processes that decide at the same time, both see the
-#   decision of the faster one.
+# Rule 1: the decision is set once: if two processes decide at the same time, both see the decision
+#   of the faster one.
 # Rule 2: after a decision to commit, process 0 alone determines the outcome. If it falls silent, no
-#   other process may say that the round has failed.
+#   other process may report that the round has failed.
 # Rule 3: after a decision to commit, process 0 does not depend on the others: it ignores those that
 #   fall silent.
 # Rule 4: process 0 reads one directory, whatever the number of processes; each of the others waits
@@ -30,6 +30,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
+from asyncckpt.coordinators.beats import Pulse
 from asyncckpt.coordinators.group import (
     Group,
     closed_error,
@@ -40,7 +41,6 @@ from asyncckpt.coordinators.group import (
 )
 from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.messages import decode_error, encode_error, parts_of
-from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.errors import (
     AsyncCheckpointError,
     SaveOutcomeUnknownError,
@@ -57,26 +57,26 @@ POST_S = 0.3
 """How long a process waits for its error to be posted; the coordinator's thread goes on trying."""
 
 KEPT = 2
-"""Rounds of a kind whose messages are kept: a process may be this far behind."""
+"""Number of rounds of a kind whose messages are kept: a process may be this far behind."""
 
 SLICE_S = 1.0
-"""The others wait this long for the outcome before they look whether process 0 is alive."""
+"""How long the others wait for the outcome before they check that process 0 is alive."""
 
 
 @dataclass(eq=False, repr=False)
 class Round:
-    """One thing that all processes of a group do together.
+    """One call that all processes of a group make together.
 
     Attributes:
         group: the processes.
         pulse: signs of life of all of them.
-        kind: which sequence of rounds this one belongs to, such as ``save``.
-        number: its number there, equal in all processes.
-        name: what was called, where the kind does not say it: must be equal, too.
-        arrival_s: how long processes may come after the first.
-        silence_s: how long a process may give no sign of life.
+        kind: sequence of rounds that this one belongs to, such as ``save``.
+        number: its number in the sequence, equal in all processes.
+        name: the call, if the kind does not say it; must be equal in all processes.
+        arrival_s: seconds that a process may be later than the first.
+        silence_s: seconds that a process may give no sign of life.
         leads: this is process 0.
-        result: what process 0 said when the round had succeeded; None before.
+        result: message of process 0 when the round succeeded; None before.
         failed: the round has certainly failed.
     """
 
@@ -109,17 +109,17 @@ class Round:
     # -- every process
 
     async def post(self, what: str, message: bytes) -> None:
-        """Tell process 0 something; `message` has at least one byte."""
+        """Send process 0 a message of at least one byte."""
         await self._coordinator.put(f"{self._prefix}/{what}/{self.group.process_index}", message)
         self._expect()
 
     async def post_parts(self, what: str, message: bytes) -> None:
-        """Tell process 0 something that may be large."""
+        """Send process 0 a message that may be large."""
         for number, part in parts_of(message):
             await self.post(f"{what}.{number}", part)
 
     async def _joined(self, key: str, head: bytes) -> bytes:
-        """Return a message of several parts, of which the first has come and so have the others."""
+        """Return a message of several parts; all are there once the first is."""
         parts = [head[1:]]
         for number in range(1, head[0]):
             part = await self._coordinator.look(f"{self._prefix}/{key.format(number)}")
@@ -128,14 +128,14 @@ class Round:
         return b"".join(parts)
 
     async def post_name(self) -> None:
-        """Tell process 0 what was called; it ends the round if that was another call."""
+        """Send process 0 the name of the call; it ends the round if it made another call."""
         await self.post("name", self.name.encode())
 
     async def abort(self, error: BaseException, stage: str | None = None) -> bool:
         """End the round with an error for all, unless it is decided already.
 
         Returns:
-            Whether the round fails; False where it was decided to commit.
+            Whether the round fails; False if the decision was to commit.
         """
         if await self._refuse(error, stage) != COMMIT:
             return True
@@ -157,11 +157,7 @@ class Round:
         return decision
 
     async def _fail(self, error: AsyncCheckpointError) -> None:
-        """Decide against the round and raise; return if it was decided to commit.
-
-        Raises:
-            …: the error, or that of a process that was faster.
-        """
+        """Decide against the round and raise; return if the decision was to commit."""
         decision = await self._refuse(error)
         if decision == _FAILED + self._encoded(error, None):
             raise error
@@ -169,19 +165,19 @@ class Round:
             raise decode_error(decision[1:])
 
     def begun(self) -> None:
-        """Announce that this process has begun the attempt that the others join."""
+        """Announce that this process has begun the attempt for the others to join."""
         self.pulse.reached(f"{self.kind}-begun", self.number)
 
     def has_begun(self) -> bool:
-        """Return whether process 0 has begun the attempt that the others join."""
+        """Return whether process 0 has begun the attempt for the others to join."""
         return self.pulse.last(0, f"{self.kind}-begun") >= self.number
 
     async def watch(self) -> None:
-        """Return when the round has succeeded; runs in a task of its own during the round.
+        """Return once the round has succeeded; runs in a separate task during the round.
 
         Raises:
             …: the error with which any process has ended it.
-            SaveError: a process has not come, or has fallen silent; names it.
+            SaveError: a process is missing, or has fallen silent; names it.
             UsageError: a process has closed its `Checkpointer`; names it.
             SaveOutcomeUnknownError: process 0 has fallen silent after its decision to commit.
         """
@@ -191,7 +187,7 @@ class Round:
             self._changed.set()
 
     async def run(self, part: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run this process' part of the round, which fails on all processes if it fails on one.
+        """Run this process's part of the round, which fails on all processes if it fails on one.
 
         Raises:
             …: the error of the process that failed first.
@@ -235,11 +231,11 @@ class Round:
         instead: str = "",
         refuse: Callable[[int, bytes], Exception] | None = None,
     ) -> dict[int, bytes]:
-        """Return what every other process has posted; needs `watch` to run.
+        """Return the message of every other process; needs `watch` to run.
 
         Args:
-            what: the messages.
-            instead: messages that exclude these: a process that posts one will not post `what`.
+            what: kind of the messages.
+            instead: kind of messages that a process may post instead.
             refuse: returns the error for such a process and its message.
 
         Raises:
@@ -262,9 +258,9 @@ class Round:
             await self._changed.wait()
 
     async def lowest(self, what: str, *, above: int) -> int | None:
-        """Return the lowest number that any other process has posted last, once it is higher.
+        """Return the lowest of the last numbers of all other processes, once it is above a number.
 
-        None where the round has failed.
+        None if the round has failed.
         """
         while not self.failed:
             numbers = [
@@ -277,9 +273,9 @@ class Round:
         return None
 
     async def gathered_parts(self, what: str) -> dict[int, bytes]:
-        """Return what every other process has posted with `post_parts`, and delete it.
+        """Return the messages of all other processes from `post_parts`.
 
-        Every look for messages would read it again.
+        Deletes the messages, because every look for others would read them again.
         """
         heads = await self.gathered(f"{what}.0")
         found = {
@@ -291,12 +287,12 @@ class Round:
         return found
 
     async def answer_parts(self, what: str, message: bytes) -> None:
-        """Tell all others something that may be large."""
+        """Send all others a message that may be large."""
         for number, part in parts_of(message):
             await self.answer(f"{what}.{number}", part)
 
     async def answer(self, what: str, message: bytes) -> None:
-        """Tell all others something."""
+        """Send all others a message."""
         await self._coordinator.put(f"{self._prefix}/{what}", message)
 
     async def commit(self) -> None:
@@ -308,7 +304,7 @@ class Round:
         decision = await self._coordinator.put_once(f"{self._prefix}/decision", COMMIT)
         if decision != COMMIT:
             raise await self._failed(decision)
-        # From here on, whether other processes are alive is no reason to fail.
+        # From here on, silence of other processes is no reason to fail.
         self._committed = True
 
     async def finish(self, message: bytes = b"") -> None:
@@ -319,18 +315,18 @@ class Round:
     # -- the others
 
     async def answered(self, what: str) -> bytes:
-        """Return an answer of process 0; `watch` must run, which notices if it never comes."""
+        """Return an answer of process 0; needs `watch` to run, which fails if it never comes."""
         while True:
             message = await self._coordinator.wait(f"{self._prefix}/{what}", timeout_s=SLICE_S)
             if message is not None:
                 return message
 
     async def answered_parts(self, what: str) -> bytes:
-        """Return what process 0 tells with `answer_parts`."""
+        """Return the message of process 0 from `answer_parts`."""
         return await self._joined(f"{what}.{{}}", await self.answered(f"{what}.0"))
 
     async def reached(self, what: str, number: int) -> bool:
-        """Return whether process 0 tells a number that is not lower, before the round fails."""
+        """Return True once process 0 has sent a number this high, False if the round fails."""
         key = f"{self._prefix}/{what}"
         for pause in pauses(self.group.process_count):
             message = await self._coordinator.wait(key, timeout_s=SLICE_S)
@@ -342,7 +338,7 @@ class Round:
         raise AssertionError("pauses never end")
 
     async def outcome(self) -> bytes:
-        """Return what process 0 says when the round has succeeded; needs `watch` to run."""
+        """Return the message of process 0 when the round has succeeded; needs `watch` to run."""
         await self._ended.wait()
         assert self.result is not None
         return self.result
@@ -395,14 +391,14 @@ class Round:
                 raise decode_error(outcome[1:])
 
     def _expect(self) -> None:
-        """Look again at once, and often: a message is about to come, and pauses have grown long."""
+        """Look again at once, and often: a message is expected, and pauses have grown long."""
         self._expecting = True
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.reschedule(asyncio.get_running_loop().time())
 
     async def _waited(self, waiting: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of a wait; None where `_expect` has cut it short."""
+        """Return the result of a wait; None if `_expect` has cut it short."""
         try:
             async with asyncio.timeout(None) as self._waiting:
                 return await waiting
@@ -412,7 +408,7 @@ class Round:
             self._waiting = None
 
     async def _check_left(self) -> None:
-        """Raise if the round ended without this process, which may have been stopped."""
+        """Raise if the round has ended without this process, which may have been stopped."""
         reached = self.pulse.last(0, self.kind)
         if reached == self.number:
             return
@@ -432,7 +428,7 @@ class Round:
         return encode_error(error, process=group.process_index, host=group.host, stage=stage)
 
     def _other_call(self) -> UsageError | None:
-        """Return the error for a process that has called something else."""
+        """Return the error for a process that made another call."""
         for key, name in self._found.items():
             if key.startswith("name/") and name.decode() != self.name:
                 other = self.group.named(int(key.removeprefix("name/")))
@@ -449,7 +445,7 @@ class Round:
         self._ended.set()
 
     async def _check_alive(self, closed: Sequence[int]) -> None:
-        """Abort the round if a watched process has not come, has fallen silent or has closed."""
+        """Abort the round if a watched process is missing, silent or closed."""
         group = self.group
         watched = range(1, group.process_count) if self.leads else range(1)
         silent = [process for process in watched if self.pulse.silent(process)]
@@ -475,9 +471,9 @@ class Round:
 
 
 async def briefly(call: Coroutine[Any, Any, T], *, limit_s: float = POST_S) -> T | None:
-    """Await a message; return None if the service has not taken it within `limit_s`.
+    """Await a call to the service; return None if it takes longer than `limit_s` or fails.
 
-    A service that has stopped must not hold up a process that was cancelled.
+    A stopped service must not hold up a process that was cancelled.
     """
     with contextlib.suppress(AsyncCheckpointError, TimeoutError):
         async with asyncio.timeout(limit_s):

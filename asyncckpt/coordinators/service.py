@@ -1,20 +1,19 @@
 """Coordinators on key-value services whose calls block.
 
-Such a call may block for as long as its server does not answer, whatever time limit it was given:
-with the server stopped, calls of torch's store with limits of 1 and 2 s returned after 10 and 21 s.
-So all calls of a coordinator are made by one daemon thread of its own, with a connection of its
-own, which can be abandoned and replaced.
+A call may block until its server answers, whatever its time limit: with the server stopped, calls
+of torch's store with limits of 1 and 2 s returned after 10 and 21 s. So each coordinator makes its
+calls in a daemon thread with a separate connection, which can be abandoned and replaced.
 """
 
 # Rule 1: an await never waits for the thread to leave a call: cancelling returns at once. A call
-#   that changes keys is made nevertheless, in its turn: an error reaches the other processes even
-#   if the process that posts it does not wait for a slow server.
+#   that changes keys is still made in its turn: an error reaches the other processes even if the
+#   process that posts it does not wait for a slow server.
 #   (test_cancelling_returns_while_the_server_is_stopped,
 #   test_a_message_of_a_cancelled_call_arrives_when_the_server_answers_again)
-# Rule 2: calls are short, `SLICE_S` at most. Longer waits are made of many of them, and a call that
-#   waits gives way to those that do not, so that a beat is held up for one slice.
+# Rule 2: calls take at most `SLICE_S`. Longer waits consist of many calls, and calls that wait give
+#   way to those that do not, so that a beat is delayed by one slice at most.
 #   (test_a_put_is_held_up_for_a_slice_at_most)
-# Rule 3: after an error the connection is not used again: torch's is broken then.
+# Rule 3: after an error the connection is not used again: torch's is then broken.
 # Rule 4: a thread that has been in one call for `CALL_LIMIT_S` is abandoned. The next call gets a
 #   new thread and connection; at most `ABANDONED_MAX` of them pile up.
 #   (test_a_call_without_an_answer_abandons_its_thread)
@@ -36,35 +35,35 @@ from asyncckpt.errors import AsyncCheckpointError, ClosedError, StoreError
 from asyncckpt.flow.threads import seen, thread_error
 
 SLICE_S = 0.5
-"""Longest time that a call may wait for a key."""
+"""Longest wait of one call for a key."""
 
 CALL_LIMIT_S = 10.0
-"""A call that has not returned this long after its slice never does, or too late to be of use."""
+"""A call that has not returned this long after its slice never will, or too late to be useful."""
 
 ABANDONED_MAX = 4
-"""Abandoned threads that may be alive; then calls fail at once. Each has a connection."""
+"""Live abandoned threads, each with a connection, from which on calls fail at once."""
 
 STOPPED_S = 0.2
-"""If this process itself was stopped, the answer has come meanwhile and is taken within this."""
+"""If this process itself was stopped, the answer has arrived meanwhile and is read within this."""
 
 CLOSE_S = 1.0
 """How long `close` waits for the thread."""
 
-CALL, WAIT, END = range(3)  # in the order in which the thread serves them
+CALL, WAIT, END = range(3)  # priorities, highest first
 
 
 class Service(Protocol):
-    """One connection to a key-value service. Only the thread that made it calls it.
+    """One connection to a key-value service, used only by the thread that made it.
 
     The methods are those of `ports.Coordinator`. Any error means that the connection is broken.
     """
 
     def put(self, key: str, value: bytes) -> None:
-        """Set the key, whatever it was."""
+        """Set the key, replacing any value."""
         ...
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        """Set the key if it was not set; return its value."""
+        """Set the key if it is not set; return its value."""
         ...
 
     def look(self, key: str) -> bytes | None:
@@ -89,13 +88,13 @@ T = TypeVar("T")
 
 
 class ServiceCoordinator(Generic[S]):
-    """A `ports.Coordinator` that makes the calls of a service in a thread of its own.
+    """A `ports.Coordinator` that calls a service in a separate thread.
 
     Attributes:
-        name: what it is called in messages.
+        name: its name in messages.
         process_index: number of this process.
         process_count: number of processes.
-        server: what serves the keys, for errors; empty where no process does.
+        server: what serves the keys, for errors; empty if no process does.
     """
 
     server = ""
@@ -116,24 +115,24 @@ class ServiceCoordinator(Generic[S]):
         return f"{type(self).__name__}(process {self.process_index} of {self.process_count})"
 
     async def put(self, key: str, value: bytes) -> None:
-        """Set `key`, whatever it was."""
+        """Set `key`, replacing any value."""
         check_message(key, value)
         await self.call(f"put({key})", lambda service: service.put(key, value), lasting=True)
 
     async def put_once(self, key: str, value: bytes) -> bytes:
-        """Set `key` if it was not set; return the value that was set first."""
+        """Set `key` if it is not set; return the value that was set first."""
         check_message(key, value)
         return await self.call(
             f"put_once({key})", lambda service: service.put_once(key, value), lasting=True
         )
 
     async def look(self, key: str) -> bytes | None:
-        """Return the value of `key`, None if it is not set; without waiting for it."""
+        """Return the value of `key`, None if it is not set, without waiting."""
         check_key(key)
         return await self.call(f"look({key})", lambda service: service.look(key))
 
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Return the value of `key` once it is set, None if it is not after `timeout_s`."""
+        """Return the value of `key` once it is set, None if it is still unset after `timeout_s`."""
         end = time.monotonic() + timeout_s
         for pause in pauses(self.process_count):
             value = await self.look(key)
@@ -169,13 +168,13 @@ class ServiceCoordinator(Generic[S]):
     async def call(
         self, what: str, function: Callable[[S], T], *, turn: int = CALL, lasting: bool = False
     ) -> T:
-        """Return the result of a call that the thread makes.
+        """Return the result of a call made in the thread.
 
         Args:
-            what: the call, for errors.
-            function: makes it.
+            what: description of the call, for errors.
+            function: makes the call.
             turn: `CALL`, or `WAIT` for a call that gives way to all others.
-            lasting: a cancelled call that has not begun yet is made nevertheless.
+            lasting: make the call even if it is cancelled before it has begun.
 
         Cancellation: returns at once, see Rule 1.
 
@@ -223,7 +222,7 @@ class ServiceCoordinator(Generic[S]):
         return self._caller
 
     def _abandon(self, caller: _Caller[S], what: str) -> StoreError:
-        # All calls that wait for this thread come here; the first one replaces it.
+        # All calls that wait for this thread come here; the first one drops it.
         if self._caller is caller:
             self._caller = None
             self._abandoned.append(caller.thread)
@@ -244,7 +243,7 @@ class ServiceCoordinator(Generic[S]):
 
 
 class _Caller(Generic[S]):
-    """A thread with a connection, which makes one call after the other."""
+    """A thread with a connection that makes one call after the other."""
 
     def __init__(self, name: str, connect: Callable[[], S]) -> None:
         self._connect = connect
@@ -260,7 +259,7 @@ class _Caller(Generic[S]):
             raise thread_error(name, error) from error
 
     def submit(self, function: Callable[[S], T], turn: int, *, lasting: bool = False) -> Future[T]:
-        """Queue a call behind those of the same turn; a `lasting` one cannot be cancelled."""
+        """Queue a call behind those of the same turn; a `lasting` call cannot be cancelled."""
         future: Future[T] = Future()
         if lasting:
             future.set_running_or_notify_cancel()
@@ -268,13 +267,13 @@ class _Caller(Generic[S]):
         return future
 
     def time_left_s(self) -> float:
-        """Return how long the thread may stay in its present call, or in the next one."""
+        """Return how long the thread may stay in its current call, or in the next one."""
         since = self._busy_since
         limit_s = CALL_LIMIT_S + SLICE_S
         return limit_s if since is None else since + limit_s - time.monotonic()
 
     def end(self) -> None:
-        """Let the thread end after its present call; it makes no other."""
+        """Let the thread end after its current call."""
         self._ended = True
         self.submit(lambda service: None, END)
 
@@ -311,7 +310,7 @@ class _Caller(Generic[S]):
 
 
 def _begin(future: Future[Any]) -> bool:
-    """Return whether the call of this future is to be made: it was not cancelled."""
+    """Return whether to make the call of this future, which may have been cancelled."""
     return future.running() or future.set_running_or_notify_cancel()
 
 
@@ -322,6 +321,6 @@ def _refuse(future: Future[Any]) -> None:
 
 def _close(service: Service | None) -> None:
     if service is not None:
-        # It is not used any more, whatever state it is in.
+        # It is not used again, whatever its state.
         with contextlib.suppress(Exception):
             service.close()

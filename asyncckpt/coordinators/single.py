@@ -23,15 +23,15 @@ class SingleCoordinator:
         return "SingleCoordinator()"
 
     async def put(self, key: str, value: bytes) -> None:
-        """Set `key`, whatever it was."""
+        """Set `key`, replacing any value."""
         check_message(key, value)
         self._values[key] = bytes(value)
-        # Those that wait for the present event wake; later ones wait for the next.
+        # Wakes current waiters; later ones wait for the next event.
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def put_once(self, key: str, value: bytes) -> bytes:
-        """Set `key` if it was not set; return the value that was set first."""
+        """Set `key` if it is not set; return the value that was set first."""
         check_message(key, value)
         if key not in self._values:
             await self.put(key, value)
@@ -43,7 +43,7 @@ class SingleCoordinator:
         return self._values.get(key)
 
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Return the value of `key` once it is set, None if it is not after `timeout_s`."""
+        """Return the value of `key` once it is set, None if it is still unset after `timeout_s`."""
         check_key(key)
         try:
             async with asyncio.timeout(timeout_s):
@@ -71,4 +71,4 @@ class SingleCoordinator:
                 del self._values[key]
 
     async def close(self) -> None:
-        """Do nothing: there is neither a connection nor a thread."""
+        """Do nothing: there is no connection or thread."""

@@ -1,12 +1,12 @@
 """The coordinator of a torch.distributed job: the store of its default process group."""
 
-# Rule 1: only a clone of the store is used, which has a connection of its own: a `get` that waited
-#   on the trainer's connection held up the trainer's `set` for 5.5 s.
+# Rule 1: only a clone of the store is used, with a separate connection: a `get` that waited on the
+#   trainer's connection held up the trainer's `set` for 5.5 s.
 # Rule 2: never `get` or `wait` for a key that may be missing: it blocks for minutes, and prints to
 #   stderr when its time is up. `compare_set` looks at a key without waiting.
-# Rule 3: the stores of older releases cannot list their keys, and listing all keys of a large job
-#   for the few of ours is slow. So a directory is a key, too: `a/` holds the names of the keys
-#   `a/b` and, with a slash, of the directories `a/c/`. A name is there before its key is.
+# Rule 3: stores of older releases cannot list their keys, and listing all keys of a large job to
+#   find our few is slow. So a directory is a key, too: `a/` holds the names of the keys `a/b` and,
+#   with a slash, of the directories `a/c/`. A name is added before its key.
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from asyncckpt.errors import UsageError
 from asyncckpt.ports import CallIn
 
 MULTI_GET_MIN = 16
-"""So many values are read with two calls, fewer with one call each."""
+"""From this number on, values are read with two calls, instead of one call each."""
 
 UNSET = secrets.token_bytes(16)
-"""What `compare_set` returns for a key that is not set, and no value equals."""
+"""Returned by `compare_set` for a key that is not set; no value equals it."""
 
 EMPTY = b"\n"
 """A directory without names: `compare_set` takes an empty value for a missing one."""
@@ -54,7 +54,7 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
             raise UsageError(
                 "call torch.distributed.init_process_group() before the torch coordinator is used"
             )
-        # The reference keeps the server alive after the process group was destroyed.
+        # This reference keeps the server alive after the process group is destroyed.
         store = distributed_c10d._get_default_store()
         if store is None:
             raise UsageError(
@@ -69,12 +69,12 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
     def exchange(
         self, name: str, *, in_caller: CallIn, in_worker: CallIn, timeout_s: float
     ) -> TorchExchange:
-        """Return gloo's collectives, in groups of their own."""
+        """Return gloo's collectives, in separate groups."""
         return TorchExchange(self._store, name, self.process_index, in_worker, timeout_s)
 
 
 def server_of(store: Any) -> str:
-    """Return what serves the keys of a store, with host and port; empty for files and memory."""
+    """Return the server of a store with host and port; empty for files and memory."""
     while isinstance(store, distributed_c10d.PrefixStore):
         store = store.underlying_store
     if not hasattr(store, "host"):
@@ -84,19 +84,19 @@ def server_of(store: Any) -> str:
 
 
 class TorchService:
-    """A connection of its own to the store."""
+    """A separate connection to the store."""
 
     def __init__(self, store: Any) -> None:
         self._store = store.clone()
 
     def put(self, key: str, value: bytes) -> None:
-        """Set the key, whatever it was."""
+        """Set the key, replacing any value."""
         if self.look(key) is None:
             self._enter(key)
         self._store.set(key, value)
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        """Set the key if it was not set; return its value."""
+        """Set the key if it is not set; return its value."""
         first = self.look(key)
         if first is not None:
             return first
@@ -106,7 +106,7 @@ class TorchService:
 
     def look(self, key: str) -> bytes | None:
         """Return the value of the key, None if it is not set."""
-        # Sets the key to what it is, if it is UNSET; returns UNSET without setting a missing key.
+        # Changes no key: returns its value, or UNSET for a missing key.
         value = self._store.compare_set(key, UNSET, UNSET)
         return None if value == UNSET else value
 
@@ -132,7 +132,7 @@ class TorchService:
         return {key: value for key, value in found if value is not None}
 
     def _below(self, directory: str) -> Sequence[str]:
-        """Return all keys below a directory, the deepest first, also of directories."""
+        """Return all keys below a directory, including directories, deepest first."""
         keys: list[str] = []
         names = (self.look(f"{directory}/") or b"").decode().split()
         for name in dict.fromkeys(names):
@@ -148,15 +148,15 @@ class TorchService:
         if not directory:
             return
         index = f"{directory}/"
-        # From the top: a directory that exists can be found.
+        # From the top, so that every existing directory can be found.
         if not self._store.check([index]):
             self._enter(index)
         self._store.append(index, f"{name}{'/' if key.endswith('/') else ''}\n")
 
     def _leave(self, key: str) -> None:
-        """Remove the key and its directory from the directory above them.
+        """Remove the key and its directory from the parent directory.
 
-        A directory that changes meanwhile keeps the names, of which there are then no keys.
+        If the parent changes meanwhile, it keeps their names without keys.
         """
         directory, _, name = key.rpartition("/")
         index = f"{directory}/"

@@ -1,6 +1,6 @@
-"""Reports that the public functions return, and the texts in which they describe sizes and rates.
+"""Reports that the public functions return, and texts for sizes and rates.
 
-Not here: how a report comes about, and how the command line prints it (`cli`).
+Not here: how the command line prints a report (`cli`).
 """
 
 from asyncckpt.reports.contents import CheckpointInfo, FileInfo, LeafInfo

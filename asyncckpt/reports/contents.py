@@ -15,7 +15,7 @@ from asyncckpt.reports.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file of a checkpoint: path relative to it, size in bytes, CRC-32C where it is known."""
+    """One file of a checkpoint: relative path, size in bytes, CRC-32C if known."""
 
     path: str
     nbytes: int
@@ -29,7 +29,7 @@ class LeafInfo:
     Attributes:
         path: parts joined by ``/``, percent-escaped.
         kind: ``array``, or the Python type of a scalar (``int``, ``str``, …).
-        framework: what saved an array: ``numpy``, ``jax`` or ``torch``; empty for scalars.
+        framework: framework of a saved array: ``numpy``, ``jax`` or ``torch``; empty for scalars.
         shape: shape of an array, ``()`` for scalars.
         dtype: zarr v3 dtype name, empty for scalars.
         chunk_shape: elements per chunk and dimension.
@@ -40,8 +40,8 @@ class LeafInfo:
         array: name of its array in the OCDBT database, None for scalars.
         value: value of a scalar, None for arrays.
         tied_to: path of the leaf whose bytes it shares, or None.
-        location: path or URL of the OCDBT database that holds it; empty where there is none.
-        pieces: of a leaf stored as several arrays, the offset, name and shape of each.
+        location: path or URL of the OCDBT database that holds it; empty if there is none.
+        pieces: offset, name and shape of each array of a leaf that is stored as several.
         driver: TensorStore's driver of its arrays: ``zarr3``, or ``zarr`` for zarr version 2.
     """
 
@@ -65,12 +65,12 @@ class LeafInfo:
     def tensorstore_spec(self) -> dict[str, Any]:
         """Return a TensorStore spec that opens this leaf for slicing, with ``ts.open(spec)``.
 
-        A leaf in pieces is opened as one array too: TensorStore stacks them.
+        A leaf in pieces is opened as one array, too: TensorStore stacks them.
 
         Raises:
-            TypeError: the leaf is no array.
-            UsageError: the checkpoint is no OCDBT database (safetensors, DCP, one directory per
-                array), so that TensorStore cannot open it from here.
+            TypeError: the leaf is not an array.
+            UsageError: the checkpoint is not an OCDBT database (safetensors, DCP, one directory per
+                array).
         """
         if self.array is None:
             raise TypeError(f"{self.path}: a {self.kind} has no array; its value is in .value")
@@ -111,22 +111,22 @@ class LeafInfo:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(Timed):
-    """What a checkpoint holds, from its metadata alone; `info[path]` is one leaf.
+    """Contents of a checkpoint, from its metadata alone; `info[path]` is one leaf.
 
     Attributes:
         location: path or URL.
         step: step, None for one-shot checkpoints.
         save_id: identity of the save.
         created_ns: wall-clock time of the commit, nanoseconds since 1970.
-        library: what wrote it.
+        library: library that wrote it.
         leaves: every leaf, in tree order.
         files: every file except the commit record.
         metadata: the user's metadata.
         metrics: metrics given to `save`.
         tree: nested containers of `LeafInfo`, as saved.
-        format: ``asyncckpt``, or what else it is: ``orbax``, ``ocdbt``, ``safetensors``, ``dcp``.
+        format: ``asyncckpt``, ``orbax``, ``ocdbt``, ``safetensors`` or ``dcp``.
         epoch: claim under which it was saved, 0 for none.
-        timeline: of the save until its index was written, where that was asked for and is known.
+        timeline: timeline of the save until its index was written, if requested and known.
     """
 
     location: str

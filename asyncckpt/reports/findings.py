@@ -28,7 +28,7 @@ class VerifyReport:
     Attributes:
         location: path or URL.
         step: step, None for one-shot checkpoints.
-        damages: everything found damaged; empty when the checkpoint is whole.
+        damages: all damaged places; empty if the checkpoint is whole.
         leaf_count: leaves checked.
         read_nbytes: bytes read.
         total_s: seconds taken.
@@ -46,12 +46,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was saved, as far as checksums can tell."""
+        """Whether every byte is as saved, as far as checksums can tell."""
         return not self.damages
 
     @property
     def outcome(self) -> str:
-        """What was found, on one line."""
+        """The result, on one line."""
         if self.damages:
             return f"damaged in {len(self.damages)} places"
         read = f"{self.leaf_count} leaves, {nbytes_text(self.read_nbytes)}"
@@ -73,16 +73,16 @@ class LeafDifference:
 
     Attributes:
         path: its path.
-        what: ``kind`` (scalar or array, type of a scalar), ``shape``, ``dtype`` or ``value``; the
-            first of these that differs.
-        first: what the first checkpoint has: kind, shape, dtype, or value of a scalar.
-        second: what the second one has.
-        size: elements of the arrays, 0 where their shapes or kinds differ.
+        what: first of ``kind`` (scalar or array, type of a scalar), ``shape``, ``dtype`` and
+            ``value`` that differs.
+        first: kind, shape, dtype, or value of a scalar in the first checkpoint.
+        second: the same in the second one.
+        size: elements of the arrays, 0 if their shapes or kinds differ.
         count: elements that differ.
-        nan_count: those of them that are NaN in one checkpoint only.
-        largest: largest absolute difference of elements that are numbers in both.
+        nan_count: elements that are NaN in only one of the checkpoints.
+        largest: largest absolute difference, of elements that are numbers in both.
         largest_relative: largest difference divided by the larger magnitude of the two.
-        index: index of the element with the largest difference (or of one that is NaN).
+        index: index of the element with the largest difference (or of a NaN).
     """
 
     path: str
@@ -112,7 +112,7 @@ class LeafDifference:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """How two checkpoints differ; true where they do not.
+    """Differences of two checkpoints; true if there are none.
 
     Attributes:
         first: path or URL of the first checkpoint.
@@ -123,7 +123,7 @@ class DiffReport:
         leaf_count: leaves that both have.
         nbytes: bytes of array data compared, of one side.
         total_s: seconds taken.
-        notes: differences that are none of leaves: containers, frameworks, formats.
+        notes: differences other than leaves: containers, frameworks, formats.
     """
 
     first: str

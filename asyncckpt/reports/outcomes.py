@@ -13,14 +13,14 @@ from asyncckpt.reports.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class ProcessPart:
-    """What one of several processes did for a checkpoint.
+    """Part of one of several processes in a save.
 
     Attributes:
         process: its number.
         host: name of its host.
         written_nbytes: bytes of the data files that it wrote.
-        file_count: number of them.
-        blocked_s: seconds from its call until its state might be mutated again.
+        file_count: number of these files.
+        blocked_s: seconds from its call until its state could be mutated again.
         written_s: seconds from its call until its files were durable.
     """
 
@@ -45,28 +45,27 @@ class SaveReport(Timed):
     Attributes:
         location: path or URL of the checkpoint.
         step: its step, None for one-shot saves.
-        save_id: identity that its record carries.
+        save_id: identity of the save, as in its record.
         leaf_count: leaves in the tree, scalars included.
         array_count: arrays stored (tied leaves count once, leaves in pieces once per piece).
         nbytes: bytes of array data, before compression and without padding.
         stored_nbytes: bytes of all files.
         file_count: files of the checkpoint.
-        blocked_s: seconds until the state might be mutated again (`start_save`'s part).
+        blocked_s: seconds until the state could be mutated again, as in `start_save`.
         total_s: seconds from the call to the durable commit.
-        plan_cached: whether the plan of an earlier save was used again.
-        plan_cache_hits: saves of this `Checkpointer` so far, this one included, that did so.
-        plan_cache_misses: saves that made a new plan, because paths, shapes, dtypes, shardings or
+        plan_cached: whether the plan of an earlier save was reused.
+        plan_cache_hits: saves of this `Checkpointer` so far, including this, that reused a plan.
+        plan_cache_misses: saves that needed a new plan, because paths, shapes, dtypes, shardings or
             options had changed.
         referenced_nbytes: bytes held by reference instead of copied (`snapshot="reference"`).
         peak_staged_nbytes: largest amount of the byte budget in use at one time.
         deleted_steps: steps that retention removed after the commit.
         orbax: whether Orbax can restore this checkpoint.
         skipped: nothing was saved, because another save was in flight (`on_overlap="skip"`).
-        preempted: one of the processes has got SIGTERM, and all report it from this step on
-            (`preemption=True`).
-        notes: anything a person should know.
-        processes: what each of several processes did; process 0 knows all of them, every other
-            one only itself.
+        preempted: a process got SIGTERM, and all report it from this step on (`preemption=True`).
+        notes: remarks for a person.
+        processes: part of each of several processes; process 0 knows all parts, the others only
+            their own.
         timeline: when the stages were busy.
     """
 
@@ -110,7 +109,7 @@ class SaveReport(Timed):
 
 @dataclass(frozen=True, slots=True)
 class ReadItem:
-    """What a read was for: the elements that one stored chunk and one wanted box have in common.
+    """Reason of a read: the elements that one stored chunk and one wanted box have in common.
 
     Attributes:
         path: the leaf; the first of several that share the chunk (tied arrays).
@@ -141,7 +140,7 @@ class ReadRange:
         file: path in the checkpoint.
         offset: first byte of the range.
         nbytes: length of the range: chunks, and what is between them.
-        items: what it was read for; several for one chunk that several boxes want.
+        items: what it was read for; one chunk has several items if several boxes want it.
     """
 
     file: str
@@ -172,23 +171,23 @@ class RestoreReport(Timed):
         leaf_count: leaves restored.
         nbytes: bytes of array data restored.
         read_nbytes: bytes read from the store, gaps between chunks included.
-        received_nbytes: bytes that came by exchange between processes, what this process read for
-            all among them.
+        received_nbytes: bytes received by exchange between processes, including what this process
+            read for all.
         total_s: seconds from the call to the return.
         replaced: paths of immutable leaves of the target that `restore_into` replaced in the dict,
             list or dataclass that holds them.
-        missing: paths that the target has and the checkpoint lacks (`strict=False` only); an object
-            with a state dict by its own path, and the keys that a module's `load_state_dict` lacks.
+        missing: paths that the target has and the checkpoint lacks (`strict=False` only), including
+            objects with a state dict, and keys that a module's `load_state_dict` reports missing.
         unexpected: paths that the checkpoint has and the target lacks (`strict=False` only), and
-            the keys that a module's `load_state_dict` has no use for.
+            keys that a module's `load_state_dict` reports as unexpected.
         unverified: paths whose bytes had no checksum to check (foreign checkpoints only).
         metadata: the user's metadata of the checkpoint.
-        notes: anything a person should know; each is also a `RestoreWarning`.
+        notes: remarks for a person; each is also a `RestoreWarning`.
         strict: whether missing and unexpected leaves were errors.
         wanted: leaves that the target wants.
-        matched: those of them that the checkpoint has.
-        reads: with `RestoreOptions(explain=True)`, every range that was read, and what for; chunks
-            that were never stored, as those of foreign checkpoints may be, are not in it.
+        matched: wanted leaves that the checkpoint has.
+        reads: with `RestoreOptions(explain=True)`, every range that was read, with the reason.
+            Chunks that were never stored, as in some foreign checkpoints, are not listed.
         timeline: when the stages were busy.
     """
 
@@ -234,7 +233,7 @@ class ConvertReport:
         source_format: as `CheckpointInfo.format`.
         location: path or URL of what was written.
         format: ``asyncckpt`` or ``safetensors``.
-        step: step of the new checkpoint, None where it is none of a run.
+        step: step of the new checkpoint, None if it is not part of a run.
         leaf_count: leaves, scalars included.
         array_count: arrays written (tied leaves count once).
         nbytes: bytes of array data written, before compression.
@@ -244,7 +243,7 @@ class ConvertReport:
         total_s: seconds taken.
         orbax: whether Orbax can restore what was written.
         unverified: paths whose bytes had no checksum to check.
-        notes: anything a person should know.
+        notes: remarks for a person.
     """
 
     source: str

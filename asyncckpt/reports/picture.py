@@ -13,17 +13,17 @@ from asyncckpt.reports.timeline import Stage, Timeline
 INSTALL_LINE = 'pip install "asyncckpt[plot]"'
 
 MAX_PROCESSES = 16
-"""Processes drawn; more would not be readable."""
+"""Most processes drawn; more would not be readable."""
 
 SHORT = 0.01
-"""Stages with a smaller share of the time and of the bytes are named below, not drawn."""
+"""Stages with a smaller share of time and bytes are not drawn, but named below."""
 
 NARROWEST = 0.0015
 """Width of the narrowest span, as a share of the time: about a pixel."""
 
 LANE, GAP, TALLEST = 0.2, 0.5, 3.0
-"""Heights of further lanes, of gaps, and of all further lanes of a stage together at most, where
-the first lane of a stage with bytes has 1."""
+"""Heights of a further lane, of a gap, and of all further lanes of a stage at most; the first lane
+of a stage with bytes has height 1."""
 
 COLOURS: Mapping[str, str] = {
     **{"stage": "#0072B2", "serialize": "#009E73", "upload": "#E69F00"},
@@ -34,7 +34,7 @@ OTHER = "#7F7F7F"
 
 
 def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0) -> None:
-    """Draw a timeline, with a line where the state may change again. Errors: as `Timed.plot`."""
+    """Draw a timeline, with a line at `blocked_s`. Errors: as `Timed.plot`."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in (".png", ".svg"):
         raise UsageError(f"plot({os.fspath(path)!r}): pass a name in .png or .svg", found=suffix)
@@ -88,7 +88,7 @@ def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0)
 
 
 def _bands(timeline: Timeline) -> tuple[dict[str, Stage], str]:
-    """Return the stages that are drawn, by what they are called, and a text on shorter ones."""
+    """Return the stages to draw, by label, and a text that names the shorter ones."""
     bands: dict[str, Stage] = {}
     short: list[str] = []
     processes = timeline.processes()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 INSTALL_LINE = 'pip install "asyncckpt[cli]"'
 
 REFRESH_S = 0.1
-"""Time between two updates of a bar: drawing takes a millisecond of the thread that saves."""
+"""Seconds between two updates of a bar: drawing costs the saving thread a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,7 @@ class Progress:
     """A snapshot of work under way, handed to `progress=` callbacks and shown by `PendingSave`.
 
     Attributes:
-        stage: the stage that moves at present: plan, stage, upload, commit; fetch, place; verify;
-            convert; diff.
+        stage: the current stage: plan, stage, upload, commit; fetch, place; verify; convert; diff.
         done_nbytes: bytes that have passed the last stage.
         total_nbytes: bytes in all.
     """
@@ -38,7 +37,7 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """From 0.0 to 1.0."""
+        """Share of the bytes that are done, from 0.0 to 1.0."""
         return self.done_nbytes / self.total_nbytes if self.total_nbytes else 1.0
 
     def __str__(self) -> str:
@@ -59,7 +58,7 @@ class ProgressBar:
         self._wanted = console.is_terminal or console.is_jupyter
         self._drawn = 0.0
         self._ended = False
-        # Drawn by the calls, so that there is no thread; and standard output stays as it is.
+        # Drawn by the callers, so it needs no thread; standard output is not redirected.
         self._bar = bars.Progress(
             bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(),
@@ -72,14 +71,14 @@ class ProgressBar:
             redirect_stderr=False,
         )
         self._task = self._bar.add_task(description or "", total=None)
-        # A terminal gets its cursor back, also where nothing closes the bar of a failed save.
+        # Restores the cursor of the terminal even if nothing closes the bar of a failed save.
         weakref.finalize(self, _stop, self._bar)
 
     def __call__(self, state: Progress) -> None:
-        """Show how far the work has come, at most ten times a second."""
+        """Show the state of the work, at most ten times a second."""
         ended = state.done_nbytes >= state.total_nbytes
         now = time.perf_counter()
-        # Work that is at 100 % may call again.
+        # At 100 %, the work may call again.
         if not self._wanted or (self._ended if ended else now - self._drawn < REFRESH_S):
             return
         if self._ended:
@@ -93,7 +92,7 @@ class ProgressBar:
             self._bar.live.stop()
 
     def close(self) -> None:
-        """End the bar where it is, for good. Idempotent."""
+        """End the bar. Idempotent."""
         self._wanted = False
         _stop(self._bar)
 
@@ -114,14 +113,14 @@ def progress_bar(
 ) -> ProgressBar:
     """Return a progress bar on standard error, for the argument `progress` of any function.
 
-    It is shown in terminals and notebooks only. It closes itself at 100 %; where the work fails, it
-    ends with the `with` block, `close()`, or when it is dropped. It is drawn ten times a second at
-    most, on the thread that calls it, and an error of it does not fail the work. Use it for one
-    piece of work at a time.
+    It is shown in terminals and notebooks only. It closes itself at 100 %; if the work fails, it
+    ends with the `with` block, with `close()`, or when it is garbage-collected. It is drawn at most
+    ten times a second, on the thread that calls it, and its errors do not fail the work. Use it for
+    one piece of work at a time.
 
     Args:
-        description: text before the bar; None for the stage that moves at present.
-        always: show it where standard error is no terminal, too.
+        description: text before the bar; None for the current stage.
+        always: show it even if standard error is not a terminal.
         transient: remove it when it ends.
 
     Raises:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 def nbytes_text(nbytes: float) -> str:
     """Return a size for people: `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+    if abs(nbytes) < 1024:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         nbytes /= 1024
-    raise AssertionError("unreachable")
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1024:.1f} TiB"
 
 
 def rate_text(nbytes: float, seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Reports that have a timeline, which can be written as a trace or drawn."""
+"""Reports with a timeline that can be written as a trace or drawn."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Timed:
             json.dump(trace_document(self.timeline, str(self)), file)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draw the timeline: a band for each stage, in it a line for each lane. Blocking.
+        """Draw the timeline: a band for each stage, with a line for each lane. Blocking.
 
         Takes about a second, most of which is the import of matplotlib.
 
         Args:
-            path: the file, in .png or .svg; replaced if it exists.
-            title: a line above the picture; None for what the report prints.
+            path: the file, ending in .png or .svg; replaced if it exists.
+            title: line above the picture; None for the text of the report.
 
         Raises:
-            UsageError: the suffix is another one, or matplotlib is not installed.
+            UsageError: the path has another suffix, or matplotlib is not installed.
             OSError: the file cannot be written.
         """
         title = str(self) if title is None else title

@@ -1,8 +1,7 @@
-"""Timelines: when the stages of a save or restore were busy, and with how many bytes."""
+"""Timelines: when the stages of a save or restore were busy, and how many bytes they moved."""
 
-# Rule: however long the operation, what is kept is bounded. Neighbours in a lane are merged, so
-#   that the begin, the end and the bytes of every stage stay exact; idle time between neighbours
-#   is lost.
+# Rule: memory is bounded however long the operation takes. Neighbours in a lane are merged, which
+#   keeps the begin, the end and the bytes of every stage exact, but loses the idle time between.
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 SPANS_PER_STAGE = 256
-"""Of one process: a picture is about a thousand pixels wide."""
+"""Per process: a picture is about a thousand pixels wide."""
 
 LANES_PER_STAGE = 64
-"""As many as an object store gets requests at a time by default."""
+"""As many as an object store gets concurrent requests by default."""
 
 
 class Span(NamedTuple):
-    """A time in which one worker or stream was busy with one stage.
+    """Time in which one worker or stream was busy with one stage.
 
     Attributes:
         stage: name of the stage.
         process: number of the process.
-        lane: spans of one lane do not overlap; lanes show how many were busy at a time, not which
-            thread it was.
-        start_s: seconds from the call, on the process' own clock.
-        end_s: the same of its end.
-        nbytes: bytes that went through the stage, 0 where bytes mean nothing.
+        lane: number of its lane, whose spans do not overlap; lanes show how many workers were busy
+            at a time, not which threads.
+        start_s: start in seconds from the call, on the process's own clock.
+        end_s: end, likewise.
+        nbytes: bytes that went through the stage, 0 if bytes have no meaning there.
     """
 
     stage: str
@@ -48,7 +47,7 @@ class Stage(NamedTuple):
         end_s: seconds from the call to the last end.
         busy_s: seconds in which at least one lane was busy.
         nbytes: bytes that went through the stage.
-        lanes: how many were busy at the same time, at most.
+        lanes: most lanes busy at the same time.
         spans: by start.
     """
 
@@ -64,16 +63,16 @@ class Stage(NamedTuple):
 class Timeline:
     """When the stages of one save or restore were busy.
 
-    A stage has at most 256 spans per process, in at most 64 lanes. Where there were more,
-    neighbours in a lane were merged, and the idle time between them counts as busy; begin, end and
-    bytes of every stage are exact in any case.
+    A stage has at most 256 spans per process, in at most 64 lanes. If there were more, neighbours
+    in a lane are merged, and the idle time between them counts as busy; begin, end and bytes of
+    every stage are always exact.
 
-    Of other processes, process 0 knows one span per stage: its begin, its end and its bytes. Clocks
-    of hosts differ, so times of a process are seconds from its own call.
+    For other processes, process 0 knows one span per stage: its begin, end and bytes. Clocks of
+    hosts differ, so the times of a process are seconds from its own call.
 
     Attributes:
         spans: by start.
-        process: number of the process that has recorded it.
+        process: number of the process that recorded it.
     """
 
     spans: tuple[Span, ...] = ()
@@ -89,7 +88,7 @@ class Timeline:
         return sorted({span.process for span in self.spans})
 
     def stages(self, process: int | None = None) -> Mapping[str, Stage]:
-        """Return the stages of a process (None: the one that recorded this) by name, by begin."""
+        """Return the stages of a process (None: the recording one) by name, ordered by begin."""
         process = self.process if process is None else process
         spans: dict[str, list[Span]] = {}
         for span in self.spans:
@@ -98,14 +97,14 @@ class Timeline:
         return {stage: _whole(found) for stage, found in spans.items()}
 
     def joined(self, others: Iterable[Timeline]) -> Timeline:
-        """Return it with the spans of other processes."""
+        """Return this timeline with the spans of others added."""
         spans = [*self.spans, *(span for other in others for span in other.spans)]
         return Timeline(tuple(sorted(spans, key=attrgetter("start_s"))), self.process)
 
     def rows(self, most: int = SPANS_PER_STAGE) -> list[list[Any]]:
         """Return the spans as JSON: stage, process, begin and end in microseconds, bytes.
 
-        Where a stage has more than `most`, consecutive ones are merged.
+        If a stage has more than `most`, consecutive ones are merged.
         """
         stages: dict[tuple[str, int], list[list[Any]]] = {}
         for stage, process, _, start_s, end_s, nbytes in self.spans:
@@ -123,10 +122,10 @@ class Timeline:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Any], process: int = 0) -> Timeline:
-        """Return the timeline of `rows`, which that process has recorded; lanes are given anew.
+        """Return the timeline of `rows` that a process recorded; lanes are assigned anew.
 
         Raises:
-            ValueError: they are of another form.
+            ValueError: the rows are malformed.
         """
         lanes: dict[tuple[str, int], list[Lane]] = {}
         for row in sorted(map(_checked, rows), key=itemgetter(3)):
@@ -159,9 +158,9 @@ Lane = list[tuple[float, float, int]]
 
 
 def put(lanes: list[Lane], start: float, end: float, nbytes: int) -> None:
-    """Put a span, which ends after all others, into the lane that ended last before its start.
+    """Add a span, which ends after all others, to the lane that ended last before its start.
 
-    Where there are too many spans, every two neighbours are merged.
+    If there are then too many spans, every two neighbours are merged.
     """
     idle = [lane for lane in lanes if lane[-1][1] <= start]
     if idle:
@@ -169,7 +168,7 @@ def put(lanes: list[Lane], start: float, end: float, nbytes: int) -> None:
     elif len(lanes) < LANES_PER_STAGE:
         lanes.append([(start, end, nbytes)])
     else:
-        # More at a time than there are lanes: it becomes one span with those that it overlaps.
+        # All lanes are busy: merge the span with those that it overlaps.
         lane = min(lanes, key=lambda lane: lane[-1][1])
         while lane and lane[-1][1] > start:
             first, last, more = lane.pop()
@@ -180,7 +179,7 @@ def put(lanes: list[Lane], start: float, end: float, nbytes: int) -> None:
 
 
 def spans_of(lanes: list[Lane], stage: str, process: int) -> Iterator[Span]:
-    """Yield the spans of one stage, its lanes in the order of their first spans."""
+    """Yield the spans of one stage; lanes are ordered by their first spans."""
     for number, lane in enumerate(sorted(lanes)):
         for row in lane:
             yield Span(stage, process, number, *row)

@@ -1,5 +1,5 @@
 """One opened root: its steps, saves in flight, retention, reads and garbage collection.
 
-Not here: how one checkpoint is saved (`save`) or restored (`restore`), and what callers see
+Not here: saving (`save`) and restoring (`restore`) one checkpoint, and the public API
 (`checkpointer`, `blocking`).
 """

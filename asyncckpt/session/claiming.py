@@ -1,7 +1,7 @@
-"""The claim of one session: made once, when it first saves or deletes, by process 0."""
+"""The claim of one session, made once by process 0 when the session first saves or deletes."""
 
-# Rule 1: a session makes one claim. One that was taken over makes no other: only a new session,
-#   which begins with what the run has then, may take over in its turn.
+# Rule 1: a session makes one claim. After it was taken over it makes no other: only a new session,
+#   which starts from the current state of the run, may take over again.
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Claiming:
     """The right of a session to change what is below its root.
 
     Args:
-        root: what is claimed.
-        processes: several of them make a claim.
-        one_shot: a single checkpoint needs none.
-        takeover: a single process also makes one.
+        root: the root to claim.
+        processes: several processes always make a claim.
+        one_shot: a single checkpoint needs no claim.
+        takeover: a single process makes a claim, too.
     """
 
     def __init__(self, root: Root, processes: Processes, *, one_shot: bool, takeover: bool) -> None:
@@ -36,17 +36,17 @@ class Claiming:
         self._lost: FencedError | None = None
 
     async def epoch(self) -> int:
-        """Return the epoch of the claim, which the first call makes; 0 for none.
+        """Return the epoch of the claim, which the first call makes; 0 if none is needed.
 
-        Cancellation: the claim may have been made; the next call makes another one.
+        Cancellation: the claim may have been made; the next call makes another.
 
         Raises:
-            FencedError: it was taken over, or another process was faster.
-            UsageError: a takeover was asked for, and this store cannot keep other writers out.
-            StoreError: it could not be made.
+            FencedError: the claim was taken over, or another process was faster.
+            UsageError: `takeover` with a store that cannot keep other writers out.
+            StoreError: the claim could not be made.
         """
         if self._lost is not None:
-            # A new one each time: an error that is raised again gets itself for a context.
+            # A copy each time: an error raised again would become its own context.
             raise copy.copy(self._lost)
         async with self._lock:
             if self._epoch is None:
@@ -54,7 +54,7 @@ class Claiming:
         return self._epoch
 
     def note(self, error: BaseException) -> None:
-        """Remember that the claim was taken over, so that nothing is begun any more."""
+        """Remember that the claim was taken over, if the error says so."""
         if isinstance(error, FencedError):
             self._lost = self._lost or copy.copy(error)
 

@@ -14,8 +14,8 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.opening import multipart_options
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Least age of what is removed, in seconds: no save takes a week, and one that is older than half
-of it is not committed any more."""
+"""Least age of leftovers that are removed, in seconds: no save takes a week, and a save older than
+half a week is no longer committed."""
 
 
 async def collect_garbage(
@@ -25,26 +25,25 @@ async def collect_garbage(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Remove what saves and deletions that never ended left below `root`, if it is old enough.
+    """Remove old leftovers below `root` of saves and deletions that never ended.
 
-    Checkpoints, files of other programs, and what another process has locked stay. On S3,
-    multipart uploads that were never completed go too, where s3fs is installed, which can list
-    them.
+    Checkpoints, files of other programs, and leftovers locked by another process stay. On S3,
+    unfinished multipart uploads are removed too if s3fs, which can list them, is installed.
 
     Args:
-        root: directory or URL of a run, or of what holds one-shot checkpoints.
-        older_than_s: seconds since anything was written in it; a week at least.
+        root: directory or URL of a run, or parent of one-shot checkpoints.
+        older_than_s: seconds since anything was written in a leftover; at least a week.
         dry_run: remove nothing.
         storage_options: options of the file system for URLs.
 
     Returns:
-        Names of what was (with `dry_run`: would be) removed: on local disk below
+        Names of the leftovers that were (with `dry_run`: would be) removed: on local disk below
         ``<root>/.asyncckpt``, on object stores below the root, uploads as ``key?upload``.
 
-    Cancellation: what was removed until then stays removed.
+    Cancellation: leftovers removed before it stay removed.
 
     Raises:
-        UsageError: less than a week, or the store does not tell how old its objects are.
+        UsageError: less than a week, or the store does not report the age of its objects.
         StoreError: listing or removing failed.
     """
     if isinstance(older_than_s, bool) or not isinstance(older_than_s, (int, float)):

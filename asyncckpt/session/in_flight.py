@@ -1,4 +1,4 @@
-"""The saves of one session that have not ended, and failures that no caller has seen."""
+"""Saves of one session that have not ended, and failures that no caller has seen."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger("asyncckpt")
 
 
 class InFlight:
-    """Saves from their call until somebody has heard how they ended. Used from any thread."""
+    """Saves from their call until a caller has seen their outcome. Used from any thread."""
 
-    # A failure is raised exactly once, whatever happens between two instructions of whoever looks:
-    # a save that ends meanwhile is left to the next look, and `pop` gives each save to one caller.
+    # A failure is raised exactly once, however threads interleave: a save that ends during a look
+    # is left to the next look, and `pop` gives each save to one caller.
 
     def __init__(self) -> None:
-        # Reentrant: a signal handler may begin a save wherever its thread is.
+        # Reentrant: a signal handler may begin a save at any point of its thread.
         self._lock = threading.RLock()
         self._saves: dict[PendingSave, Literal[True]] = {}  # in the order of their calls
 
@@ -42,10 +42,9 @@ class InFlight:
         return [pending for pending in saves if not pending.done()]
 
     def unseen_error(self) -> BaseException | None:
-        """Return the first failure that no caller has seen; it counts as seen from now on.
+        """Return the first failure that no caller has seen, and count it as seen.
 
-        A save that somebody waits for is left until that one has seen the failure, or has given
-        up waiting.
+        A save that has waiting callers is left to them until they give up waiting.
         """
         first: BaseException | None = None
         with self._lock:
@@ -66,7 +65,7 @@ class InFlight:
     def heard(self) -> Iterator[None]:
         """Raise the failure that no caller has seen, after the block.
 
-        It goes before an error of the block itself, which becomes its note and context. If the
+        It takes precedence over an error of the block, which becomes its note and context. If the
         block is cancelled or interrupted, the failure is left to the next look.
         """
         try:
@@ -90,10 +89,10 @@ class InFlight:
         raise error
 
     def admits(self, options: SaveOptions, location: str) -> bool:
-        """Return whether one more save may begin; False: it is to be skipped.
+        """Return whether another save may begin; False if it must be skipped.
 
         Raises:
-            UsageError: it may not, and `on_overlap` is ``"error"``.
+            UsageError: another save is in flight, and `on_overlap` is ``"error"``.
         """
         if options.on_overlap == "wait" or not (pending := self.pending()):
             return True
@@ -112,7 +111,7 @@ def overlap_error(location: str, other: PendingSave | None = None) -> UsageError
 
 
 def skipped_report(location: str, step: int | None) -> SaveReport:
-    """Return the report of a save that was not begun, because another one was in flight."""
+    """Return the report of a save skipped because another one was in flight."""
     return SaveReport(
         location=location,
         step=step,
@@ -130,7 +129,7 @@ def skipped_report(location: str, step: int | None) -> SaveReport:
 
 
 def skipped(kind: type[PendingSave], engine: Engine, report: SaveReport) -> PendingSave:
-    """Return a save that ended before it began, because another one was in flight."""
+    """Return a save that was skipped because another one was in flight."""
     job: Job[SaveReport] = Job(engine)
     job.future.set_result(report)
     staged: Future[None] = Future()

@@ -1,10 +1,11 @@
-"""A save that goes on in the background."""
+"""A save that runs in the background."""
 
-# Rule 1: a failure is raised by all calls that wait for the save when it fails, or else by one call
-#   that looks for failures later (`InFlight.unseen_error`).
-# Rule 2: a waiting call is a listener from before the save's end until it has marked the failure as
-#   seen: a look in between, from another thread, finds a listener and leaves the failure to it. A
-#   call that gives up waiting stops listening first, so that a later look finds the failure.
+# Rule 1: a failure is raised by all calls that are waiting for the save when it fails, or else by
+#   one later call that looks for failures (`InFlight.unseen_error`).
+# Rule 2: a waiting call is a listener from before the end of the save until it has marked the
+#   failure as seen: a look from another thread in between finds a listener and leaves the failure
+#   to it. A call that gives up waiting stops listening first, so that a later look finds the
+#   failure.
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ from asyncckpt.save.save import SaveState
 
 
 class PendingSave:
-    """A save whose state was taken; awaiting it gives the `SaveReport` once it is durable.
+    """A save with a snapshot of the state; awaiting it gives the `SaveReport` once it is durable.
 
     On an object store, files that only other programs read may follow: `Checkpointer.wait` and
     `close` wait for them.
 
     Attributes:
-        location: path or URL of the checkpoint to be.
+        location: path or URL of the new checkpoint.
         step: its step, None for one-shot saves.
-        skipped: nothing is being saved: another save was in flight (`on_overlap="skip"`).
+        skipped: nothing is saved, because another save was in flight (`on_overlap="skip"`).
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class PendingSave:
         return self._wait().__await__()
 
     def _note_skipped(self, job: Future[SaveReport]) -> None:
-        """Note whether the processes have skipped the save together."""
+        """Note whether all processes skipped the save."""
         self.skipped = job.exception() is None and job.result().skipped
 
     def done(self) -> bool:
@@ -85,9 +86,9 @@ class PendingSave:
         self._job.future.add_done_callback(lambda _: call())
 
     def cancel(self) -> bool:
-        """Ask the save to abort; return False when it has ended already.
+        """Ask the save to abort; return False if it has already ended.
 
-        The await then raises `SaveAbortedError` after the clean-up, or returns the report where
+        Awaiting it then raises `SaveAbortedError` after the clean-up, or returns the report if
         publication had begun.
         """
         if self.done():
@@ -97,7 +98,7 @@ class PendingSave:
 
     @property
     def progress(self) -> Progress:
-        """How far it has come."""
+        """Progress of the save."""
         return self._state.progress
 
     def future(self) -> asyncio.Future[SaveReport]:
@@ -117,7 +118,7 @@ class PendingSave:
         return asyncio.ensure_future(self._wait())  # noqa: TID251 - owned by the caller
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
-        """Refuse to block: `await` this save; only that of `asyncckpt.blocking` has a result.
+        """Refuse to block: `await` this save, or use `asyncckpt.blocking`.
 
         Raises:
             UsageError: always; the save goes on.
@@ -139,19 +140,16 @@ class PendingSave:
         return await self._job.wait()
 
     async def _wait_staged(self) -> None:
-        """Wait until the state was copied, and raise what failed before.
+        """Wait until the state was copied, and raise an earlier failure.
 
-        Cancellation: aborts the save and waits for its clean-up.
-
-        Raises:
-            UsageError: blocking on the engine's own thread, from a callback; nothing is saved.
+        Cancellation, and blocking on the engine's own thread, abort the save.
         """
         with self._listening():
             try:
                 if blocks_here():
                     self._job.refuse_own_thread()
                 await ended(self._staged)
-            except UsageError:  # which has cancelled the save
+            except UsageError:  # `refuse_own_thread` has cancelled the save
                 self._seen = True
                 raise
             except (asyncio.CancelledError, KeyboardInterrupt):
@@ -163,7 +161,7 @@ class PendingSave:
                 self._job.future.result()
 
     async def _aborted(self) -> None:
-        """Abort the save and wait for its clean-up; blocking, Ctrl-C abandons the clean-up."""
+        """Abort the save and wait for its clean-up; in a blocking call, Ctrl-C abandons it."""
         if blocks_here():
             self._job.abort()
             return
@@ -174,7 +172,7 @@ class PendingSave:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Count the caller as waiting for the end of the save inside the block."""
+        """Count the caller as a listener inside the block."""
         listener = object()
         self._listeners.add(listener)
         try:
@@ -183,7 +181,7 @@ class PendingSave:
             self._listeners.discard(listener)
 
     def _unseen_error(self) -> BaseException | None:
-        """Return the failure that no call has seen; it counts as seen from now on."""
+        """Return the failure if no call has seen it, and count it as seen."""
         if self._seen or not self.done():
             return None
         error = self._job.future.exception()
@@ -201,8 +199,8 @@ class BlockingPendingSave(PendingSave):
         Ctrl-C stops the waiting only; `cancel` aborts the save.
 
         Raises:
-            TimeoutError: it is not done after `timeout_s` seconds; it goes on.
-            UsageError: called from a callback, on the engine's own thread; it goes on.
+            TimeoutError: the save is not done after `timeout_s` seconds; it goes on.
+            UsageError: called from a callback, on the engine's own thread; the save goes on.
             SaveError, StoreError, …: the save failed.
         """
         with self._listening():

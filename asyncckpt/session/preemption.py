@@ -1,10 +1,10 @@
 """Preemption: all processes of a job learn at the same step that the scheduler will end it.
 
-Every process tells how far it has come by calling `reached` with its step. Under JAX, the sync
-point of its runtime does the rest. Elsewhere, it is done here::
+Every process reports its progress by calling `reached` with its step. Under JAX, the sync point of
+its runtime does the rest. Otherwise, the processes agree here::
 
     process p                                other processes
-    SIGTERM is noted
+    notes SIGTERM
     puts the notice ──────────────────────►  each finds it, at most one pause later
     holds its next `reached`                 hold their next `reached`
     posts the step of its last call          post theirs
@@ -12,14 +12,14 @@ point of its runtime does the rest. Elsewhere, it is done here::
     `reached` goes on                        `reached` goes on
 """
 
-# Rule 1: between posting its last step and learning the answer, a process comes to no further step.
-#   So the answer is ahead of every process, and all of them come to it.
+# Rule 1: between posting its last step and learning the answer, a process reaches no further step.
+#   So the answer is ahead of every process, and all of them reach it.
 #   (test_all_processes_end_at_one_step_however_fast_each_is)
-# Rule 2: processes agree on their engines. The thread that trains may be inside a collective, which
-#   waits for a process whose `reached` is held: it must not be needed for the answer.
+# Rule 2: processes agree on their engines. The training thread may be inside a collective that
+#   waits for a process whose `reached` is held: the agreement must not need it.
 #   (test_processes_agree_while_their_threads_are_busy)
 # Rule 3: without a notice, a step costs no message: `reached` compares numbers. Each process looks
-#   at one key every `WATCH_S`, whatever its steps take.
+#   at one key every `WATCH_S`, however long its steps take.
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from asyncckpt.session.processes import Processes
 from asyncckpt.session.sigterm import SigtermHandler
 
 WATCH_S = 0.5
-"""How often a process looks for a notice: little beside the shortest grace periods, of 30 s."""
+"""Interval at which a process looks for a notice: short compared to a grace period of 30 s."""
 
 WATCH_PER_PROCESS_S = 500e-6
-"""The same for many processes, by their number: 2,000 looks a second for the server of the keys."""
+"""Least such interval per process of a large job: the server gets at most 2,000 looks a second."""
 
 logger = logging.getLogger("asyncckpt")
 
 
 class Preemption:
-    """Whether the job is to end, and from which step on.
+    """Whether the job has to end, and at which step.
 
     Args:
-        engine: where processes agree.
-        processes: who agrees.
-        grace_s: time between the notice and the end, None where it is not known.
+        engine: where the agreement runs.
+        processes: the processes that agree.
+        grace_s: seconds between the notice and the end, None if unknown.
 
     Attributes:
-        step: the first step at which all processes know; None before they do.
+        step: first step at which all processes know of the notice; None until they do.
 
     Raises:
         UsageError: a signal handler is needed, and this is not the main thread.
@@ -71,13 +71,13 @@ class Preemption:
         self._source = Agreement(engine, processes) if point is None else SyncPoint(point)
 
     async def reached(self, step: int) -> bool:
-        """Tell that this process has come to `step`; return whether the job is to end at it.
+        """Report that this process has reached `step`; return whether the job has to end at it.
 
-        Cancellation: stops the waiting for other processes only.
+        Cancellation: only stops waiting for other processes.
 
         Raises:
             ClosedError: the `Checkpointer` was closed.
-            SaveError, UsageError: the processes cannot agree; names one that is missing.
+            SaveError, UsageError: the processes cannot agree; names a missing one.
         """
         self._engine.check()
         if self.step is None:
@@ -90,7 +90,7 @@ class Preemption:
         return True
 
     def noted(self, report: SaveReport) -> SaveReport:
-        """Return the report of a save with what there is to say about preemption."""
+        """Return the report of a save with its remarks about preemption."""
         notes = report.notes
         if not report.skipped:
             self._last_save_s = report.total_s
@@ -117,10 +117,10 @@ class Preemption:
 
 
 class SyncPoint:
-    """JAX's sync point, whose runtime handles SIGTERM; there is no handler of ours.
+    """JAX's sync point, whose runtime handles SIGTERM; we install no handler.
 
-    Its call takes less than a microsecond, and for as long as processes agree, a few milliseconds,
-    it holds the calling thread.
+    A call takes less than a microsecond; while processes agree, it holds the calling thread for a
+    few milliseconds.
 
     Args:
         point: `jax.experimental.multihost_utils.reached_preemption_sync_point`.
@@ -131,9 +131,9 @@ class SyncPoint:
         self._last: int | None = None
 
     async def reached(self, step: int) -> int | None:
-        """Tell JAX the step; return the one it has chosen, once this process has come to it."""
-        # JAX chooses one number, the highest that it was asked about plus one, and compares for
-        # equality: none may be left out. If the signal came before the first step, it is 1.
+        """Tell JAX the step; return the one it has chosen, once this process has reached it."""
+        # JAX chooses one number, the highest it was asked about plus one, and compares for
+        # equality: no number may be skipped. If the signal came before the first step, it is 1.
         if self._last is None:
             numbers: Sequence[int] = (1, step) if step > 1 else (step,)
         else:
@@ -149,7 +149,7 @@ class SyncPoint:
 
 
 class Agreement:
-    """The processes of a session, which agree on a step once one of them has got SIGTERM."""
+    """Agreement of the processes of a session on a step, once one of them has got SIGTERM."""
 
     def __init__(self, engine: Engine, processes: Processes) -> None:
         self._engine = engine
@@ -161,10 +161,7 @@ class Agreement:
         self._job: Job[int] | None = None
 
     async def reached(self, step: int) -> int | None:
-        """Note the step; return the one that was agreed on, None where there is no notice.
-
-        Waits while the processes agree.
-        """
+        """Note the step; return the agreed one, None without a notice. Waits for the agreement."""
         if self._last is None:
             _check_order()
         with self._lock:
@@ -218,7 +215,7 @@ class Agreement:
         return await round_.run(on_this)
 
     async def _notice(self, group: Group) -> None:
-        """Return once any process has got notice, and the others can see it."""
+        """Return once any process has got a notice that the others can see."""
         key = group.key("preempted")
         pause_s = max(WATCH_S, WATCH_PER_PROCESS_S * group.process_count)
         answers = True
@@ -231,17 +228,14 @@ class Agreement:
                     return
                 answers = True
             except StoreError as error:
-                if answers:  # once for each time that it is out of order
+                if answers:  # log each outage once
                     logger.warning("looking for a notice of preemption: %s", error)
                 answers = False
             await asyncio.sleep(pause_s)
 
 
 def _check_order() -> None:
-    """Check that no sync point of JAX has come up since the handler was installed.
-
-    Its runtime has then replaced the handler.
-    """
+    """Check that JAX has not replaced the handler since it was installed."""
     if sync_point() is not None:
         raise UsageError(
             "jax.distributed.initialize() was called after Checkpointer(preemption=True), and "

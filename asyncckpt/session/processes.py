@@ -1,8 +1,9 @@
-"""The processes of one session: chosen at first use, introduced once, counted through its calls."""
+"""The processes of one session: chosen at first use, with one handshake and numbered calls."""
 
-# Rule 1: calls are counted in the caller's thread, before anything in them can fail: in processes
-#   that make the same calls in the same order, equal numbers are the same call.
-# Rule 2: a call that fails before its round exists ends that round for all, or they would wait.
+# Rule 1: calls are numbered in the caller's thread, before anything in them can fail: if processes
+#   make the same calls in the same order, equal numbers mean the same call.
+# Rule 2: a call that fails before its round exists ends that round on all processes, which would
+#   otherwise wait.
 
 from __future__ import annotations
 
@@ -14,11 +15,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
-from asyncckpt.coordinators.beats import BEAT_S, Beats
+from asyncckpt.coordinators.beats import BEAT_S, Beats, Pulse
 from asyncckpt.coordinators.choice import choose
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
-from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator, ExchangingCoordinator
@@ -27,23 +27,23 @@ from asyncckpt.runtime import Runtime
 T = TypeVar("T")
 
 PART_S = 2.0
-"""How long leaving the group may take; the keys of an ended run do no harm."""
+"""How long leaving the group may take; leftover keys of an ended run do no harm."""
 
 _agreed: Counter[tuple[str, int, int]] = Counter()
-"""How often this process has met others, by root, its number and their count. A meeting that failed
-does not count, so that a process that came alone is not out of step for good."""
+"""Successful handshakes of this process, by root, its number and the process count. Failed ones do
+not count, or a process that once came alone would be out of step for good."""
 
 
 class Processes:
     """The processes that save and restore together.
 
     Args:
-        runtime: what processes of one host divide between them.
+        runtime: resources that the processes of one host divide.
         root: path or URL of the run.
         coordinator: ``"auto"``, ``"single"`` or an object.
-        arrival_s: how long processes may come after the first.
-        silence_s: how long a process may give no sign of life.
-        owned: a coordinator that was given as an object is closed here.
+        arrival_s: seconds that a process may be later than the first.
+        silence_s: seconds that a process may give no sign of life.
+        owned: close a coordinator that was given as an object.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Processes:
             return self._chosen
 
     def foreseen(self) -> Coordinator | None:
-        """Return what would be chosen now, None if nothing could.
+        """Return the coordinator that would be chosen now, None if none could be.
 
-        Chooses nothing yet: the runtime may be initialised later.
+        Does not choose it yet: the runtime may be initialised later.
         """
         with self._lock:
             try:
@@ -111,10 +111,10 @@ class Processes:
         return self.coordinator.process_index == 0
 
     def check_broadcast(self, broadcast: object) -> None:
-        """Check that processes can exchange what they read, if they are to.
+        """Check that processes can exchange what they read, if `broadcast` is True.
 
         Raises:
-            UsageError: there is no runtime whose collectives could do it.
+            UsageError: no runtime has collectives for it.
         """
         if broadcast is not True:
             return
@@ -141,16 +141,16 @@ class Processes:
     # -- on the engine
 
     async def group(self) -> Group:
-        """Return the processes, which have shaken hands."""
+        """Return the group of processes, after the handshake."""
         return (await self._met())[0]
 
     async def round(self, kind: str, number: int, name: str = "") -> Round:
-        """Begin a round of this process; the first one shakes hands.
+        """Begin a round; the first one includes the handshake.
 
         Args:
             kind: ``save``, ``preemption``, or ``call`` for all other calls.
             number: its number among those of its kind.
-            name: what was called, where the kind does not say it.
+            name: the call, if the kind does not say it.
         """
         group, pulse = await self._met()
         return Round(
@@ -172,9 +172,9 @@ class Processes:
         async def on_this() -> T:
             if not round_.leads:
                 return cast("T", json.loads(await round_.outcome()))
-            # Nothing is done before all processes have made this very call.
+            # Nothing is done before all processes have made this same call.
             await round_.gathered("name")
-            # From here on, no process may say that it was not done.
+            # From here on, no process may report that it was not done.
             await round_.commit()
             result = await function()
             await round_.finish(json.dumps(result).encode())
@@ -183,7 +183,7 @@ class Processes:
         return await round_.run(on_this)
 
     async def refuse(self, kind: str, number: int, error: BaseException) -> None:
-        """End a round with an error that came before it."""
+        """End a round with an error that occurred before it."""
         await (await self.round(kind, number)).abort(error)
 
     async def _met(self) -> tuple[Group, Pulse]:
@@ -199,7 +199,7 @@ class Processes:
                 )
                 _agreed[place] += 1
                 self._runtime.share_host(self._group.processes_on_host)
-                # Beats also tell who has come to a call.
+                # Beats also tell which processes have come to a call.
                 every_s = min(BEAT_S, self._arrival_s / 3)
                 beats = Beats(self._group, self._silence_s, every_s)
                 self._pulse = Pulse(self._runtime.engine, beats)

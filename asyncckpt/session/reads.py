@@ -40,7 +40,7 @@ logger = logging.getLogger("asyncckpt")
 Verb = Literal["restore", "inspect", "verify"]
 
 Read = Callable[[CheckpointFiles, int | None], Awaitable[T]]
-"""Files of a checkpoint, and its step -> result."""
+"""Returns a result for the files of a checkpoint and its step."""
 
 PARTICIPLES: Mapping[Verb, str] = {
     "restore": "restored",
@@ -52,12 +52,12 @@ PARTICIPLES: Mapping[Verb, str] = {
 class Reads:
     """Restores, inspects and verifies for one session. Used on its engine only.
 
-    Each method reads the checkpoint of a step, that of the newest one with None, or the one-shot
-    checkpoint. One that was deleted or replaced meanwhile is a `CheckpointNotFoundError`; with
+    Each method reads the checkpoint of a step, of the newest step with None, or the one-shot
+    checkpoint. If it is deleted or replaced meanwhile, that is a `CheckpointNotFoundError`; with
     None the next newest is read instead.
 
     Attributes:
-        pinned: names of checkpoints that are being read now, and by how many reads.
+        pinned: number of reads in progress by name of checkpoint.
     """
 
     def __init__(self, runtime: Runtime, root: Root, steps: Steps, processes: Processes) -> None:
@@ -73,7 +73,7 @@ class Reads:
         request: RestoreRequest,
         agreement: RestoreAgreement | None = None,
     ) -> RestoreOutcome:
-        """Restore what was asked for; `agreement` is that with other processes that do, too.
+        """Carry out a request; `agreement` is for a restore by several processes.
 
         Raises:
             DeadlineExceededError: it took longer than the options allow.
@@ -101,14 +101,13 @@ class Reads:
     async def restore_together(
         self, step: int | None, request: RestoreRequest, number: int, in_caller: CallIn
     ) -> RestoreOutcome:
-        """Restore what this process asks for, while all others restore what they ask for.
+        """Carry out the request of this process while all others carry out theirs.
 
-        `in_caller` makes calls in the thread that waits for this.
+        Process 0 chooses the step; nothing is read before the targets of all processes match, and
+        no process returns before all have succeeded. `in_caller` makes calls in the thread that
+        waits for this.
 
-        Process 0 chooses the step; nothing is read before the targets of all processes fit, and no
-        process returns before all have succeeded.
-
-        Errors: as `restore`; those of every other process too, with its name.
+        Errors: as `restore`, of any process; names the process.
         """
         round_ = await self._processes.round("call", number, "restore")
         broadcast = request.options.broadcast
@@ -121,13 +120,11 @@ class Reads:
             self.pinned[name] += 1  # until the last process has read it
             try:
                 outcome = await self.restore(chosen, request, agreement)
-                report = outcome.report
-                timeline = await agreement.restored(report.timeline)
-                report = dataclasses.replace(report, timeline=timeline)
-                outcome = dataclasses.replace(outcome, report=report)
+                timeline = await agreement.restored(outcome.report.timeline)
+                report = dataclasses.replace(outcome.report, timeline=timeline)
+                return dataclasses.replace(outcome, report=report)
             finally:
                 self.pinned[name] -= 1
-            return outcome
 
         try:
             return await round_.run(on_this)
@@ -138,7 +135,7 @@ class Reads:
     def _exchange(
         self, round_: Round, broadcast: bool | Literal["auto"], in_caller: CallIn
     ) -> Exchange | None:
-        """Return the collectives by which a restore reads once, None where it does not."""
+        """Return the collectives with which processes read once, None if each reads for itself."""
         coordinator = self._processes.coordinator
         wanted = self._root.store.capabilities.shared_link if broadcast == "auto" else broadcast
         if not wanted or not isinstance(coordinator, ExchangingCoordinator):
@@ -197,8 +194,8 @@ class Reads:
             try:
                 return await self._read_one(verb, str(tried), tried, files, read)
             except CheckpointNotFoundError:
-                # Deleted during the read: the next one is the newest now. Or replaced: then it is
-                # there, and is tried once more.
+                # Deleted during the read: the next one is now the newest. If it was replaced, it is
+                # still there, and is tried once more.
                 newest = await self._steps.newest(below=tried + again)
                 again = newest is not None and newest[0] != tried
         raise self._nothing(verb)
@@ -228,11 +225,7 @@ class Reads:
 async def _check_unchanged(
     files: CheckpointFiles, verb: Verb, damage: CorruptCheckpointError | None = None
 ) -> None:
-    """Check that the checkpoint is still the one that was read, where that can be told.
-
-    Raises:
-        CheckpointNotFoundError: it was deleted or replaced, which is why it looks damaged.
-    """
+    """Raise a `CheckpointNotFoundError` if a checkpoint that looks damaged is gone or replaced."""
     try:
         changed = await files.changed()
     except AsyncCheckpointError:

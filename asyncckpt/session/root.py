@@ -1,4 +1,4 @@
-"""The root of a session: a store that is opened at first use, swept once, and closed."""
+"""The root of a session: a store, opened at first use, swept once, and closed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_ur
 logger = logging.getLogger("asyncckpt")
 
 SWEEP_S = 120.0
-"""How long a sweep may take that comes unasked, when a session is closed."""
+"""How long the automatic sweep may take when a session is closed."""
 
 
 class Root:
@@ -28,8 +28,8 @@ class Root:
         url: its path or URL.
         name: name of the one-shot checkpoint, empty for a run.
         store: holds the checkpoints; set once `open` has returned.
-        to_sweep: saves may have left something, and no sweep has come before them.
-        swept: a sweep has been made.
+        to_sweep: there were saves, but no sweep yet.
+        swept: the root has been swept.
 
     Raises:
         UsageError: the location or its options are wrong.
@@ -54,7 +54,7 @@ class Root:
         self._open_store: Callable[[], Store] | None = None
         given = {"direct_io": direct_io, "storage_options": storage_options}
         if is_url(location):
-            # Libraries are imported and accounts looked up: not on the caller's loop.
+            # Imports libraries and looks up accounts: not on the caller's loop.
             root, self.name = split_url(str(location)) if one_shot else (str(location), "")
             url = parse_url(root)
             if not (storage_options or {}).keys() & {"client", "filesystem"}:
@@ -72,7 +72,7 @@ class Root:
         return f"Root({self.url!r}, name={self.name!r})"
 
     async def opened(self, function: Callable[[], Any]) -> Any:
-        """Open the store, if it is not open, then await what `function` returns."""
+        """Open the store if it is not open, then await the coroutine of `function`."""
         if self._open_store is not None:
             async with self._opening:
                 if self._open_store is not None:
@@ -81,14 +81,14 @@ class Root:
         return await function()
 
     async def sweep(self) -> None:
-        """Remove leftovers of dead attempts; a failure to do so is logged."""
+        """Remove leftovers of dead attempts; a failure is logged."""
         self.swept, self.to_sweep = True, False
         try:
             swept = await self.store.sweep()
         except AsyncCheckpointError as error:
             logger.warning("%s could not be swept: %s", self.url, error)
         except Exception:
-            # From a store that is not ours. What was saved is durable all the same.
+            # From a third-party store. Checkpoints are durable nevertheless.
             logger.warning("%s could not be swept", self.url, exc_info=True)
         else:
             if swept:
@@ -107,7 +107,7 @@ class Root:
             logger.warning("%s: in an earlier job, %s", self.url, decode_error(note))
 
     async def release(self) -> None:
-        """Sweep what has to be swept, then release all that the runtime holds.
+        """Sweep if that is still due, then release everything that the runtime holds.
 
         Cancellation: ends the sweep, releases, then raises.
         """

@@ -1,7 +1,7 @@
-"""One opened root with its engine, budget, saves and reads: what both facades call."""
+"""One opened root with its engine, budget, saves and reads; both facades call it."""
 
-# Rule 1: what must happen in the caller's thread (structure, scalars, thread-local framework state)
-#   happens in plain functions here; everything else is a coroutine for the engine.
+# Rule 1: plain functions do what must happen in the caller's thread (structure, scalars,
+#   thread-local framework state); everything else is a coroutine for the engine.
 # Rule 2: saves of one session run one after the other, in the order of their calls.
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SESSION_OPTIONS = (
     "silence_s",
     "arrival_s",
 )
-"""Of `SaveOptions`, those that belong to a session and not to one of its saves."""
+"""Fields of `SaveOptions` that belong to a session, not to one of its saves."""
 
 _DEFAULTS = SaveOptions()
 
@@ -83,12 +83,12 @@ class Session:
     Attributes:
         runtime: engine, budget, staging memory.
         root: the store.
-        processes: who saves and restores together.
-        claims: under which claim it saves and deletes.
+        processes: processes that save and restore together.
+        claims: claim under which it saves and deletes.
         steps: finds and deletes steps.
         reads: restores, inspects, verifies.
         saves: saves in flight.
-        preemption: whether the job is to end; None where this is not asked for.
+        preemption: whether the job has to end; None unless requested.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Session:
     def call_once(self, name: str, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
         """Run the coroutine on process 0, and return its result, a JSON value, on all processes.
 
-        `name` is what the caller has called, with its arguments: the same on all processes.
+        `name` is the call with its arguments, equal on all processes.
 
         Errors: as `call`; those of the coroutine are raised on all processes.
         """
@@ -186,7 +186,7 @@ class Session:
         return self.call(lambda: self.processes.once(name, number, function))
 
     def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
-        """Restore what was asked for; all processes take part."""
+        """Carry out a restore; all processes take part."""
         self.processes.check_broadcast(request.options.broadcast)
         if self.processes.alone:
             return self.call(lambda: self.reads.restore(step, request))
@@ -250,12 +250,12 @@ class Session:
         return pending
 
     def refuse_save(self, error: BaseException) -> None:
-        """End the save that all processes begin now with an error that came before its call."""
+        """End the next save of all processes with an error that occurred before its call."""
         if not self.processes.alone:
             self._refuse(self.processes.count("save"), error)
 
     def _refuse(self, number: int, error: BaseException) -> None:
-        # The others would wait for this process. A closed session takes no call.
+        # The others would wait for this process. A closed session accepts no calls.
         with contextlib.suppress(AsyncCheckpointError):
             refused = self.call(partial(self.processes.refuse, "save", number, error))
             self._refusals.append(refused.future)
@@ -266,7 +266,7 @@ class Session:
         """Hand the save to the engine."""
         state = SaveState()
         staged: Future[None] = Future()
-        staged.set_running_or_notify_cancel()  # a cancelled wait for it must not resolve it
+        staged.set_running_or_notify_cancel()  # cancelling a wait for it must not resolve it
 
         def let_go(_: object = None) -> None:
             if not staged.done():
@@ -274,7 +274,7 @@ class Session:
 
         busy: bool | None = None
         if number is not None and request.stall_first and request.options.on_overlap != "wait":
-            busy = bool(self.saves.pending())  # that of process 0 counts
+            busy = bool(self.saves.pending())  # process 0 decides by its own
         job = self.call(partial(self._save, request, state, let_go, number, busy))
         pending = kind(job, staged, state, location=location, step=request.step)
         if busy is not None:
@@ -284,7 +284,7 @@ class Session:
         return pending
 
     def _checked(self, options: SaveOptions | None) -> SaveOptions:
-        """Refuse what a single save cannot choose, because all saves of the session share it."""
+        """Refuse options that all saves of the session share, so that one save cannot set them."""
         if options is None:
             return self.save_options
         typed("options", options, SaveOptions)
@@ -303,7 +303,7 @@ class Session:
     def restore_request(
         self, mode: Mode, like: Any, *, leaves: str, **arguments: Unpack[RestoreIntoArguments]
     ) -> tuple[RestoreRequest, Flat | None, AdapterSet]:
-        """Return what a caller wants restored, as taken in its thread."""
+        """Return the restore request of a caller; runs in its thread."""
         options = typed("options", arguments["options"], RestoreOptions, self.restore_options)
         self.runtime.engine.check()
         return restore_request(
@@ -324,7 +324,7 @@ class Session:
         coordinator = self.processes.foreseen()
         if coordinator is not None and coordinator.process_index == 0:
             await self.call(self.root.sweep).wait()
-            # A single process has told its errors itself, and need not look.
+            # A single process has raised its own errors, and needs no notes.
             if coordinator.process_count > 1:
                 await self.call(self.root.log_notes).wait()
 
@@ -343,7 +343,7 @@ class Session:
         if number is None:
             save = Save(*given)
         else:
-            # Meeting the others for the first time counts against the deadline, too.
+            # The handshake counts against the deadline, too.
             try:
                 async with asyncio.timeout(request.options.deadline_s):
                     round_ = await self.processes.round("save", number, f"save({request.step})")
@@ -373,14 +373,15 @@ class Session:
         return self._noted(report)
 
     async def _settle(self) -> None:
+        # A method, so that the job keeps a session alive that is dropped meanwhile.
         await self.root.store.settled()
 
     def _noted(self, report: SaveReport) -> SaveReport:
-        """Return the report with what there is to say about preemption."""
+        """Return the report with its remarks about preemption."""
         return report if self.preemption is None else self.preemption.noted(report)
 
     async def _overlaps(self, round_: Round, busy: bool) -> bool:
-        """Return whether a save was in flight on process 0 at its call, whose word counts."""
+        """Return whether a save was in flight on process 0 at its call: process 0 decides."""
 
         async def on_this() -> bool:
             if round_.leads:
@@ -392,11 +393,11 @@ class Session:
 
     async def prepare(self, tree_nbytes: int) -> int:
         """Allocate and touch staging memory for a state of this size; return its bytes."""
-        async with self._turn:  # a save holds windows of the size that was right when it began
+        async with self._turn:  # a running save holds windows of the size chosen when it began
             store = self.root.store
             sizes = sizes_for(self.runtime, store, tree_nbytes, self.save_options)
             pool = self.runtime.window_pool(store.capabilities, sizes)
-            # Files may be shorter than their windows, and are a little shorter than they may be.
+            # Files may be shorter than windows, and are a little shorter than their limit.
             filled_nbytes = min(pool.slot_nbytes, sizes.data_file_nbytes * 15 // 16)
             await pool.prepare(-(-tree_nbytes // filled_nbytes) + 2)
             return pool.allocated_nbytes
@@ -427,7 +428,7 @@ class Session:
         await uninterrupted(self.aclose())
 
     async def idle(self) -> None:
-        """Wait until nothing is being saved, completed or removed; errors are not looked at.
+        """Wait until nothing is being saved, completed or removed; ignores errors.
 
         Cancellation: stops the waiting only.
         """
@@ -450,9 +451,9 @@ class Session:
             await ended(self._settling.future)
 
     async def aclose(self) -> None:
-        """Release store, staging memory and threads. Idempotent, also at the same time.
+        """Release store, staging memory and threads. Idempotent, also when called concurrently.
 
-        Of several calls, the first raises what could not be closed; the others wait for it.
+        Of several calls, the first raises the errors; the others only wait for it.
         """
         engine = self.runtime.engine
         try:
@@ -461,8 +462,8 @@ class Session:
                 if first and engine.usable and not engine.abandoned:
                     self._release_job = engine.submit(self._release)
                 job = self._release_job
-            # The engine refuses jobs as soon as one call has come to its end below: only a single
-            # call may submit, and none may end the engine before this job has ended.
+            # The engine refuses jobs as soon as one call has ended it below: only one call may
+            # submit, and none may end the engine before this job has ended.
             if job is not None and not engine.abandoned:
                 await (job.wait() if first else ended(job.future))
         finally:
@@ -492,6 +493,6 @@ def _futures_of(session: weakref.ref[Session]) -> Callable[[], list[Future[Any]]
 
 
 def _end(engine: Any) -> None:
-    # A session that was dropped without close(): its saves hold it alive, so none is in flight.
+    # The session was dropped without close(). Saves keep it alive, so none is in flight.
     if not engine.forked:
         engine.begin_close()

@@ -1,13 +1,13 @@
 """SIGTERM: the notice that the scheduler will end this process."""
 
-# Rule 1: the handler sets one attribute and calls the handler that was there before. It may run
-#   between any two bytecodes of the main thread: it takes no lock and logs nothing.
-# Rule 2: while any handler of this process listens, the default action is not carried out: it would
-#   end the process before it has saved.
+# Rule 1: the handler sets one attribute and calls the previous handler. It may run between any two
+#   bytecodes of the main thread: it takes no lock and logs nothing.
+# Rule 2: while any handler of this process listens, the default action is suppressed: it would end
+#   the process before it has saved.
 # Rule 3: a closed handler that cannot be removed, because another one was installed on top of it or
-#   it was closed in another thread, does what would happen without it.
-# Rule 4: a forked child inherits the handler, but not the training: there, SIGTERM does what it did
-#   before. Data loaders end their worker processes with it.
+#   it was closed in another thread, behaves as if it were not installed.
+# Rule 4: a forked child inherits the handler, but not the training: there, SIGTERM keeps its
+#   previous effect. Data loaders end their worker processes with it.
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from types import FrameType
 from asyncckpt.errors import UsageError
 
 _listening: set[SigtermHandler] = set()
-"""The handlers of this process that are open: the action of a signal belongs to a process, too."""
+"""The open handlers of this process: a signal's action belongs to the process, too."""
 
 
 class SigtermHandler:
     """Notes SIGTERM, on top of the handler that was installed before.
 
     Attributes:
-        noticed: the signal has come.
+        noticed: the signal has arrived.
 
     Raises:
-        UsageError: this is not the main thread, where alone Python installs handlers.
+        UsageError: this is not the main thread, the only one that can install handlers.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class SigtermHandler:
             )
         self.noticed = False
         self._pid = os.getpid()
-        # None: installed by C code before Python started, which Python can neither call nor restore
+        # None: a handler of C code, which Python can neither call nor restore
         self._previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         _listening.add(self)
         signal.signal(signal.SIGTERM, self)
@@ -51,7 +51,7 @@ class SigtermHandler:
         return f"SigtermHandler({state})"
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal, and do what the previous handler does, but for the default action."""
+        """Note the signal and call the previous handler, but suppress the default action."""
         listens = any(handler._pid == os.getpid() for handler in tuple(_listening))
         if self in _listening:
             self.noticed = True
@@ -62,7 +62,7 @@ class SigtermHandler:
             os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Stop listening, and restore the previous handler where that is possible. Idempotent."""
+        """Stop listening, and restore the previous handler if possible. Idempotent."""
         _listening.discard(self)
         if threading.current_thread() is not threading.main_thread():
             return

@@ -1,12 +1,12 @@
-"""A checkpoint as DCP's planners see it: keys with tensors in shards, and values."""
+"""Contents of a checkpoint for DCP's planners: keys with tensors in shards, and values."""
 
-# Rule: a checkpoint that was not written through DCP has the keys that DefaultSavePlanner would
-#   have given its tree, so that the same state dicts can be loaded from it.
+# Rule: a checkpoint that was not written through DCP gets the keys that DefaultSavePlanner would
+#   give its tree, so that the same state dicts can be loaded from it.
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ from asyncckpt.torch.dcp_metadata import Layout, decode_layout
 from asyncckpt.tree import Structure, escape, flatten, unflatten
 
 DCP_VERSION = "1.0.0"
-"""Version of `Metadata` that planners are told; PyTorch's first releases have none."""
+"""Version in the `Metadata` for planners; PyTorch's first releases have none."""
 
 
 class Stored:
-    """An array of the checkpoint, in the place of its values.
+    """Placeholder for an array of the checkpoint.
 
     Attributes:
         path: its path.
@@ -40,7 +40,7 @@ class Stored:
         is_bytes: it holds Python's `bytes`.
     """
 
-    # No dataclass: in a tree, that would be a container.
+    # Not a dataclass: in a tree, that would be a container.
     __slots__ = ("is_bytes", "path", "spec")
 
     def __init__(self, path: str, spec: ArraySpec, *, is_bytes: bool) -> None:
@@ -55,26 +55,21 @@ class Tensor:
 
     Attributes:
         stored: the array.
-        shards: the boxes that were saved of it.
-        by_offset: the same by their offsets.
+        shards: its saved boxes by offset.
     """
 
     stored: Stored
-    shards: tuple[Box, ...]
-    by_offset: Mapping[tuple[int, ...], Box] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_offset", {box.offset: box for box in self.shards})
+    shards: Mapping[tuple[int, ...], Box]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """A value that is no tensor: containers, and leaves, of which some may be stored `bytes`.
+    """A value other than a tensor: containers and leaves, some of which may be stored `bytes`.
 
     Attributes:
         structure: the containers.
         leaves: Python scalars, and `Stored`.
-        opaque: it is the bytes of a pickle.
+        opaque: the value is the bytes of a pickle.
     """
 
     structure: Structure
@@ -82,21 +77,21 @@ class Value:
     opaque: bool = False
 
     def stored(self) -> Iterator[Stored]:
-        """Yield what has to be read."""
+        """Yield the arrays that have to be read."""
         return (leaf for leaf in self.leaves if isinstance(leaf, Stored))
 
     def filled(self, read: Mapping[str, bytes]) -> Any:
-        """Return the value, with what was read by path."""
+        """Return the value; `read` has stored bytes by path."""
         leaves = [read[leaf.path] if isinstance(leaf, Stored) else leaf for leaf in self.leaves]
         return unflatten(self.structure, leaves)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
-    """What a checkpoint holds, by DCP's keys.
+    """Contents of a checkpoint by DCP's keys.
 
     Attributes:
-        location: of the checkpoint.
+        location: path or URL of the checkpoint.
         save_id: identity of its save.
         entries: tensors and values by key.
         paths: path of every key in the nested state dict; None if nothing was flattened.
@@ -108,7 +103,7 @@ class Catalog:
     paths: Mapping[str, tuple[str | int, ...]] | None
 
     def metadata(self) -> Metadata:
-        """Return it as DCP's metadata."""
+        """Return the metadata for DCP."""
         described = {
             key: _described(entry) if isinstance(entry, Tensor) else BytesStorageMetadata()
             for key, entry in self.entries.items()
@@ -120,7 +115,7 @@ class Catalog:
 
 
 def catalog_of(opened: OpenCheckpoint) -> Catalog:
-    """Return what a checkpoint of this library holds.
+    """Return the contents of a checkpoint of this library.
 
     Raises:
         UnsupportedFormatError: it was written by another library; says how to read it.
@@ -132,7 +127,8 @@ def catalog_of(opened: OpenCheckpoint) -> Catalog:
     leaves = _leaves(opened)
     if layout is not None:
         entries = _entries_of_dcp(opened, layout, leaves)
-        paths = None if layout.paths is None else layout.paths(entries.keys())
+        known = layout.paths
+        paths = None if known is None else {key: known.get(key, (key,)) for key in entries}
         return Catalog(opened.location, opened.save_id, entries, paths)
     tree = unflatten(opened.structure(), [_stand_in(leaf) for leaf in leaves])
     if not isinstance(tree, dict):
@@ -185,7 +181,7 @@ def _leaves(opened: OpenCheckpoint) -> list[Any]:
 def _entries_of_dcp(
     opened: OpenCheckpoint, layout: Layout, leaves: list[Any]
 ) -> dict[str, Tensor | Value]:
-    """Return the entries of a checkpoint that was written through DCP: a flat dict by key."""
+    """Return the entries of a checkpoint written through DCP, which is a flat dict."""
     structure = opened.structure()
     keys = [str(key) for key in structure.nodes[0].keys]
     parts = structure.subtrees([escape(key) for key in keys])
@@ -193,14 +189,15 @@ def _entries_of_dcp(
     for key, (inner, numbers) in zip(keys, parts.values(), strict=True):
         own = tuple(leaves[numbers.start : numbers.stop])
         if not inner.nodes and isinstance(own[0], Stored) and not own[0].is_bytes:
-            entries[key] = Tensor(own[0], layout.shards(key, own[0].spec.shape))
+            boxes = layout.shards(key, own[0].spec.shape)
+            entries[key] = Tensor(own[0], {box.offset: box for box in boxes})
         else:
             entries[key] = Value(inner, own, key in layout.opaque)
     return entries
 
 
 class _Tensor(torch.Tensor):
-    """Stands in for a stored tensor while DCP flattens a tree."""
+    """Placeholder for a stored tensor while DCP flattens a tree."""
 
     stored: Stored
 
@@ -215,7 +212,8 @@ def _stand_in(leaf: Any) -> Any:
 
 def _entry(value: Any) -> Tensor | Value:
     if isinstance(value, _Tensor):
-        return Tensor(value.stored, (Box.whole(value.stored.spec.shape),))
+        whole = Box.whole(value.stored.spec.shape)
+        return Tensor(value.stored, {whole.offset: whole})
     flat = flatten(value)
     return Value(flat.structure, tuple(flat.leaves))
 
@@ -227,6 +225,6 @@ def _described(tensor: Tensor) -> TensorStorageMetadata:
         torch.Size(spec.shape),
         [
             ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-            for box in tensor.shards
+            for box in tensor.shards.values()
         ],
     )

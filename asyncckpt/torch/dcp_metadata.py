@@ -3,7 +3,7 @@
 ::
 
     {"version": 1,
-     "paths":  {key: path in the nested state dict}, without those of one part; or null
+     "paths":  {key: path in the nested state dict}, without keys that are their own path; or null
      "shards": {key: {"cell": shape} or [[offset, shape], ...]}, without tensors of one shard
      "opaque": [key, ...]}
 
@@ -12,7 +12,7 @@ Shapes and dtypes are those of the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +34,14 @@ NAME = "torch.distributed.checkpoint"
 VERSION = 1
 
 MAX_SHARDS = 1 << 22
-"""Most shards of one tensor; damaged or hostile metadata would exhaust the memory."""
+"""Most shards of one tensor, so that damaged or hostile metadata cannot exhaust the memory."""
 
 Path = tuple[str | int, ...]
-Paths = Mapping[str, Path]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank says of an item that it has written, as `WriteResult.storage_data`.
+    """Facts about a written item, as `WriteResult.storage_data`.
 
     Attributes:
         opaque: the item is a pickle, stored as bytes.
@@ -53,36 +52,36 @@ class Written:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What a record keeps of DCP's metadata.
+    """The part of DCP's metadata that a record keeps.
 
     Attributes:
-        paths: path of each key in the nested state dict; None if the planner flattens nothing.
+        paths: path in the nested state dict of each key that is not its own path; None if the
+            planner flattens nothing.
         opaque: keys whose values are the bytes of a pickle.
     """
 
-    paths: Callable[[Collection[str]], Paths] | None
+    paths: Mapping[str, Path] | None
     opaque: Collection[str]
     _shards: Mapping[str, Any]
     _location: str
 
     def shards(self, key: str, shape: tuple[int, ...]) -> tuple[Box, ...]:
-        """Return the boxes that the ranks have saved of a tensor, in C order.
+        """Return the saved boxes of a tensor, in C order.
 
         Raises:
-            CorruptCheckpointError: they do not tile it.
+            CorruptCheckpointError: the boxes do not tile the tensor.
         """
         stored = self._shards.get(key)
         if stored is None:
             return (Box.whole(shape),)
         try:
-            boxes = _decoded(stored, shape)
+            return _decoded(stored, shape)
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(self._location, f"the shards of {key!r:.200}: {error}") from None
-        return boxes
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
-    """Return the part of a tensor that DCP describes."""
+    """Return the box of a shard."""
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
@@ -90,7 +89,7 @@ def check_written(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) 
     """Check that every item of the global plan was written once.
 
     Raises:
-        UsageError: names the key, and the ranks that have written it, or none of which did.
+        UsageError: an item was written by no rank or several; names its key and the ranks.
     """
     ranks: dict[MetadataIndex, list[int]] = {}
     for rank, written in enumerate(results):
@@ -113,7 +112,7 @@ def check_written(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) 
 
 
 def _items(metadata: Metadata) -> Iterator[MetadataIndex]:
-    """Yield the index of every item that holds something."""
+    """Yield the index of every item that is not empty."""
     for key, value in metadata.state_dict_metadata.items():
         if not isinstance(value, TensorStorageMetadata):
             yield MetadataIndex(key)
@@ -126,10 +125,10 @@ def _items(metadata: Metadata) -> Iterator[MetadataIndex]:
 def encode_layout(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]]
 ) -> dict[str, dict[str, Any]]:
-    """Return what the metadata of the record is to hold.
+    """Return the metadata for the record.
 
     Raises:
-        UsageError: the planner's data is no mapping of keys to paths.
+        UsageError: the planner's data are not a mapping of keys to paths.
     """
     shards: dict[str, Any] = {}
     for key, value in metadata.state_dict_metadata.items():
@@ -148,10 +147,10 @@ def encode_layout(
 
 
 def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
-    """Return what a record keeps of DCP's metadata, None if it was not written through DCP.
+    """Return DCP's metadata in a record, None if it was not written through DCP.
 
     Raises:
-        CorruptCheckpointError: it is malformed, or of another version.
+        CorruptCheckpointError: the metadata are malformed, or of another version.
     """
     stored = metadata.get(NAME)
     if stored is None:
@@ -164,19 +163,16 @@ def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
             raise ValueError(f"version {version!r:.40}, this release reads {VERSION}")
         if not isinstance(shards, dict) or not isinstance(opaque, list):
             raise TypeError("its fields have other types")
-        known = None if paths is None else {key: _path(path) for key, path in paths.items()}
+        if paths is not None:
+            paths = {key: _path(path) for key, path in paths.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(location, str(error)) from None
 
-    def paths_of(keys: Collection[str]) -> Paths:
-        assert known is not None
-        return {key: known.get(key, (key,)) for key in keys}
-
-    return Layout(None if known is None else paths_of, frozenset(opaque), shards, location)
+    return Layout(paths, frozenset(opaque), shards, location)
 
 
 def _encoded(shape: tuple[int, ...], boxes: Sequence[Box]) -> Any:
-    """Return the boxes as a regular grid, if they are one, else one by one."""
+    """Return JSON for the boxes: a cell if they form a regular grid, else a list."""
     boxes = sorted(boxes, key=lambda box: box.offset)
     cell = boxes[0].shape
     grid = ChunkGrid(shape, cell)

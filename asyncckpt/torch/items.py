@@ -1,4 +1,7 @@
-"""Items of DCP's plans as leaves of a tree, on the way in and out."""
+"""Items of DCP's save plans as leaves of a tree."""
+
+# Rule: values are decoded by the allow-list unpickler of `format.foreign.torch`, which executes
+#   nothing from a planner. (test_a_value_that_would_execute_something_is_refused)
 
 from __future__ import annotations
 
@@ -16,27 +19,37 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.adapters.tensor_boxes import TensorBoxes
-from asyncckpt.errors import ShapeMismatchError, UnsupportedLeafError
+from asyncckpt.errors import (
+    CorruptCheckpointError,
+    ShapeMismatchError,
+    UnsupportedFormatError,
+    UnsupportedLeafError,
+)
+from asyncckpt.format.foreign.torch.plain_values import load_value
+from asyncckpt.format.foreign.torch.torch_zip import Archive
+from asyncckpt.format.foreign.torch.unpickle import Allowance
 from asyncckpt.spec import Box
 from asyncckpt.torch.dcp_metadata import Written, box_of
-from asyncckpt.torch.values import value_of
+
+OWN_NBYTES = 1 << 62
+"""Memory allowance for a value, practically unlimited: it exists in this process already."""
 
 
 def resolve(
     plan: SavePlan, planner: SavePlanner, *, opaque: bool
 ) -> tuple[dict[str, Any], list[WriteResult]]:
-    """Return what this rank writes as a tree by key, and what it tells the coordinator.
+    """Return the tree that this rank writes, by key, and the results for the coordinator.
 
     Every item is resolved once, in the calling thread.
 
     Args:
         plan: the final plan of this rank.
-        planner: gives the values.
-        opaque: values that are not plain are stored as the bytes of their pickle.
+        planner: provides the values.
+        opaque: store values that are not plain as the bytes of their pickle.
 
     Raises:
         UnsupportedLeafError: a value cannot be stored; names the key.
-        ShapeMismatchError: the planner gave a tensor of another shape than it had planned.
+        ShapeMismatchError: the planner provided a tensor of another shape than planned.
     """
     tree: dict[str, Any] = {}
     shards: defaultdict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
@@ -65,7 +78,7 @@ def resolve(
 
 
 def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
-    """Return a value, whether it is the bytes of a pickle, and their number."""
+    """Return a value, whether it is the bytes of a pickle, and its size in bytes."""
     if not isinstance(data, io.BytesIO):
         raise UnsupportedLeafError(
             f"{key}: the planner resolved this item to a {type(data).__name__}; resolve_data must "
@@ -76,15 +89,33 @@ def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
         )
     archive = data.getvalue()
     try:
-        return value_of(key, archive), False, len(archive)
+        return _plain(key, archive), False, len(archive)
     except UnsupportedLeafError:
         if not opaque:
             raise
         return archive, True, len(archive)
 
 
+def _plain(key: str, data: bytes) -> Any:
+    """Return the plain value in an archive of `torch.save`; dicts of any class become dicts."""
+    try:
+        archive = Archive(data, len(data), "its archive", f"the value of {key!r:.200}", 0)
+        return load_value(archive.pickle(), Allowance(OWN_NBYTES))
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        found = error.found if isinstance(error, UnsupportedFormatError) else "other bytes"
+        raise UnsupportedLeafError(
+            f"{key}: this value holds {found}, which cannot be stored: None, bool, int, float, "
+            "complex, str, bytes, and tuples, lists and dicts of these can. Convert it, leave it "
+            'out, or pass StorageWriter(..., opaque="allow") to store the bytes of its pickle, '
+            "which only DCP's planners can read",
+            path=key,
+            expected="a plain value",
+            found=found,
+        ) from None
+
+
 def _shard(item: WriteItem, data: object) -> tuple[Box, torch.Tensor]:
-    """Return a shard, and which part of its tensor it is."""
+    """Return the box of a shard in its tensor, and the shard."""
     key = item.index.fqn
     if not isinstance(data, torch.Tensor) or item.tensor_data is None:
         raise UnsupportedLeafError(

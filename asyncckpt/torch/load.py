@@ -19,7 +19,6 @@ from asyncckpt.planning.tiling import box_text
 from asyncckpt.restore.request import Holder, Wanted
 from asyncckpt.spec import Box
 from asyncckpt.torch.catalog import Catalog, Tensor, Value
-from asyncckpt.torch.values import archive_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,10 +26,10 @@ class Resolved:
     """One item of the plan.
 
     Attributes:
-        item: what the planner knows it by.
-        entry: what is read for it.
-        box: which part of the tensor; None for values.
-        tensor: where that goes; None for values.
+        item: item of the planner.
+        entry: tensor or value to read.
+        box: part of the tensor; None for values.
+        tensor: destination; None for values.
     """
 
     item: ReadItem
@@ -39,55 +38,53 @@ class Resolved:
     tensor: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Load:
-    """The items of a load plan, in its order."""
-
-    items: Sequence[Resolved]
-
-    def rounds(self) -> Iterator[list[Wanted]]:
-        """Yield what is restored, one part after the other.
-
-        Keys whose targets share memory, as tied weights do, are in different parts.
-        """
-        groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
-        wanted: list[Wanted] = []
-        for one in self.items:
-            if one.tensor is not None:
-                groups[one.item.storage_index.fqn, one.tensor.dtype].append(one)
-            elif isinstance(one.entry, Value):
-                wanted += [
-                    Wanted(stored.path, b"", holder=Holder({}, stored.path, False))
-                    for stored in one.entry.stored()
-                ]
-        held = list(groups.values())
-        for numbers in apart([[one.tensor for one in group] for group in held]):
-            wanted += [_wanted(held[number]) for number in numbers]
-            yield wanted
-            wanted = []
-        if wanted:
-            yield wanted
-
-    def commit(self, planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
-        """Hand everything to the planner; `read` has stored bytes by path."""
-        for one in self.items:
-            if one.tensor is not None:
-                planner.commit_tensor(one.item, one.tensor)
-            elif isinstance(one.entry, Value):
-                value = one.entry.filled(read)
-                data = io.BytesIO(value) if one.entry.opaque else archive_of(value)
-                planner.load_bytes(one.item, data)
-
-
-def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> Load:
-    """Find the items of a plan in the checkpoint, then resolve every tensor once.
+def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> list[Resolved]:
+    """Find the items of a plan in the checkpoint, then resolve each tensor once.
 
     Raises:
         TreeMismatchError: an item is not in the checkpoint; no tensor was resolved.
-        ShapeMismatchError: the planner gave a tensor of another shape than its item.
+        ShapeMismatchError: the planner provided a tensor of another shape than its item.
     """
     found = [_found(item, catalog) for item in plan.items]
-    return Load([_resolved(one, planner) for one in found])
+    return [_resolved(one, planner) for one in found]
+
+
+def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
+    """Yield the targets of successive restores.
+
+    Keys whose targets share memory, as tied weights do, are in different restores.
+    """
+    groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
+    wanted: list[Wanted] = []
+    for one in items:
+        if one.tensor is not None:
+            groups[one.item.storage_index.fqn, one.tensor.dtype].append(one)
+        elif isinstance(one.entry, Value):
+            wanted += [
+                Wanted(stored.path, b"", holder=Holder({}, stored.path, False))
+                for stored in one.entry.stored()
+            ]
+    held = list(groups.values())
+    for numbers in apart([[one.tensor for one in group] for group in held]):
+        wanted += [_wanted(held[number]) for number in numbers]
+        yield wanted
+        wanted = []
+    if wanted:
+        yield wanted
+
+
+def commit(items: Sequence[Resolved], planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
+    """Hand all items to the planner; `read` has stored bytes by path."""
+    for one in items:
+        if one.tensor is not None:
+            planner.commit_tensor(one.item, one.tensor)
+        elif isinstance(one.entry, Value):
+            value = one.entry.filled(read)
+            data = io.BytesIO(value if one.entry.opaque else b"")
+            if not one.entry.opaque:  # planners expect an archive
+                torch.save(value, data)
+                data.seek(0)
+            planner.load_bytes(one.item, data)
 
 
 def _found(item: ReadItem, catalog: Catalog) -> Resolved:
@@ -102,7 +99,7 @@ def _found(item: ReadItem, catalog: Catalog) -> Resolved:
     if item.type is LoadItemType.BYTE_IO:
         raise _missing(item, catalog, f"a tensor, {entry.stored.spec}", "tensor")
     offset = (0,) * len(entry.stored.spec.shape) if index.offset is None else tuple(index.offset)
-    shard = entry.by_offset.get(offset)
+    shard = entry.shards.get(offset)
     if shard is None:
         raise _missing(item, catalog, f"no shard at {list(offset)}", None)
     inner, lengths = tuple(item.storage_offsets), tuple(item.lengths)
@@ -159,9 +156,9 @@ def _wanted(group: Sequence[Resolved]) -> Wanted:
 
 
 def apart(groups: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Part groups of tensors so that no two groups of one part share memory.
+    """Divide groups of tensors into parts so that no two groups of a part share memory.
 
-    Tensors whose memory is interleaved count as sharing it.
+    Tensors with interleaved memory count as sharing it.
     """
     spans: list[tuple[str, int, int, int]] = []
     for number, group in enumerate(groups):

@@ -9,13 +9,13 @@ The save itself is that of `asyncckpt.save`, by all ranks together. Its commit w
       │                                      commit: consent, index, record, publish
     leave ◄──────────── outcome ──────────── report
 
-Where a rank fails, all saves end, and what they had written is removed.
+If a rank fails, the save ends on all ranks, and what they had written is removed.
 """
 
-# Rule 1: nothing here refers to the writer: one that is dropped ends its save, which holds open
-#   files and staging memory. (test_a_save_without_finish_ends_with_its_writer)
-# Rule 2: between `write` and `commit` only DCP's own collective is due. If `commit` does not come
-#   within `arrival_s`, it never will: DCP has failed.
+# Rule 1: nothing here refers to the writer: dropping a writer ends its save, which holds open files
+#   and staging memory. (test_a_save_without_finish_ends_with_its_writer)
+# Rule 2: between `write` and `commit` there is only DCP's own collective. If `commit` does not come
+#   within `arrival_s`, DCP has failed and it never will.
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from asyncckpt.session.pending import BlockingPendingSave
 from asyncckpt.session.session import Session
 
 FINISH_S = 10.0
-"""How long a process that ends waits for a save that has only its commit to come."""
+"""How long a process that exits waits for a save that lacks only its commit."""
 
 OUTCOME_S = 1.0
-"""How long a rank waits for the outcome of a save before it begins the next one: where `finish` was
+"""How long a rank waits for the outcome of a save before it begins the next one: if `finish` was
 called, the outcome was posted before DCP returned."""
 
 _layouts: deque[LayoutCache] = deque(maxlen=2)
-"""What saves of this process have planned, by whatever writer, while no save uses it: every save
-has a session of its own, which would plan anew. Holds no values and no memory of the user's."""
+"""Idle plan caches of this process, for any writer: each save has a new session, which would
+otherwise plan anew. They hold no values and no user memory."""
 
 
 class Saving:
     """A save of one rank. Its methods block.
 
     Args:
-        location: of the checkpoint.
-        options: how to save.
+        location: path or URL of the checkpoint.
+        options: options of the save.
         storage_options: options of the file system for URLs.
-        coordinator: of the ranks; it is closed here.
+        coordinator: coordinator of the ranks, closed here.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Saving:
         self._options = options
         try:
             self._layouts = _layouts.pop()
-        except IndexError:  # the first save, or one beside another
+        except IndexError:  # the first save, or a concurrent one
             self._layouts = LayoutCache()
         self._session = Session(
             location,
@@ -135,18 +135,18 @@ class Saving:
             self.close()
 
     def refuse(self, error: BaseException) -> None:
-        """End the save on all ranks with an error that came before this one's part."""
+        """End the save on all ranks with an error that occurred before this rank's part."""
         self._session.refuse_save(error)
         self.close()
 
     def leave(self) -> None:
-        """End a save of which this rank has heard no outcome: wait for it briefly, then abort."""
+        """End a save whose outcome this rank does not know: wait briefly for it, then abort."""
         if self._pending is not None:
             wait_quietly(self._over, OUTCOME_S)
         self.abandon()
 
     def drop(self) -> None:
-        """Abort the save if it has not ended, without waiting for that."""
+        """Abort the save if it has not ended, without waiting."""
         if self._pending is not None:
             self._pending.cancel()
 

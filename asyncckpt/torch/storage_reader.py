@@ -1,11 +1,11 @@
 """`StorageReader`: DCP loads a checkpoint of this library."""
 
-# Rule 1: planners are called in the thread that called `read_data`, and once per item: all targets
-#   are resolved first, and committed when every byte of the load has passed its checksums.
+# Rule 1: planners are called in the thread that called `read_data`, once per item: all targets are
+#   resolved first, and committed once every byte of the load has passed its checksums.
 #   (test_nothing_is_committed_before_every_checksum_has_passed)
-# Rule 2: `read_metadata` takes no keywords: DCP would fall back to metadata of one rank where one
-#   rank alone fails to read them, and the others would wait for it in a collective.
-# Rule 3: what is read is the checkpoint whose metadata were read: its save id is compared.
+# Rule 2: `read_metadata` takes no keywords: otherwise, if one rank failed to read the metadata, DCP
+#   would fall back to per-rank metadata, and the other ranks would wait for it in a collective.
+# Rule 3: payload is read from the same checkpoint as the metadata: save ids are compared.
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from asyncckpt.options import RestoreOptions
 from asyncckpt.restore.request import RestoreRequest, Wanted
 from asyncckpt.session.session import Session
 from asyncckpt.torch.catalog import Catalog, catalog_of
-from asyncckpt.torch.load import resolve
+from asyncckpt.torch.load import commit, resolve, rounds
 from asyncckpt.torch.storage_writer import is_known
 
 
 class StorageReader(storage.StorageReader):
     """Lets `torch.distributed.checkpoint.load` read a checkpoint of this library.
 
-    Every rank reads for itself what its plan asks for, straight into the tensors. The checkpoint
-    may be from DCP, with any planner and number of ranks, or from `asyncckpt.save`, with JAX or
-    NumPy too: its keys are then those that DCP would have given to its tree.
+    Every rank reads the items of its plan straight into the tensors. The checkpoint may be from
+    DCP, with any planner and number of ranks, or from `asyncckpt.save`, even with JAX or NumPy: its
+    keys are then those that DCP would have given to its tree.
 
     Args:
         path: directory or URL of the checkpoint; `checkpoint_id=` of DCP's functions replaces it.
         cast: convert dtypes; values out of range stay errors. Otherwise another dtype is an error.
-        options: how to restore.
+        options: options of the restore.
         storage_options: options of the file system for URLs.
 
     Raises:
@@ -106,7 +106,7 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: a rank that reads needs no other."""
+        """Do nothing: ranks read independently."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -117,9 +117,9 @@ class StorageReader(storage.StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read the items of the plan into what the planner resolves them to, then commit them.
+        """Read the items of the plan into the planner's tensors, then commit them.
 
-        If it fails, nothing was committed, and the contents of the tensors are undefined.
+        On an error, nothing was committed, and the contents of the tensors are undefined.
 
         Raises:
             TreeMismatchError: an item is not in the checkpoint.
@@ -130,14 +130,14 @@ class StorageReader(storage.StorageReader):
         catalog = self._catalog
         if catalog is None:
             raise UsageError("read_data() was called without read_metadata()")
-        load = resolve(plan, planner, catalog)
+        items = resolve(plan, planner, catalog)
         read: dict[str, bytes] = {}
         with self._opened() as session:
-            for wanted in load.rounds():
+            for wanted in rounds(items):
                 request = self._request(catalog, wanted)
                 outcome = session.restore(None, request).result()
                 read |= {path: value for path, _, value in outcome.replaced}
-        load.commit(planner, read)
+        commit(items, planner, read)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done

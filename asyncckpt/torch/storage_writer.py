@@ -1,9 +1,9 @@
 """`StorageWriter`: DCP saves a checkpoint of this library."""
 
-# Rule 1: nothing that a save needs on a rank travels in plans: with cached plans, ranks get those
-#   of an earlier save, and perhaps of another writer. (test_five_saves_with_cached_plans)
-# Rule 2: DCP's metadata is that of its plan cache: it is read, and never changed.
-# Rule 3: threads and connections begin in `write_data`: before, the writer may be pickled into
+# Rule 1: plans carry nothing that a save needs on a rank: with cached plans, ranks get plans of an
+#   earlier save, and perhaps of another writer. (test_five_saves_with_cached_plans)
+# Rule 2: DCP's metadata belong to its plan cache: they are read, but never changed.
+# Rule 3: threads and connections begin in `write_data`: before it, the writer may be pickled into
 #   another process.
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from asyncckpt.torch.saving import Saving
 class StorageWriter(storage.StorageWriter):
     """Lets `torch.distributed.checkpoint.save` and `async_save` write a checkpoint.
 
-    Any planner will do. The checkpoint is one like any other: `asyncckpt.restore` reads it as a
-    dict by the planner's keys. Replicas are not compared: planners drop them. Values that are not
-    tensors are stored natively, dicts of any class as dicts.
+    Works with any planner. The checkpoint is like any other: `asyncckpt.restore` reads it as a dict
+    by the planner's keys. Replicas are not compared, because planners drop them. Values that are
+    not tensors are stored natively, dicts of any class as dicts.
 
     Args:
         path: directory or URL of the checkpoint, as for `asyncckpt.save`; `checkpoint_id=` of
@@ -44,9 +44,9 @@ class StorageWriter(storage.StorageWriter):
         overwrite: replace a checkpoint of this name atomically.
         opaque: ``"allow"`` stores values that are not plain as the bytes of their pickle;
             otherwise they are errors.
-        options: how to save; `tree` and `on_overlap` have no effect.
+        options: options of the save; `tree` and `on_overlap` have no effect.
         storage_options: options of the file system for URLs.
-        process_group: the group that is passed to DCP's functions, if any.
+        process_group: the group passed to DCP's functions, if any.
 
     Raises:
         UsageError: an argument is wrong.
@@ -95,7 +95,7 @@ class StorageWriter(storage.StorageWriter):
         return is_known(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        """Return what planners are told of the checkpoint."""
+        """Return the storage metadata for planners."""
         return StorageMeta(checkpoint_id=self._location)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -135,7 +135,7 @@ class StorageWriter(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are, once their number fits the process group.
+        """Return the plans unchanged, after checking their number against the process group.
 
         Raises:
             UsageError: another process group saves.
@@ -149,7 +149,7 @@ class StorageWriter(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's items; return when they are written, before they are visible.
+        """Write this rank's items; on return they are written, but not yet visible.
 
         `resolve_data` is called once per item, in the calling thread.
 
@@ -181,7 +181,7 @@ class StorageWriter(storage.StorageWriter):
         """Commit; on return the checkpoint is visible and durable.
 
         Raises:
-            UsageError: the planner gave an item to no rank or to several.
+            UsageError: the planner assigned an item to no rank or to several.
             …: as `asyncckpt.save`; nothing of the save is left.
         """
         saving = self._saving
@@ -201,7 +201,7 @@ class StorageWriter(storage.StorageWriter):
         if saving is None:
             return
         if self._leads:
-            saving.abandon()  # `finish`, which would have taken it, was not called
+            saving.abandon()  # `finish`, which takes it, was not called
         else:
             saving.leave()
 

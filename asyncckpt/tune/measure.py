@@ -1,9 +1,9 @@
-"""Measuring an object store: throughput by object size and number of streams."""
+"""Measurement of an object store: throughput by object size and number of streams."""
 
-# Rule 1: everything is written below one prefix that nothing else uses, and all of it is removed,
-#   however the measurement ends.
-# Rule 2: the requests are those of saves and restores, with their deadlines and retries; only
-#   hedges are left out, which would move bytes that were not announced.
+# Rule 1: everything is written below a unique prefix, and all of it is removed, however the
+#   measurement ends.
+# Rule 2: requests are like those of saves and restores, with deadlines and retries, but without
+#   hedges, which would move bytes that were not announced.
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from asyncckpt.tune.recommend import (
 
 SMALL_NBYTES = 4 * KIB
 SMALL_REQUESTS = 8
-"""Size and number of the requests that measure latency, in each direction."""
+"""Size, and number per direction, of the requests that measure latency."""
 
 
 async def tune(
@@ -56,21 +56,21 @@ async def tune(
 ) -> TuneReport:
     """Measure an object store, and recommend sizes and concurrency for it.
 
-    Objects of several sizes are written below a prefix of their own under `url`, read with several
+    Objects of several sizes are written below a unique prefix under `url`, read with several
     numbers of streams, and removed again.
 
     Args:
-        url: where checkpoints are to be kept, for example ``"s3://bucket/run"``.
+        url: location of the checkpoints, for example ``"s3://bucket/run"``.
         max_nbytes: bytes to move at most, written and read together.
-        max_s: seconds after which the measurement ends with what it has.
-        host_memory_nbytes: as for saving: bytes that may be in flight.
+        max_s: seconds after which the measurement ends with the results so far.
+        host_memory_nbytes: as for saving: most bytes in flight.
         storage_options: options of the file system.
         progress: called on the engine's thread with a `Progress`.
 
     Cancellation: removes what was written, then raises.
 
     Raises:
-        UsageError: an argument is wrong, or the URL is not one of an object store.
+        UsageError: an argument is wrong, or the URL is not that of an object store.
         StoreError: the store cannot be written to, read or listed; says what to do.
     """
     if not is_url(url):
@@ -117,7 +117,7 @@ async def tune(
 
 
 POLICY = dataclasses.replace(RequestPolicy(), hedge_share=0.0, hedge_burst=0.0)
-"""Requests as in saves and restores, but never hedged."""
+"""Policy of saves and restores, without hedges."""
 
 
 class Measurement:
@@ -125,10 +125,10 @@ class Measurement:
 
     Attributes:
         prefix: URL below which everything is written and removed again.
-        planned: the measurements that are made if time suffices.
+        planned: the measurements to make, if time suffices.
 
     Raises:
-        UsageError: `max_nbytes` is too little for any measurement.
+        UsageError: `max_nbytes` is too small for any measurement.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Measurement:
             async with asyncio.timeout(self._max_s):
                 latencies = await self._small()
                 for number, planned in enumerate(self.planned):
-                    # Time in both directions at the best rate so far: more streams can do no worse.
+                    # Time in both directions at the best rate so far; more streams are not slower.
                     best = max((point.nbytes_per_s for point in points), default=math.inf)
                     left_s = begun_s + self._max_s - time.perf_counter()
                     if planned.moved_nbytes / best <= left_s:
@@ -221,7 +221,7 @@ class Measurement:
         )
 
     async def _small(self) -> tuple[float, float]:
-        """Return the latencies of writing and reading."""
+        """Return the latencies of writing and reading, in seconds."""
         body = await self._body(SMALL_NBYTES)
         for number in range(SMALL_REQUESTS):
             sent = await self._requests.put(_named(f"{self._below}/small-{number}"), body)
@@ -232,8 +232,8 @@ class Measurement:
 
     async def _point(self, key: str, point: GridPoint) -> None:
         """Measure one point in both directions, and delete its objects."""
-        # One body for all objects: the way to the store is measured, not the memory. Its bytes are
-        # random, because stores and proxies that compress would look faster than they are.
+        # One body for all objects: this measures the link, not the memory. Its bytes are random,
+        # because stores and proxies that compress would look faster than they are.
         body = await self._body(point.nbytes)
         keys: list[str] = []
 
@@ -267,8 +267,8 @@ class Measurement:
                 self._moved(point.nbytes)
 
         await together(stream() for _ in range(point.streams))
-        # Neither the last one to end nor the mean: one slow request in a hundred would decide, by
-        # whether a point of sixteen requests has met it.
+        # The median: with the maximum or the mean, a single slow request in a hundred would decide
+        # the result of a point of sixteen requests.
         rate = point.streams * point.nbytes / statistics.median(seconds)
         self._points.append(TunePoint(direction, point.nbytes, point.streams, rate))
 

@@ -13,23 +13,23 @@ from asyncckpt.options import GIB, MIB
 from asyncckpt.reports import nbytes_text, rate_text
 
 MAX_NBYTES = 16 * GIB
-"""Bytes moved at most in both directions; two thirds of them for the grid's axes."""
+"""Most bytes moved in both directions; two thirds of them for the grid's axes."""
 
 MAX_S = 120.0
-"""Seconds after which the measurement ends with what it has."""
+"""Seconds after which the measurement ends with the results so far."""
 
 SIZES_MIB = (16, 64, 8, 32, 128, 4)
 STREAMS = (16, 32, 8, 4, 1)
 """The grid, most informative first: both axes through 16 streams of 16 MiB, then the rest."""
 
 FIRST = (4, 4)
-"""MiB and streams of the first point, which tells how long the others will take."""
+"""MiB and streams of the first point, which shows how long the others will take."""
 
 LEAST_REQUESTS = 4
-"""Requests that make a point; with fewer, one slow request would decide."""
+"""Least requests per point; with fewer, one slow request would decide."""
 
 NEAR = 0.95
-"""Share of the best rate that is as good as the best: repeated points differ by this much."""
+"""Share of the best rate that counts as equal: repeated points differ by this much."""
 
 
 class GridPoint(NamedTuple):
@@ -120,7 +120,7 @@ def grid(max_nbytes: int, memory_nbytes: int, copies: int) -> tuple[GridPoint, .
     Args:
         max_nbytes: bytes of both directions together.
         memory_nbytes: bytes that may be in flight, copies by the client included.
-        copies: copies of a body or answer that the client makes.
+        copies: copies of a body or response that the client makes.
     """
     cross = [(SIZES_MIB[0], streams) for streams in STREAMS]
     cross += [(size, STREAMS[0]) for size in SIZES_MIB[1:]]

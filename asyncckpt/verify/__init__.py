@@ -1,4 +1,4 @@
-"""Inspecting a checkpoint and verifying every byte of it.
+"""Inspection of a checkpoint, and verification of all its bytes.
 
 Not here: checks made while restoring (`restore.decode`).
 """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,7 +27,7 @@ async def verify_foreign(
     progress: Callable[[Progress], None] | None,
     begun: float,
 ) -> VerifyReport:
-    """Read and decode every chunk, and check it where it has a checksum.
+    """Read and decode every chunk, and check its checksum if it has one.
 
     Raises:
         CorruptCheckpointError: the metadata places a chunk outside its file.
@@ -53,39 +53,35 @@ async def verify_foreign(
     )
 
 
+@dataclass(eq=False, repr=False)
 class _Check:
-    """The verification of one foreign checkpoint: one damaged place for each damaged leaf.
+    """The verification of one foreign checkpoint, which reports one damage per damaged leaf.
 
-    `read_nbytes` counts the bytes of chunks, those in the metadata included.
+    `read_nbytes` counts the bytes of chunks, including those in the metadata.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        opened: OpenCheckpoint,
-        extents: Extents,
-        leaf_of: dict[int, str],
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self._runtime = runtime
-        self._opened = opened
-        self._extents = extents
-        self._leaf_of = leaf_of
-        self._progress = progress
-        self._inline_nbytes = sum(map(len, extents.values.values()))
-        self._total_nbytes = int(extents.nbytes[extents.file >= 0].sum()) + self._inline_nbytes
+    runtime: Runtime
+    opened: OpenCheckpoint
+    extents: Extents
+    leaf_of: Mapping[int, str]
+    progress: Callable[[Progress], None] | None
+
+    def __post_init__(self) -> None:
+        nbytes, file = self.extents.nbytes, self.extents.file
+        self._inline_nbytes = sum(map(len, self.extents.values.values()))
+        self._total_nbytes = int(nbytes[file >= 0].sum()) + self._inline_nbytes
         self.damages: list[Damage] = []
         self.read_nbytes = 0
 
     async def run(self) -> None:
-        """Read all chunks, and again array by array where something is damaged."""
+        """Read all chunks; if something is damaged, read them again array by array."""
         self.read_nbytes = self._inline_nbytes
         try:
-            await self._read(self._leaf_of)
+            await self._read(self.leaf_of)
         except (AsyncCheckpointError, BaseExceptionGroup) as error:
             _expected(error)
             self.read_nbytes = self._inline_nbytes
-            for array in self._leaf_of:
+            for array in self.leaf_of:
                 await self._read_one(array)
 
     async def _read_one(self, array: int) -> None:
@@ -93,17 +89,16 @@ class _Check:
             await self._read([array])
         except (AsyncCheckpointError, BaseExceptionGroup) as error:
             fault = _expected(error)
-            path = self._leaf_of[array]
+            path = self.leaf_of[array]
             if not any(damage.leaf == path for damage in self.damages):
                 self.damages.append(_damage(path, fault))
 
-    async def _read(self, arrays: Iterable[int]) -> None:
-        opened, runtime, extents = self._opened, self._runtime, self._extents
-        numbers = list(arrays)
+    async def _read(self, arrays: Collection[int]) -> None:
+        opened, runtime, extents = self.opened, self.runtime, self.extents
         plan = await runtime.engine.compute.run(
             plan_restore,
             opened.stored(),
-            WholeArrays(np.array(numbers, np.int64), np.zeros(len(numbers), np.bool_)),
+            WholeArrays(np.array([*arrays], np.int64), np.zeros(len(arrays), np.bool_)),
             row_file=extents.file,
             row_offset=extents.offset,
             row_nbytes=extents.nbytes,
@@ -115,7 +110,7 @@ class _Check:
             opened,
             extents,
             plan,
-            [Destination(self._leaf_of[array], array, None, None) for array in numbers],
+            [Destination(self.leaf_of[array], array, None, None) for array in arrays],
             runtime.pool,
             runtime.engine.compute,
             concurrency=partial(opened.files.reads, None),
@@ -127,9 +122,9 @@ class _Check:
 
     def _advance(self, nbytes: int) -> None:
         self.read_nbytes += nbytes
-        if self._progress is not None:
+        if self.progress is not None:
             done = min(self.read_nbytes, self._total_nbytes)
-            self._progress(Progress("verify", done, self._total_nbytes))
+            self.progress(Progress("verify", done, self._total_nbytes))
 
 
 def _damage(path: str, fault: CorruptCheckpointError | StoreError) -> Damage:
@@ -139,11 +134,9 @@ def _damage(path: str, fault: CorruptCheckpointError | StoreError) -> Damage:
 
 
 def _expected(error: BaseException) -> CorruptCheckpointError | StoreError:
-    """Return the damage that an error reports; raise other errors again."""
+    """Return the damage reported by an error; raise other errors."""
     if isinstance(error, BaseExceptionGroup):
         error = leading_error(error)
-    if isinstance(error, asyncio.CancelledError) or not isinstance(
-        error, (CorruptCheckpointError, StoreError)
-    ):
+    if not isinstance(error, (CorruptCheckpointError, StoreError)):
         raise error
     return error

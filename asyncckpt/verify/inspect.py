@@ -1,4 +1,4 @@
-"""Inspection: what a checkpoint holds, from its metadata alone."""
+"""Inspection: the contents of a checkpoint, from its metadata alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from asyncckpt.tree import unflatten
 async def info_of(
     opened: OpenCheckpoint, step: int | None, compute: Workers, *, timeline: bool = False
 ) -> CheckpointInfo:
-    """Return what a checkpoint holds, from its metadata alone; with `timeline`, how it was saved.
+    """Describe a checkpoint from its metadata; with `timeline`, include the timeline of its save.
 
     Raises:
-        CorruptCheckpointError: a file that is needed is missing or damaged.
+        CorruptCheckpointError: a required file is missing or damaged.
     """
     extents = await extents_of(opened) if opened.arrays.name else None
     info = await compute.run(_info, opened, extents, step)

@@ -1,6 +1,6 @@
 """Comparison of the OCDBT database with the commit record and the chunk index.
 
-Restoring uses the chunk index; TensorStore and Orbax use the database. `verify` checks that both
+Restores use the chunk index; TensorStore and Orbax use the database. `verify` checks that both
 lead to the same bytes.
 """
 
@@ -19,17 +19,17 @@ from asyncckpt.format.record import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES, chunk_keys, encode_metadata, metadata_key
 
 PROBLEMS_MAX = 20
-"""Contradictions listed; a single one is reason enough to distrust the database."""
+"""Most contradictions listed; a single one is reason enough to distrust the database."""
 
 
 def check_database(
     record: CommitRecord, index: ChunkIndex, contents: Mapping[int, bytes]
 ) -> list[str]:
-    """Return contradictions, in words; none where all agree. Blocking.
+    """Return descriptions of all contradictions. Blocking.
 
     Args:
-        record: its commit record.
-        index: its chunk index.
+        record: the commit record.
+        index: the chunk index.
         contents: bytes of the manifest and of the index file, by number in the record.
     """
     prefix = f"{record.database}/"

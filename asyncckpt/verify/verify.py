@@ -6,6 +6,7 @@ import contextlib
 import posixpath
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,17 +25,16 @@ from asyncckpt.format.record import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles
-from asyncckpt.reports import (
-    Damage,
-    Progress,
-    VerifyReport,
-)
+from asyncckpt.reports import Damage, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.verify.foreign import verify_foreign
 from asyncckpt.verify.tree_check import check_database
 
 DAMAGES_MAX = 1000
-"""Damages listed; a checkpoint with more is not worth a longer list."""
+"""Most damages listed; a longer list has no use."""
+
+_EMPTY = np.empty(0, np.int64)
+_NO_CHUNKS = ChunkIndex(_EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint32))
 
 
 async def verify_checkpoint(
@@ -47,7 +47,7 @@ async def verify_checkpoint(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: its record is damaged, so that it is no checkpoint.
+        CorruptCheckpointError: its record is damaged, so it is not a checkpoint.
         UnsupportedFormatError: it is of a newer version.
     """
     begun = time.perf_counter()
@@ -58,104 +58,96 @@ async def verify_checkpoint(
     return await _Verify(runtime, opened, opened.record, progress).run(step, begun)
 
 
+@dataclass(eq=False, repr=False)
 class _Verify:
-    """The verification of one of our checkpoints."""
+    """The verification of an asyncckpt checkpoint."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        opened: OpenCheckpoint,
-        record: CommitRecord,
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self._runtime = runtime
-        self._opened = opened
-        self._record = record
-        self._progress = progress
+    runtime: Runtime
+    opened: OpenCheckpoint
+    record: CommitRecord
+    progress: Callable[[Progress], None] | None
+
+    def __post_init__(self) -> None:
         self._damages: list[Damage] = []
         self._read_nbytes = 0
-        self._total_nbytes = sum(file.nbytes for file in record.files)
+        self._total_nbytes = sum(file.nbytes for file in self.record.files)
         self._kept: dict[int, bytearray] = {}
         self._sizes: dict[str, int] = {}
+        self._index = _NO_CHUNKS  # where it cannot be read
         self._owners: tuple[Sequence[str], Column, Column, Column] | None = None
 
     async def run(self, step: int | None, begun: float) -> VerifyReport:
-        opened = self._opened
-        record = self._record
-        leaf_count = len(record.leaves.kind)
+        opened, record = self.opened, self.record
         try:
             opened.structure()
         except CorruptCheckpointError as error:
             self._damage(None, RECORD, None, str(error))
-        index: ChunkIndex | None = None
         index_file = record.files[record.chunk_index.file].path
         try:
-            index = await read_index(opened.files, record, self._runtime.engine.compute)
+            self._index = await read_index(opened.files, record, self.runtime.engine.compute)
         except (CorruptCheckpointError, UnsupportedFormatError, CheckpointNotFoundError) as error:
             self._damage(None, index_file, getattr(error, "offset", None), str(error))
-        rows = self._rows_by_file(index)
         self._kept[record.chunk_index.file] = bytearray()
         for number, file in enumerate(record.files):
             if file.path == f"{record.database}/manifest.ocdbt":
                 self._kept[number] = bytearray()
-        await self._files(rows, index)
-        if index is not None and not self._damages:
-            for problem in await self._runtime.engine.compute.run(
-                check_database, record, index, {n: bytes(b) for n, b in self._kept.items()}
+        await self._files()
+        if not self._damages:
+            kept = {number: bytes(data) for number, data in self._kept.items()}
+            for problem in await self.runtime.engine.compute.run(
+                check_database, record, self._index, kept
             ):
                 self._damage(None, index_file, None, problem)
         return VerifyReport(
             location=opened.location,
             step=step,
             damages=tuple(self._damages[:DAMAGES_MAX]),
-            leaf_count=leaf_count,
+            leaf_count=len(record.leaves.kind),
             read_nbytes=self._read_nbytes,
             total_s=time.perf_counter() - begun,
         )
 
-    def _rows_by_file(self, index: ChunkIndex | None) -> dict[int, list[int]]:
-        if index is None:
-            return {}
-        order = np.lexsort((index.offset, index.file))
-        result: dict[int, list[int]] = {}
-        for row in order.tolist():
-            result.setdefault(int(index.file[row]), []).append(row)
-        return result
-
-    async def _files(self, rows: dict[int, list[int]], index: ChunkIndex | None) -> None:
-        files = self._record.files
+    async def _files(self) -> None:
+        files, index = self.record.files, self._index
+        rows: list[list[int]] = [[] for _ in files]
+        by_offset = np.lexsort((index.offset, index.file))
+        for row, file in zip(by_offset.tolist(), index.file[by_offset].tolist(), strict=True):
+            rows[file].append(row)
         await self._list()
         await side_by_side(
-            self._opened.files,
-            lambda number: self._file(number, rows.get(number, []), index),
+            self.opened.files,
+            lambda number: self._file(number, rows[number]),
             range(len(files)),
         )
         order = {file.path: number for number, file in enumerate(files)}
         self._damages.sort(key=lambda damage: order.get(damage.file, -1))
 
-    async def _file(self, number: int, rows: Sequence[int], index: ChunkIndex | None) -> None:
-        entry = self._record.files[number]
-        pool = self._runtime.pool
-        checker = _FileChecker(rows, index)
+    async def _file(self, number: int, rows: Sequence[int]) -> None:
+        entry = self.record.files[number]
+        pool = self.runtime.pool
+        checker = _FileChecker(rows, self._index)
         offset = 0
-        copies = pool.slot_nbytes * self._opened.files.capabilities.read_copies
+        copies = pool.slot_nbytes * self.opened.files.capabilities.read_copies
         copies = min(copies, pool.budget.capacity - pool.held_nbytes)
         slots = await pool.take(1, grow=False, extra=copies)
         try:
             while offset < entry.nbytes:
                 nbytes = min(pool.slot_nbytes, entry.nbytes - offset)
                 data = slots[0].buffer[:nbytes]
-                await self._opened.files.read_into(entry.path, offset, [data], how=DIRECT)
-                await self._runtime.engine.compute.run(checker.feed, data)
+                await self.opened.files.read_into(entry.path, offset, [data], how=DIRECT)
+                await self.runtime.engine.compute.run(checker.feed, data)
                 if number in self._kept:
                     self._kept[number] += data.tobytes()
                 offset += nbytes
                 self._read_nbytes += nbytes
-                if self._progress is not None:
-                    self._progress(Progress("verify", self._read_nbytes, self._total_nbytes))
-            self._check_end(entry.path, entry.nbytes)
+                if self.progress is not None:
+                    self.progress(Progress("verify", self._read_nbytes, self._total_nbytes))
+            if self._sizes.get(entry.path, 0) > entry.nbytes:
+                raise CorruptCheckpointError(
+                    f"it is longer than the {entry.nbytes} bytes of the record"
+                )
         except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
-            self._lost(entry.path, offset, rows, index, error)
+            self._lost(entry.path, offset, rows, error)
             return
         finally:
             pool.release(slots)
@@ -163,11 +155,9 @@ class _Verify:
         for row in checker.bad:
             if len(self._damages) > DAMAGES_MAX:
                 break
+            place = entry.path, int(self._index.offset[row])
             for leaf in self._leaves_of([row]):
-                assert index is not None
-                self._damage(
-                    leaf, entry.path, int(index.offset[row]), "the chunk's CRC-32C differs"
-                )
+                self._damage(leaf, *place, "the chunk's CRC-32C differs")
         if checker.crc != entry.crc32c and not checker.bad:
             self._damage(
                 None,
@@ -178,28 +168,16 @@ class _Verify:
             )
 
     async def _list(self) -> None:
-        """Note the sizes of all files as the store lists them."""
-        for directory in {posixpath.dirname(file.path) for file in self._record.files}:
+        """Note the sizes of all files, as listed by the store."""
+        for directory in {posixpath.dirname(file.path) for file in self.record.files}:
             with contextlib.suppress(CheckpointNotFoundError):
-                for entry in await self._opened.files.entries(directory, max_entries=MAX_ENTRIES):
+                for entry in await self.opened.files.entries(directory, max_entries=MAX_ENTRIES):
                     self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
 
-    def _check_end(self, path: str, nbytes: int) -> None:
-        """Check that nothing follows the last byte that the record lists."""
-        if self._sizes.get(path, nbytes) > nbytes:
-            raise CorruptCheckpointError(f"it is longer than the {nbytes} bytes of the record")
-
-    def _lost(
-        self,
-        path: str,
-        offset: int,
-        rows: Sequence[int],
-        index: ChunkIndex | None,
-        error: Exception,
-    ) -> None:
-        leaves: Sequence[str | None] = self._leaves_of(
-            [] if index is None else [r for r in rows if index.offset[r] + index.nbytes[r] > offset]
-        )
+    def _lost(self, path: str, offset: int, rows: Sequence[int], error: Exception) -> None:
+        index = self._index
+        lost = [row for row in rows if index.offset[row] + index.nbytes[row] > offset]
+        leaves: Sequence[str | None] = self._leaves_of(lost)
         for leaf in leaves or [None]:
             self._damage(leaf, path, offset, str(error))
 
@@ -208,7 +186,7 @@ class _Verify:
         if not rows:
             return []
         if self._owners is None:
-            self._owners = _owners_of(self._opened)
+            self._owners = _owners_of(self.opened)
         paths, leaf, starts, stops = self._owners
         wanted = np.sort(np.asarray(rows))
         held = np.searchsorted(wanted, starts) < np.searchsorted(wanted, stops)
@@ -220,9 +198,9 @@ class _Verify:
 
 
 def _owners_of(opened: OpenCheckpoint) -> tuple[Sequence[str], Column, Column, Column]:
-    """Return the paths of all leaves; per piece its leaf, first chunk, and one past the last.
+    """Return the paths of all leaves (none if the tree is damaged), and the chunks of each piece.
 
-    There are no leaves where the tree is damaged.
+    A piece has the number of its leaf, its first chunk, and one past its last.
     """
     try:
         paths = opened.structure().paths()
@@ -242,15 +220,15 @@ class _FileChecker:
     """Checksums of one file and of the chunks in it, fed from its start to its end.
 
     Attributes:
-        crc: checksum of what was fed.
+        crc: checksum of all data so far.
         bad: rows of damaged chunks.
     """
 
-    # What is fed may end anywhere, also within a chunk or its trailer: `_crc` is that of the
-    # current chunk up to `_position`, and `_trailer` holds the bytes that have come of its trailer.
+    # Data may end anywhere, even within a chunk or its trailer: `_crc` is the checksum of the
+    # current chunk up to `_position`, and `_trailer` holds the bytes of its trailer so far.
 
-    def __init__(self, rows: Sequence[int], index: ChunkIndex | None) -> None:
-        self._rows = list(rows)
+    def __init__(self, rows: Sequence[int], index: ChunkIndex) -> None:
+        self._rows = rows
         self._index = index
         self._next = 0
         self._crc = 0
@@ -264,7 +242,7 @@ class _FileChecker:
         self.crc = crc32c(data, self.crc)
         view = memoryview(data)
         begin, end = self._position, self._position + len(view)
-        while self._next < len(self._rows) and self._index is not None:
+        while self._next < len(self._rows):
             row = self._rows[self._next]
             start = int(self._index.offset[row])
             stop = start + int(self._index.nbytes[row])

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt import options
-from asyncckpt.coordinators.beats import Beats
+from asyncckpt.coordinators.beats import Beats, Pulse
 from asyncckpt.coordinators.group import Group
-from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.flow.engine import Engine
 from asyncckpt.flow.threads import Workers

@@ -1,4 +1,4 @@
-"""What a command has printed, and how it is run."""
+"""Runs of commands, and their output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Ran(NamedTuple):
-    """What a command that has ended leaves."""
+    """Result of a command."""
 
     status: int
     out: str
@@ -15,4 +15,4 @@ class Ran(NamedTuple):
 
 
 Run = Callable[..., Ran]
-"""Runs the command line with these words; `answer` is what a person types."""
+"""Runs the command line with these words; `answer` is typed by the user."""

@@ -14,12 +14,11 @@ from asyncckpt import FencedError, blocking
 from asyncckpt.cli import main
 
 TREE = {"w": np.zeros(3)}
-MONTH_S = 30 * 24 * 3600.0
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A run that was taken over, with what the first job left."""
+    """A run that was taken over, with leftovers of the first job."""
     place = tmp_path / "run"
     with blocking.Checkpointer(place) as run:
         run.save(1, TREE)

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it asks, and what its exit status says."""
+"""The command line: output, questions and exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncckpt gc` and `collect_garbage`: what goes, what stays, and what is asked before."""
+"""`asyncckpt gc` and `collect_garbage`: what is removed, what stays, and the question before."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def age(path: Path, days: float) -> None:
 
 
 def attempt(root: Path, name: str, *, days: float, machine: Machine = ELSEWHERE) -> Path:
-    """What a save on a machine has left that ended in the middle."""
+    """Leftovers of a save on a machine that went down in the middle."""
     path = root / ".asyncckpt" / "epoch-0" / f"{name}-{uuid.uuid4().hex}"
     (path / "default" / "d").mkdir(parents=True)
     (path / "default" / "d" / "data").write_bytes(b"x" * 1000)
@@ -184,7 +184,7 @@ def age_object(sim: Simulator, key: str, days: float) -> None:
 
 
 def leftovers(sim: Simulator, root: str, step: int, *, days: float, count: int = 3) -> list[str]:
-    """What a save at an object store has left that ended before its record; keys below the root."""
+    """Keys below the root, left by a save at an object store that ended before its record."""
     save_id = uuid.uuid4().hex
     keys = [f"{step}/.asyncckpt-{save_id}-fixed-0", f"{step}/default/d/{save_id}-index"]
     keys += [f"{step}/default/d/{save_id}-{number}" for number in range(count - 2)]

@@ -1,4 +1,4 @@
-"""`asyncckpt tune`: it says what it will do, asks, and shows, draws or prints what it found."""
+"""`asyncckpt tune`: announces its plan, asks, and shows, draws or prints its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line on URLs: what `--storage-option` takes, and every command on an object store."""
+"""The command line on URLs: `--storage-option`, and every command on an object store."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 
 from asyncckpt import UsageError, blocking
 from asyncckpt.cli import main
-from asyncckpt.cli.opening import full_name, step_of
-from asyncckpt.cli.storage import storage_options
+from asyncckpt.cli.opening import full_name, step_of, storage_options
 from tests.simulator import Simulator, simulator
 
 SECRET = "hunter2/of+the=test"
@@ -48,7 +47,7 @@ def sim() -> Iterator[Simulator]:
 
 
 def words(options: dict[str, Any]) -> list[str]:
-    """The options as a person writes them: JSON only where text would not do."""
+    """The options as a person writes them: JSON only where text is not enough."""
     return [
         word
         for key, value in options.items()

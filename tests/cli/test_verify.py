@@ -50,7 +50,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Act]]:
-    """What happens, once, just before the verification of a step."""
+    """Actions that run once, just before the verification of a step."""
     acts: dict[int, Act] = {}
     verify_step = opening.verify_step
 

@@ -1,4 +1,4 @@
-"""The cache of decoded chunks: bounded, shared by threads, and free of what was read."""
+"""The cache of decoded chunks: bounded, shared by threads, without chunks that were read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands convert, diff and export: what they do, print, and exit with."""
+"""The commands convert, diff and export: effects, output and exit status."""
 
 from __future__ import annotations
 

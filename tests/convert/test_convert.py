@@ -1,4 +1,4 @@
-"""A checkpoint becomes another one of ours: everything it holds, in one array per leaf."""
+"""Conversion to an asyncckpt checkpoint: all contents, in one array per leaf."""
 
 from __future__ import annotations
 

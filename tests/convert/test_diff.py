@@ -1,4 +1,4 @@
-"""What `diff` finds: leaves, kinds, shapes, dtypes, and every element that differs."""
+"""Differences that `diff` finds: leaves, kinds, shapes, dtypes and elements."""
 
 from __future__ import annotations
 

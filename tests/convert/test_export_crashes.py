@@ -53,7 +53,7 @@ async def make(store: LocalStore, seed: int, scenario: str) -> None:
 
 
 def prepare(root: Path, scenario: str) -> None:
-    """What is there before: `x` (seed 1) where it is replaced."""
+    """The initial state: `x` (seed 1) if it is to be replaced."""
     root.mkdir()
     if "replaced" in scenario:
         with_store(root, lambda store: make(store, 1, scenario))
@@ -68,7 +68,7 @@ def change(root: str, scenario: str) -> dict[str, bool]:
 
 
 def look(root: Path, scenario: str, *, swept: bool) -> int:
-    """Seed of what stands at the name, 0 for nothing; anything else fails."""
+    """Seed of the files at the name, 0 for none; anything else fails."""
     if swept:
         with_store(root, lambda store: store.sweep())
     place = root / "x"

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::asyncckpt.RestoreWarning")
 
 
 def orbax_restored(path: Path) -> Any:
-    """What Orbax restores without being told anything."""
+    """The tree that Orbax restores without a target."""
     with as_orbax_likes_it(), ocp.PyTreeCheckpointer() as checkpointer:
         return checkpointer.restore(path / "default")
 
@@ -41,7 +41,7 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def dcp_saved(path: Path, tree: Any) -> Path:
-    """The path, where torch has saved the tree."""
+    """The path at which torch has saved the tree."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(tree, checkpoint_id=path)

@@ -1,4 +1,4 @@
-"""Conversions and comparisons within the byte budget, and what one that is killed leaves."""
+"""Conversions and comparisons within the byte budget, and leftovers of killed ones."""
 
 from __future__ import annotations
 

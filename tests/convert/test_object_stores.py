@@ -27,7 +27,7 @@ from tests.simulator import Fault, Gate, Simulator, simulator
 from tests.stores.objects.stores import session
 
 KINDS = ["obstore", "s3fs", "gcsfs"]
-"""Client libraries; `auto` below is what is taken for s3:// where nothing is said."""
+"""Client libraries; `auto` is the default for s3://."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*could not be verified")
 SMALL = SaveOptions(host_memory_nbytes=64 << 20)
@@ -36,7 +36,7 @@ SMALL = SaveOptions(host_memory_nbytes=64 << 20)
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Simulator]:
     with simulator() as sim:
-        # What obstore keeps for the rest of the process is made before leaks are looked for.
+        # Objects that obstore keeps for the rest of the process are made before the leak check.
         options = sim.s3_options(client="obstore")
         asyncckpt.blocking.save("s3://bucket/first", {"x": 1}, storage_options=options)
         yield sim
@@ -50,7 +50,7 @@ def sim(shared: Simulator) -> Iterator[Simulator]:
 
 
 class Place(NamedTuple):
-    """A prefix of its own, its URL, and options."""
+    """A unique prefix, its URL, and options."""
 
     root: str
     url: str
@@ -82,7 +82,7 @@ def here(sim: Simulator) -> Place:
 
 
 def plain() -> dict[str, Any]:
-    """What fits into one window, and what takes several of them."""
+    """Trees that fit into one window, and that take several."""
     return {"w": numbers(3000, 1000), "b": numbers(7, dtype="float16"), "n": 3}
 
 

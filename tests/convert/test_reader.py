@@ -43,7 +43,7 @@ def opened() -> Iterator[Open]:
 
 
 def whole(reader: LeafReader, leaf: int) -> np.ndarray[Any, Any]:
-    spec = reader.spec(leaf)
+    spec = reader.specs[leaf]
     assert spec is not None
     out = np.empty(spec.shape, DTYPES[spec.dtype])
     reader.read(leaf, Box.whole(spec.shape), out)
@@ -62,7 +62,7 @@ def test_every_leaf_is_read_whole(opened: Open, tmp_path: Path) -> None:
         ("opt/nu/0", tree["opt"].nu[0]),
     ):
         assert np.array_equal(whole(reader, leaf_of[path]), value)
-    assert reader.spec(leaf_of["counters/step"]) is None
+    assert reader.specs[leaf_of["counters/step"]] is None
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Between our checkpoints and safetensors files, which the safetensors library reads and writes."""
+"""Conversion between asyncckpt checkpoints and files of the safetensors library."""
 
 from __future__ import annotations
 

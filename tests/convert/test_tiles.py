@@ -1,4 +1,4 @@
-"""In which order chunks are copied: every element once, chunks not met again and again."""
+"""Order in which chunks are copied: every element once, without repeated decoding."""
 
 from __future__ import annotations
 

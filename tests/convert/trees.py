@@ -1,4 +1,4 @@
-"""Trees for the tests of conversions, and what the loss of something would look like."""
+"""Trees for tests of conversions, and variants in which something is lost."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def listed(directory: Path) -> list[str]:
 
 
 def saved(path: Path, tree: Any, **arguments: Any) -> Path:
-    """The path, where the tree was saved."""
+    """The path at which the tree was saved."""
     blocking.save(path, tree, **arguments)
     return path

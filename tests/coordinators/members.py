@@ -1,4 +1,4 @@
-"""The coordinators of many processes in one, and what they are asked for."""
+"""Coordinators of many processes in one process, with a log of their calls."""
 
 from __future__ import annotations
 

@@ -103,13 +103,13 @@ def of_process(worker: Worker) -> Coordinator:
 
 
 def chosen(worker: Worker) -> tuple[str, int, int]:
-    """What `auto` chooses: name, index and count."""
+    """Name, index and count of the coordinator that `auto` chooses."""
     coordinator = choose("auto")
     return coordinator.name, coordinator.process_index, coordinator.process_count
 
 
 def missing_methods(worker: Worker) -> list[str]:
-    """What the client of the runtime lacks of what is used of it."""
+    """Required methods that the client of the runtime lacks."""
     from jax._src import distributed
 
     from asyncckpt.coordinators.jax import CLIENT_METHODS

@@ -1,4 +1,4 @@
-"""The choice of a coordinator: from what is loaded, without starting anything."""
+"""The choice of a coordinator, from loaded modules, without starting anything."""
 
 from __future__ import annotations
 

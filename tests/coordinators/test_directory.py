@@ -81,7 +81,7 @@ def test_a_value_is_never_seen_in_part(tmp_path: Path) -> None:
 
 
 def test_setting_and_deleting_at_the_same_time_is_no_error(tmp_path: Path) -> None:
-    """Nothing but giving up after several tries, which says that trying again may help."""
+    """Raises only the error for giving up after several tries, which is retryable."""
     service = DirectoryService(tmp_path)
     ended = threading.Event()
     errors: list[BaseException] = []

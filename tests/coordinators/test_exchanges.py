@@ -1,4 +1,4 @@
-"""Collectives of one process alone: what they return, and what they raise."""
+"""Collectives of a single process: results and errors."""
 
 from __future__ import annotations
 

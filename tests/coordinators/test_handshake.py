@@ -112,7 +112,7 @@ async def test_without_the_echo_it_does(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_fewer_processes_ignore_those_of_an_earlier_life() -> None:
     values: dict[str, bytes] = {}
     before = await outcomes(map(shake, members(4, values)))
-    # Long before the time is up at which process 0 welcomes whoever has come.
+    # Long before process 0 welcomes those that have come, when its time is up.
     groups = await outcomes(shake(member, arrival_s=60.0) for member in members(2, values))
     assert len({group.run_id for group in groups}) == 1
     assert groups[0].run_id != before[0].run_id

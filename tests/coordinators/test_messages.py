@@ -1,4 +1,4 @@
-"""Errors travel between processes and stay what they are."""
+"""Errors travel between processes unchanged."""
 
 from __future__ import annotations
 

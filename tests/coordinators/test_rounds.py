@@ -1,4 +1,4 @@
-"""Rounds: messages, one decision, one outcome, and every way in which a process can be missing."""
+"""Rounds: messages, one decision, one outcome, and all ways a process can be missing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 
 from asyncckpt.coordinators import beats as beats_module
 from asyncckpt.coordinators import rounds
-from asyncckpt.coordinators.beats import Beats
+from asyncckpt.coordinators.beats import Beats, Pulse
 from asyncckpt.coordinators.group import Group, part
-from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.coordinators.single import SingleCoordinator
 from asyncckpt.errors import (

@@ -110,7 +110,7 @@ def test_keys_set_at_the_same_time_are_all_listed(store: Any) -> None:
 
 
 def test_the_trainers_connection_is_not_used() -> None:
-    """A clone has a connection of its own, which its time limits concern alone."""
+    """A clone has a separate connection; its time limits do not affect others."""
     store = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20))
     held = threading.Thread(target=lambda: store.get("later"))
     held.start()

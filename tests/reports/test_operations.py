@@ -1,4 +1,4 @@
-"""What saves and restores put on their timelines, and what of it is kept in a checkpoint."""
+"""Timelines of saves and restores, and the part that a checkpoint keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress bar: where it shows, when it closes, and that it cannot break what it watches."""
+"""The progress bar: where it shows, when it closes, and that it cannot break the work."""
 
 from __future__ import annotations
 

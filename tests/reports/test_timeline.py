@@ -1,4 +1,4 @@
-"""Timelines: what is kept of many spans, and what they are written as."""
+"""Timelines: merging of many spans, and output formats."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from asyncckpt.stores.paths import Layout
 
 
 def no_fence(patch: pytest.MonkeyPatch) -> None:
-    """A takeover leaves the directories of lower claims where they are."""
+    """A takeover does not move the directories of lower claims."""
 
     def take_nothing(layout: Layout, epoch: int) -> None:
         pass
@@ -22,7 +22,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def deletions_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
-    """What is deleted goes to a directory that no takeover takes away."""
+    """Deleted checkpoints go to a directory that no takeover moves."""
     leftover = Layout.leftover
 
     def beside(self: Layout, kind: str, name: str, token: str, epoch: int = 0) -> str:
@@ -32,7 +32,7 @@ def deletions_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_record_counts(patch: pytest.MonkeyPatch) -> None:
-    """Nobody asks what a claim inherits."""
+    """The inherited list of a claim is ignored."""
 
     async def counts(self: Claims, save_id: str, epoch: int) -> bool:
         return True
@@ -61,7 +61,7 @@ def no_look_before_a_deletion(patch: pytest.MonkeyPatch) -> None:
 
 
 def replacements_leave_no_note(patch: pytest.MonkeyPatch) -> None:
-    """A record that has replaced one of the list counts no more than any other."""
+    """A record that replaced an inherited one has no special status."""
 
     async def begin(self: Claims, old: str, new: str, epoch: int, location: str) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A job that is stopped somewhere in a save, taken over, and continued; and what may be left."""
+"""A job that is stopped somewhere in a save, taken over, and continued; its possible leftovers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stop(Protocol):
 
 @dataclass(slots=True)
 class Round:
-    """What one round has shown.
+    """Findings of one round.
 
     Attributes:
         stopped: the job did not end before it was to be stopped.
@@ -118,7 +118,7 @@ class LineStop:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """Stop what publishes and deletes during the block."""
+        """Stop publications and deletions during the block."""
         with pytest.MonkeyPatch.context() as patch:
             for owner, name in (
                 (Publication, "run"),
@@ -180,7 +180,7 @@ async def remote_round(at: Place, scenario: Scenario, number: int) -> Round:
     stop = RequestStop(number, at, SAVED[scenario])
     found = await _round(lambda: at.store(policy=PATIENT), scenario, stop)
     if stop.held is not None and stop.held.kind.startswith("delete"):
-        # Decided, looked for higher claims, and sent: no store can call it back.
+        # Decided, checked for higher claims, and sent: no store can call it back.
         found.wrong = [text for text in found.wrong if not text.startswith("lost: [1]")]
     return found
 

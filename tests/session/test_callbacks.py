@@ -1,4 +1,4 @@
-"""What callbacks may do on the library's thread: anything but wait for the library."""
+"""Callbacks on the library's thread may do anything except wait for the library."""
 
 from __future__ import annotations
 

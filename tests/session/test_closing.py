@@ -1,4 +1,4 @@
-"""Closing a session: once, by whoever comes first, and everybody else waits."""
+"""Closing a session: the first call closes it, all others wait."""
 
 from __future__ import annotations
 

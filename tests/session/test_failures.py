@@ -1,4 +1,4 @@
-"""A failed save is heard of: by every await of it, else exactly once by whatever comes next."""
+"""A failed save is reported by every await of it, or else exactly once by the next call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Next = Callable[[asyncckpt.Checkpointer], Awaitable[object]]
 
 
 async def failed_unseen(ckpt: asyncckpt.Checkpointer, error: Exception | None = None) -> Script:
-    """A save of step 1 has failed and nobody has heard of it."""
+    """A save of step 1 has failed, and no caller has seen it."""
     script = Script(ckpt)
     script.fail("seal", error or StoreError("disk on fire"))
     await ckpt.start_save(1, TREE)
@@ -95,7 +95,7 @@ async def test_a_store_that_cannot_be_closed_hides_no_failed_save(
     script.fail("seal", StoreError("disk on fire"))
     closed = OSError("handle is gone")
     script.store.script.append(Fault("close", 0, error=closed))
-    # Closes what is given to the checkpointer, as a store of somebody else.
+    # Closes what is given to the checkpointer, like a third-party store.
     ckpt._session.runtime._stores[:] = [script.store]
     with pytest.raises(StoreError, match="disk on fire") as caught:
         if isinstance(ckpt, blocking.Checkpointer):

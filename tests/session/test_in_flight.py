@@ -1,4 +1,4 @@
-"""Saves in flight: none is lost, whatever happens between two instructions of whoever looks."""
+"""Saves in flight: none is lost, whatever happens between two instructions of a look."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_a_failure_that_somebody_waits_for_is_raised_by_nobody_else() -> N
     waiting = [asyncio.create_task(pending._wait()) for _ in range(2)]
     await asyncio.sleep(0)
     fail(pending)
-    # The waiting loop has not run again, and somebody looks from another thread.
+    # The waiting loop has not run again, and another thread looks.
     assert await asyncio.to_thread(saves.unseen_error) is None
     for task in waiting:
         with pytest.raises(StoreError, match="step 1"):
@@ -161,7 +161,7 @@ async def test_a_failure_that_a_thread_waits_for_is_raised_by_nobody_else(
         await asyncio.sleep(0.001)
     looked: list[BaseException | None] = []
     pending._job.future.add_done_callback(lambda _: looked.append(saves.unseen_error()))
-    fail(pending)  # whoever looks at this very moment hears nothing
+    fail(pending)  # a look at this very moment finds nothing
     pending._staged.set_result(None)
     with pytest.raises(StoreError, match="step 1"):
         await waiting

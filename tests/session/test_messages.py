@@ -1,4 +1,4 @@
-"""What processes say to each other during a save of a known plan, counted at the coordinator port.
+"""Messages between processes during a save of a known plan, counted at the coordinator port.
 
 Beats come by the clock and are left out, as are looks at a key that is not there yet.
 """
@@ -27,7 +27,7 @@ Calls = list[tuple[str, str]]
 
 
 class Counted(DirectoryCoordinator):
-    """A coordinator that notes its calls, and what they are about within a run."""
+    """A coordinator that notes its calls, with keys relative to the run."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)

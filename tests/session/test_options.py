@@ -1,4 +1,4 @@
-"""Options of a session that one of its saves cannot choose."""
+"""Options of a session that a single save cannot set."""
 
 from __future__ import annotations
 

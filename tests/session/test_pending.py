@@ -1,4 +1,4 @@
-"""A save in the background: what its `PendingSave` shows, and whom a cancellation concerns."""
+"""A save in the background: what its `PendingSave` shows, and what a cancellation stops."""
 
 from __future__ import annotations
 

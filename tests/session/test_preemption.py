@@ -36,7 +36,7 @@ Received = list[int]
 
 @pytest.fixture
 def received() -> Iterator[Received]:
-    """Signals that the program's own handler has got, which was there before ours."""
+    """Signals received by the program's handler, which was installed before ours."""
     got: Received = []
     before = signal.signal(SIGTERM, lambda number, frame: got.append(number))
     yield got

@@ -1,4 +1,4 @@
-"""Retention in a run: what is deleted after a save, on what grounds, and at what cost."""
+"""Retention in a run: which steps are deleted after a save, why, and at what cost."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ async def test_a_policy_that_fails_deletes_nothing_and_the_save_stands(
 
 
 class Answers:
-    """A policy that answers as it was told to."""
+    """A policy with scripted answers."""
 
     def __init__(self, answer: Callable[[Sequence[int]], Any]) -> None:
         self.answer = answer

@@ -465,7 +465,7 @@ def test_without_agreement_on_each_batch_a_failure_would_leave_others_waiting(
 
     counted.fail = fail
     assert all(isinstance(o, StoreError) for o in restored(job, many_leaves(), ONCE))
-    assert not entered.is_set()  # nobody waits in a collective for the process that has failed
+    assert not entered.is_set()  # no process waits in a collective for the failed one
     lock.release()
     monkeypatch.setattr(RestoreAgreement, "ready", at_once)
     assert all(isinstance(o, StoreError) for o in restored(job, many_leaves(), ONCE))

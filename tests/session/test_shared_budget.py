@@ -78,7 +78,7 @@ async def test_a_background_save_and_a_restore_do_not_wait_for_each_other(
 
 
 class Watch:
-    """What is in use and idle in one checkpointer's pools, whenever it is looked at."""
+    """Slots in use and idle in the pools of one checkpointer, at any moment."""
 
     def __init__(self, ckpt: asyncckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runtime: Runtime = ckpt._session.runtime
@@ -98,7 +98,7 @@ class Watch:
         monkeypatch.setattr(ByteBudget, "acquire", asked)
 
     def look(self) -> None:
-        """Not while somebody may have been granted slots that he has not taken yet."""
+        """Not while granted slots may not have been taken yet."""
         if self._asking:
             return
         pools = self.runtime._pools
@@ -194,7 +194,7 @@ def uneven(rows: int, columns: int) -> ShardedArray:
 async def test_shards_that_do_not_fit_the_budget_compressed_are_refused(
     tmp_path: Path, place: str
 ) -> None:
-    """Nobody can cut them, and what is compressed is held whole: nothing is left behind."""
+    """They cannot be cut, and are held whole while compressed: nothing is left behind."""
     root = f"memory://{tmp_path}" if place == "memory" else tmp_path
     state = {"layer": {"w": uneven(5791, 5801)}, "b": np.zeros(4)}
     options = SaveOptions(host_memory_nbytes=BUDGET, compression="zstd", compression_level=1)

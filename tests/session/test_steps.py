@@ -1,4 +1,4 @@
-"""The steps of a run: which there are, which stay, and what replaces what."""
+"""The steps of a run: which exist, which stay, and which are replaced."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ STRIDE = {"local": 23, "obstore": 5, "gcsfs": 7}
 """Short tests stop at every so manieth point."""
 
 BROKEN_STRIDE = 11
-"""As `STRIDE`, for tests that end with the first point at which something is wrong."""
+"""As `STRIDE`, for tests that end at the first point with an error."""
 
 
 @pytest.fixture(params=["obstore", "gcsfs"])

@@ -235,7 +235,7 @@ def fails(
 
 
 def on(process: int, error: Callable[[], Any]) -> Part:
-    """Return a part in which one process saves what `error` returns, all others the state."""
+    """Return a part in which one process saves the result of `error`, all others the state."""
 
     async def part(ckpt: Checkpointer, this: int) -> Any:
         return await ckpt.save(1, error() if this == process else state())
@@ -266,7 +266,7 @@ def test_replicas_that_differ(job: Job, name: str) -> None:
 
 
 def replicated_shards(process: int, values: list[int]) -> dict[str, Any]:
-    """A leaf of 8 numbers in two shards, which processes 0 and 2, and 1 and 3 hold."""
+    """A leaf of 8 numbers in two shards: processes 0 and 2 hold one, 1 and 3 the other."""
     offset = 4 * (process % 2)
     return {"s": ShardedArray((8,), "int32", [((offset,), np.array(values, np.int32))])}
 
@@ -348,7 +348,7 @@ def test_a_job_that_was_taken_over_is_fenced_on_all_processes(job: Job, tmp_path
         if process == 0:  # the others come to their next save, and wait
             assert await asyncio.to_thread(later.play, take_over) == [2] * job.count
         for step in (3, 2, 4):
-            # Process 0 waits for nobody where it fails: it may soon be two calls ahead.
+            # Process 0 does not wait when it fails: it may soon be two calls ahead.
             await asyncio.to_thread(together.wait, 60.0)
             with pytest.raises(FencedError, match="the run was taken over by claim 2") as caught:
                 await ckpt.save(step, state(step))
@@ -578,7 +578,7 @@ def test_control_without_the_check_of_the_root_a_process_writes_to_its_own_disk(
 def saved_on_two_disks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Any], list[str]]:
-    """Return how a save ends of two processes that see other disks, and where they have written."""
+    """Return the outcome of a save by two processes with different disks, and their files."""
     from asyncckpt.save import shared, shared_plan
 
     monkeypatch.setattr(shared, "JOIN_S", 0.2)

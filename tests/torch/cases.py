@@ -1,4 +1,4 @@
-"""What one process, or each rank of a torch job, does with DCP in tests."""
+"""Actions of one process, or of each rank of a torch job, with DCP."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads what `SavePlanner` has renamed, and counts its calls."""
+    """Reads items renamed by `SavePlanner`, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def round_trip(
     share: float | None = None,
     again: float | None = None,
 ) -> list[str]:
-    """Save, and load into another state; what is wrong with that, and with calls of planners."""
+    """Save, and load into another state; return faults of it, and of calls of planners."""
     saver, loader = PLANNERS[planner][0](), PLANNERS[planner][1]()
     write(how, state(1, share), StorageWriter(path), saver)
     target = state(2, again)
@@ -229,15 +229,6 @@ def uncounted(planner: LoadPlanner) -> list[str]:
     if resolved != committed or loaded & resolved or loaded | resolved != set(planner.items):
         return [f"{planner.items}, but {planner.calls}"]
     return []
-
-
-def error_of(call: Callable[[], Any]) -> BaseException | None:
-    """What a call raises."""
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
 
 
 def quick() -> SaveOptions:
@@ -307,7 +298,7 @@ def count_merges(worker: Worker, root: str) -> list[int]:
 
 
 def load_all(worker: Worker, root: str, storage_options: State | None = None) -> list[str]:
-    """What is wrong with the steps of `save_with_cached_plans`."""
+    """Return the faults in the steps of `save_with_cached_plans`."""
     wrong = []
     for step, number in ((0, 0), (1, 1), (2, 2), (3, 5), (4, 4)):
         target = state(99)

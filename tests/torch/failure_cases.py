@@ -1,4 +1,4 @@
-"""Ranks that fail in a save or load through DCP, and what that leaves."""
+"""Ranks that fail in a save or load through DCP, and the leftovers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BrokenError(Exception):
 
 
 def raising(kind: type, call: str, *, after: bool) -> Any:
-    """The class, with a call that raises before or after it has done what it does."""
+    """The class, with a method that raises before or after its work."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if after:
@@ -44,7 +44,7 @@ def raising(kind: type, call: str, *, after: bool) -> Any:
 
 
 def texts(call: Callable[[], Any]) -> dict[int, str]:
-    """Class and text of what each rank raised in a call of DCP; empty if it has succeeded."""
+    """Class and text of the error of each rank in a call of DCP; empty on success."""
     try:
         call()
     except CheckpointException as error:
@@ -53,13 +53,13 @@ def texts(call: Callable[[], Any]) -> dict[int, str]:
 
 
 def left(path: Path) -> list[str]:
-    """Files beside the checkpoint that are not part of it."""
+    """Files next to the checkpoint that are not part of it."""
     files = (file for file in path.parent.rglob("*") if file.is_file())
     return sorted(str(file.relative_to(path.parent)) for file in files if path not in file.parents)
 
 
 def joined() -> list[str]:
-    """Wait for the end of the library's threads, now that nothing refers to what began them."""
+    """Wait for the end of the library's threads, whose starters are no longer referenced."""
     gc.collect()
     end = time.monotonic() + 20
     threads = [t for t in threading.enumerate() if t.name.startswith("asyncckpt")]
@@ -74,7 +74,7 @@ def barrier() -> None:
 
 
 def fail_in(worker: Worker, path: str, call: str, after: bool, rank: int) -> dict[int, str]:
-    """Replace a checkpoint by a writer that raises on one rank; what the ranks raised."""
+    """Replace a checkpoint with a writer that raises on one rank; return the errors."""
     write("save", state(1), StorageWriter(path), None)
     kind = raising(StorageWriter, call, after=after) if worker.index == rank else StorageWriter
     found = texts(lambda: write("save", state(2), kind(path, overwrite=True, options=QUICK), None))
@@ -123,7 +123,7 @@ def fill_the_disk_in_finish(worker: Worker | None, path: str) -> dict[int, str]:
 
 
 def abandon(worker: Worker, path: str) -> dict[int, str]:
-    """Save twice with one writer, the first time without finish(); what the first one raised."""
+    """Save twice with one writer, first without finish(); return the error of the first save."""
     broken = [True]
 
     class Once(StorageWriter):
@@ -158,7 +158,7 @@ class Greedy(DefaultSavePlanner):
 
 
 class BadResolver(DefaultSavePlanner):
-    """Raises where rank 1 resolves an item."""
+    """Raises when rank 1 resolves an item."""
 
     def resolve_data(self, write_item: Any) -> Any:
         if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
@@ -167,7 +167,7 @@ class BadResolver(DefaultSavePlanner):
 
 
 class Asker(DefaultLoadPlanner):
-    """Asks for what is not there."""
+    """Asks for a missing item."""
 
     def create_local_plan(self) -> Any:
         plan = super().create_local_plan()

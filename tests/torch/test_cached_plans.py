@@ -1,4 +1,4 @@
-"""Saves with plans of earlier ones: cached by DCP, of which ranks know only a part, and by us."""
+"""Saves with cached plans: those of DCP, of which ranks know only a part, and ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_five_saves_with_cached_plans(pools: Pools, tmp_path: Path) -> None:
 
 
 def test_schemas_are_exchanged_again_only_where_they_are_new(pools: Pools, tmp_path: Path) -> None:
-    """Or where one rank has forgotten them: all ranks exchange them then."""
+    """Also if one rank has forgotten them: then all ranks exchange them."""
     two = pools("torch", 2)
     for counts in two.all(cases.count_merges, str(tmp_path / "run")):
         assert counts[1:] == [0, 0, 1, 1, 0]

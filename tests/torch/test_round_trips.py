@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint` saves through our plug-ins, it loads again: bit by bit."""
+"""State saved by `torch.distributed.checkpoint` through our plug-ins loads bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plug-ins in one process: what is stored, what is read, and by whom else."""
+"""The plug-ins in one process: what they store and read, and other readers of it."""
 
 from __future__ import annotations
 

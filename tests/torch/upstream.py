@@ -50,7 +50,7 @@ FILES = (
     "test_traverse.py",
     "test_utils.py",
 )
-"""Those that use its file system classes, or what our classes are called by."""
+"""Test files that use its file system classes, or the code that calls our classes."""
 
 EXPECTED = {
     "Rot13": "stream transforms change bytes on their way to a file of DCP's own format",
@@ -59,7 +59,7 @@ EXPECTED = {
     "metadata_fn": "a file of DCP's own format",
     "test_overwrite": "it asks for the words of DCP's own error; ours names place and remedy",
 }
-"""Part of the name of a test's class or of its own -> why it cannot pass."""
+"""Part of the name of a test or its class -> why it cannot pass."""
 
 HOOK = """
 import importlib.abc, importlib.machinery, sys
@@ -110,7 +110,7 @@ def fetch(file: str, into: Path) -> Path:
 
 
 def outcomes(path: Path, home: Path, *, ungated: bool = False) -> dict[str, str]:
-    """Run a file; return what became of each test: passed, skipped, failed or the reason."""
+    """Run a file; return the result of each test: passed, skipped, failed or the reason."""
     report = home / "report.xml"
     (home / "sitecustomize.py").write_text(f"UNGATED = {ungated}\n{HOOK}")
     inherited = os.environ.get("PYTHONPATH", "")

@@ -1,4 +1,4 @@
-"""Measuring a store: within its bytes and its time, and nothing is left of it."""
+"""Measuring a store within the limits of bytes and time, without leftovers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.simulator import Fault, Gate, Simulator, simulator
 from tests.stores.objects.hasty import HASTY
 
 FEW = 65 * MIB
-"""Enough for the first point, a shorter one, and none of the large ones."""
+"""Enough for the first point and a shorter one, but none of the large ones."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What is measured of a store, and what is concluded from it."""
+"""Plans of measurements, and recommendations from their results."""
 
 from __future__ import annotations
 

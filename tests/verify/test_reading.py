@@ -1,4 +1,4 @@
-"""What goes away while it is being read is not found, and never said to be damaged."""
+"""A checkpoint that is deleted while being read is reported as missing, not as damaged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_blocking")
 
 @pytest.fixture(autouse=True)
 def index_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every read goes on to a second file, also that of metadata alone."""
+    """Every read needs a second file, even that of metadata alone."""
     monkeypatch.setattr(save_commit, "INDEX_IN_RECORD_NBYTES", 0)
 
 

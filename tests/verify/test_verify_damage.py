@@ -1,4 +1,4 @@
-"""`verify` of files that are damaged all over: every leaf is named, and looked for once."""
+"""`verify` of files with many damages: every leaf is named, and looked up once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PATHS = {*(f"k{i:02}" for i in range(LEAVES)), "tied/a", "tied/b", "pieces"}
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How often the paths of all leaves were made, and the leaves of chunks were looked for."""
+    """Calls that make the paths of all leaves, and that look up the leaves of chunks."""
     made: Counter[str] = Counter()
     for owner, name in ((Structure, "paths"), (verification._Verify, "_leaves_of")):
         function = getattr(owner, name)

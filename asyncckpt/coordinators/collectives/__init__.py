@@ -1,4 +1,4 @@
-"""Collectives of the runtimes, by which processes exchange what each has read a piece of.
+"""Collectives of the runtimes, by which processes exchange what they have read.
 
-They carry payload of restores only. Messages go through the coordinators.
+They carry only the payload of restores. Messages go through the coordinators.
 """

@@ -2,8 +2,8 @@
 
 # Rule 1: only the caller's thread launches collectives: two threads that launch them in different
 #   orders on two processes exchange wrong numbers.
-# Rule 2: bytes travel as uint8, which nothing canonicalises, in pieces of one size, so that each
-#   set of members compiles once.
+# Rule 2: bytes travel as uint8, which JAX does not canonicalise, in pieces of one size, so that
+#   each set of members compiles once.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXIS = "process"
 
 
 class JaxGathers:
-    """The compiled all-gathers of a process, by their members."""
+    """The compiled all-gathers of a process, by members."""
 
     def __init__(self) -> None:
         self._gathers: dict[tuple[int, ...], Callable[[Bytes], Bytes]] = {}
@@ -57,8 +57,8 @@ class JaxExchange:
 
     Args:
         process: number of this process.
-        gathers: the compiled ones.
-        in_caller: makes them in the caller's thread.
+        gathers: the compiled collectives.
+        in_caller: calls them in the caller's thread.
     """
 
     binding = True
@@ -77,8 +77,8 @@ class JaxExchange:
 
 
 def _devices() -> dict[int, jax.Device]:
-    """Return the device of each process that takes part in exchanges: its first one."""
-    # Of equal keys, the last one counts.
+    """Return the first device of each process, which takes part in exchanges."""
+    # Of equal keys, the last one wins.
     ordered = sorted(jax.devices(), key=lambda device: device.id, reverse=True)
     return {device.process_index: device for device in ordered}
 

@@ -1,8 +1,8 @@
-"""The exchange of a torch.distributed job: broadcasts in gloo groups of our own."""
+"""The exchange of a torch.distributed job: broadcasts in separate gloo groups."""
 
-# Rule 1: groups are made from a connection of our own, not by `new_group`, which counts the groups
-#   of the program and uses its connection: the trainer may use its own groups meanwhile.
-# Rule 2: a group belongs to one restore. One that was broken or cancelled is never used again.
+# Rule 1: groups are made from a connection of our own, not by `new_group`, which numbers the
+#   program's groups and uses its connection: the trainer may use its own groups meanwhile.
+# Rule 2: a group belongs to one restore. A broken or cancelled group is never reused.
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class TorchExchange:
     """The collectives of one restore.
 
     Args:
-        store: that of the default process group; a clone is used.
+        store: store of the default process group, which is cloned.
         name: prefix of the keys by which members find each other.
         process: number of this process.
-        in_worker: makes calls that block.
-        timeout_s: how long a collective waits.
+        in_worker: runs blocking calls.
+        timeout_s: time limit of a collective.
     """
 
     binding = False
@@ -73,7 +73,7 @@ class TorchExchange:
 
         def begin() -> list[Any]:
             pieces[own] = piece
-            # An all-gather of gloo would copy everything once more.
+            # Gloo's all-gather would copy everything once more.
             return [group.broadcast(torch.from_numpy(p), root) for root, p in enumerate(pieces)]
 
         for work in await self._in_worker(begin):
