@@ -122,6 +122,7 @@ async def test_every_long_operation_takes_one(tmp_path: Path, err: Screen) -> No
         return progress_bar(name, always=True)
 
     one, two = tmp_path / "one", tmp_path / "two"
+    await asyncckpt.save(tmp_path / "zero", TREE)  # makes what a process makes once, and keeps
     with nothing_left_behind():
         await asyncckpt.save(one, TREE, progress=bar("saving"))
         await asyncckpt.restore(one, progress=bar("restoring"))
@@ -139,11 +140,12 @@ async def test_every_long_operation_takes_one(tmp_path: Path, err: Screen) -> No
 
 
 def test_the_blocking_facade_takes_one(tmp_path: Path, err: Screen) -> None:
+    before = threading.active_count()
     blocking.save(tmp_path / "c", TREE, progress=progress_bar("saving", always=True))
     with blocking.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.start_save(1, TREE, progress=progress_bar("starting", always=True)).result()
     assert "saving" in err.getvalue() and "starting" in err.getvalue()
-    assert threading.active_count() < 20
+    assert threading.active_count() <= before
 
 
 async def test_a_bar_that_fails_does_not_fail_the_save(
