@@ -722,19 +722,6 @@ class ShardedAdapter(ArrayAdapter, Protocol):
         ...
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that is saved as its state dict (modules, optimizers, schedulers, data loaders)."""
-
-    def state_dict(self) -> Any:
-        """Return the state as a tree."""
-        ...
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Set the state to that of `state_dict`."""
-        ...
-
-
 # -------------------------------------------------------------------- host memory and processes
 
 

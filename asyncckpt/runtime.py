@@ -15,7 +15,6 @@ from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
 from asyncckpt.format.record import epoch_of, is_record, outline_of, save_id_of
 from asyncckpt.options import (
-    LOCAL_CONCURRENCY,
     MIN_BUDGET_NBYTES,
     SLOT_NBYTES,
     default_budget_nbytes,
@@ -64,10 +63,6 @@ class Runtime:
             workers.count = max(1, workers.count // processes)
         if self._divides:
             self.budget.capacity = max(MIN_BUDGET_NBYTES, self.budget.capacity // processes)
-
-    def concurrency(self, wanted: Any) -> int:
-        """Return the operations in flight for an option that is a number or ``"auto"``."""
-        return LOCAL_CONCURRENCY if wanted == "auto" else int(wanted)
 
     def window_pool(self, capabilities: StoreCapabilities, sizes: Sizes) -> SlotPool:
         """Return the pool in which the windows of a save are staged."""

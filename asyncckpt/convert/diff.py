@@ -17,7 +17,7 @@ from asyncckpt.convert.source import Origin, Work, options_of, shares
 from asyncckpt.convert.tiles import band_nbytes, runs, tiles
 from asyncckpt.errors import DeadlineExceededError
 from asyncckpt.flow.shield import leading_error
-from asyncckpt.options import RestoreOptions
+from asyncckpt.options import LOCAL_CONCURRENCY, RestoreOptions
 from asyncckpt.reports import DiffReport, LeafDifference, Progress
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 
@@ -138,7 +138,8 @@ class Comparison(Work[DiffReport]):
             pool.release(slots)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._working.concurrency(self._options.concurrency)):
+            wanted = self._options.concurrency
+            for _ in range(LOCAL_CONCURRENCY if wanted == "auto" else wanted):
                 group.create_task(stream())
 
     # -- in worker threads

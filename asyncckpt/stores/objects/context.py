@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.flow.beside import Beside
+from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import FixedName, Outline
@@ -39,18 +39,18 @@ class Background:
 
     def __init__(self) -> None:
         self.unnamed: set[str] = set()
-        self._naming: list[tuple[str, Beside[None]]] = []
-        self._tidying: list[Beside[None]] = []
+        self._naming: list[tuple[str, BackgroundTask[None]]] = []
+        self._tidying: list[BackgroundTask[None]] = []
 
     def name(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Begin to write the fixed names of a checkpoint."""
         self._naming = [other for other in self._naming if not other[1].done]
-        self._naming.append((name, Beside(work)))
+        self._naming.append((name, BackgroundTask(work)))
 
     def tidy(self, work: Coroutine[Any, Any, None]) -> None:
         """Begin work that only `ended` waits for."""
         self._tidying = [other for other in self._tidying if not other.done]
-        self._tidying.append(Beside(work))
+        self._tidying.append(BackgroundTask(work))
 
     async def named(self, name: str | None = None) -> None:
         """Wait until no fixed names are being written, of this checkpoint or of any."""

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from asyncckpt.flow.beside import Beside
+from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import probe_key
@@ -55,14 +55,14 @@ class Probes:
         self._requests = requests
         self._spacing_s = WRITE_SPACING_S if google else 0.0
         self._creates: bool | None = None if requests.traits.conditional_create else False
-        self._begun: Beside[bool] | None = None
+        self._begun: BackgroundTask[bool] | None = None
         self._versions: tuple[bool, bool] | None = None
         self._lock = asyncio.Lock()
 
     def begin(self) -> None:
         """Begin the probe of conditional creation in the background, unless it was begun."""
         if self._creates is None and self._begun is None:
-            self._begun = Beside(self._probe_create())
+            self._begun = BackgroundTask(self._probe_create())
 
     async def conditions(self, *, create: bool = True, versions: bool) -> Conditions:
         """Return which conditional requests work, of the kinds asked for.

@@ -11,7 +11,7 @@ from asyncckpt.flow.threads import finished, seen
 T = TypeVar("T")
 
 
-class Beside(Generic[T]):
+class BackgroundTask(Generic[T]):
     """A background task; its owner ends it with `result`, `settled` or `stop`."""
 
     __slots__ = ("_task",)

@@ -1,4 +1,4 @@
-"""Work beside its owner ends when the owner says so, and is never lost."""
+"""A background task ends when its owner says so, and is never lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncckpt.flow.beside import Beside
+from asyncckpt.flow.background import BackgroundTask
 
 
 async def test_the_result_outlives_a_cancelled_waiter() -> None:
@@ -16,16 +16,16 @@ async def test_the_result_outlives_a_cancelled_waiter() -> None:
         await gate.wait()
         return 7
 
-    beside = Beside(work())
-    waiter = asyncio.create_task(beside.result())
+    task = BackgroundTask(work())
+    waiter = asyncio.create_task(task.result())
     await asyncio.sleep(0)
     waiter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiter
-    assert not beside.done
+    assert not task.done
     gate.set()
-    assert await beside.result() == 7
-    await beside.settled()
+    assert await task.result() == 7
+    await task.settled()
 
 
 async def test_stopping_waits_for_the_end_through_cancellations() -> None:
@@ -39,22 +39,22 @@ async def test_stopping_waits_for_the_end_through_cancellations() -> None:
             await allowed.wait()
             cleaned.set()
 
-    beside = Beside(work())
+    task = BackgroundTask(work())
     await asyncio.sleep(0)
-    stopping = asyncio.create_task(beside.stop())
+    stopping = asyncio.create_task(task.stop())
     for _ in range(3):
         await asyncio.sleep(0)
         stopping.cancel()
     allowed.set()
     await asyncio.wait((stopping,))
-    assert cleaned.is_set() and beside.done
+    assert cleaned.is_set() and task.done
 
 
 async def test_an_error_nobody_asked_for_is_no_noise() -> None:
     async def work() -> None:
         raise ValueError
 
-    beside = Beside(work())
-    await beside.settled()
+    task = BackgroundTask(work())
+    await task.settled()
     with pytest.raises(ValueError):
-        await beside.result()
+        await task.result()
