@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import random
+import shlex
 import signal
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A missed target is no failure: speed is no test, the table says PASS or MISS.
     """
     options = _parser().parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     size = options.size * MIB
     full = options.full
     if options.steady_s is None:
@@ -110,7 +112,7 @@ def _measure(
     found.facts["duration"] = f"{time.monotonic() - start:.0f} s"
     found.facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
     found.facts["samples"] = f"{options.samples} per case, order shuffled with seed {options.seed}"
-    found.facts["command"] = "python -m benchmarks" + (" --full" if options.full else "")
+    found.facts["command"] = shlex.join(["python", "-m", "benchmarks", *options.arguments])
     return found
 
 
