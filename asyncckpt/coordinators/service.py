@@ -17,6 +17,9 @@ calls in a daemon thread with a separate connection, which can be abandoned and 
 # Rule 4: a thread that has been in one call for `CALL_LIMIT_S` is abandoned. The next call gets a
 #   new thread and connection; at most `ABANDONED_MAX` of them pile up.
 #   (test_a_call_without_an_answer_abandons_its_thread)
+# Rule 5: at the end of the process, all threads end first, if they do so in time. The interpreter
+#   would unwind one that returns from a call, and the C++ of torch then aborts the process.
+#   (test_a_process_ends_well_whose_thread_makes_calls_to_the_end)
 
 from __future__ import annotations
 
@@ -26,12 +29,14 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from asyncckpt.coordinators.key_values import check_key, check_message, pauses
 from asyncckpt.errors import AsyncCheckpointError, ClosedError, StoreError
+from asyncckpt.flow.engine import call_at_exit
 from asyncckpt.flow.threads import seen, thread_error
 
 SLICE_S = 0.5
@@ -47,7 +52,7 @@ STOPPED_S = 0.2
 """If this process itself was stopped, the answer has arrived meanwhile and is read within this."""
 
 CLOSE_S = 1.0
-"""How long `close` waits for the thread."""
+"""How long `close` waits for the thread, and the end of the process for all threads."""
 
 CALL, WAIT, END = range(3)  # priorities, highest first
 
@@ -257,6 +262,7 @@ class _Caller(Generic[S]):
             self.thread.start()
         except RuntimeError as error:
             raise thread_error(name, error) from error
+        _callers.add(self)
 
     def submit(self, function: Callable[[S], T], turn: int, *, lasting: bool = False) -> Future[T]:
         """Queue a call behind those of the same turn; a `lasting` call cannot be cancelled."""
@@ -307,6 +313,21 @@ class _Caller(Generic[S]):
         with contextlib.suppress(queue.Empty):
             while True:
                 _refuse(self._queue.get_nowait()[2])
+
+
+_callers: weakref.WeakSet[_Caller[Any]] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    callers = [caller for caller in _callers if caller.thread.is_alive()]
+    for caller in callers:
+        caller.end()
+    end = time.monotonic() + CLOSE_S
+    for caller in callers:
+        caller.thread.join(max(0.0, end - time.monotonic()))
+
+
+call_at_exit(_end_all)
 
 
 def _begin(future: Future[Any]) -> bool:

@@ -448,6 +448,7 @@ def _warn(message: str) -> None:
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_last_calls: list[Callable[[], None]] = []
 _hook_registered = False
 
 _here = threading.local()
@@ -525,3 +526,10 @@ def _register_exit_hook() -> None:
 def _drain_all() -> None:
     for engine in tuple(_live):
         engine.drain()
+    for call in _last_calls:
+        call()
+
+
+def call_at_exit(call: Callable[[], None]) -> None:
+    """Make a call at the end of a process that has used an engine, after all engines have ended."""
+    _last_calls.append(call)

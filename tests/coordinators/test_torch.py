@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from asyncckpt.coordinators.torch import EMPTY, MULTI_GET_MIN, TorchService, server_of
+from tests import children
 
 STORES: dict[str, Callable[[Path], Any]] = {
     "tcp": lambda place: TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20)),
@@ -122,3 +123,33 @@ def test_the_trainers_connection_is_not_used() -> None:
     store.clone().set("later", b"x")
     held.join(10)
     assert not held.is_alive()
+
+
+def test_a_process_ends_well_whose_thread_makes_calls_to_the_end() -> None:
+    out = children.output(
+        """
+        import threading, time
+        import torch.distributed
+        from asyncckpt.coordinators.torch import TorchCoordinator
+        from asyncckpt.flow.engine import Engine
+
+        server = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+        torch.distributed.init_process_group("gloo", store=server, rank=0, world_size=1)
+        coordinator = TorchCoordinator()
+
+        async def connect():
+            await coordinator.look("key")
+
+        engine = Engine()
+        engine.submit(connect).result()
+        caller = coordinator._caller
+        def calls():
+            while True:  # as if answers came late: the thread is always in a call
+                if caller._queue.qsize() < 100:
+                    caller.submit(lambda service: service.look("key"), 0)
+        threading.Thread(target=calls, daemon=True).start()
+        time.sleep(0.1)
+        print("exits", flush=True)
+        """
+    )
+    assert out == "exits\n"
