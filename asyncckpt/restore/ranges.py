@@ -20,7 +20,7 @@ RUN_NBYTES = 16 << 20
 hop between threads costs as much as reading a megabyte, a request as much as reading three."""
 
 RUN_MIN_NBYTES = 8 << 20
-"""Remote calls are this short where there are few bytes for each stream: a stream then carries two
+"""Towards the end of a remote restore, calls are this short: a stream then carries two
 thirds of what it could, but none of them is still running when all others have ended."""
 
 SLACK = 8
@@ -56,21 +56,17 @@ def far(
 ) -> Sequence[Read]:
     """Return the reads of an object store, where seeking costs nothing: the longest first.
 
-    Where one read by each of `streams` is enough, there are no more. Otherwise a read is no longer
-    than the share of each stream in what remains to be read. The short ones come last, when a long
-    one would still be running after all others have ended (guided self-scheduling, Polychronopoulos
-    and Kuck 1987).
+    A read is no longer than the share of each of `streams` in what remains to be read. The short
+    ones come last, when a long one would still be running after all others have ended (guided
+    self-scheduling, Polychronopoulos and Kuck 1987).
     """
     runs = list(_runs(batches, begins, gap_nbytes))
     left = sum(span(run.batches) for run in runs)
-    share = min(max(left // streams, RUN_MIN_NBYTES), RUN_NBYTES)
-    reads = [read for run in runs for read in _evenly(run, share)]
-    if len(reads) > streams:
-        reads = []
-        for run in runs:
-            share = min(max(left // streams, RUN_MIN_NBYTES), RUN_NBYTES)
-            reads += _evenly(run, share)
-            left -= span(run.batches)
+    reads: list[Read] = []
+    for run in runs:
+        nbytes = min(max(left // streams, RUN_MIN_NBYTES), RUN_NBYTES)
+        reads += _evenly(run, nbytes)
+        left -= span(run.batches)
     return sorted(reads, key=lambda read: span(read.batches), reverse=True)
 
 

@@ -102,13 +102,6 @@ def test_all_streams_have_something_to_read_to_the_end(
     assert min(spans) >= min(5, count % per_file or 5) * MIB
 
 
-@pytest.mark.parametrize("per_file", (12, 17))
-def test_files_for_one_read_of_each_stream_are_read_by_one_each(per_file: int) -> None:
-    """A second read of each stream would add the latency of another request."""
-    reads = far(batches([(MIB, 0)] * (32 * per_file), per_file), needs_no_slot, GAP, 32)
-    assert [span(read.batches) for read in reads] == [per_file * MIB] * 32
-
-
 def mixed(rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
     """Leaves of all sizes around those at which something is read in another way."""
     large = [int(rng.integers(16 * KIB, 400 * KIB)) for _ in range(rng.integers(1, 8))]
