@@ -163,20 +163,18 @@ async def test_sizes_fit_the_budget_and_stay(sim: Simulator) -> None:
             assert asked.concurrency <= 3
 
 
-async def test_reads_in_flight_are_as_asked_for_or_one_step_more_than_pay_off(
-    sim: Simulator,
-) -> None:
+async def test_reads_in_flight_are_as_asked_for_or_as_many_as_pay_off(sim: Simulator) -> None:
     async with opened("obstore", sim) as store:
         files = store.files("1")
-        assert files.reads(None) == 24
-        climb = store._requests.controllers["get"].tuner
-        climb.observe(16, 1e9)
         assert files.reads(None) == 32
+        tuner = store._requests.controllers["get"].tuner
+        tuner.observe(32, 1e9)
+        assert files.reads(None) == 48
         for _ in range(LOOKS):
-            climb.observe(24, 1e9)  # eight more, and nothing is gained
-        assert files.reads(None) == 16
+            tuner.observe(48, 1e9)  # sixteen more, and nothing is gained
+        assert files.reads(None) == 32
         assert files.reads(40) == 40
-        assert files.reads(None) == 16
+        assert files.reads(None) == 32
 
 
 async def test_a_checkpoint_without_fixed_names_is_one(sim: Simulator) -> None:
