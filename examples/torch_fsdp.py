@@ -104,6 +104,9 @@ def run(part: job.Part) -> None:
     dist.init_process_group("gloo", init_method=address, world_size=part.count, rank=part.process)
     try:
         train(part)
+        # Gloo's threads outlive their group. One that still frees the tensors of the last call
+        # when the interpreter ends would abort the process.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
