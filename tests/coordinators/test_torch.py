@@ -128,7 +128,7 @@ def test_the_trainers_connection_is_not_used() -> None:
 def test_a_process_ends_well_whose_thread_makes_calls_to_the_end() -> None:
     out = children.output(
         """
-        import threading, time
+        import threading
         import torch.distributed
         from asyncckpt.coordinators.torch import TorchCoordinator
         from asyncckpt.flow.engine import Engine
@@ -143,12 +143,15 @@ def test_a_process_ends_well_whose_thread_makes_calls_to_the_end() -> None:
         engine = Engine()
         engine.submit(connect).result()
         caller = coordinator._caller
+        begun = threading.Event()
         def calls():
             while True:  # as if answers came late: the thread is always in a call
                 if caller._queue.qsize() < 100:
                     caller.submit(lambda service: service.look("key"), 0)
+                else:
+                    begun.set()
         threading.Thread(target=calls, daemon=True).start()
-        time.sleep(0.1)
+        begun.wait()
         print("exits", flush=True)
         """
     )
