@@ -16,7 +16,6 @@ from asyncckpt.errors import (
     MismatchError,
     ShapeMismatchError,
 )
-from asyncckpt.options import LeafOptions
 from asyncckpt.planning.balance import Processes
 from asyncckpt.planning.schema import Schema, SchemaLeaf, schema_digest
 from asyncckpt.planning.tiling import tiling_fault
@@ -32,7 +31,6 @@ class MergedLeaf:
         path: its path in the merged tree.
         kind: kind of a scalar, or the framework of the lowest process that has it.
         spec: shape and dtype of an array; None for a scalar.
-        options: what `leaf_options` returned.
         extra: facts that are stored beside the bytes, as JSON; empty for none.
         processes: those that have it; equal sets are one object.
         tied_to: ordinal of the earlier leaf whose bytes it shares in every process that has it.
@@ -45,7 +43,6 @@ class MergedLeaf:
     path: str
     kind: str
     spec: ArraySpec | None
-    options: LeafOptions | None
     extra: str
     processes: Processes
     tied_to: int | None = None
@@ -108,33 +105,32 @@ class Merged:
         structure: the containers of the merged tree.
         leaves: its leaves, in the order of the structure.
         ordinals: per process, the ordinals here of its own leaves; equal ones are one object.
-        chunk_nbytes: the smallest target chunk size of all processes.
         digest: SHA-256 (hex) of all schemas.
     """
 
     structure: Structure
     leaves: tuple[MergedLeaf, ...]
     ordinals: Mapping[int, Sequence[int]]
-    chunk_nbytes: int
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
-    """One schema, the processes that have it, and where its leaves are in the merged tree."""
+class _Seen:
+    """A leaf in one schema.
 
-    schema: Schema
+    Attributes:
+        leaf: the leaf.
+        processes: those that have the schema.
+        ordinals: where the leaves of the schema are in the merged tree.
+    """
+
+    leaf: SchemaLeaf
     processes: Processes
     ordinals: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A leaf in the schema of some processes."""
-
-    leaf: SchemaLeaf
-    processes: Processes
-    member: _Member
+Sets = dict[tuple[int, ...], Processes]
+"""Sets of processes by the lowest process of each schema that they have: equal ones are one."""
 
 
 def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"]) -> Merged:
@@ -163,20 +159,20 @@ def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"])
         for number in range(len(trees))
     ]
     merged = merge_trees(list(trees), named, same=tree == "same")
-    members = [
-        _Member(schema, processes, merged.leaves[number])
-        for (schema, processes), number in zip(groups, tree_of, strict=True)
-    ]
+    paths = merged.structure.paths()
+    seen: list[list[_Seen]] = [[] for _ in paths]
+    ordinals: dict[int, Sequence[int]] = {}
+    for (schema, processes), number in zip(groups, tree_of, strict=True):
+        own = merged.leaves[number]
+        ordinals.update(dict.fromkeys(processes, own))
+        for leaf, ordinal in zip(schema.leaves, own, strict=True):
+            seen[ordinal].append(_Seen(leaf, processes, own))
+    sets: Sets = {}
+    leaves = [_merge(n, path, seen[n], sets) for n, path in enumerate(paths)]
     total = hashlib.sha256()
     for digest, found in grouped.items():
         total.update(f"{digest}:{','.join(map(str, found))};".encode())
-    return Merged(
-        structure=merged.structure,
-        leaves=tuple(_Leaves(members, merged.structure).merge()),
-        ordinals={p: member.ordinals for member in members for p in member.processes},
-        chunk_nbytes=min(schema.chunk_nbytes for schema in schemas.values()),
-        digest=total.hexdigest(),
-    )
+    return Merged(merged.structure, tuple(leaves), ordinals, total.hexdigest())
 
 
 def _check_options(groups: Sequence[tuple[Schema, Processes]]) -> None:
@@ -194,86 +190,63 @@ def _check_options(groups: Sequence[tuple[Schema, Processes]]) -> None:
                 )
 
 
-class _Leaves:
-    """Merges the leaves of several schemas, one by one in the order of the merged tree."""
+def _merge(ordinal: int, path: str, seen: Sequence[_Seen], sets: Sets) -> MergedLeaf:
+    """Return one leaf of the merged tree."""
+    first = seen[0]
+    for other in seen[1:]:
+        _compare(path, first, other)
+    having = _processes(seen, sets)
+    partition, shards = None, None
+    copies: tuple[Processes, ...] = ()
+    if any(one.leaf.partition is not None for one in seen):
+        partition, copies = _partition(path, seen, having)
+    elif any(one.leaf.boxes is not None for one in seen):
+        shards = _shards(path, seen, having, sets)
+    leaf, tie = first.leaf, _tie(ordinal, seen)
+    return MergedLeaf(
+        path, leaf.kind, leaf.spec, leaf.extra, having, tie, partition, shards, copies
+    )
 
-    def __init__(self, members: Sequence[_Member], structure: Structure) -> None:
-        self._paths = structure.paths()
-        self._seen: list[list[_Seen]] = [[] for _ in self._paths]
-        for member in members:
-            for leaf, ordinal in zip(member.schema.leaves, member.ordinals, strict=True):
-                self._seen[ordinal].append(_Seen(leaf, member.processes, member))
-        self._sets: dict[tuple[int, ...], Processes] = {}
 
-    def merge(self) -> list[MergedLeaf]:
-        """Return the leaves."""
-        return [self._merge(ordinal, seen) for ordinal, seen in enumerate(self._seen)]
+def _processes(seen: Sequence[_Seen], sets: Sets) -> Processes:
+    """Return the processes that have a leaf, one object for equal sets."""
+    if len(seen) == 1:
+        return seen[0].processes
+    key = tuple([one.processes[0] for one in seen])  # a process has one schema
+    found = sets.get(key)
+    if found is None:
+        found = sets[key] = tuple(sorted(p for one in seen for p in one.processes))
+    return found
 
-    def _merge(self, ordinal: int, seen: Sequence[_Seen]) -> MergedLeaf:
-        path, first = self._paths[ordinal], seen[0]
+
+def _shards(path: str, seen: Sequence[_Seen], having: Processes, sets: Sets) -> tuple[Shard, ...]:
+    """Return the shards of all processes; equal boxes are replicas."""
+    spec = seen[0].leaf.spec
+    assert spec is not None
+    if not any(one.leaf.partial for one in seen):
         for other in seen[1:]:
-            _compare(path, first, other)
-        having = self._processes(seen)
-        partition, shards = None, None
-        copies: tuple[Processes, ...] = ()
-        if any(one.leaf.partition is not None for one in seen):
-            partition, copies = _partition(path, seen, having)
-        elif any(one.leaf.boxes is not None for one in seen):
-            shards = self._shards(path, seen, having)
-        leaf = first.leaf
-        return MergedLeaf(
-            path,
-            leaf.kind,
-            leaf.spec,
-            leaf.options,
-            leaf.extra,
-            having,
-            _tie(ordinal, seen),
-            partition,
-            shards,
-            copies,
+            if other.leaf.boxes != seen[0].leaf.boxes:
+                texts = [f"in {len(one.leaf.boxes or (1,))} parts" for one in (seen[0], other)]
+                raise _differ(MismatchError, path, seen[0], texts[0], other, f"{texts[1]} (others)")
+    whole = Box.whole(spec.shape)
+    holders: dict[Box, list[_Seen]] = {}
+    for one in seen:
+        for box in dict.fromkeys((whole,) if one.leaf.boxes is None else one.leaf.boxes):
+            if box.size:
+                holders.setdefault(box, []).append(one)
+    boxes = sorted(holders, key=lambda box: (box.offset, box.shape))
+    fault = tiling_fault(whole, boxes)
+    if fault is not None:
+        shown = ", ".join(map(str, having[:8]))
+        raise MismatchError(
+            f"{where(path)}: the parts of {spec} on processes {shown} do not make up the "
+            f"array: {fault}",
+            path=path,
+            stage="plan",
+            expected=spec.shape,
+            found=fault,
         )
-
-    def _processes(self, seen: Sequence[_Seen]) -> Processes:
-        """Return the processes that have a leaf, one object for equal sets."""
-        if len(seen) == 1:
-            return seen[0].processes
-        key = tuple([one.processes[0] for one in seen])  # a process is in one group
-        found = self._sets.get(key)
-        if found is None:
-            found = self._sets[key] = tuple(sorted(p for one in seen for p in one.processes))
-        return found
-
-    def _shards(self, path: str, seen: Sequence[_Seen], having: Processes) -> tuple[Shard, ...]:
-        """Return the shards of all processes; equal boxes are replicas."""
-        spec = seen[0].leaf.spec
-        assert spec is not None
-        if not any(one.leaf.partial for one in seen):
-            for other in seen[1:]:
-                if other.leaf.boxes != seen[0].leaf.boxes:
-                    texts = [f"in {len(one.leaf.boxes or (1,))} parts" for one in (seen[0], other)]
-                    raise _differ(
-                        MismatchError, path, seen[0], texts[0], other, f"{texts[1]} (others)"
-                    )
-        whole = Box.whole(spec.shape)
-        holders: dict[Box, list[_Seen]] = {}
-        for one in seen:
-            for box in dict.fromkeys((whole,) if one.leaf.boxes is None else one.leaf.boxes):
-                if box.size:
-                    holders.setdefault(box, []).append(one)
-        boxes = sorted(holders, key=lambda box: (box.offset, box.shape))
-        fault = tiling_fault(whole, boxes)
-        if fault is not None:
-            shown = ", ".join(map(str, having[:8]))
-            raise MismatchError(
-                f"{where(path)}: the parts of {spec} on processes {shown} do not make up the "
-                f"array: {fault}",
-                path=path,
-                stage="plan",
-                expected=spec.shape,
-                found=fault,
-            )
-        return tuple([Shard(box, self._processes(holders[box])) for box in boxes])
+    return tuple([Shard(box, _processes(holders[box], sets)) for box in boxes])
 
 
 def _compare(path: str, one: _Seen, other: _Seen) -> None:
@@ -372,9 +345,7 @@ def _together(copies: tuple[Partition, ...]) -> tuple[Partition, tuple[Processes
 
 def _tie(ordinal: int, seen: Sequence[_Seen]) -> int | None:
     """Return the earlier leaf that this one is tied to in all processes that have it."""
-    ties = {
-        None if one.leaf.tied_to is None else one.member.ordinals[one.leaf.tied_to] for one in seen
-    }
+    ties = {None if one.leaf.tied_to is None else one.ordinals[one.leaf.tied_to] for one in seen}
     tie = ties.pop()
     # Otherwise the bytes are stored twice.
     return tie if not ties and tie is not None and tie < ordinal else None

@@ -23,7 +23,7 @@ from asyncckpt.planning.save import PLANNER_VERSION
 from asyncckpt.spec import ITEMSIZES, ArraySpec, Box, Partition, array_spec
 from asyncckpt.tree import Structure
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 MAX_SCHEMA_NBYTES = 256 << 20
 """A longer schema is not parsed; one of 100,000 leaves has 10 MiB."""
@@ -66,13 +66,11 @@ class Schema:
         structure: the containers of its tree.
         leaves: its leaves, in the order of the structure.
         options: options of the save that all processes must share, by name: JSON values.
-        chunk_nbytes: target chunk size of the process; not part of the digest.
     """
 
     structure: Structure
     leaves: tuple[SchemaLeaf, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
-    chunk_nbytes: int = 0
 
 
 def schema_digest(schema: Schema) -> str:
@@ -80,12 +78,13 @@ def schema_digest(schema: Schema) -> str:
 
     Leaves whose parts only their holders know (`partial`) make digests differ.
     """
-    return hashlib.sha256(_json(_document(schema))).hexdigest()
+    return hashlib.sha256(encode_schema(schema)).hexdigest()
 
 
 def encode_schema(schema: Schema) -> bytes:
-    """Return the schema as bytes for other processes."""
-    return _json({**_document(schema), "chunk_nbytes": schema.chunk_nbytes})
+    """Return the schema as bytes for other processes; equal schemas have equal bytes."""
+    document = _document(schema)
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode_schema(data: bytes, *, file: str) -> Schema:
@@ -103,16 +102,12 @@ def decode_schema(data: bytes, *, file: str) -> Schema:
     if data.count(b",") + data.count(b"[") + data.count(b"{") > len(data) // NBYTES_PER_VALUE + 64:
         raise fault("it has more values than a schema has")
     try:
-        return _Decoder(json.loads(data)).schema()
+        return _schema(json.loads(data))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, UsageError) as error:
         raise fault(f"{type(error).__name__}: {error}"[:200]) from None
 
 
 # ------------------------------------------------------------------------------------ documents
-
-
-def _json(document: object) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 class _Distinct:
@@ -131,7 +126,7 @@ class _Distinct:
 
 
 def _document(schema: Schema) -> dict[str, Any]:
-    """Return the schema as JSON values, without the target chunk size."""
+    """Return the schema as JSON values."""
     specs = _Distinct(lambda spec: [spec.shape, spec.dtype])
     answers = _Distinct(_answer)
     texts = _Distinct(lambda text: text)
@@ -177,76 +172,72 @@ def _division(division: tuple[Partition | None, Sequence[Box] | None, bool]) -> 
     ]
 
 
-class _Decoder:
-    """Decoder of a JSON document; raises `ValueError` or the like if it is malformed."""
+def _schema(document: Any) -> Schema:
+    """Return the schema that a document describes.
 
-    def __init__(self, document: Any) -> None:
-        if not isinstance(document, dict):
-            raise TypeError("it is not an object")
-        self._document = document
-        for name, expected in (("version", SCHEMA_VERSION), ("planner", PLANNER_VERSION)):
-            if document[name] != expected:
-                raise ValueError(f"{name} is {document[name]!r:.40}, this library's is {expected}")
-
-    def schema(self) -> Schema:
-        document = self._document
-        specs = [self._spec(*item) for item in self._list("specs")]
-        answers = [self._leaf_options(item) for item in self._list("answers")]
-        texts = [_text(item) for item in self._list("texts")]
-        divisions = [self._division(*item) for item in self._list("divisions")]
-        leaves: list[SchemaLeaf] = []
-        for kind, spec, answer, extra, tied_to, division in self._list("leaves"):
-            if not -1 <= _integer(tied_to) < len(leaves):
-                raise ValueError(f"leaf {len(leaves)} is tied to {tied_to}")
-            divided = (None, None, False) if division == -1 else _at(divisions, division)
-            leaves.append(
-                SchemaLeaf(
-                    _at(texts, kind),
-                    None if spec == -1 else _at(specs, spec),
-                    None if answer == -1 else _at(answers, answer),
-                    _at(texts, extra),
-                    None if tied_to == -1 else tied_to,
-                    *divided,
-                )
-            )
-        structure = Structure.from_json(document["tree"])
-        if structure.leaf_count != len(leaves):
-            raise ValueError(f"{structure.leaf_count} leaves in the tree, {len(leaves)} described")
-        if not isinstance(document["options"], dict):
-            raise TypeError("'options' is not an object")
-        target = _integer(document["chunk_nbytes"])
-        return Schema(structure, tuple(leaves), document["options"], target)
-
-    def _list(self, name: str) -> list[Any]:
-        items = self._document[name]
-        if not isinstance(items, list):
+    Raises:
+        ValueError, KeyError, TypeError, IndexError, UsageError: it is malformed.
+    """
+    if not isinstance(document, dict):
+        raise TypeError("it is not an object")
+    for name, expected in (("version", SCHEMA_VERSION), ("planner", PLANNER_VERSION)):
+        if document[name] != expected:
+            raise ValueError(f"{name} is {document[name]!r:.40}, this library's is {expected}")
+    for name in ("specs", "answers", "texts", "divisions", "leaves"):
+        if not isinstance(document[name], list):
             raise TypeError(f"{name!r} is not a list")
-        return items
+    specs = [_spec(*item) for item in document["specs"]]
+    answers = [_leaf_options(item) for item in document["answers"]]
+    texts = [_text(item) for item in document["texts"]]
+    divisions = [_divided(*item) for item in document["divisions"]]
+    leaves: list[SchemaLeaf] = []
+    for kind, spec, answer, extra, tied_to, division in document["leaves"]:
+        if not -1 <= _integer(tied_to) < len(leaves):
+            raise ValueError(f"leaf {len(leaves)} is tied to {tied_to}")
+        leaves.append(
+            SchemaLeaf(
+                _at(texts, kind),
+                None if spec == -1 else _at(specs, spec),
+                None if answer == -1 else _at(answers, answer),
+                _at(texts, extra),
+                None if tied_to == -1 else tied_to,
+                *((None, None, False) if division == -1 else _at(divisions, division)),
+            )
+        )
+    structure = Structure.from_json(document["tree"])
+    if structure.leaf_count != len(leaves):
+        raise ValueError(f"{structure.leaf_count} leaves in the tree, {len(leaves)} described")
+    if not isinstance(document["options"], dict):
+        raise TypeError("'options' is not an object")
+    return Schema(structure, tuple(leaves), document["options"])
 
-    def _spec(self, shape: Any, dtype: Any) -> ArraySpec:
-        if dtype not in ITEMSIZES:
-            raise ValueError(f"unknown dtype {dtype!r:.40}")
-        return array_spec(_lengths(shape), dtype)
 
-    def _leaf_options(self, item: dict[str, Any]) -> LeafOptions:
-        if "chunk_shape" in item:
-            item = {**item, "chunk_shape": _lengths(item["chunk_shape"])}
-        return LeafOptions(**item)
+def _spec(shape: Any, dtype: Any) -> ArraySpec:
+    if dtype not in ITEMSIZES:
+        raise ValueError(f"unknown dtype {dtype!r:.40}")
+    return array_spec(_lengths(shape), dtype)
 
-    def _division(
-        self, partition: Any, boxes: Any, partial: Any
-    ) -> tuple[Partition | None, tuple[Box, ...] | None, bool]:
-        divided = None
-        if partition is not None:
-            cuts, holders, processes, pattern = partition
-            lengths = tuple([_lengths(c) if isinstance(c, list) else _integer(c) for c in cuts])
-            divided = Partition(lengths, _text(holders), _lengths(processes), _text(pattern))
-        held = None
-        if boxes is not None:
-            held = tuple([Box(_lengths(offset), _lengths(shape)) for offset, shape in boxes])
-        if not isinstance(partial, bool):
-            raise TypeError(f"{partial!r:.40} is not a boolean")
-        return divided, held, partial
+
+def _leaf_options(item: dict[str, Any]) -> LeafOptions:
+    if "chunk_shape" in item:
+        item = {**item, "chunk_shape": _lengths(item["chunk_shape"])}
+    return LeafOptions(**item)
+
+
+def _divided(
+    partition: Any, boxes: Any, partial: Any
+) -> tuple[Partition | None, tuple[Box, ...] | None, bool]:
+    divided = None
+    if partition is not None:
+        cuts, holders, processes, pattern = partition
+        lengths = tuple([_lengths(c) if isinstance(c, list) else _integer(c) for c in cuts])
+        divided = Partition(lengths, _text(holders), _lengths(processes), _text(pattern))
+    held = None
+    if boxes is not None:
+        held = tuple([Box(_lengths(offset), _lengths(shape)) for offset, shape in boxes])
+    if not isinstance(partial, bool):
+        raise TypeError(f"{partial!r:.40} is not a boolean")
+    return divided, held, partial
 
 
 def _integer(value: Any) -> int:

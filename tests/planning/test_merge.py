@@ -43,7 +43,7 @@ def held(tree: Any) -> Any:
 def schema(tree: Any, **options: Any) -> Schema:
     """A schema of a tree whose leaves are `SchemaLeaf`."""
     flat = flatten(held(tree))
-    return Schema(flat.structure, tuple(leaf.leaf for leaf in flat.leaves), options, 1 << 24)
+    return Schema(flat.structure, tuple(leaf.leaf for leaf in flat.leaves), options)
 
 
 def merge(*trees: Any, tree: Literal["union", "same"] = "union") -> Merged:
@@ -201,12 +201,9 @@ def test_options_that_differ_are_named() -> None:
         merge_schemas(schemas, "union")
 
 
-def test_the_smallest_chunk_target_counts_and_is_not_in_the_digest() -> None:
-    small = dataclasses.replace(schema([ARRAY]), chunk_nbytes=1 << 20)
-    merged = merge_schemas({0: schema([ARRAY]), 1: small}, "same")
-    assert merged.chunk_nbytes == 1 << 20
-    assert merged.digest == merge([ARRAY], [ARRAY]).digest
-    assert merged.digest != merge([ARRAY]).digest
+def test_the_digest_is_that_of_all_schemas_and_their_processes() -> None:
+    assert merge([ARRAY], [ARRAY]).digest == merge([ARRAY], [ARRAY]).digest
+    assert merge([ARRAY], [ARRAY]).digest != merge([ARRAY]).digest
 
 
 # ------------------------------------------------------------------------------ parts of arrays
