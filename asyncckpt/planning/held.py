@@ -25,7 +25,7 @@ from asyncckpt.spec import Box, ChunkGrid, Partition, Shard
 
 
 class HeldChunks(NamedTuple):
-    """The chunks of one array that a process holds, in C order of the grid.
+    """The chunks of one array, or of one array after the other, that a process holds, in C order.
 
     Attributes:
         cell: number of the chunk in the array.
@@ -52,25 +52,24 @@ class HeldBox(NamedTuple):
     Attributes:
         array: the array.
         box: the part of it.
-        shard: number of the shard among those that the process holds.
         writer: the lowest process that holds it, which sends the values; others send a checksum.
     """
 
     array: int
     box: Box
-    shard: int
     writer: int
 
 
 def held_chunks(
     arrays: Arrays, holders: Holders
-) -> tuple[list[HeldChunks], dict[int, list[HeldBox]]]:
-    """Return the chunks of each part that the process holds, and boxes where it holds no whole one.
+) -> tuple[Column, Column, HeldChunks, tuple[HeldBox, ...]]:
+    """Return what a process holds, as first row per array, array per row, rows, and boxes.
 
-    The boxes have array 0, because a part may belong to several arrays.
+    Rows are in the order of arrays; a tied array has those of the array that it is tied to. There
+    are boxes where the process holds a part of a small array only.
     """
     found: list[HeldChunks] = []
-    boxes: dict[int, list[HeldBox]] = {}
+    in_parts: dict[int, HeldShards] = {}
     layout: LeafLayout | None = None
     for number, (part, count) in enumerate(
         zip(arrays.parts, arrays.part_chunks.tolist(), strict=True)
@@ -83,10 +82,25 @@ def held_chunks(
             held = HeldShards(layout, holders)
         if held.in_parts:
             found.append(NOTHING)
-            boxes[number] = held.boxes()
+            in_parts[number] = held
         else:
             found.append(held.chunks(part.grid, part.spec.itemsize, part.offset))
-    return found, boxes
+    # A part may belong to several arrays.
+    tied = list(arrays.tied)
+    count_of = np.array([len(chunks.cell) for chunks in found], np.int64)
+    counts = count_of[arrays.part]
+    counts[tied] = 0
+    first = np.cumsum(counts) - counts
+    array = np.repeat(np.arange(len(counts)), counts)
+    base = (np.cumsum(count_of) - count_of)[arrays.part] - first
+    at = base[array] + np.arange(len(array))
+    first[tied] = first[list(arrays.tied.values())]
+    rows = HeldChunks(*np.hstack([NOTHING, *found])[:, at])
+    boxes: list[HeldBox] = []
+    for number in np.flatnonzero(np.isin(arrays.part, list(in_parts))).tolist():
+        if number not in arrays.tied:
+            boxes += in_parts[int(arrays.part[number])].boxes(number)
+    return first, array, rows, tuple(boxes)
 
 
 def _whole(part: Part, count: int, holders: Holders) -> HeldChunks:
@@ -157,13 +171,13 @@ class HeldShards:
         _, nbytes = contiguous_runs(grid, itemsize, cells, Box.whole(grid.shape))
         return HeldChunks(cells, start, shard, nbytes, kinds)
 
-    def boxes(self) -> list[HeldBox]:
-        """Return the distinct boxes."""
-        found: dict[Box, HeldBox] = {}
-        for number, (box, kind) in enumerate(zip(self._boxes, self._kinds.tolist(), strict=True)):
-            if box.size and box not in found:
-                found[box] = HeldBox(0, box, number, self._sets.sets[kind][0])
-        return list(found.values())
+    def boxes(self, array: int) -> list[HeldBox]:
+        """Return the distinct boxes, which are parts of this array."""
+        writers: dict[Box, int] = {}
+        for box, kind in zip(self._boxes, self._kinds.tolist(), strict=True):
+            if box.size:
+                writers.setdefault(box, self._sets.sets[kind][0])
+        return [HeldBox(array, box, writer) for box, writer in writers.items()]
 
 
 def _cells_inside(

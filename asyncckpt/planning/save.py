@@ -12,26 +12,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.planning.balance import Holders, assign_writers
-from asyncckpt.planning.held import NOTHING, HeldBox, held_chunks
+from asyncckpt.planning.held import HeldBox, held_chunks
 from asyncckpt.planning.leaves import Arrays, LeafLayout, plan_arrays
-from asyncckpt.planning.pack import Piece, Window, cut_windows, even_order, pack
+from asyncckpt.planning.pack import Window, cut_windows, even_order, pack
 from asyncckpt.planning.table import Column
-
-__all__ = [
-    "PLANNER_VERSION",
-    "HeldBox",
-    "LeafLayout",
-    "Piece",
-    "SavePlan",
-    "Window",
-    "plan_save",
-]
 
 PLANNER_VERSION = 3
 """Part of the digest; increase it when the same input leads to another plan."""
@@ -136,47 +126,54 @@ def plan_save(
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
     holders = Holders(process, process_count)
     arrays = plan_arrays(leaves, regular=regular, inline_nbytes=inline_nbytes, holders=holders)
-    rows, boxes = _rows(arrays, holders)
-    mine = np.ones(len(rows.array), bool) if process_count == 1 else rows.writer == process
-    compressed = rows.is_compressed & mine
+    first_row, row_array, held, parts = held_chunks(arrays, holders)
+    row_part = arrays.part[row_array]
+    payload = arrays.part_payload[row_part]
+    writer, shared = np.zeros(len(row_array), np.int64), np.zeros(len(row_array), bool)
+    mine = np.ones(len(row_array), bool)
+    if process_count > 1:
+        shared = np.array([len(members) > 1 for members in holders.sets], bool)[held.holders]
+        writer = assign_writers(payload, held.holders, holders.sets)
+        mine = writer == process
+    compressed = arrays.part_is_compressed[row_part] & mine
     is_inline = np.zeros(len(arrays.part), bool)
     is_inline[arrays.inline] = True
-    inline = is_inline[rows.array] & mine
+    inline = is_inline[row_array] & mine
     planned = np.flatnonzero(mine & ~(inline | compressed))
     limit_nbytes, firsts = data_file_nbytes, list[int]()
     if even_streams is not None:
-        even = even_order(rows.payload[planned], data_file_nbytes, even_streams)
+        even = even_order(payload[planned], data_file_nbytes, even_streams)
         if even is not None:
             planned, firsts, limit_nbytes = planned[even[0]], even[1], slot_nbytes
-    payloads = rows.payload[planned]
+    payloads = payload[planned]
     large = payloads >= aligned_chunk_nbytes
     sizes = payloads.tolist()
     alignments = np.where(large, page_nbytes, SMALL_ALIGNMENT_NBYTES).tolist()
     offsets, file_nbytes, turns = pack(sizes, alignments, limit_nbytes, slot_nbytes, firsts)
-    row_file = np.full(len(rows.array), -1, np.int64)
+    row_file = np.full(len(row_array), -1, np.int64)
     row_offset = row_file.copy()
     row_file[planned] = np.repeat(np.arange(len(file_nbytes)), np.diff([*turns, len(planned)]))
     row_offset[planned] = offsets
     options = [data_file_nbytes, slot_nbytes, page_nbytes, aligned_chunk_nbytes, inline_nbytes]
     return SavePlan(
         arrays=arrays,
-        first_row=rows.first,
-        row_array=rows.array,
-        row_chunk=rows.chunk,
-        row_writer=rows.writer,
-        row_shared=rows.shared,
-        row_payload=rows.payload,
-        row_source=rows.source,
-        row_shard=rows.shard,
-        row_data=rows.data,
+        first_row=first_row,
+        row_array=row_array,
+        row_chunk=arrays.first_chunk[row_array] + held.cell,
+        row_writer=writer,
+        row_shared=shared,
+        row_payload=payload,
+        row_source=held.start,
+        row_shard=held.shard,
+        row_data=held.nbytes,
         row_file=row_file,
         row_offset=row_offset,
-        inline=tuple(rows.array[inline].tolist()),
+        inline=tuple(row_array[inline].tolist()),
         compressed=tuple(np.flatnonzero(compressed).tolist()),
-        parts=boxes,
+        parts=parts,
         file_nbytes=tuple(file_nbytes),
         windows=cut_windows(
-            planned, rows.array, row_file, row_offset, rows.payload, file_nbytes, slot_nbytes
+            planned, row_array, row_file, row_offset, payload, file_nbytes, slot_nbytes
         ),
         digest=_digest(
             [*((*options, len(firsts)) if process_count == 1 else ()), int(regular)],
@@ -186,62 +183,6 @@ def plan_save(
             arrays.layouts,
         ),
     )
-
-
-class _Rows(NamedTuple):
-    """The rows of a plan by column, and the first one per array."""
-
-    first: Column
-    array: Column
-    chunk: Column
-    writer: Column
-    shared: npt.NDArray[np.bool_]
-    payload: Column
-    source: Column
-    shard: Column
-    data: Column
-    is_compressed: npt.NDArray[np.bool_]
-
-
-def _rows(arrays: Arrays, holders: Holders) -> tuple[_Rows, tuple[HeldBox, ...]]:
-    """Return the chunks that a process holds, and its boxes of small sharded leaves."""
-    part, tied = arrays.part, arrays.tied
-    held, boxes_of = held_chunks(arrays, holders)
-    count_of = np.array([len(chunks.cell) for chunks in held], np.int64)
-    base_of = np.cumsum(count_of) - count_of
-    counts = count_of[part]
-    counts[list(tied)] = 0
-    first = np.cumsum(counts) - counts
-    array = np.repeat(np.arange(len(part)), counts)
-    row_part = part[array]
-    at = base_of[row_part] + np.arange(len(array)) - first[array]
-    first[list(tied)] = first[list(tied.values())]
-    cell, source, shard, data, kind = np.hstack([NOTHING, *held])[:, at]
-    payload = arrays.part_payload[row_part]
-    writer = np.zeros(len(array), np.int64)
-    shared = np.zeros(len(array), bool)
-    if holders.process_count > 1:
-        shared = np.array([len(members) > 1 for members in holders.sets], bool)[kind]
-        writer = assign_writers(payload, kind, holders.sets)
-    boxes: list[HeldBox] = []
-    if boxes_of:
-        for number in np.flatnonzero(np.isin(part, list(boxes_of))).tolist():
-            if number not in tied:
-                boxes += [box._replace(array=number) for box in boxes_of[int(part[number])]]
-    chunk = arrays.first_chunk[array] + cell
-    rows = _Rows(
-        first,
-        array,
-        chunk,
-        writer,
-        shared,
-        payload,
-        source,
-        shard,
-        data,
-        arrays.part_is_compressed[row_part],
-    )
-    return rows, tuple(boxes)
 
 
 def _digest(

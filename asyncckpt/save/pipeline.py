@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.planning.save import HeldBox
+from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable

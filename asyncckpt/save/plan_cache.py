@@ -30,9 +30,9 @@ from asyncckpt.options import (
     LeafOptions,
     SaveOptions,
 )
-from asyncckpt.planning.leaves import Arrays
+from asyncckpt.planning.leaves import Arrays, LeafLayout
 from asyncckpt.planning.merge import OwnPart
-from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
+from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, Source, Store
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.index import Catalog, make_catalog

@@ -28,7 +28,7 @@ from asyncckpt.flow.buffers import Slot, spans
 from asyncckpt.format.crc import combine, crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import CACHED_NBYTES, KIB, PAGE_NBYTES
-from asyncckpt.planning.save import Piece, Window
+from asyncckpt.planning.pack import Piece, Window
 from asyncckpt.ports import Bytes
 
 

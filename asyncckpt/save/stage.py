@@ -34,8 +34,9 @@ from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.options import CACHED_NBYTES, MIB
-from asyncckpt.planning.pack import TRAILER_NBYTES
-from asyncckpt.planning.save import HeldBox, Piece, SavePlan, Window
+from asyncckpt.planning.held import HeldBox
+from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window
+from asyncckpt.planning.save import SavePlan
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.save.serialize import CopyPart, WindowSums
 from asyncckpt.spec import DTYPES, Box

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from asyncckpt import options
+from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.restore import (
     Request,
@@ -23,7 +24,7 @@ from asyncckpt.planning.restore import (
     WholeArrays,
     plan_restore,
 )
-from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
+from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
 from asyncckpt.save.plan_cache import LayoutCache, Terms, layout_key, make_layout
 from asyncckpt.save.shared_plan import schema_key

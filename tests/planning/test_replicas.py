@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from asyncckpt.options import KIB, MIB
+from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.replicas import ALWAYS_NBYTES, SHARE_NBYTES, checked_rows
-from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
+from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.spec import ArraySpec
 
 LEAVES = [

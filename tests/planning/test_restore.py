@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncckpt.options import KIB, MIB
 from asyncckpt.planning import restore as planning
+from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.restore import (
     Part,
     Request,
@@ -22,7 +23,7 @@ from asyncckpt.planning.restore import (
     cells_overlapping,
     intersection,
 )
-from asyncckpt.planning.save import LeafLayout, plan_save
+from asyncckpt.planning.save import plan_save
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid
 
 

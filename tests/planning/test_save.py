@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import MIB
-from asyncckpt.planning.save import LeafLayout, Piece, SavePlan, plan_save
+from asyncckpt.planning.leaves import LeafLayout
+from asyncckpt.planning.pack import Piece
+from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Partition, Shard
 
 DEFAULTS = {
@@ -425,7 +427,8 @@ def test_the_digest_is_kept_between_versions() -> None:
 DIGEST = "937eb59d48022284ba5fbb794a9a8a4a16f1031f2ae53e8c213d7345a93a8a0a"
 
 SCRIPT = """
-from asyncckpt.planning.save import LeafLayout, plan_save
+from asyncckpt.planning.leaves import LeafLayout
+from asyncckpt.planning.save import plan_save
 from asyncckpt.spec import ArraySpec, Box, Shard
 shards = tuple(Shard(Box((i,), (1000,)), (i, 7)) for i in range(0, 50000, 1000))
 leaves = [LeafLayout(f"a.{i}", ArraySpec((i, 3), "float32"), 40 + i) for i in range(60)]
