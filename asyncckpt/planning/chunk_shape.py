@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,37 +67,31 @@ def _first_allowed(
     """Return the best chunk shape within the limits that subdivides `cell`."""
     if not cell:
         return cell
-    fits = limits.itemsize * math.prod(cell) <= limits.target
-    if fits and limits.tight(cell) and limits.few(cell):
-        return cell
+    chunks = _chunk_shapes(limits, cell, lengths, excess)
+    return next((chunk for chunk in chunks if limits.tight(chunk) and limits.few(chunk)), None)
+
+
+def _chunk_shapes(
+    limits: Limits, cell: tuple[int, ...], lengths: Lengths, excess: Lengths
+) -> Iterator[tuple[int, ...]]:
+    """Yield chunk shapes that subdivide `cell`, the best first."""
+    if limits.itemsize * math.prod(cell) <= limits.target:
+        yield cell
     axis, rows = _cut_axis(cell, limits.itemsize, limits.target, 0)
     lead, tail = (1,) * axis, cell[axis + 1 :]
-    for length in lengths(cell[axis], rows):
-        chunk = (*lead, length, *tail)
-        if not limits.few(chunk):
-            break
-        if limits.tight(chunk):
-            return chunk
-    # A few large rows that do not divide evenly: take all of them and cut along a later axis.
+    shorter = ((*lead, length, *tail) for length in lengths(cell[axis], rows))
+    # Each gives more chunks than the one before.
+    yield from itertools.takewhile(limits.few, shorter)
     if tail:
+        # A few large rows that do not divide evenly: take all of them and cut along a later axis.
         later, rows_later = _cut_axis(cell, limits.itemsize * cell[axis], limits.target, axis + 1)
-        for length in lengths(cell[later], rows_later):
-            chunk = (
-                *lead,
-                cell[axis],
-                *((1,) * (later - axis - 1)),
-                length,
-                *cell[later + 1 :],
-            )
-            if not limits.few(chunk):
-                break
-            if limits.tight(chunk):
-                return chunk
+        inner = (*lead, cell[axis], *((1,) * (later - axis - 1)))
+        shorter = (
+            (*inner, length, *cell[later + 1 :]) for length in lengths(cell[later], rows_later)
+        )
+        yield from itertools.takewhile(limits.few, shorter)
     for length in excess(cell[axis], rows):
-        chunk = (*lead, length, *tail)
-        if limits.tight(chunk) and limits.few(chunk):
-            return chunk
-    return None
+        yield (*lead, length, *tail)
 
 
 def _cut_axis(cell: tuple[int, ...], unit: int, target: int, first: int) -> tuple[int, int]:
