@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import Entries, Parts, WrittenFile, encode_entries
+from asyncckpt.format.entries import Entries, Parts, encode_entries
 from asyncckpt.ports import AttemptFiles
 from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.commit import Committable
@@ -90,12 +90,12 @@ def entries_of(
         save_id=save_id,
         process=process,
         digest=layout.schema_digest,
-        files=[WrittenFile(*file) for file in payload.files],
+        files=payload.files,
         chunk=plan.row_chunk[written],
         file=extents.file[written],
         offset=extents.offset[written],
         nbytes=extents.nbytes[written],
-        crc=extents.crc[written],
+        crc=extents.crc32c[written],
         values=values,
         parts=Parts.of(
             [

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from asyncckpt.format.chunks import ChunkIndex, encode_chunk_index
 from asyncckpt.format.crc import crc32c
+from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.keys import KeyColumns, key_columns
 from asyncckpt.format.ocdbt.manifest import encode_manifest
@@ -20,7 +21,6 @@ from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
 from asyncckpt.reports import Timeline
-from asyncckpt.save.serialize import Extents
 
 NO_ROWS = np.zeros(0, np.int64)
 
@@ -125,16 +125,16 @@ class Payload:
         chunks: place and checksum of every row of the plan (one process alone: of every chunk), or,
             merged, of every chunk of all processes. Inline ones have file -1.
         inline: stored bytes of every inline array that this process writes, in their order.
-        files: (path relative to the database, bytes, CRC-32C) of every data file.
+        files: every data file, with a path relative to the database.
         parts: boxes of small leaves that several processes hold in parts, and their values.
         checked: rows that are compared with replicas of other processes.
         checked_crc: CRC-32C of the payload of each of them.
         timeline: when the stages were busy so far.
     """
 
-    chunks: Extents
+    chunks: ChunkIndex
     inline: Iterable[bytes | memoryview]
-    files: list[tuple[str, int, int]]
+    files: list[WrittenFile]
     parts: Sequence[tuple[HeldBox, bytes]] = ()
     checked: npt.NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
@@ -171,9 +171,7 @@ def encode_index(
     )
     chunks.file[catalog.inline_chunk] = len(payload.files)
     chunks.offset[catalog.inline_chunk] = tree.inline_offset[catalog.inline_key]
-    chunk_index = encode_chunk_index(
-        ChunkIndex(chunks.file, chunks.offset, chunks.nbytes, chunks.crc)
-    )
+    chunk_index = encode_chunk_index(chunks)
     manifest = encode_manifest(
         save_id,
         tree,

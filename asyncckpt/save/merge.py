@@ -18,8 +18,15 @@ import numpy.typing as npt
 
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import MismatchError, UsageError
+from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Parts, decode_entries
+from asyncckpt.format.entries import (
+    MAX_ENTRIES_NBYTES,
+    Entries,
+    Parts,
+    WrittenFile,
+    decode_entries,
+)
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
 from asyncckpt.reports import Timeline
@@ -27,7 +34,6 @@ from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
-from asyncckpt.save.serialize import Extents
 from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES
@@ -117,9 +123,9 @@ class MergingCommit(Commit):
         for chunk, stored in late.items():
             chunks.file[chunk], chunks.offset[chunk] = len(merged.files), offset
             chunks.nbytes[chunk] = len(stored)
-            chunks.crc[chunk] = int.from_bytes(stored[-CRC_NBYTES:], "little")
+            chunks.crc32c[chunk] = int.from_bytes(stored[-CRC_NBYTES:], "little")
             offset += len(stored)
-        merged.files.append((path, len(data), crc32c(data)))
+        merged.files.append(WrittenFile(path, len(data), crc32c(data)))
 
 
 class BoxesOfParts:
@@ -201,7 +207,7 @@ def merge(
     offset, nbytes = np.zeros(count, np.int64), np.zeros(count, np.int64)
     crc = np.zeros(count, np.uint32)
     seen = np.zeros(count, np.int64)
-    files: list[tuple[str, int, int]] = []
+    files: list[WrittenFile] = []
     small: dict[int, bytes] = {}
     for one in entries:
         if one.chunk.size and int(one.chunk.max()) >= count:
@@ -229,7 +235,7 @@ def merge(
         nbytes[chunk] = len(value)
         crc[chunk] = int.from_bytes(value[-CRC_NBYTES:], "little")
     inline = list(map(small.__getitem__, arrays.first_chunk[arrays.inline].tolist()))
-    return Payload(Extents(file, offset, nbytes, crc), inline, files), late
+    return Payload(ChunkIndex(file, offset, nbytes, crc), inline, files), late
 
 
 def _disagreement(reason: str) -> UsageError:

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncckpt.format.chunks import ChunkIndex
+from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.table import Column
@@ -37,7 +39,6 @@ from asyncckpt.save.index import Payload
 from asyncckpt.save.serialize import (
     Compressed,
     Compressor,
-    Extents,
     SmallChunks,
     WindowChecksums,
 )
@@ -87,13 +88,13 @@ class Pipeline(ABC):
         self._inline: Iterable[bytes | memoryview] = ()
         self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
-        self._extents = Extents(
+        self._extents = ChunkIndex(
             file=plan.row_file.copy(),
             offset=plan.row_offset.copy(),
             nbytes=plan.row_payload + CRC_NBYTES,
-            crc=np.zeros(len(plan.row_payload), np.uint32),
+            crc32c=np.zeros(len(plan.row_payload), np.uint32),
         )
-        self._checksums = WindowChecksums(self._extents.crc, len(plan.file_nbytes))
+        self._checksums = WindowChecksums(self._extents.crc32c, len(plan.file_nbytes))
         self._chunks: asyncio.Queue[StagedChunks | None] = asyncio.Queue()
         self._final: asyncio.Queue[FileWindow | StagedWindow | None] = asyncio.Queue()
         self._unfolded = len(plan.windows)
@@ -143,11 +144,12 @@ class Pipeline(ABC):
         files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
         if self._sink is not None:
             files += zip(self._sink.file_nbytes, self._sink.file_crcs, strict=True)
-        rows: list[tuple[str, int, int]] = []
+        rows: list[WrittenFile] = []
         for file, (nbytes, crc) in enumerate(files):
-            rows.append((self._files.path(file).removeprefix(f"{DATABASE}/"), nbytes, crc))
+            path = self._files.path(file).removeprefix(f"{DATABASE}/")
+            rows.append(WrittenFile(path, nbytes, crc))
         checked = self.checked
-        crcs = self._extents.crc[checked]
+        crcs = self._extents.crc32c[checked]
         for number, row in enumerate(checked.tolist()):
             crcs[number] = self._checked_crc.get(row, crcs[number])
         timeline = self._recorder.timeline()
@@ -212,7 +214,7 @@ class Pipeline(ABC):
         rows = self._plan.first_row[list(self._plan.inline)]
         ends = np.cumsum(self._extents.nbytes[rows])
         self._inline = chunks = SmallChunks(data, [0, *ends.tolist()])
-        self._extents.crc[rows] = await self._compute.run(chunks.seal)
+        self._extents.crc32c[rows] = await self._compute.run(chunks.seal)
         self._recorder.add("serialize", start, len(data))
 
     async def _seal(self, item: StagedWindow) -> FileWindow:
@@ -292,7 +294,7 @@ class Pipeline(ABC):
         for row, raw_nbytes, stored in zip(chunks.rows, chunks.nbytes, made, strict=True):
             file, offset = sink.place(stored.nbytes)
             extents.file[row], extents.offset[row] = file, offset
-            extents.nbytes[row], extents.crc[row] = stored.nbytes, stored.crc
+            extents.nbytes[row], extents.crc32c[row] = stored.nbytes, stored.crc
             placed.append(Placed(file, offset, stored, raw_nbytes))
         stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
         with self._recorder.span(stage, sum(stored.nbytes for stored in made)):

@@ -32,19 +32,6 @@ from asyncckpt.planning.pack import Piece, Window
 from asyncckpt.ports import Bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Extents:
-    """Place and checksum of every chunk row, filled in during the save.
-
-    `nbytes` counts payload and trailer, `crc` covers the payload.
-    """
-
-    file: npt.NDArray[np.int64]
-    offset: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-    crc: npt.NDArray[np.uint32]
-
-
 class WindowSums(NamedTuple):
     """CRC-32C of the parts of one window, independent of the windows before it.
 

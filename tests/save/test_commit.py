@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
+from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.record import decode_record
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import SaveOptions
 from asyncckpt.save.commit import Commit
 from asyncckpt.save.index import Payload
-from asyncckpt.save.serialize import Extents
 from asyncckpt.save.snapshot import SaveRequest
 from tests.save.staging import Staged, noise
 
@@ -70,13 +71,13 @@ def commit_of(staged: Staged, workers: Workers) -> tuple[Commit, Files]:
 
 def payload_of(staged: Staged, names: tuple[str, ...]) -> Payload:
     plan = staged.plan
-    extents = Extents(
+    extents = ChunkIndex(
         file=plan.row_file.copy(),
         offset=plan.row_offset.copy(),
         nbytes=plan.row_payload + CRC_NBYTES,
-        crc=np.arange(len(plan.row_payload), dtype=np.uint32),
+        crc32c=np.arange(len(plan.row_payload), dtype=np.uint32),
     )
-    files = list(zip(names, plan.file_nbytes, range(len(names)), strict=True))
+    files = list(map(WrittenFile, names, plan.file_nbytes, range(len(names))))
     payloads = [bytes(int(plan.row_payload[plan.first_row[array]])) for array in plan.inline]
     inline = [payload + crc32c(payload).to_bytes(CRC_NBYTES, "little") for payload in payloads]
     return Payload(extents, inline, files)
