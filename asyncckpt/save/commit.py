@@ -53,14 +53,18 @@ class Committable:
     """A save whose files are all durable.
 
     Attributes:
-        record: its commit record.
+        record: its commit record; where process 0 commits, the path of the entries for it.
         stored_nbytes: bytes of all files, the record included.
         file_count: number of files, the record included.
+        parts: what each process did, for the report; none where one saves alone.
+        timelines: when each other process did what, as far as it is known.
     """
 
     record: bytes
     stored_nbytes: int
     file_count: int
+    parts: tuple[ProcessPart, ...] = ()
+    timelines: Sequence[Timeline] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -77,8 +81,6 @@ class Commit:
         epoch: the claim under which they do.
         after_data: where files keep their names, `put_index` is called once the data are durable:
             consent is asked for when this process has written its part.
-        parts: what each process did, for the report; none where one saves alone.
-        timelines: when each other process did what.
     """
 
     attempt: Attempt
@@ -91,8 +93,6 @@ class Commit:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        self.parts: tuple[ProcessPart, ...] = ()
-        self.timelines: Sequence[Timeline] = ()
         self._metadata = self.request.metadata
         self.after_data = self.request.consent is not None
         self._numbers = itertools.count()

@@ -6,76 +6,53 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.flow.threads import Workers
+from asyncckpt.coordinators.rounds import Round
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import Entries, Parts, encode_entries
-from asyncckpt.ports import AttemptFiles
-from asyncckpt.reports import ProcessPart, Timeline
-from asyncckpt.save.commit import Committable
+from asyncckpt.reports import ProcessPart
+from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import Snapshot
 
 
 @dataclass(eq=False, repr=False)
-class Contribution:
+class Contribution(Commit):
     """Commit stage of every process but process 0: passes its entries on.
 
     Attributes:
-        attempt: where the files go.
-        layout: the plan.
-        snapshot: the tree.
-        save_id: identity of the save, 32 hex digits.
-        process: number of this process.
-        host: name of its host.
-        compute: threads that encode.
+        round_: messages of the processes about this save.
         times: returns the seconds until all was staged, and until now.
-        path: where the latest entries are.
-        after_data: as in `Commit`; always, because entries say when the files were durable.
-        parts: what this process did, for the report.
-        timelines: as in `Commit`; none, because only process 0 knows those of others.
+        Others: as `Commit`; `after_data` always, because entries say when files were durable.
     """
 
-    attempt: AttemptFiles
-    layout: Layout
-    snapshot: Snapshot
     _: KW_ONLY
-    save_id: str
-    process: int
-    host: str
-    compute: Workers
+    round_: Round
     times: Callable[[], tuple[float, float]]
 
     def __post_init__(self) -> None:
-        self._numbers = itertools.count()
-        self.path = ""
+        super().__post_init__()
         self.after_data = True
-        self.parts: tuple[ProcessPart, ...] = ()
-        self.timelines: Sequence[Timeline] = ()
-
-    async def put_orbax(self) -> None:
-        """Do nothing: process 0 writes Orbax's files."""
 
     async def put_index(self, payload: Payload) -> Committable:
         """Pass this process' entries on. May be called again; the last result counts."""
-        self.path = f"{self.save_id}-entries-{self.process}-{next(self._numbers)}"
-        entries = entries_of(
-            payload, self.layout, self.snapshot, save_id=self.save_id, process=self.process
-        )
+        group, save_id = self.round_.group, self.save_id
+        process, snapshot = group.process_index, self.request.snapshot
+        path = f"{save_id}-entries-{process}-{next(self._numbers)}"
+        entries = entries_of(payload, self.layout, snapshot, save_id=save_id, process=process)
         entries.facts["times"] = self.times()
-        self.parts = (part_of(entries, self.host),)
         data = await self.compute.run(encode_entries, entries)
-        await self.attempt.pass_on(self.path, data)
-        return Committable(b"", sum(file.nbytes for file in entries.files), len(entries.files))
+        await self.attempt.pass_on(path, data)
+        part = part_of(entries, group.host)
+        return Committable(path.encode(), part.written_nbytes, part.file_count, (part,))
 
 
 def entries_of(

@@ -79,9 +79,9 @@ class MergingCommit(Commit):
         own.facts["times"] = self.times()
         entries = [own, *self._others]
         hosts = self.round_.group.hosts
-        self.parts = tuple([part_of(one, hosts[one.process]) for one in entries])
+        parts = tuple([part_of(one, hosts[one.process]) for one in entries])
         spans = [one.facts.get("spans", ()) for one in self._others]
-        self.timelines = list(map(Timeline.from_rows, spans))
+        timelines = list(map(Timeline.from_rows, spans))
         for one in self._others:
             for leaf, value in one.facts.get("scalars", ()):
                 snapshot.values[leaf] = value
@@ -89,10 +89,10 @@ class MergingCommit(Commit):
         boxes = await run(BoxesOfParts, entries)
         await run(compare, layout, snapshot, entries, boxes, self.round_.group.named)
         merged, late = await run(merge, layout, entries, boxes, self.round_.group.named)
-        merged = replace(merged, timeline=payload.timeline.joined(self.timelines))
+        merged = replace(merged, timeline=payload.timeline.joined(timelines))
         if late:
             await self._put_late(merged, late)
-        return await super().put_index(merged)
+        return replace(await super().put_index(merged), parts=parts, timelines=timelines)
 
     async def _read(self, ready: Mapping[int, bytes]) -> list[Entries]:
         waiting = iter(sorted(ready.items()))

@@ -34,7 +34,6 @@ from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable
-from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.index import Payload
 from asyncckpt.save.serialize import (
     Compressed,
@@ -69,7 +68,7 @@ class Pipeline(ABC):
     """
 
     staging: Staging
-    commit: Commit | Contribution
+    commit: Commit
     checked: Column
     attempt: AttemptFiles
     stem: str

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,6 @@ from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
 from asyncckpt.reports import Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
-from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.index import NO_ROWS
 from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline
 from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
@@ -114,7 +113,7 @@ class Save:
         self._clean_up_notes: list[str] = []
         self._recorder = Recorder(self.request.begun)
         self._attempt: AttemptFiles | None = None
-        self._commit: Commit | Contribution
+        self._others: Sequence[Timeline] = ()
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
         self._location = f"{self.store.url.rstrip('/')}/{self.request.name}"
@@ -204,6 +203,7 @@ class Save:
             state.stage = "commit"
             with self._recorder.span("publish"):
                 made = await self._conclude(attempt, made)
+            self._others = made.timelines
         except BaseException as error:
             await self._give_up(error)
             raise
@@ -226,7 +226,7 @@ class Save:
             peak_staged_nbytes=budget.peak,
             orbax=layout.orbax is not None,
             notes=(*layout.notes, *sizes.notes, *progress_notes(request.progress)),
-            processes=self._commit.parts,
+            processes=made.parts,
             timeline=self._timeline(),
         )
 
@@ -253,7 +253,7 @@ class Save:
             private=self.request.options.private,
         )
 
-    def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
+    def _committing(self, attempt: Any, layout: Layout) -> Commit:
         """Return the commit stage."""
         return Commit(
             attempt,
@@ -263,10 +263,6 @@ class Save:
             compute=self.runtime.engine.compute,
             epoch=self._epoch,
         )
-
-    def _timeline(self) -> Timeline:
-        """Return the timeline, with those of other processes where they are known."""
-        return self._recorder.timeline().joined(self._commit.timelines)
 
     def _checked(self, layout: Layout) -> Column:
         """Return the rows to compare with replicas in other processes."""
@@ -281,6 +277,10 @@ class Save:
         """Abort the attempt of a save that ends with this error."""
         if self._attempt is not None:
             await self._abort(self._attempt)
+
+    def _timeline(self) -> Timeline:
+        """Return the timeline, with those of other processes where they are known."""
+        return self._recorder.timeline().joined(self._others)
 
     async def _refuse_existing(self) -> None:
         if await exists(self.store, self.request.name):
@@ -312,7 +312,7 @@ class Save:
             grow=request.stall_first,
             recorder=self._recorder,
         )
-        commit = self._commit = self._committing(attempt, layout)
+        commit = self._committing(attempt, layout)
         copied = asyncio.Event()
         kind = LocalPipeline if store.capabilities.positional_writes else ObjectPipeline
         pipeline = kind(

@@ -303,28 +303,18 @@ class SharedSave(Save):
                     location=self._location,
                 )
 
-    def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
-        compute = self.runtime.engine.compute
-        if self.round_.leads:
-            return MergingCommit(
-                attempt,
-                layout,
-                self.request,
-                save_id=self._save_id,
-                compute=compute,
-                writers=self._group.process_count,
-                epoch=self._epoch,
-                round_=self.round_,
-                times=self._times,
-            )
-        return Contribution(
+    def _committing(self, attempt: Any, layout: Layout) -> Commit:
+        kind: type[MergingCommit | Contribution]
+        kind = MergingCommit if self.round_.leads else Contribution
+        return kind(
             attempt,
             layout,
-            self.request.snapshot,
+            self.request,
             save_id=self._save_id,
-            process=self._group.process_index,
-            host=self._group.host,
-            compute=compute,
+            compute=self.runtime.engine.compute,
+            writers=self._group.process_count,
+            epoch=self._epoch,
+            round_=self.round_,
             times=self._times,
         )
 
@@ -342,12 +332,11 @@ class SharedSave(Save):
             totals = {"stored_nbytes": made.stored_nbytes, "file_count": made.file_count}
             await to_completion(briefly(self.round_.finish(json.dumps(totals).encode())))
             return made
-        assert isinstance(self._commit, Contribution)
         joined = await attempt.attempt()
         await joined.settle()
         self._kept = True
         try:
-            await self.round_.post("ready", self._commit.path.encode())
+            await self.round_.post("ready", made.record)
         except StoreError as error:
             # The message may have arrived, and process 0 have committed.
             if not await self._is_committed():
@@ -358,7 +347,11 @@ class SharedSave(Save):
             await self._outcome()
         await joined.leave()
         totals = json.loads(self.round_.result or b"{}")
-        return Committable(b"", totals.get("stored_nbytes", 0), totals.get("file_count", 0))
+        return replace(
+            made,
+            stored_nbytes=totals.get("stored_nbytes", 0),
+            file_count=totals.get("file_count", 0),
+        )
 
     async def _outcome(self) -> None:
         """Wait until the save has succeeded.
