@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.metadata import RECORD
@@ -108,11 +108,14 @@ class Save:
     staged: Callable[[], None]
     claim: Callable[[], Coroutine[Any, Any, int]] = no_claim
 
+    shared: ClassVar[bool] = False
+    """Whether other processes write to the attempt, too."""
+
     def __post_init__(self) -> None:
         self._epoch = 0
         self._clean_up_notes: list[str] = []
         self._recorder = Recorder(self.request.begun)
-        self._attempt: AttemptFiles | None = None
+        self._attempt: Any = None
         self._others: Sequence[Timeline] = ()
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
@@ -251,6 +254,7 @@ class Save:
             epoch=self._epoch,
             overwrite=self.request.overwrite,
             private=self.request.options.private,
+            shared=self.shared,
         )
 
     def _committing(self, attempt: Any, layout: Layout) -> Commit:

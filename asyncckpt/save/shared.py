@@ -70,7 +70,7 @@ LOOK_S = 1.0
 
 
 class Joining:
-    """The files of an attempt that this process is joining; every call waits until it is joined."""
+    """What the stages use of an attempt that this process is joining; calls wait until it is."""
 
     def __init__(self, location: str, joining: asyncio.Task[JoinedAttempt]) -> None:
         self.location = location
@@ -84,14 +84,6 @@ class Joining:
         """Open a new data file, as `AttemptFiles.create`."""
         attempt = await self.attempt()
         return await attempt.create(path, nbytes=nbytes, window_nbytes=window_nbytes)
-
-    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Make a small file durable, as `AttemptFiles.put`."""
-        await (await self.attempt()).put(path, data, in_record=in_record)
-
-    async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
-        """Return a file that a process has passed on, as `AttemptFiles.taken`."""
-        return await (await self.attempt()).taken(path, max_nbytes=max_nbytes)
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
         """Write a file for the other processes, as `AttemptFiles.pass_on`."""
@@ -124,6 +116,8 @@ class SharedSave(Save):
         round_: messages of the processes about this save.
         Others: as `Save`.
     """
+
+    shared = True
 
     _: KW_ONLY
     round_: Round
@@ -249,18 +243,10 @@ class SharedSave(Save):
         return layout
 
     async def _begin(self) -> Any:
-        request = self.request
         if self._attempt is None and not self.round_.leads:
             self._attempt = Joining(self._location, self._tasks.create_task(self._joined()))
         elif self._attempt is None:
-            self._attempt = await self.store.begin(
-                request.name,
-                self._save_id,
-                epoch=self._epoch,
-                overwrite=request.overwrite,
-                private=request.options.private,
-                shared=True,
-            )
+            self._attempt = await super()._begin()
             self.round_.begun()
         return self._attempt
 

@@ -67,20 +67,10 @@ class CrashStore(FaultStore):
         if self.down:  # nobody is left to hear of the success
             raise _dead(self.url)
 
-    async def begin(
-        self,
-        name: str,
-        save_id: str,
-        *,
-        epoch: int = 0,
-        overwrite: bool = False,
-        private: bool = False,
-    ) -> FaultAttempt:
+    async def begin(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
         """As the inner store; what a dead process has begun stays."""
         async with self.operation("begin", name):
-            inner = await self.inner.begin(
-                name, save_id, epoch=epoch, overwrite=overwrite, private=private
-            )
+            inner = await self.inner.begin(name, save_id, **options)
             self._attempts.append(attempt := CrashAttempt(self, inner))
         return attempt
 
