@@ -6,9 +6,9 @@
       │ windows in plan order   │ several writes at a time
       └ slots of the budget ◄───┘ free when written
 
-`LocalPipeline` and `ObjectPipeline` differ in where compressed chunks go: appended to a data file,
-or packed into windows that are sent whole. Both write the index while the last windows are on
-their way; an object store may give a file another name meanwhile, and then it is written again.
+Compressed chunks are appended to a data file if the store has positional writes, and packed into
+windows that are sent whole if not. The index is written while the last windows are on their way; an
+object store may give a file another name meanwhile, and then the index is written again.
 """
 
 # Rule 1: the stages share nothing but queues of slots; a slow stage makes the one before it wait.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -52,7 +51,7 @@ from asyncckpt.save.upload import (
 
 
 @dataclass(eq=False, repr=False)
-class Pipeline(ABC):
+class Pipeline:
     """Stage, serialize and upload of one save, and the index of what they have written.
 
     Attributes:
@@ -61,6 +60,7 @@ class Pipeline(ABC):
         checked: rows whose checksums are compared with those of other processes.
         attempt: where the files go.
         stem: prefix of the names of its files, which contains the save id.
+        positional: the store has `StoreCapabilities.positional_writes`.
         sizes: sizes of files and windows, and writes in flight.
         reference: hold immutable leaves instead of copying them.
         staged: called when every leaf may be mutated.
@@ -72,6 +72,7 @@ class Pipeline(ABC):
     checked: Column
     attempt: AttemptFiles
     stem: str
+    positional: bool
     sizes: Sizes
     reference: bool
     staged: Callable[[], None]
@@ -81,9 +82,6 @@ class Pipeline(ABC):
         self._plan = plan = self.staging.plan
         self._compute = self.staging.compute
         self._recorder = self.staging.recorder
-        self._files: DataFiles
-        self._sink: ChunkAppender | ChunkPacker | None  # of compressed chunks
-        self._streams: int  # writes in flight
         self._inline: Iterable[bytes | memoryview] = ()
         self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
@@ -101,8 +99,23 @@ class Pipeline(ABC):
         if not plan.windows:
             self._folded.set()
         self._turn: asyncio.Event | None = None  # the window taken last by an upload is folded
+        sizes, pool, positional = self.sizes, self.staging.window_pool, self.positional
+        self._files = DataFiles(
+            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=positional
+        )
+        self._sink: ChunkAppender | ChunkPacker | None = None  # of compressed chunks
+        first, target_nbytes = len(plan.file_nbytes), sizes.data_file_nbytes
+        self._packing = 0  # windows that compressed chunks make, at most
+        if plan.compressed and positional:
+            self._sink = ChunkAppender(self._files, first, target_nbytes)
+        elif plan.compressed:
+            nbytes = int(plan.row_payload[list(plan.compressed)].sum())
+            self._packing = max(1, -(-nbytes // pool.slot_nbytes))
+            self._sink = ChunkPacker(
+                first, target_nbytes, pool, self._compute, emit=self._final.put_nowait
+            )
+        self._streams = min(sizes.concurrency, len(plan.windows) + self._packing)
 
-    @abstractmethod
     async def run(self) -> Committable:
         """Make all files of the save durable, but not the record.
 
@@ -114,6 +127,14 @@ class Pipeline(ABC):
             StagingError: names the leaf.
             StoreError: names the file.
         """
+        try:
+            async with self._data() as uploads:
+                if uploads and self.positional and self.commit.after_data:
+                    await asyncio.wait(uploads)
+                return await self._put_index(uploads)
+        finally:
+            if isinstance(self._sink, ChunkPacker):
+                self._sink.release()
 
     @asynccontextmanager
     async def _data(self) -> AsyncIterator[Sequence[asyncio.Task[None]]]:
@@ -126,6 +147,9 @@ class Pipeline(ABC):
                 uploads: list[asyncio.Task[None]] = []
                 while len(uploads) < self._streams:
                     uploads.append(group.create_task(self._upload()))
+                if self.positional and self._plan.windows:
+                    # Creating a file and its blocks takes about as long as copying a window.
+                    group.create_task(self._files.open(0, self._plan.file_nbytes[0]))
                 if self._sink is not None:
                     compressing = group.create_task(self._compress(self._sink))
                 await self._stage()
@@ -137,6 +161,26 @@ class Pipeline(ABC):
                 yield uploads
         finally:
             self.staging.release()
+
+    async def _put_index(self, uploads: Sequence[asyncio.Task[None]]) -> Committable:
+        """Write the index, and write it again if a file was sent under another name since.
+
+        Such a file may be sealed during or after the write of the index. The record refers to the
+        index of the last call, which has the final names.
+        """
+        files = self._files
+        changed = asyncio.Event()
+        files.renamed = changed.set
+        for task in uploads:
+            task.add_done_callback(lambda _: changed.set())
+        while True:
+            renames = files.renames
+            made = await self._indexed()
+            while files.renames == renames:
+                if all([task.done() for task in uploads]):
+                    return made
+                changed.clear()  # no await between the check and this
+                await changed.wait()
 
     async def _indexed(self) -> Committable:
         """Write the index of places and checksums as they are now."""
@@ -166,8 +210,10 @@ class Pipeline(ABC):
         held = self.reference and await staging.hold_immutable()
         if held:
             self.staged()
-        if self._sink is not None:
-            await self._reserve()
+        if isinstance(self._sink, ChunkPacker):
+            # After mutable leaves were copied: their copies are kept, and what is kept counts.
+            streams = min(self.sizes.concurrency, self._packing)
+            await self._sink.reserve(streams + 1, beside=staging.most_nbytes)
         early: list[StagedWindow] = []
 
         def flush() -> None:
@@ -201,9 +247,6 @@ class Pipeline(ABC):
         elsewhere = (plan.row_writer[checked] != process) | np.isin(checked, plan.compressed)
         rows = checked[elsewhere].tolist()
         self._checked_crc = dict(zip(rows, await self.staging.checksums(rows), strict=True))
-
-    async def _reserve(self) -> None:  # noqa: B027 - only one kind of pipeline packs chunks
-        """Take the memory that chunks are packed into, before any chunk is staged."""
 
     # -- serialize
 
@@ -314,92 +357,3 @@ class Pipeline(ABC):
                 await self._files.write(window)
             # A view in this frame would keep a client from sending the buffer as it is.
             del item, window
-
-
-class LocalPipeline(Pipeline):
-    """Positional writes into files, whose names never change."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        plan, sizes = self._plan, self.sizes
-        self._files = DataFiles(
-            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=True
-        )
-        self._sink = None
-        if plan.compressed:
-            self._sink = ChunkAppender(self._files, len(plan.file_nbytes), sizes.data_file_nbytes)
-        self._streams = min(sizes.concurrency, len(plan.windows))
-
-    async def run(self) -> Committable:
-        """Write all data, and once, while the last of them are written, the index."""
-        async with self._data() as uploads:
-            if uploads and self.commit.after_data:
-                await asyncio.wait(uploads)
-            return await self._indexed()
-
-    async def _stage(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            if self._plan.windows:
-                # Creating a file and allocating its blocks takes about as long as copying a window.
-                group.create_task(self._files.open(0, self._plan.file_nbytes[0]))
-            await super()._stage()
-
-
-class ObjectPipeline(Pipeline):
-    """Sealed files, one request per window; the index goes out with the last of them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        plan, sizes, pool = self._plan, self.sizes, self.staging.window_pool
-        self._files = DataFiles(
-            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=False
-        )
-        self._packer: ChunkPacker | None = None
-        self._packing = 0  # windows that compressed chunks make, at most
-        if plan.compressed:
-            nbytes = int(plan.row_payload[list(plan.compressed)].sum())
-            self._packing = max(1, -(-nbytes // pool.slot_nbytes))
-            self._packer = ChunkPacker(
-                len(plan.file_nbytes),
-                sizes.data_file_nbytes,
-                pool,
-                self._compute,
-                emit=self._final.put_nowait,
-            )
-        self._sink = self._packer
-        self._streams = min(sizes.concurrency, len(plan.windows) + self._packing)
-
-    async def run(self) -> Committable:
-        """Write the data, and the index while the last of them are on their way."""
-        try:
-            async with self._data() as uploads:
-                return await self._put_index(uploads)
-        finally:
-            if self._packer is not None:
-                self._packer.release()
-
-    async def _reserve(self) -> None:
-        # After mutable leaves were copied: their copies are kept, and what is kept counts.
-        if self._packer is not None:
-            streams = min(self.sizes.concurrency, self._packing)
-            await self._packer.reserve(streams + 1, beside=self.staging.most_nbytes)
-
-    async def _put_index(self, uploads: Sequence[asyncio.Task[None]]) -> Committable:
-        """Write the index, and write it again if a file was sent under another name since.
-
-        Such a file may be sealed during or after the write of the index. The record refers to the
-        index of the last call, which has the final names.
-        """
-        files = self._files
-        changed = asyncio.Event()
-        files.renamed = changed.set
-        for task in uploads:
-            task.add_done_callback(lambda _: changed.set())
-        while True:
-            renames = files.renames
-            made = await self._indexed()
-            while files.renames == renames:
-                if all([task.done() for task in uploads]):
-                    return made
-                changed.clear()  # no await between the check and this
-                await changed.wait()

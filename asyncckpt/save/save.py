@@ -36,7 +36,7 @@ from asyncckpt.reports import Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.index import NO_ROWS
-from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline
+from asyncckpt.save.pipeline import Pipeline
 from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
@@ -318,13 +318,13 @@ class Save:
         )
         commit = self._committing(attempt, layout)
         copied = asyncio.Event()
-        kind = LocalPipeline if store.capabilities.positional_writes else ObjectPipeline
-        pipeline = kind(
+        pipeline = Pipeline(
             staging=staging,
             commit=commit,
             checked=self._checked(layout),
             attempt=attempt,
             stem=self._stem,
+            positional=store.capabilities.positional_writes,
             sizes=sizes,
             reference=request.options.snapshot == "reference",
             staged=copied.set,

@@ -168,6 +168,7 @@ class ChunkAppender:
 
     def __post_init__(self) -> None:
         self._file: DataFile | None = None
+        self._index = 0  # of the open file
         self.file_nbytes: list[int] = []
         self.file_crcs: list[int] = []
 
@@ -185,7 +186,8 @@ class ChunkAppender:
         for file, run in _by_file(placed):
             offset = run[0].offset
             if offset == 0:
-                await self.finish(file - 1)
+                await self.finish()
+                self._index = file - self.first_file
                 nbytes = min(self.target_nbytes, sum(chunk.raw_nbytes for chunk in run))
                 self._file = await self.files.attempt.create(self.files.path(file), nbytes=nbytes)
             assert self._file is not None
@@ -195,15 +197,13 @@ class ChunkAppender:
             for block in blocks:
                 await self._file.write(offset, np.frombuffer(block, np.uint8))
                 offset += len(block)
-            index = file - self.first_file
-            self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
+            self.file_crcs[self._index] = _with_chunks(self.file_crcs[self._index], run)
 
-    async def finish(self, file: int | None = None) -> None:
+    async def finish(self) -> None:
         """Seal the open file, if any."""
         if self._file is not None:
-            index = len(self.file_nbytes) - 1 if file is None else file - self.first_file
             open_file, self._file = self._file, None
-            await open_file.seal(self.file_nbytes[index])
+            await open_file.seal(self.file_nbytes[self._index])
 
 
 @dataclass(eq=False, repr=False)
