@@ -207,13 +207,8 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
         for value in snapshot.scalars.values()
     ]
     return [
-        snapshot.paths,
-        snapshot.kinds,
-        arrays_key(snapshot),
+        *tree_key(snapshot),
         snapshot.held,
-        snapshot.tied,
-        snapshot.extra,
-        snapshot.structure,
         scalars,
         key_devices(snapshot),
         (process, process_count),
@@ -233,14 +228,23 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
     ]
 
 
-def arrays_key(snapshot: Snapshot) -> tuple[list[ArraySpec], dict[int, Division]]:
-    """Return the parts of a key that describe arrays: specs, and divisions by number."""
+def tree_key(snapshot: Snapshot) -> list[object]:
+    """Return the parts of a key that describe the tree without the values of scalars."""
     # Boxes and the processes that hold them are part of the shards.
     divisions: dict[int, Division] = {}
     for number, source in snapshot.sources.opened.items():
         if source.shards is not None or source.partition is not None:
             divisions[number] = source.shards, source.partition
-    return [*snapshot.sources.specs], divisions
+    return [
+        snapshot.paths,
+        snapshot.kinds,
+        snapshot.array_leaf,
+        [*snapshot.sources.specs],  # which grows when scalars are added as arrays
+        divisions,
+        snapshot.tied,
+        snapshot.extra,
+        snapshot.structure,
+    ]
 
 
 def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:

@@ -148,13 +148,6 @@ class SmallChunks:
         return iter([view[a:b] for a, b in itertools.pairwise(self.ends)])
 
 
-class _Contexts(threading.local):
-    """Compression contexts of one thread: costly to make, and not thread-safe."""
-
-    def __init__(self) -> None:
-        self.by_level: dict[int, zstandard.ZstdCompressor] = {}
-
-
 class Compressed(NamedTuple):
     """A stored chunk that was compressed.
 
@@ -173,7 +166,8 @@ class Compressor:
     """zstd compression of staged chunks; one per save, used from several threads."""
 
     def __init__(self) -> None:
-        self._contexts = _Contexts()
+        # By thread and level: costly to make, and not thread-safe.
+        self._contexts: dict[tuple[int, int], zstandard.ZstdCompressor] = {}
 
     def compress(
         self,
@@ -200,12 +194,12 @@ class Compressor:
         return _with_trailer([block for block in blocks if block])
 
     def _context(self, level: int) -> zstandard.ZstdCompressor:
-        contexts = self._contexts.by_level
-        context = contexts.get(level)
+        key = threading.get_ident(), level
+        context = self._contexts.get(key)
         if context is None:
             # The frame states its content size, so that readers can bound what they allocate.
             context = zstandard.ZstdCompressor(level=level, write_content_size=True)
-            contexts[level] = context
+            self._contexts[key] = context
         return context
 
 

@@ -33,13 +33,11 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import (
     Layout,
     LayoutCache,
-    arrays_key,
     layout_of,
     options_of_leaf,
+    tree_key,
 )
 from asyncckpt.save.snapshot import SaveRequest, Snapshot, completed
-
-NO_LIMIT = 1 << 62
 
 KNOWN = "known"
 """Posted by a process that has a plan already, and waits for an attempt that does not appear."""
@@ -53,13 +51,13 @@ class Limits(NamedTuple):
 
     Attributes:
         budget_nbytes: memory for chunks that are held whole.
-        chunk_nbytes: target size at most.
-        chunk_limit_nbytes: largest chunk that can be stored.
+        chunk_nbytes: target size at most, None for no limit.
+        chunk_limit_nbytes: largest chunk that can be stored, None for no limit.
     """
 
     budget_nbytes: int
-    chunk_nbytes: int
-    chunk_limit_nbytes: int
+    chunk_nbytes: int | None
+    chunk_limit_nbytes: int | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,8 +124,8 @@ class SharedPlan:
             request.options,
             replace(
                 sizes,
-                chunk_nbytes=_limit(limits.chunk_nbytes),
-                chunk_limit_nbytes=_limit(limits.chunk_limit_nbytes),
+                chunk_nbytes=limits.chunk_nbytes,
+                chunk_limit_nbytes=limits.chunk_limit_nbytes,
             ),
             runtime=runtime,
             store=store,
@@ -144,11 +142,7 @@ class SharedPlan:
         self, runtime: Runtime, sizes: Sizes, change: str, kept: Agreement | None
     ) -> Agreement:
         """Agree with the others; `kept` is an earlier group's agreement on an equal schema."""
-        limits = Limits(
-            runtime.budget.capacity,
-            sizes.chunk_nbytes or NO_LIMIT,
-            sizes.chunk_limit_nbytes or NO_LIMIT,
-        )
+        limits = Limits(runtime.budget.capacity, sizes.chunk_nbytes, sizes.chunk_limit_nbytes)
         run = runtime.engine.compute.run
         schema = None
         if kept is None:
@@ -181,7 +175,10 @@ class SharedPlan:
         answer = {
             "merge": any(partial or digest != own[1] for _, digest, partial, *_ in proposals),
             "kept": own[3] != "" and all(kept == own[3] for _, _, _, kept, *_ in proposals),
-            "limits": [min(limit) for limit in zip(*(p[4:] for p in proposals), strict=True)],
+            "limits": [
+                min((nbytes for nbytes in limit if nbytes is not None), default=None)
+                for limit in zip(*(p[4:] for p in proposals), strict=True)
+            ],
         }
         await self.round_.answer("planned", json.dumps(answer).encode())
         return answer
@@ -257,7 +254,7 @@ def first_change(before: Sequence[Any] | None, after: Sequence[Any]) -> str:
 
 def _by_path(key: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
     """Return kind and array of every leaf of a schema's key."""
-    paths, kinds, (specs, divisions), array_leaf = key[:4]
+    paths, kinds, array_leaf, specs, divisions = key[:5]
     arrays = [(spec, divisions.get(number)) for number, spec in enumerate(specs)]
     array_of = dict(zip(array_leaf, arrays, strict=True))
     return {path: (kinds[leaf], array_of.get(leaf)) for leaf, path in enumerate(paths)}
@@ -285,25 +282,9 @@ async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: 
     return data
 
 
-def _limit(nbytes: int) -> int | None:
-    return None if nbytes == NO_LIMIT else nbytes
-
-
 def schema_key(request: SaveRequest) -> Sequence[Any]:
     """Return the key of this process' part of the schema; compared part by part."""
-    snapshot = request.snapshot
-    # `_by_path` reads the first four.
-    return [
-        snapshot.paths,
-        snapshot.kinds,
-        arrays_key(snapshot),
-        snapshot.array_leaf,
-        snapshot.tied,
-        snapshot.extra,
-        snapshot.structure,
-        _shared_options(request),
-        request.options.leaf_options,
-    ]
+    return [*tree_key(request.snapshot), _shared_options(request), request.options.leaf_options]
 
 
 def schema_of(request: SaveRequest) -> Schema:
