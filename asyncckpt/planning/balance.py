@@ -71,9 +71,7 @@ LARGE_MAX = 1 << 14
 
 
 def assign_writers(
-    row_nbytes: npt.ArrayLike,
-    row_class: npt.ArrayLike,
-    holders: Sequence[Sequence[int]],
+    row_nbytes: npt.ArrayLike, row_class: npt.ArrayLike, holders: Sequence[Processes]
 ) -> npt.NDArray[np.int64]:
     """Return the process that writes each chunk, one of its holders.
 
@@ -82,32 +80,25 @@ def assign_writers(
     Args:
         row_nbytes: size of each chunk in bytes.
         row_class: index into `holders` of each chunk.
-        holders: per class, the processes that hold its chunks. Their order does not matter; a
-            process named twice holds two replicas and counts once; equal sets are one class.
+        holders: per class, the processes that hold its chunks; distinct, as `Holders.sets`.
 
     Raises:
         ValueError: a chunk has no holder.
     """
     nbytes = np.asarray(row_nbytes, np.int64)
-    named = np.asarray(row_class, np.int64)
+    kind = np.asarray(row_class, np.int64)
     writers = np.empty(len(nbytes), np.int64)
     if not len(nbytes):
         return writers
-    if named.min() < 0 or named.max() >= len(holders):
+    if kind.min() < 0 or kind.max() >= len(holders):
         raise ValueError(f"row_class must index the {len(holders)} holder classes")
-    used, place = np.unique(named, return_inverse=True)
-    classes: dict[tuple[int, ...], int] = {}
-    merged = [
-        classes.setdefault(tuple(sorted(set(holders[number]))), len(classes))
-        for number in used.tolist()
-    ]
-    kind = np.array(merged, np.int64)[place]
     # Stable: within a class the chunks keep their order, and runs are contiguous in it.
     order = np.argsort(kind, kind="stable")
-    edges = np.searchsorted(kind[order], np.arange(len(classes) + 1)).tolist()
+    used, firsts = np.unique(kind[order], return_index=True)
+    rows_of = dict(zip(used.tolist(), np.split(order, firsts[1:]), strict=True))
     done: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-    for processes in sorted(classes, key=lambda members: (-len(members), members)):
-        rows = order[edges[classes[processes]] : edges[classes[processes] + 1]]
+    for number in sorted(rows_of, key=lambda number: (-len(holders[number]), holders[number])):
+        rows, processes = rows_of[number], holders[number]
         if not processes:
             raise ValueError(f"chunk {rows[0]} has no holder")
         members = np.array(processes, np.int64)

@@ -37,8 +37,8 @@ from asyncckpt.save.index import Payload
 from asyncckpt.save.serialize import (
     Compressed,
     Compressor,
-    SmallChunks,
     WindowChecksums,
+    seal_small,
 )
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.save.upload import (
@@ -255,8 +255,8 @@ class Pipeline:
         start = time.perf_counter()
         rows = self._plan.first_row[list(self._plan.inline)]
         ends = np.cumsum(self._extents.nbytes[rows])
-        self._inline = chunks = SmallChunks(data, [0, *ends.tolist()])
-        self._extents.crc32c[rows] = await self._compute.run(chunks.seal)
+        sealed = await self._compute.run(seal_small, data, [0, *ends.tolist()])
+        self._inline, self._extents.crc32c[rows] = sealed
         self._recorder.add("serialize", start, len(data))
 
     async def _seal(self, item: StagedWindow) -> FileWindow:

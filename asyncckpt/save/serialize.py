@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -122,30 +121,20 @@ class WindowChecksums:
         self.file_crcs[window.file] = combine(file_crc, sums.rest, window.nbytes - end)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SmallChunks:
-    """Stored forms of small payloads, one after the other.
+def seal_small(
+    data: bytearray, ends: Sequence[int]
+) -> tuple[list[memoryview], npt.NDArray[np.uint32]]:
+    """Write the trailers of small payloads that lie one after the other. Blocking.
 
-    Attributes:
-        data: all of them, each with its trailer.
-        ends: where each ends, its trailer included; with a leading 0.
+    Each ends, with room for its trailer, at one of `ends`, which begin with a 0. Returns the stored
+    chunks, and the checksums of their payloads.
     """
-
-    data: bytearray
-    ends: list[int]
-
-    def seal(self) -> npt.NDArray[np.uint32]:
-        """Write the trailers; return the checksums of the payloads. Blocking."""
-        view = memoryview(self.data)
-        crcs = [crc32c(view[a : b - CRC_NBYTES]) for a, b in itertools.pairwise(self.ends)]
-        found = np.array(crcs, "<u4")
-        at = np.array(self.ends[1:], np.int64)[:, None] + np.arange(-CRC_NBYTES, 0)
-        np.frombuffer(self.data, np.uint8)[at] = found.view(np.uint8).reshape(at.shape)
-        return found
-
-    def __iter__(self) -> Iterator[memoryview]:
-        view = memoryview(self.data)
-        return iter([view[a:b] for a, b in itertools.pairwise(self.ends)])
+    view = memoryview(data)
+    crcs = [crc32c(view[a : b - CRC_NBYTES]) for a, b in itertools.pairwise(ends)]
+    found = np.array(crcs, "<u4")
+    at = np.array(ends[1:], np.int64)[:, None] + np.arange(-CRC_NBYTES, 0)
+    np.frombuffer(data, np.uint8)[at] = found.view(np.uint8).reshape(at.shape)
+    return [view[a:b] for a, b in itertools.pairwise(ends)], found
 
 
 class Compressed(NamedTuple):

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from asyncckpt.errors import UsageError
@@ -22,22 +22,7 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     Dicts, lists and tuples are as they were; namedtuples, dataclasses, registered nodes and state
     dicts are dicts of their fields.
     """
-    _check_count(structure, leaves)
-    if not structure.nodes:
-        return leaves[0]
-    built: list[Any] = [None] * len(structure.nodes)
-    for index in range(len(built) - 1, -1, -1):
-        node = structure.nodes[index]
-        children = [leaves[c] if c >= 0 else built[-c] for c in node.children]
-        if node.kind in KEYED:
-            built[index] = dict(zip(node.keys, children, strict=True))
-        elif node.kind == "list":
-            built[index] = children
-        elif node.kind == "tuple":
-            built[index] = tuple(children)
-        elif node.kind == "stateful":
-            built[index] = children[0]
-    return built[0]
+    return _built(structure, leaves, lambda _, node, children: _plain(node, children))
 
 
 def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapter] = ()) -> Any:
@@ -50,16 +35,12 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
     Raises:
         UsageError: a container cannot be made with its new children; names its path.
     """
-    _check_count(flat.structure, leaves)
-    if not flat.objects:
-        return leaves[0]
     types = Types(nodes)
-    built: list[Any] = [None] * len(flat.objects)
-    for index in range(len(built) - 1, -1, -1):
-        node, old = flat.structure.nodes[index], flat.objects[index]
-        children = [leaves[c] if c >= 0 else built[-c] for c in node.children]
+
+    def like(index: int, node: Node, children: list[Any]) -> Any:
+        old = flat.objects[index]
         try:
-            built[index] = _like(node, old, children, types)
+            return _like(node, old, children, types)
         except Exception as error:
             path = flat.structure.node_paths()[index]
             raise UsageError(
@@ -68,12 +49,34 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
                 "fields",
                 path=path,
             ) from error
+
+    return _built(flat.structure, leaves, like)
+
+
+def _built(
+    structure: Structure, leaves: Sequence[Any], make: Callable[[int, Node, list[Any]], Any]
+) -> Any:
+    """Return the tree whose containers `make` returns, given index, node and children of each."""
+    if len(leaves) != structure.leaf_count:
+        raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")
+    if not structure.nodes:
+        return leaves[0]
+    built: list[Any] = [None] * len(structure.nodes)
+    for index in range(len(built) - 1, -1, -1):
+        node = structure.nodes[index]
+        children = [leaves[c] if c >= 0 else built[-c] for c in node.children]
+        built[index] = make(index, node, children)
     return built[0]
 
 
-def _check_count(structure: Structure, leaves: Sequence[Any]) -> None:
-    if len(leaves) != structure.leaf_count:
-        raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")
+def _plain(node: Node, children: list[Any]) -> Any:
+    if node.kind in KEYED:
+        return dict(zip(node.keys, children, strict=True))
+    if node.kind == "list":
+        return children
+    if node.kind == "tuple":
+        return tuple(children)
+    return children[0] if node.kind == "stateful" else None
 
 
 def _like(node: Node, old: Any, children: list[Any], types: Types) -> Any:

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.planning.balance import assign_writers
+from asyncckpt.planning import balance
+
+
+def assign_writers(nbytes: Any, kinds: Any, holders: Sequence[Sequence[int]]) -> Any:
+    """Return the writers of rows whose holders come in any order, and repeatedly."""
+    sets = balance.Holders(process_count=10)
+    numbers = np.array([sets.number(tuple(each)) for each in holders])
+    return balance.assign_writers(nbytes, numbers[np.asarray(kinds, int)], sets.sets)
 
 
 @st.composite
@@ -117,4 +127,4 @@ def test_a_row_without_holder_is_refused() -> None:
     with pytest.raises(ValueError, match="no holder"):
         assign_writers([1], [0], [[]])
     with pytest.raises(ValueError, match="index"):
-        assign_writers([1], [1], [[0]])
+        balance.assign_writers([1], [1], [(0,)])

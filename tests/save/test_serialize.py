@@ -14,7 +14,7 @@ from asyncckpt.format.codecs import ZSTD, ChunkError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.save import serialize, stage
-from asyncckpt.save.serialize import Compressor, SmallChunks, WindowChecksums
+from asyncckpt.save.serialize import Compressor, WindowChecksums, seal_small
 from asyncckpt.save.stage import StagedWindow
 from tests.save.staging import SLOT, Staged, noise
 
@@ -92,8 +92,9 @@ def test_small_chunks_end_with_the_checksum_of_their_payload() -> None:
     payloads = [b"", b"a", noise(900).tobytes(), b"\0" * 7]
     gap = bytes(CRC_NBYTES)
     ends = [0, *itertools.accumulate(len(payload) + CRC_NBYTES for payload in payloads)]
-    chunks = SmallChunks(bytearray(b"".join(payload + gap for payload in payloads)), ends)
-    assert chunks.seal().tolist() == [crc32c(payload) for payload in payloads]
+    data = bytearray(b"".join(payload + gap for payload in payloads))
+    chunks, crcs = seal_small(data, ends)
+    assert crcs.tolist() == [crc32c(payload) for payload in payloads]
     assert [bytes(chunk) for chunk in chunks] == [
         payload + crc32c(payload).to_bytes(CRC_NBYTES, "little") for payload in payloads
     ]
