@@ -287,13 +287,8 @@ def _parts(leaf: LeafLayout, regular: bool) -> list[Part]:
                 found=len(arrays),
             )
     except UsageError as error:
-        raise UsageError(
-            f"{leaf.name}: {error}",
-            path=leaf.name,
-            stage="plan",
-            expected=error.expected,
-            found=error.found,
-        ) from None
+        error.path, error.stage = leaf.name, "plan"
+        raise
     parts: list[Part] = []
     for offset, grid in arrays:
         spec = ArraySpec(grid.shape, leaf.spec.dtype)

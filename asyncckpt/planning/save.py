@@ -117,7 +117,8 @@ def plan_save(
 
     Raises:
         UsageError: two arrays have one name, a chunk shape does not fit its leaf, or the shards of
-            a leaf would take too many pieces, or with `regular` too many chunks; names the leaf.
+            a leaf would take too many pieces, or with `regular` too many chunks; its `path` is the
+            name of the array.
         ValueError: sizes, shards or `tied_to` are inconsistent.
     """
     if page_nbytes % SMALL_ALIGNMENT_NBYTES or page_nbytes < 1:

@@ -450,7 +450,7 @@ def _with_path(error: UsageError, names: Sequence[str], paths: Sequence[str]) ->
         return error
     path = paths[names.index(error.path)]
     return UsageError(
-        str(error).replace(f"{error.path}: ", f"{where(path)}: ", 1),
+        f"{where(path)}: {error}",
         path=path,
         stage=error.stage,
         expected=error.expected,

@@ -351,7 +351,7 @@ class SharedSave(Save):
         except asyncio.CancelledError as error:
             if self._watching.done() or await to_completion(self._withdraw(error)):
                 raise
-            await to_completion(_ended(self._watching))
+            await to_completion(asyncio.wait((self._watching,)))
             while task is not None and task.cancelling() > before:
                 task.uncancel()
 
@@ -392,7 +392,3 @@ class SharedSave(Save):
         return SaveAbortedError(
             f"{self._location}: the save was cancelled", location=self._location
         )
-
-
-async def _ended(task: asyncio.Task[Any]) -> None:
-    await asyncio.wait((task,))

@@ -295,7 +295,7 @@ def test_a_bad_chunk_shape_names_its_leaf() -> None:
         LeafLayout("ok", ArraySpec((2,), "float32"), 100, (1,)),
         LeafLayout("params.w", ArraySpec((2, 2), "float32"), 100, (1,)),
     ]
-    with pytest.raises(UsageError, match=r"params\.w: chunk_shape=\(1,\) has rank 1") as caught:
+    with pytest.raises(UsageError, match=r"^chunk_shape=\(1,\) has rank 1") as caught:
         plan_save(leaves, **SMALL)
     assert (caught.value.path, caught.value.expected, caught.value.found) == ("params.w", 2, 1)
 
@@ -320,7 +320,7 @@ UNEVEN = LeafLayout(
 def test_regular_is_an_error_that_names_leaf_and_chunk_count() -> None:
     with pytest.raises(
         UsageError,
-        match=r'params\.w: the finest chunk grid .* 4 shards .* has 10000 chunks, .*"regular"',
+        match=r'^the finest chunk grid .* 4 shards .* has 10000 chunks, .*"regular"',
     ) as caught:
         plan_save([UNEVEN], **DEFAULTS, regular=True)
     assert (caught.value.path, caught.value.stage) == ("params.w", "plan")
@@ -339,11 +339,9 @@ def test_too_many_pieces_name_the_leaf() -> None:
     n = 9000
     cuts = [0, *(i * 8 + i * i % 7 for i in range(1, n)), n * 8]
     leaf = LeafLayout("w", ArraySpec((n * 8, 4), "float64"), MIB, shards=rows(*cuts, columns=4))
-    with pytest.raises(
-        UsageError, match=r"w: .* would take \d+ arrays, 4096 are allowed"
-    ) as caught:
+    with pytest.raises(UsageError, match=r"would take \d+ arrays, 4096 are allowed") as caught:
         plan_save([leaf], **DEFAULTS)
-    assert caught.value.expected == 4096
+    assert (caught.value.path, caught.value.expected) == ("w", 4096)
 
 
 def test_inconsistent_ties_are_refused() -> None:
