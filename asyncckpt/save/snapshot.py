@@ -54,7 +54,6 @@ class Snapshot:
         tied: arrays that share all bytes with an earlier one, by array index.
         extra: facts saved with the bytes, by leaf index.
         nbytes: bytes of all arrays; tied ones count once.
-        shared: arrays of which this process may hold only a part, by array index.
         held: what this process holds of each array, where others have another tree; by array index.
         lacking: leaves that process 0 lacks, and the processes that have them; by leaf index.
         uneven: some leaves are on some of the processes only.
@@ -71,7 +70,6 @@ class Snapshot:
     tied: dict[int, int] = field(default_factory=dict)
     extra: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     nbytes: int = 0
-    shared: list[int] = field(default_factory=list)
     held: Mapping[int, OwnPart] = field(default_factory=dict)
     lacking: Mapping[int, Sequence[int]] = field(default_factory=dict)
     uneven: bool = False
@@ -183,8 +181,6 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             snapshot.tied[number] = first
         else:
             snapshot.nbytes += source.spec.nbytes
-        if source.partial or source.partition is not None:
-            snapshot.shared.append(number)
         if source.extra:
             snapshot.extra[leaf] = source.extra
         sources.append(source)
@@ -249,8 +245,10 @@ def check_alone(snapshot: Snapshot) -> None:
         UnsupportedLeafError: an array is divided among processes; names the path.
         UsageError: a `ShardedArray` leaves gaps; names the path and the first gap.
     """
-    for number in snapshot.shared:
-        source, path = snapshot.sources[number], snapshot.paths[snapshot.array_leaf[number]]
+    for number, source in snapshot.sources.opened.items():
+        if source.partition is None and not source.partial:
+            continue
+        path = snapshot.paths[snapshot.array_leaf[number]]
         if source.partition is not None:
             raise UnsupportedLeafError(
                 f"{path}: this array is on devices of other processes too (processes "

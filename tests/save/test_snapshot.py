@@ -136,7 +136,6 @@ def test_one_process_cannot_save_an_array_of_several() -> None:
     snapshot = take_snapshot({"a": np.zeros(3), "b": np.zeros(4)})
     check_alone(snapshot)
     snapshot.sources[1].partition = Partition((2,), "2[0+2] 0", tuple(range(20)))
-    snapshot.shared.append(1)
     with pytest.raises(
         UnsupportedLeafError, match=r"^b: .* other processes too \(processes 0, 1, .* 7, …\)"
     ):
