@@ -60,13 +60,11 @@ class HeldBox(NamedTuple):
     writer: int
 
 
-def held_chunks(
-    arrays: Arrays, holders: Holders
-) -> tuple[Column, Column, HeldChunks, tuple[HeldBox, ...]]:
-    """Return what a process holds, as first row per array, array per row, rows, and boxes.
+def held_chunks(arrays: Arrays, holders: Holders) -> tuple[Column, HeldChunks, tuple[HeldBox, ...]]:
+    """Return the chunks that a process holds, with the array of each, and its boxes.
 
-    Rows are in the order of arrays; a tied array has those of the array that it is tied to. There
-    are boxes where the process holds a part of a small array only.
+    Chunks are in the order of arrays; tied arrays have none of their own. There are boxes where the
+    process holds a part of a small array only.
     """
     found: list[HeldChunks] = []
     in_parts: dict[int, HeldShards] = {}
@@ -86,21 +84,18 @@ def held_chunks(
         else:
             found.append(held.chunks(part.grid, part.spec.itemsize, part.offset))
     # A part may belong to several arrays.
-    tied = list(arrays.tied)
     count_of = np.array([len(chunks.cell) for chunks in found], np.int64)
     counts = count_of[arrays.part]
-    counts[tied] = 0
-    first = np.cumsum(counts) - counts
+    counts[list(arrays.tied)] = 0
     array = np.repeat(np.arange(len(counts)), counts)
-    base = (np.cumsum(count_of) - count_of)[arrays.part] - first
+    base = (np.cumsum(count_of) - count_of)[arrays.part] - (np.cumsum(counts) - counts)
     at = base[array] + np.arange(len(array))
-    first[tied] = first[list(arrays.tied.values())]
     rows = HeldChunks(*np.hstack([NOTHING, *found])[:, at])
     boxes: list[HeldBox] = []
     for number in np.flatnonzero(np.isin(arrays.part, list(in_parts))).tolist():
         if number not in arrays.tied:
             boxes += in_parts[int(arrays.part[number])].boxes(number)
-    return first, array, rows, tuple(boxes)
+    return array, rows, tuple(boxes)
 
 
 def _whole(part: Part, count: int, holders: Holders) -> HeldChunks:

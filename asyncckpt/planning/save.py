@@ -40,7 +40,6 @@ class SavePlan:
 
     Attributes:
         arrays: the arrays, equal in all processes.
-        first_row: first row per array; tied arrays have the same rows.
         row_array: array that owns the row.
         row_chunk: number of the chunk among those of all arrays and processes;
             `row_chunk - arrays.first_chunk` counts the cells of the array's grid.
@@ -53,7 +52,7 @@ class SavePlan:
         row_data: bytes of the chunk inside the array: the length of that run.
         row_file: planned data file; -1 for inline and compressed rows and those of other writers.
         row_offset: offset of the payload in it; -1 likewise.
-        inline: arrays whose only chunk is inline in the B+tree and written by this process.
+        inline: rows that are inline in the B+tree: the only chunks of their arrays.
         compressed: rows that are appended when their size is known, in this order.
         parts: boxes of small sharded leaves whose only chunk is not held whole by any process; the
             writer of each sends it to process 0, which makes the chunk unless another process
@@ -65,7 +64,6 @@ class SavePlan:
     """
 
     arrays: Arrays
-    first_row: Column
     row_array: Column
     row_chunk: Column
     row_writer: Column
@@ -127,7 +125,7 @@ def plan_save(
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
     holders = Holders(process, process_count)
     arrays = plan_arrays(leaves, regular=regular, inline_nbytes=inline_nbytes, holders=holders)
-    first_row, row_array, held, parts = held_chunks(arrays, holders)
+    row_array, held, parts = held_chunks(arrays, holders)
     row_part = arrays.part[row_array]
     payload = arrays.part_payload[row_part]
     writer, shared = np.zeros(len(row_array), np.int64), np.zeros(len(row_array), bool)
@@ -158,7 +156,6 @@ def plan_save(
     options = [data_file_nbytes, slot_nbytes, page_nbytes, aligned_chunk_nbytes, inline_nbytes]
     return SavePlan(
         arrays=arrays,
-        first_row=first_row,
         row_array=row_array,
         row_chunk=arrays.first_chunk[row_array] + held.cell,
         row_writer=writer,
@@ -169,7 +166,7 @@ def plan_save(
         row_data=held.nbytes,
         row_file=row_file,
         row_offset=row_offset,
-        inline=tuple(row_array[inline].tolist()),
+        inline=tuple(np.flatnonzero(inline).tolist()),
         compressed=tuple(np.flatnonzero(compressed).tolist()),
         parts=parts,
         file_nbytes=tuple(file_nbytes),

@@ -61,7 +61,7 @@ def entries_of(
     """Return the entries of a process."""
     plan, extents = layout.plan, payload.chunks
     written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
-    chunks = plan.arrays.first_chunk[list(plan.inline)].tolist()
+    chunks = plan.row_chunk[list(plan.inline)].tolist()
     values = dict(zip(chunks, map(bytes, payload.inline), strict=True))
     return Entries(
         save_id=save_id,

@@ -253,7 +253,7 @@ class Pipeline:
     async def _trail(self, data: bytearray) -> None:
         """Compute the checksums of inline values, now that the caller no longer waits."""
         start = time.perf_counter()
-        rows = self._plan.first_row[list(self._plan.inline)]
+        rows = list(self._plan.inline)
         ends = np.cumsum(self._extents.nbytes[rows])
         sealed = await self._compute.run(seal_small, data, [0, *ends.tolist()])
         self._inline, self._extents.crc32c[rows] = sealed

@@ -139,7 +139,7 @@ class Staging:
         self._copies_nbytes = 0
 
     async def inline(self) -> bytearray:
-        """Copy every array that goes into the B+tree, in the order of `plan.inline`.
+        """Copy every chunk that goes into the B+tree, in the order of `plan.inline`.
 
         Each is followed by room for its trailer.
 
@@ -470,8 +470,9 @@ class Staging:
         gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
 
     def _copy_inline(self) -> bytearray:
-        """Copy the arrays of `plan.inline`, one after the other, each with a gap behind it."""
+        """Copy the chunks of `plan.inline`, one after the other, each with a gap behind it."""
         arrays, inline = self.plan.arrays, self.plan.inline
+        owners = self.plan.row_array[list(inline)].tolist()
         plain, specs, opened = self.sources.plain, self.sources.specs, self.sources.opened
         # Specs that one chunk stores unchanged; other leaves are padded in it, or cast.
         stored = [p.spec if p.grid.chunk_shape == p.spec.shape else None for p in arrays.parts]
@@ -481,13 +482,14 @@ class Staging:
         data = bytearray()
         for start in range(0, len(inline), INLINE_ARRAYS):
             payloads: list[npt.NDArray[Any]] = []
-            for array in inline[start : start + INLINE_ARRAYS]:
+            stop = start + INLINE_ARRAYS
+            for row, array in zip(inline[start:stop], owners[start:stop], strict=True):
                 leaf, spec = leaf_of[array], stored[part_of[array]]
                 values = plain[leaf]
                 if values is None:
                     values = opened[leaf].view
                 if values is None or (specs[leaf] is not spec and specs[leaf] != spec):
-                    values = self._inline_payload(array)
+                    values = self._inline_payload(array, row)
                 payloads.append(values)
             try:
                 data += gap.join(payloads)
@@ -497,11 +499,9 @@ class Staging:
         self.recorder.add("stage", since, len(data))
         return data
 
-    def _inline_payload(self, array: int) -> Bytes:
+    def _inline_payload(self, array: int, row: int) -> Bytes:
         """Copy the only chunk of an array."""
-        plan = self.plan
-        row = int(plan.first_row[array])
-        payload = np.empty(int(plan.row_payload[row]), np.uint8)
+        payload = np.empty(int(self.plan.row_payload[row]), np.uint8)
         try:
             self._gather(self._reader(array), array, row, 0, payload.nbytes, payload)
         except Exception as error:

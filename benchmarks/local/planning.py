@@ -144,7 +144,7 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
     stored = StoredArrays(
         [(part.grid, part.spec.itemsize, False) for part in arrays.parts],
         arrays.part,
-        plan.first_row,
+        arrays.first_chunk,
     )
     requests: list[Request] | WholeArrays
     if any(leaf.shards is not None for leaf in leaves):

@@ -71,7 +71,7 @@ def chunks_of(plan: SavePlan) -> list[tuple[int, Box]]:
         for number, cell in enumerate(part.grid.cells()):
             box = part.grid.box(cell)
             offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
-            found.append((int(plan.first_row[array]) + number, Box(offset, box.shape)))
+            found.append((int(plan.arrays.first_chunk[array]) + number, Box(offset, box.shape)))
     return found
 
 
@@ -251,7 +251,7 @@ def test_tied_leaves_share_all_pieces() -> None:
     assert arrays.pieces == {1: range(1, 5), 2: range(5, 9), 3: range(9, 13)}
     assert arrays.tied == {a: (a - 1) % 4 + 1 for a in range(5, 13)}
     for array, owner in arrays.tied.items():
-        assert plan.first_row[array] == plan.first_row[owner]
+        assert arrays.first_chunk[array] == arrays.first_chunk[owner]
         # Their spec is one, whatever the tied leaf asks for.
         assert arrays.of(array) is arrays.of(owner)
         assert array not in plan.row_array

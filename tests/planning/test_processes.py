@@ -152,13 +152,15 @@ def test_what_processes_share_is_equal_in_all(job: Job) -> None:
 @settings(max_examples=60)
 def test_only_what_a_process_writes_has_a_place(job: Job) -> None:
     for process, plan in enumerate(job.plans()):
-        inline = np.isin(plan.row_array, plan.inline)
+        inline = np.isin(np.arange(len(plan.row_array)), plan.inline)
         packed = np.zeros(len(plan.row_array), bool)
         packed[list(plan.compressed)] = True
         for row, writer in enumerate(plan.row_writer.tolist()):
             places = [bool(plan.row_file[row] >= 0), bool(inline[row]), bool(packed[row])]
             assert sum(places) == (writer == process)
-        assert set(plan.inline) <= set(plan.arrays.inline.tolist())
+        owners = plan.row_array[list(plan.inline)].tolist()
+        assert len(set(owners)) == len(owners)
+        assert set(owners) <= set(plan.arrays.inline.tolist())
 
 
 @given(jobs())

@@ -438,7 +438,7 @@ def test_reading_the_same_layout_reads_what_is_stored(shapes: list[tuple[int, in
     )
     arrays = [
         StoredArray(saved.arrays.of(array).grid, 4, False, int(first))
-        for array, first in enumerate(saved.first_row)
+        for array, first in enumerate(saved.arrays.first_chunk)
     ]
     plan = plan_restore(
         arrays,

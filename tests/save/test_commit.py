@@ -78,7 +78,7 @@ def payload_of(staged: Staged, names: tuple[str, ...]) -> Payload:
         crc32c=np.arange(len(plan.row_payload), dtype=np.uint32),
     )
     files = list(map(WrittenFile, names, plan.file_nbytes, range(len(names))))
-    payloads = [bytes(int(plan.row_payload[plan.first_row[array]])) for array in plan.inline]
+    payloads = [bytes(int(plan.row_payload[row])) for row in plan.inline]
     inline = [payload + crc32c(payload).to_bytes(CRC_NBYTES, "little") for payload in payloads]
     return Payload(extents, inline, files)
 
