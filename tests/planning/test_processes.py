@@ -220,7 +220,7 @@ def test_small_shards_make_one_plain_chunk_whatever_is_asked_for() -> None:
     plan = plan_save([leaf], **SIZES, process=1, process_count=2)
     part = plan.arrays.of(0)
     assert (part.grid.chunk_shape, part.zstd_level) == ((60, 60), None)
-    assert plan.parts == ((0, own.box, 0, 1),) and not len(plan.row_chunk)
+    assert plan.parts == ((0, own.box, 1),) and not len(plan.row_chunk)
     # A leaf that each process holds whole is stored as asked for.
     whole = leaf._replace(partition=Partition((60, 60), "all"), shards=None)
     part = plan_save([whole], **SIZES, process=1, process_count=2).arrays.of(0)
