@@ -87,6 +87,10 @@ async def no_claim() -> int:
     return 0
 
 
+Retain = Callable[[SaveReport, bytes], Coroutine[Any, Any, SaveReport]]
+"""Deletes older checkpoints after a save, of which it is given the report and the commit record."""
+
+
 @dataclass(eq=False, repr=False)
 class Save:
     """One save on its way through the engine.
@@ -114,6 +118,7 @@ class Save:
         self._clean_up_notes: list[str] = []
         self._recorder = Recorder(self.request.begun)
         self._attempt: AttemptFiles | None = None
+        self._record = b""  # once the checkpoint is committed
         self._commit: Commit | Contribution
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
@@ -122,13 +127,14 @@ class Save:
     async def run(
         self,
         turn: asyncio.Lock,
-        retain: Callable[[SaveReport], Coroutine[Any, Any, SaveReport]] | None = None,
+        retain: Retain | None = None,
     ) -> SaveReport:
         """Commit the checkpoint durably, and let `retain` delete older ones.
 
         Args:
             turn: held meanwhile; waiting for it counts against `deadline_s`.
-            retain: called with the report of the committed save; must not raise.
+            retain: called with the report and the commit record of the committed save; must not
+                raise.
 
         Cancellation: aborts the attempt and cleans up, unless publication has begun.
 
@@ -154,7 +160,7 @@ class Save:
                     if retain is None:
                         return report
                     with recorder.span("retain"):
-                        report = await to_completion(retain(report))
+                        report = await to_completion(retain(report, self._record))
                     return replace(report, timeline=self._timeline())
             except TimeoutError:
                 raise DeadlineExceededError(
@@ -208,6 +214,7 @@ class Save:
             await self._give_up(error)
             raise
         state.done_nbytes = state.total_nbytes
+        self._record = made.record
         return SaveReport(
             location=self._location,
             step=request.step,

@@ -25,7 +25,6 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeVar
 
@@ -50,7 +49,7 @@ from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout
-from asyncckpt.save.save import Save, no_claim, record_of
+from asyncckpt.save.save import Retain, Save, no_claim, record_of
 from asyncckpt.save.shared_plan import KNOWN, SharedPlan
 
 T = TypeVar("T")
@@ -145,7 +144,7 @@ class SharedSave(Save):
     async def run(
         self,
         turn: asyncio.Lock,
-        retain: Callable[[SaveReport], Coroutine[Any, Any, SaveReport]] | None = None,
+        retain: Retain | None = None,
     ) -> SaveReport:
         """Take part in committing the checkpoint; as `Save.run`.
 
