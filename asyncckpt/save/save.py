@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.metadata import RECORD
@@ -87,8 +87,20 @@ async def no_claim() -> int:
     return 0
 
 
-Retain = Callable[[SaveReport, bytes], Coroutine[Any, Any, SaveReport]]
-"""Deletes older checkpoints after a save, of which it is given the report and the commit record."""
+class Retaining(Protocol):
+    """What deletes older checkpoints after a save."""
+
+    def look(self) -> None:
+        """Begin to look for older checkpoints: the save is about to be committed."""
+
+    async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
+        """Delete older checkpoints; must not raise.
+
+        Args:
+            report: of the committed save.
+            record: its commit record.
+        """
+        ...
 
 
 @dataclass(eq=False, repr=False)
@@ -103,6 +115,7 @@ class Save:
         state: updated as the save proceeds.
         staged: called when every leaf may be mutated.
         claim: returns the epoch of the session's claim, which the first save makes.
+        retaining: deletes older checkpoints, if anything does.
     """
 
     runtime: Runtime
@@ -112,6 +125,7 @@ class Save:
     state: SaveState
     staged: Callable[[], None]
     claim: Callable[[], Coroutine[Any, Any, int]] = no_claim
+    retaining: Retaining | None = None
 
     def __post_init__(self) -> None:
         self._epoch = 0
@@ -124,17 +138,11 @@ class Save:
         self._save_id = self._stem = uuid.uuid4().hex
         self._location = f"{self.store.url.rstrip('/')}/{self.request.name}"
 
-    async def run(
-        self,
-        turn: asyncio.Lock,
-        retain: Retain | None = None,
-    ) -> SaveReport:
-        """Commit the checkpoint durably, and let `retain` delete older ones.
+    async def run(self, turn: asyncio.Lock) -> SaveReport:
+        """Commit the checkpoint durably, and let `retaining` delete older ones.
 
         Args:
             turn: held meanwhile; waiting for it counts against `deadline_s`.
-            retain: called with the report and the commit record of the committed save; must not
-                raise.
 
         Cancellation: aborts the attempt and cleans up, unless publication has begun.
 
@@ -157,10 +165,11 @@ class Save:
                     report = await self._run()
                     logger.info("%s", report)
                     # The checkpoint is committed, whatever becomes of older ones.
-                    if retain is None:
+                    if self.retaining is None:
                         return report
                     with recorder.span("retain"):
-                        report = await to_completion(retain(report, self._record))
+                        retained = self.retaining.retain(report, self._record)
+                        report = await to_completion(retained)
                     return replace(report, timeline=self._timeline())
             except TimeoutError:
                 raise DeadlineExceededError(
@@ -208,6 +217,8 @@ class Save:
                 attempt = self._attempt = await self._begin()
             staging, made = await self._write(attempt, layout, sizes)
             state.stage = "commit"
+            if self.retaining is not None:
+                self.retaining.look()
             with self._recorder.span("publish"):
                 made = await self._conclude(attempt, made)
         except BaseException as error:

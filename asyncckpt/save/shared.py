@@ -49,7 +49,7 @@ from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout
-from asyncckpt.save.save import Retain, Save, no_claim, record_of
+from asyncckpt.save.save import Save, no_claim, record_of
 from asyncckpt.save.shared_plan import KNOWN, SharedPlan
 
 T = TypeVar("T")
@@ -141,11 +141,7 @@ class SharedSave(Save):
         if not self.round_.leads:
             self.claim = no_claim  # process 0 saves under its own
 
-    async def run(
-        self,
-        turn: asyncio.Lock,
-        retain: Retain | None = None,
-    ) -> SaveReport:
+    async def run(self, turn: asyncio.Lock) -> SaveReport:
         """Take part in committing the checkpoint; as `Save.run`.
 
         Raises:
@@ -154,7 +150,7 @@ class SharedSave(Save):
         """
         async with self.round_.alive():
             try:
-                report = await super().run(turn, retain)
+                report = await super().run(turn)
             except BaseException as error:
                 await self._post(error)
                 await self._note(error)

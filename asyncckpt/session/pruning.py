@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 from asyncckpt.errors import (
     CheckpointNotFoundError,
+    ClosedError,
     CorruptCheckpointError,
     FencedError,
     UnsupportedFormatError,
@@ -73,9 +75,18 @@ class Pruner:
         self._uses_metrics = uses_metrics(self.policy)
         self._seen: dict[int, Seen] = {}
         self._own: set[int] = set()  # steps that this run has saved
+        self._looking: Job[list[int]] | None = None
         self.removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
         self._logged: set[str] = set()
+
+    def look(self) -> None:
+        """List the steps while a save is being committed. As `Retaining.look`.
+
+        A step that appears meanwhile counts after the next save.
+        """
+        with contextlib.suppress(ClosedError):  # the run is about to end
+            self._looking = self.runtime.engine.submit(self.steps.candidates)
 
     async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
         """Delete the steps that the policy does not keep after a save; never raises.
@@ -156,7 +167,9 @@ class Pruner:
     async def _decide(self, saved: int) -> tuple[list[int], list[str]]:
         """Return the steps to delete, and what a person should know about the decision."""
         known: dict[int, Seen | None] = dict(self._seen)
-        candidates = await self.steps.candidates()
+        looking, self._looking = self._looking, None
+        listed = await (self.steps.candidates() if looking is None else looking.wait())
+        candidates = sorted({*listed, saved})
         unread = [step for step in candidates if step not in known]
         waiting = iter(unread)
 
