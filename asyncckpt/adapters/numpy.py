@@ -37,11 +37,11 @@ class NumpyAdapter:
     def source(self, path: str, leaf: Any) -> Source:
         name = DTYPE_NAMES.get(leaf.dtype)
         if name is not None and type(leaf) is np.ndarray:
-            return Source(array_spec(leaf.shape, name), leaf, leaf, _identity(leaf))
+            return Source(array_spec(leaf.shape, name), leaf, leaf, memory_identity(leaf))
         name = _dtype_name(path, leaf)
         plain = leaf.view(np.ndarray) if isinstance(leaf, np.ndarray) else np.asarray(leaf)
         spec = array_spec(plain.shape, name)
-        identity = _identity(plain) if isinstance(leaf, np.ndarray) else None
+        identity = memory_identity(plain) if isinstance(leaf, np.ndarray) else None
         if plain.dtype != DTYPES[name]:
             return Source(spec, plain, None, identity)
         return Source(spec, leaf, plain, identity)
@@ -98,7 +98,11 @@ class NumpyAdapter:
         return values
 
 
-def _identity(array: npt.NDArray[Any]) -> Hashable | None:
+def memory_identity(array: npt.NDArray[Any]) -> Hashable | None:
+    """Return what is equal for arrays of the same memory, shape, strides and dtype only.
+
+    None for an empty array.
+    """
     if not array.size:
         return None
     if array.base is None:

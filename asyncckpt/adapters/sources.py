@@ -49,7 +49,7 @@ class Sources(Sequence[Source]):
         self.plain.append(None)
 
     def append_plain(self, spec: ArraySpec, array: npt.NDArray[Any]) -> None:
-        """Add a NumPy array of this shape and dtype, in memory of its own."""
+        """Add a NumPy array of this shape and dtype."""
         self.specs.append(spec)
         self.plain.append(array)
 

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.metadata import RECORD
@@ -86,6 +86,22 @@ async def no_claim() -> int:
     return 0
 
 
+class Retaining(Protocol):
+    """What deletes older checkpoints after a save."""
+
+    def look(self) -> None:
+        """Begin to look for older checkpoints: the save is about to be committed."""
+
+    async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
+        """Delete older checkpoints; must not raise.
+
+        Args:
+            report: of the committed save.
+            record: its commit record.
+        """
+        ...
+
+
 @dataclass(eq=False, repr=False)
 class Save:
     """One save on its way through the engine.
@@ -98,6 +114,7 @@ class Save:
         state: updated as the save proceeds.
         staged: called when every leaf may be mutated.
         claim: returns the epoch of the session's claim, which the first save makes.
+        retaining: deletes older checkpoints, if anything does.
     """
 
     runtime: Runtime
@@ -107,6 +124,7 @@ class Save:
     state: SaveState
     staged: Callable[[], None]
     claim: Callable[[], Coroutine[Any, Any, int]] = no_claim
+    retaining: Retaining | None = None
 
     shared: ClassVar[bool] = False
     """Whether other processes write to the attempt, too."""
@@ -116,21 +134,17 @@ class Save:
         self._clean_up_notes: list[str] = []
         self._recorder = Recorder(self.request.begun)
         self._attempt: Any = None
+        self._record = b""  # once the checkpoint is committed
         self._others: Sequence[Timeline] = ()
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
         self._location = f"{self.store.url.rstrip('/')}/{self.request.name}"
 
-    async def run(
-        self,
-        turn: asyncio.Lock,
-        retain: Callable[[SaveReport], Coroutine[Any, Any, SaveReport]] | None = None,
-    ) -> SaveReport:
-        """Commit the checkpoint durably, and let `retain` delete older ones.
+    async def run(self, turn: asyncio.Lock) -> SaveReport:
+        """Commit the checkpoint durably, and let `retaining` delete older ones.
 
         Args:
             turn: held meanwhile; waiting for it counts against `deadline_s`.
-            retain: called with the report of the committed save; must not raise.
 
         Cancellation: aborts the attempt and cleans up, unless publication has begun.
 
@@ -153,10 +167,11 @@ class Save:
                     report = await self._run()
                     logger.info("%s", report)
                     # The checkpoint is committed, whatever becomes of older ones.
-                    if retain is None:
+                    if self.retaining is None:
                         return report
                     with recorder.span("retain"):
-                        report = await to_completion(retain(report))
+                        retained = self.retaining.retain(report, self._record)
+                        report = await to_completion(retained)
                     return replace(report, timeline=self._timeline())
             except TimeoutError:
                 raise DeadlineExceededError(
@@ -204,6 +219,8 @@ class Save:
                 attempt = self._attempt = await self._begin()
             staging, made = await self._write(attempt, layout, sizes)
             state.stage = "commit"
+            if self.retaining is not None:
+                self.retaining.look()
             with self._recorder.span("publish"):
                 made = await self._conclude(attempt, made)
             self._others = made.timelines
@@ -211,6 +228,7 @@ class Save:
             await self._give_up(error)
             raise
         state.done_nbytes = state.total_nbytes
+        self._record = made.record
         return SaveReport(
             location=self._location,
             step=request.step,

@@ -25,7 +25,6 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeVar
 
@@ -136,11 +135,7 @@ class SharedSave(Save):
         if not self.round_.leads:
             self.claim = no_claim  # process 0 saves under its own
 
-    async def run(
-        self,
-        turn: asyncio.Lock,
-        retain: Callable[[SaveReport], Coroutine[Any, Any, SaveReport]] | None = None,
-    ) -> SaveReport:
+    async def run(self, turn: asyncio.Lock) -> SaveReport:
         """Take part in committing the checkpoint; as `Save.run`.
 
         Raises:
@@ -149,7 +144,7 @@ class SharedSave(Save):
         """
         async with self.round_.alive():
             try:
-                report = await super().run(turn, retain)
+                report = await super().run(turn)
             except BaseException as error:
                 await self._post(error)
                 await self._note(error)

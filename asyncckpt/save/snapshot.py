@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
-from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.adapters.numpy import NumpyAdapter, memory_identity
 from asyncckpt.adapters.python import bytes_as_array, unsupported
 from asyncckpt.adapters.sources import Sources
 from asyncckpt.errors import UnsupportedLeafError, UsageError
@@ -139,15 +139,16 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     seen: dict[Any, int] = {}
     refused: list[UnsupportedLeafError] = []
     # This loop decides what a small leaf costs the caller: an array with the spec of an earlier
-    # one, in memory of its own, needs no call and no object.
+    # one needs no object, and no call if it has memory of its own.
     known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
     sources = snapshot.sources
     for leaf, value in enumerate(flat.leaves):
-        is_plain = type(value) is np.ndarray and value.base is None
+        is_plain = type(value) is np.ndarray
         spec = known.get((value.dtype, value.shape)) if is_plain else None
         if spec is not None:
             number = len(sources.specs)
-            first = seen.setdefault(id(value), number)
+            identity = id(value) if value.base is None else memory_identity(value)
+            first = seen.setdefault(identity, number)
             if first != number:
                 snapshot.tied[number] = first
             else:

@@ -11,15 +11,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from asyncckpt.errors import (
     CheckpointNotFoundError,
+    ClosedError,
     CorruptCheckpointError,
     FencedError,
     UnsupportedFormatError,
@@ -50,9 +52,9 @@ class Seen:
 class Pruner:
     """Applies the policy of one run.
 
-    A record is read when its step is new or was just saved by this run, so that a save costs one
-    or two reads however many steps are kept. A deletion by another process is noticed at the next
-    save; a replacement when the step is about to be deleted.
+    Records are read of steps that other processes have saved, once, and of the steps that are
+    about to be deleted. A deletion by another process is noticed at the next save; a replacement
+    when the step is about to be deleted.
 
     Attributes:
         policy: which steps to keep.
@@ -73,12 +75,25 @@ class Pruner:
         self._uses_metrics = uses_metrics(self.policy)
         self._seen: dict[int, Seen] = {}
         self._own: set[int] = set()  # steps that this run has saved
+        self._looking: Job[list[int]] | None = None
         self.removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
         self._logged: set[str] = set()
 
-    async def retain(self, report: SaveReport) -> SaveReport:
+    def look(self) -> None:
+        """List the steps while a save is being committed. As `Retaining.look`.
+
+        A step that appears meanwhile counts after the next save.
+        """
+        with contextlib.suppress(ClosedError):  # the run is about to end
+            self._looking = self.runtime.engine.submit(self.steps.candidates)
+
+    async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
         """Delete the steps that the policy does not keep after a save; never raises.
+
+        Args:
+            report: of the save.
+            record: its commit record.
 
         Returns:
             The report, with the steps deleted and what a person should know.
@@ -92,6 +107,7 @@ class Pruner:
         try:
             await self.settle()
             notes, self._late_notes = self._late_notes, []
+            self._seen[saved] = await self._described(record, f"{self.root.url}/{saved}")
             steps, reasons = await self._decide(saved)
             notes += reasons
             await self._unlist(steps, deleted, notes)
@@ -151,17 +167,18 @@ class Pruner:
     async def _decide(self, saved: int) -> tuple[list[int], list[str]]:
         """Return the steps to delete, and what a person should know about the decision."""
         known: dict[int, Seen | None] = dict(self._seen)
-
-        async def read(steps: Iterator[int]) -> None:
-            for step in steps:
-                known[step] = await self._read(step)
-
-        found, _ = await together((self.steps.candidates(), read(iter((saved,)))))
-        candidates = found or []
+        looking, self._looking = self._looking, None
+        listed = await (self.steps.candidates() if looking is None else looking.wait())
+        candidates = sorted({*listed, saved})
         unread = [step for step in candidates if step not in known]
         waiting = iter(unread)
+
+        async def read() -> None:
+            for step in waiting:
+                known[step] = await self._read(step)
+
         reads = min(len(unread), self.root.store.capabilities.reads)
-        await together(read(waiting) for _ in range(reads))
+        await together(read() for _ in range(reads))
         seen = {step: one for step in candidates if (one := known[step]) is not None}
         self._seen = seen
         # Where a run has gone back to an earlier step, those that it saves are newer than the
@@ -188,17 +205,18 @@ class Pruner:
         files = self.root.store.files(str(step))
         try:
             data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
-            if not is_record(data):
-                return None
-            metrics: Mapping[str, float] = {}
-            if self._uses_metrics:
-                run = self.runtime.engine.compute.run
-                metrics = (await run(decode_record, data, location=files.location)).metrics
-            return Seen(data[-RECORD_TAIL_NBYTES:], metrics)
+            return await self._described(data, files.location) if is_record(data) else None
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
             return None
         finally:
             await files.close()
+
+    async def _described(self, record: bytes, location: str) -> Seen:
+        metrics: Mapping[str, float] = {}
+        if self._uses_metrics:
+            run = self.runtime.engine.compute.run
+            metrics = (await run(decode_record, record, location=location)).metrics
+        return Seen(record[-RECORD_TAIL_NBYTES:], metrics)
 
 
 def _steps(answer: Any) -> set[int]:

@@ -339,7 +339,8 @@ class Session:
         busy: bool | None,
     ) -> SaveReport:
         store, claim = self.root.store, self.claims.epoch
-        given = (self.runtime, store, self._layouts, request, state, staged, claim)
+        pruner = self._pruner if self.processes.leads else None
+        given = (self.runtime, store, self._layouts, request, state, staged, claim, pruner)
         if number is None:
             save = Save(*given)
         else:
@@ -359,11 +360,8 @@ class Session:
                     raise overlap_error(location)
                 return self._noted(skipped_report(location, request.step))
             save = SharedSave(*given, round_=round_)
-        retain = None
-        if self._pruner is not None and self.processes.leads:
-            retain = self._pruner.retain
         try:
-            report = await save.run(self._turn, retain)
+            report = await save.run(self._turn)
         except FencedError as error:
             self.claims.note(error)
             raise

@@ -73,12 +73,8 @@ class Floors:
         """Choose the fastest ways; return every rate found, in GB/s, for the report."""
         nbytes = self._source.nbytes
         ways = [Way(threads, block) for threads in THREADS for block in BLOCKS_NBYTES]
-        direct = [Way(w.threads, w.block_nbytes, direct=self.direct) for w in ways]
-        allocated = [Way(w.threads, w.block_nbytes, self.direct, True) for w in direct]
-        found: dict[str, Any] = {}
-        self.write_way, found["write"] = _fastest(
-            [*direct, *allocated], lambda way: self._write(way, nbytes), nbytes
-        )
+        direct = self._direct_ways()
+        found: dict[str, Any] = {"write": self.choose_write()}
         self._fill(nbytes)
         cold = [*direct, *(way for way in ways if self.direct and way.threads == 1)]
         self.cold_way, found["cold read"] = _fastest(
@@ -87,6 +83,15 @@ class Floors:
         copies = [Way(threads, nbytes) for threads in (1, 2)]
         self.copy_way, found["memcpy"] = _fastest(
             copies, lambda way: self._copy(way, nbytes), nbytes
+        )
+        return found
+
+    def choose_write(self) -> Any:
+        """Choose the fastest way to write alone; return the rates, as `choose` does."""
+        nbytes, direct = self._source.nbytes, self._direct_ways()
+        allocated = [Way(w.threads, w.block_nbytes, self.direct, True) for w in direct]
+        self.write_way, found = _fastest(
+            [*direct, *allocated], lambda way: self._write(way, nbytes), nbytes
         )
         return found
 
@@ -109,6 +114,9 @@ class Floors:
         self._file.unlink(missing_ok=True)
 
     # ---------------------------------------------------------------------------------- ways
+
+    def _direct_ways(self) -> list[Way]:
+        return [Way(n, block, self.direct) for n in THREADS for block in BLOCKS_NBYTES]
 
     def _write(self, way: Way, nbytes: int) -> float:
         path = self._directory / "floor-write.bin"

@@ -43,7 +43,7 @@ IMPORTS = ("asyncckpt.adapters.jax", "asyncckpt.adapters.torch", "uvloop", "test
 BATCH = "tests.crash.runtimes:batch"
 
 SILENCE_S = 2.0
-JOB_OPTIONS = SaveOptions(silence_s=SILENCE_S, arrival_s=8.0)
+JOB_OPTIONS = SaveOptions(silence_s=SILENCE_S, arrival_s=15.0)
 
 LIMIT_S = 60.0
 """A process that takes longer than this hangs."""

@@ -23,7 +23,7 @@ from tests.processes.pool import free_port
 WIDTH = 8
 """Jobs at a time: most of them wait until a process is silent."""
 
-LIMIT_S = 25.0
+LIMIT_S = 40.0
 """How long survivors may take. They wait for `silence_s`, then as long again for the record of
 process 0, or for `arrival_s`; the rest is for a machine that is busy."""
 

@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-TIMEOUT_S = 200.0
+TIMEOUT_S = 280.0
 
 
 def load_job() -> Any:

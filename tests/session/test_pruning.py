@@ -150,21 +150,32 @@ async def test_a_save_reads_few_records_however_many_steps_are_kept(tmp_path: Pa
         for step in range(40, 50):
             before = script.count("read")
             await save(ckpt, step, 1.0 / (step + 1))
-            reads.append(script.count("read") - before)  # whether the step exists; its own record
-    assert reads == [22 + 1, *[2] * 9]  # 21 steps were there when the run was resumed
+            reads.append(script.count("read") - before)  # one tells whether the step exists
+    assert reads == [1 + 21, *[1] * 9]  # 21 steps were there when the run was resumed
 
 
-async def test_names_are_listed_while_the_new_record_is_read(tmp_path: Path) -> None:
+async def test_steps_are_listed_while_the_save_is_published(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
         await save(ckpt, 1)
         script = Script(ckpt)
-        names = script.hold("names")
+        publish = script.hold("publish")
         saving = asyncio.create_task(save(ckpt, 2))
-        await names.reached()
-        while script.count("read") < 2:  # whether the step exists; its own record
+        await publish.reached()
+        while not script.count("names"):
             await asyncio.sleep(0.005)
-        names.go()
+        publish.go()
         assert (await saving).deleted_steps == (1,)
+        assert script.count("names") == 1
+
+
+async def test_a_failed_listing_deletes_nothing_and_is_told(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await save(ckpt, 1)
+        Script(ckpt).fail("names", OSError("no answer"))
+        report = await save(ckpt, 2)
+        assert report.deleted_steps == ()
+        assert "no step was deleted: no answer" in report.notes
+        assert (await save(ckpt, 3)).deleted_steps == (1, 2)
 
 
 async def test_a_policy_of_step_numbers_has_no_metrics_read(tmp_path: Path) -> None:
