@@ -21,14 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory
-from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
-from asyncckpt.adapters.jax_shards import (
-    Division,
-    assemble,
-    divide,
-    read_box,
-    shard_views,
-)
+from asyncckpt.adapters.arrays import check_parts, check_values, selection, unsupported_dtype
+from asyncckpt.adapters.jax_shards import Division, assemble, divide, read_box, shard_views
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
@@ -189,47 +183,27 @@ class JaxAdapter:
         if target.spec.size and boxes != (Box.whole(target.spec.shape),):
             target.boxes = boxes
 
-    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+    def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, JaxTarget)
-        name = target.spec.dtype
-        check_values(target.path, target.spec, values.shape, values.dtype)
-        if target.division is not None:
-            parts = [values[selection(box)] for box in target.division.boxes]
-            return self._assemble(target, target.division, parts)
-        with jax_memory.x64_for(name):
-            if target.sharding is not None:
-                array = jax.device_put(values, target.sharding)
-            elif target.device is not None:
-                with jax.default_device(target.device):
-                    array = jax.device_put(values)
-            else:
-                array = jax.device_put(values)
-        check_values(target.path, target.spec, array.shape, array.dtype)
-        if target.prng_impl is not None:
-            return jax.random.wrap_key_data(array, impl=target.prng_impl)
-        return array.block_until_ready()
-
-    def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
-        assert isinstance(target, JaxTarget)
-        assert target.division is not None
-        for box, values in zip(target.division.boxes, parts, strict=True):
-            spec = array_spec(box.shape, target.spec.dtype)
-            check_values(target.path, spec, values.shape, values.dtype)
-        return self._assemble(target, target.division, parts)
-
-    def _assemble(
-        self, target: JaxTarget, division: Division, parts: Sequence[npt.NDArray[Any]]
-    ) -> Any:
-        shape, sharding = target.shape, target.sharding
-        assert sharding is not None
-        if target.prng_impl is not None:
-            return assemble(
-                shape, sharding, division, parts, target.leaf.dtype, prng_impl=target.prng_impl
-            )
-        dtype = DTYPES[target.spec.dtype]
+        check_parts(target, parts)
+        impl, division, sharding = target.prng_impl, target.division, target.sharding
         with jax_memory.x64_for(target.spec.dtype):
-            array = assemble(shape, sharding, division, parts, dtype)
+            if division is not None:
+                assert sharding is not None
+                if target.boxes is None:
+                    parts = [parts[0][selection(box)] for box in division.boxes]
+                dtype = DTYPES[target.spec.dtype] if impl is None else target.leaf.dtype
+                array = assemble(target.shape, sharding, division, parts, dtype, prng_impl=impl)
+                if impl is not None:
+                    return array
+            elif sharding is not None:
+                array = jax.device_put(parts[0], sharding)
+            else:
+                with jax.default_device(target.device):
+                    array = jax.device_put(parts[0])
         check_values(target.path, target.spec, array.shape, array.dtype)
+        if impl is not None:
+            return jax.random.wrap_key_data(array, impl=impl)
         return array.block_until_ready()
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory, meshes, placements
-from asyncckpt.adapters.arrays import selection
+from asyncckpt.adapters.arrays import held_parts
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import Box, Partition, Shard
 
@@ -201,15 +201,12 @@ def read_box(
     """
     handles = _handles(array)
     running = []
-    for held, devices in zip(division.boxes, division.holders, strict=True):
-        common = held.intersect(box)
-        if common is None:
-            continue
+    for number, common, part in held_parts(division.boxes, box):
+        devices = division.holders[number]
         handle = handles[devices[turn % len(devices)]]
-        part = jax_memory.begin_read(handle, name, common.relative_to(held.offset))
-        running.append((common.relative_to(box.offset), part))
-    for where, part in running:
-        np.copyto(out[selection(where)], np.asarray(part), casting="no")
+        running.append((part, jax_memory.begin_read(handle, name, common)))
+    for part, values in running:
+        np.copyto(out[part], np.asarray(values), casting="no")
 
 
 def _handles(array: Any) -> dict[jax.Device, Any]:

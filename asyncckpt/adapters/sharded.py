@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -14,16 +14,17 @@ import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
     byte_span,
-    check_values,
+    check_parts,
+    held_parts,
     may_overlap_itself,
     may_share_memory,
     overlapping,
     selection,
 )
 from asyncckpt.adapters.sharded_array import ShardedArray, division_of, inside, spec_of
-from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
+from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import ArraySpec, Box
+from asyncckpt.spec import Box
 
 Memory = npt.NDArray[Any]
 
@@ -58,12 +59,10 @@ class ShardedAdapter:
 
     def fetch(self, source: Source, box: Box, out: Memory) -> None:
         array: ShardedArray = source.leaf
-        for shard, number in zip(division_of(array).shards, division_of(array).first, strict=True):
-            common = shard.box.intersect(box)
-            if common is not None:
-                part = selection(common.relative_to(box.offset))
-                held = selection(common.relative_to(shard.box.offset))
-                np.copyto(out[part], inside(array, number)[held], casting="no")
+        division = division_of(array)
+        for at, common, part in held_parts((shard.box for shard in division.shards), box):
+            held = inside(array, division.first[at])
+            np.copyto(out[part], held[selection(common)], casting="no")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         array: ShardedArray = leaf
@@ -79,16 +78,10 @@ class ShardedAdapter:
             target.identity = _identity(array)
         return target
 
-    def place(self, target: Target, values: Memory) -> Any:
-        boxes = target.boxes or ()
-        return self.place_parts(target, [values[selection(box)] for box in boxes])
-
-    def place_parts(self, target: Target, parts: Sequence[Memory]) -> Any:
+    def place(self, target: Target, parts: Sequence[Memory]) -> Any:
+        check_parts(target, parts)
         array: ShardedArray = target.leaf
         division = division_of(array)
-        for shard, part in zip(division.shards, parts, strict=True):
-            spec = ArraySpec(shard.box.shape, target.spec.dtype)
-            check_values(target.path, spec, part.shape, part.dtype)
         if target.buffers:
             for number, box in enumerate(division.number):
                 if box >= 0 and number != division.first[box]:
@@ -106,12 +99,6 @@ class ShardedAdapter:
                 values[selection(Box.whole(parts[box].shape))] = parts[box]
             made.append((offset, values))
         return ShardedArray(array.shape, array.dtype, made, padded=True)
-
-    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
-        return None
-
-    def leaf(self, path: str, values: Memory, extra: Mapping[str, Any]) -> Any:
-        return values
 
 
 def _identity(array: ShardedArray) -> Hashable | None:
