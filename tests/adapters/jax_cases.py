@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from asyncckpt.adapters import jax_shards
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.spec import DTYPES
+from asyncckpt.spec import DTYPES, Box
 
 SPECS: dict[str, Any] = {
     "rows": P("x"),
