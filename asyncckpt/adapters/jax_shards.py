@@ -68,9 +68,7 @@ def divide(
             found=str(sharding),
         )
     try:
-        if sharding.is_fully_addressable:
-            return _divide(sharding, shape, tail)
-        return _divide_among_processes(sharding, shape, tail)
+        return _divide(sharding, shape, tail)
     except ValueError as error:
         raise UnsupportedLeafError(
             f"{path}: this sharding does not divide shape {shape} among its devices: {error}",
@@ -84,23 +82,7 @@ def divide(
 def _divide(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...]
 ) -> Division:
-    holders: dict[Box, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        holders.setdefault(_box(index, shape, tail), []).append(device)
-    boxes = tuple(sorted(holders, key=lambda box: box.offset))
-    return Division(
-        boxes=boxes,
-        shards=tuple(map(Shard, boxes)),
-        holders=tuple(tuple(holders[box]) for box in boxes),
-        box_of={device: n for n, box in enumerate(boxes) for device in holders[box]},
-        on_cpu=all(map(jax_memory.on_cpu, sharding.device_set)),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _divide_among_processes(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...]
-) -> Division:
+    own_alone = sharding.is_fully_addressable
     part = sharding.shard_shape(shape) + tail  # raises where the shape is not divisible
     mesh = named_mesh(sharding)
     if mesh is None:
@@ -118,14 +100,14 @@ def _divide_among_processes(
     box_of = dict(zip(devices, numbers, strict=True))
     return Division(
         boxes=boxes,
-        shards=holding.shards,
+        shards=tuple(map(Shard, boxes)) if own_alone else holding.shards,
         holders=tuple(
             tuple(device for device, held in box_of.items() if held == number)
             for number in range(len(boxes))
         ),
         box_of=box_of,
         on_cpu=all(map(jax_memory.on_cpu, devices)),
-        partition=holding.partition,
+        partition=None if own_alone else holding.partition,
     )
 
 

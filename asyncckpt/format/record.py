@@ -139,6 +139,9 @@ _MEMBERS: dict[str, Any] = {
 }
 """Members of version 2 and their forms."""
 
+_PLAIN = ("step", "epoch", "writer", "writers", "plan_digest", "created_ns", "library")
+"""Members that are attributes of the record as they are; the document has them in this order."""
+
 _TABLES = ("tree", "leaves", "specs", "arrays")
 """Members that depend only on tree and layout, except for the values of scalars."""
 
@@ -171,10 +174,8 @@ def encode_tables(
     codes = list(map(code_of.__getitem__, leaves.kind))
     stored: list[Any] = []
     for one in specs:
-        shape, chunk_shape = list(one.spec.shape), list(one.chunk_shape)
-        dtype, level = one.spec.dtype, one.zstd_level
-        row = {"shape": shape, "dtype": dtype, "chunk_shape": chunk_shape, "zstd": level}
-        stored.append(row)
+        row = {"shape": one.spec.shape, "dtype": one.spec.dtype}
+        stored.append({**row, "chunk_shape": one.chunk_shape, "zstd": one.zstd_level})
     owned = {"extra": dict(leaves.extra), "pieces": dict(leaves.pieces)}
     columns = {"name": arrays.name, "spec": arrays.spec, "tied": dict(arrays.tied)}
     tables = (
@@ -210,32 +211,14 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
         "format": _FORMAT,
         "version": RECORD_VERSION,
         "save_id": record.save_id,
-        "fixed": [
-            {
-                "path": name.path,
-                "nbytes": name.nbytes,
-                "crc32c": f"{name.crc32c:08x}",
-                "md5": name.md5,
-                "object": name.object,
-            }
-            for name in record.fixed
-        ],
-        "step": record.step,
-        "epoch": record.epoch,
-        "writer": record.writer,
-        "writers": record.writers,
-        "plan_digest": record.plan_digest,
-        "created_ns": record.created_ns,
-        "library": record.library,
+        "fixed": [{**_row(f), "md5": f.md5, "object": f.object} for f in record.fixed],
+        **{name: getattr(record, name) for name in _PLAIN},
         "metadata": dict(record.metadata),
         "metrics": dict(zip(metrics, map(_metric_json, metrics, metrics.values()), strict=True)),
         "database": record.database,
     }
     tail = {
-        "files": [
-            {"path": entry.path, "nbytes": entry.nbytes, "crc32c": f"{entry.crc32c:08x}"}
-            for entry in record.files[:own]
-        ],
+        "files": list(map(_row, record.files[:own])),
         "chunk_index": {
             "file": index.file,
             "offset": index.offset,
@@ -252,6 +235,10 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     except ValueError as error:
         raise ValueError(f"the record contradicts itself: {error}") from error
     return seal(f"{first[:-1]},{tables[0]}{values}{tables[1]},{last[1:]}")
+
+
+def _row(file: FileEntry | FixedName) -> dict[str, JsonValue]:
+    return {"path": file.path, "nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
 
 
 def _check_user_depth(name: str, value: JsonValue) -> None:
@@ -425,13 +412,7 @@ def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> Comm
     encoded = index.get("data")
     record = CommitRecord(
         save_id=document["save_id"],
-        step=document["step"],
-        epoch=document["epoch"],
-        writer=document["writer"],
-        writers=document["writers"],
-        plan_digest=document["plan_digest"],
-        created_ns=document["created_ns"],
-        library=document["library"],
+        **{name: document[name] for name in _PLAIN},
         tree=tree,
         leaves=leaves,
         specs=specs,
@@ -594,9 +575,7 @@ def _check_files(record: CommitRecord) -> None:
             raise ValueError(f"files name {path[:200]!r}, which {reason}")
     arrays, extent = record.arrays, record.chunk_index
     counts = np.array([stored.grid.chunk_count for stored in record.specs], np.int64)
-    own = np.ones(len(arrays.spec), bool)
-    own[list(arrays.tied)] = False
-    rows = sum(counts[np.array(arrays.spec, np.intp)[own]].tolist())
+    rows = sum(counts[np.array(arrays.spec, np.intp)[arrays.own()]].tolist())
     if extent.nbytes != index_nbytes(rows):
         raise ValueError(
             f"chunk_index has {extent.nbytes} bytes, {rows} chunks take {index_nbytes(rows)}"

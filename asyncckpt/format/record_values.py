@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
@@ -82,6 +83,12 @@ class ArrayTable:
     name: list[str]
     spec: list[int]
     tied: Mapping[int, int] = field(default_factory=dict)
+
+    def own(self) -> npt.NDArray[np.intp]:
+        """Return the numbers of the arrays with chunks of their own."""
+        own = np.ones(len(self.spec), bool)
+        own[list(self.tied)] = False
+        return np.flatnonzero(own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +230,7 @@ class CommitRecord:
             CorruptCheckpointError: names the first row that does not.
         """
         file = self.files[self.chunk_index.file].path
-        own = np.ones(len(self.arrays.spec), bool)
-        own[list(self.arrays.tied)] = False
+        own = self.arrays.own()
         specs = np.array(self.arrays.spec, np.intp)[own]
         facts = [(s.chunk_nbytes, s.grid.chunk_count, s.zstd_level is None) for s in self.specs]
         raw, counts, plain = np.array(facts, np.int64).reshape(-1, 3)[specs].T
@@ -247,7 +253,7 @@ class CommitRecord:
         )
         if not good.all():
             row = int(np.argmin(good))
-            array = int(np.flatnonzero(own)[np.searchsorted(ends, row, "right")])
+            array = int(own[np.searchsorted(ends, row, "right")])
             raise corrupt(
                 "the chunk index",
                 f"row {row}, a chunk of array {self.arrays.name[array]!r}, stores "
