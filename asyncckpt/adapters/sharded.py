@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
-    byte_span,
     check_parts,
     held_parts,
+    host_place,
     may_overlap_itself,
     may_share_memory,
     overlapping,
@@ -24,7 +23,7 @@ from asyncckpt.adapters.arrays import (
 from asyncckpt.adapters.sharded_array import ShardedArray, division_of, inside, spec_of
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import Box
+from asyncckpt.spec import DTYPE_NAMES, Box
 
 Memory = npt.NDArray[Any]
 
@@ -103,19 +102,14 @@ class ShardedAdapter:
 
 def _identity(array: ShardedArray) -> Hashable | None:
     """Return a value that is equal for arrays with the same boxes in the same memory."""
-    parts = [inside(array, number) for number in division_of(array).first]
-    return (
-        "sharded",
-        array.shape,
-        array.dtype,
-        tuple(shard.box for shard in division_of(array).shards),
-        tuple((part.__array_interface__["data"][0], part.strides) for part in parts),
-    )
+    division, name = division_of(array), DTYPE_NAMES[array.dtype]
+    places = [host_place(inside(array, number), name)[1] for number in division.first]
+    return ("sharded", array.shape, name, division.shards, tuple(places))
 
 
 def _check_memory(path: str, array: ShardedArray) -> None:
     """Refuse shards that are read-only, or overlap themselves or each other in memory."""
-    parts: list[tuple[int, Memory]] = []
+    parts: list[tuple[int, Memory, Hashable]] = []
     spans: list[tuple[int, int]] = []
     boxes = division_of(array).number
     for number, box in enumerate(boxes):
@@ -134,12 +128,12 @@ def _check_memory(path: str, array: ShardedArray) -> None:
                 "cannot be filled; pass a copy",
                 path=path,
             )
-        pointer = part.__array_interface__["data"][0]
-        spans.append(byte_span(pointer, part.shape, part.strides, part.itemsize))
-        parts.append((number, part))
+        span, identity = host_place(part, DTYPE_NAMES[part.dtype])
+        spans.append(span)
+        parts.append((number, part, identity))
     for pair in overlapping(spans):
-        (one, part), (two, other) = sorted((parts[at] for at in pair), key=itemgetter(0))
-        is_replica = boxes[one] == boxes[two] and _is(part, other)
+        (one, part, place), (two, other, other_place) = map(parts.__getitem__, sorted(pair))
+        is_replica = boxes[one] == boxes[two] and place == other_place
         if not is_replica and may_share_memory(part, other):
             raise UnsupportedLeafError(
                 f"{path}: shards {one} and {two} share memory, so they cannot be filled; give "
@@ -147,11 +141,3 @@ def _check_memory(path: str, array: ShardedArray) -> None:
                 path=path,
                 found=(one, two),
             )
-
-
-def _is(one: Memory, other: Memory) -> bool:
-    """Return whether two arrays of one shape are the same memory."""
-    return (
-        one.__array_interface__["data"] == other.__array_interface__["data"]
-        and one.strides == other.strides
-    )

@@ -18,8 +18,8 @@ import torch
 
 from asyncckpt.adapters.arrays import (
     NUMPY_DTYPES,
-    byte_span,
     check_values,
+    host_place,
     may_overlap_itself,
     unsupported_dtype,
 )
@@ -121,11 +121,7 @@ class TorchAdapter:
             )
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             target.buffer = numpy_view(leaf)
-            pointer = leaf.data_ptr()
-            target.span = byte_span(pointer, leaf.shape, strides, leaf.itemsize)
-            if leaf.numel():
-                # The same form as the NumPy adapter's: an array may share a tensor's memory.
-                target.identity = ("memory", pointer, target.spec.shape, strides, name)
+            target.span, target.identity = host_place(target.buffer, name)
         else:
             target.fill = True
             if leaf.numel():
