@@ -14,7 +14,6 @@ so that the beginning of a record shows which should exist. It may also contain 
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import math
 import re
@@ -150,10 +149,6 @@ _MEMBERS_BESIDE = {k: form for k, form in _MEMBERS.items() if k not in _TABLES}
 _MEMBERS_1 = {k: form for k, form in _MEMBERS.items() if k != "fixed"} | {"chunk_index": _INDEX}
 
 
-_facts_of = attrgetter("path", "nbytes", "crc32c")
-"""The attributes that `FixedName` and `FileEntry` share."""
-
-
 EncodedTables = tuple[str, str]
 """The part that records of one tree and layout share, as checked JSON: the members `_TABLES` up to
 the values of scalars, and after them."""
@@ -202,8 +197,9 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     """
     _check_user_depth("metadata", dict(record.metadata))
     metrics = record.metrics
-    own, index = len(record.files) - len(record.fixed), record.chunk_index
-    if list(map(_facts_of, record.fixed)) != list(map(_facts_of, record.files[own:])):
+    index, fixed = record.chunk_index, record.fixed
+    own = record.files[: len(record.files) - len(fixed)]
+    if record.files[len(own) :] != fixed:
         raise ValueError("the fixed names are not the last of the files")
     if tables is None:
         tables = encode_tables(record.tree, record.leaves, record.specs, record.arrays)
@@ -211,14 +207,14 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
         "format": _FORMAT,
         "version": RECORD_VERSION,
         "save_id": record.save_id,
-        "fixed": [{**_row(f), "md5": f.md5, "object": f.object} for f in record.fixed],
+        "fixed": [{**_row(f), "md5": f.md5, "object": f.object} for f in fixed],
         **{name: getattr(record, name) for name in _PLAIN},
         "metadata": dict(record.metadata),
         "metrics": dict(zip(metrics, map(_metric_json, metrics, metrics.values()), strict=True)),
         "database": record.database,
     }
     tail = {
-        "files": list(map(_row, record.files[:own])),
+        "files": list(map(_row, own)),
         "chunk_index": {
             "file": index.file,
             "offset": index.offset,
@@ -237,7 +233,7 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     return seal(f"{first[:-1]},{tables[0]}{values}{tables[1]},{last[1:]}")
 
 
-def _row(file: FileEntry | FixedName) -> dict[str, JsonValue]:
+def _row(file: FileEntry) -> dict[str, JsonValue]:
     return {"path": file.path, "nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
 
 
@@ -401,11 +397,10 @@ def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> Comm
     else:
         tree, leaves, specs, arrays = known.tree, known.leaves, known.specs, known.arrays
     index = document["chunk_index"]
-    fixed = tuple(map(_fixed, document.get("fixed", ())))
     files = [
         FileEntry(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
     ]
-    files += itertools.starmap(FileEntry, map(_facts_of, fixed))
+    files += map(_fixed, document.get("fixed", ()))
     metrics: dict[str, float] = {}
     for metric, value in document["metrics"].items():
         metrics[metric] = _metric(metric, value)
@@ -429,7 +424,6 @@ def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> Comm
         metadata=document["metadata"],
         metrics=metrics,
         database=document["database"],
-        fixed=fixed,
         version=version,
     )
     _check_files(record)
@@ -564,7 +558,8 @@ def _check_files(record: CommitRecord) -> None:
     paths: list[str] = list(map(attrgetter("path"), record.files))
     if len(set(paths)) != len(paths):
         raise ValueError("files names a path twice")
-    for name in record.fixed:
+    fixed = record.fixed
+    for name in fixed:
         if name.object is not None:
             paths.append(name.object)
         elif name.path != record.manifest_path:
@@ -580,7 +575,7 @@ def _check_files(record: CommitRecord) -> None:
         raise ValueError(
             f"chunk_index has {extent.nbytes} bytes, {rows} chunks take {index_nbytes(rows)}"
         )
-    most = len(record.files) - len(record.fixed)
+    most = len(record.files) - len(fixed)
     if extent.file >= most:
         raise ValueError(f"chunk_index names file {extent.file} of {most}")
     if extent.offset + extent.nbytes > record.files[extent.file].nbytes:

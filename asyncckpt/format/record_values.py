@@ -101,21 +101,15 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedName:
+class FixedName(FileEntry):
     """A file whose name all attempts share, so that it is written after the record.
 
     Attributes:
-        path: its name, relative to the record.
-        nbytes: size of its content.
-        crc32c: CRC-32C of its content.
         md5: MD5 of its content in hex, to compare with the checksums in an object store's listings.
         object: path of an object of the attempt with the same content; None if the record itself
             has the content, as for the manifest.
     """
 
-    path: str
-    nbytes: int
-    crc32c: int
     md5: str
     object: str | None = None
 
@@ -187,13 +181,13 @@ class CommitRecord:
         leaves: the leaves in tree order.
         specs: the distinct ways in which arrays are stored.
         arrays: the arrays in record order.
-        files: every file of the checkpoint except the record; those of `fixed` come last.
+        files: every file of the checkpoint except the record; those written after it, if the store
+            needs that, come last.
         chunk_index: where the chunk index is.
         manifest: bytes of `manifest.ocdbt`.
         metadata: the user's JSON object.
         metrics: the user's numbers, for retention.
         database: directory of the OCDBT database, one path part.
-        fixed: files that are written after the record, if the store needs that.
         version: format version.
     """
 
@@ -215,8 +209,12 @@ class CommitRecord:
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     database: str = "default"
-    fixed: tuple[FixedName, ...] = ()
     version: int = RECORD_VERSION
+
+    @property
+    def fixed(self) -> tuple[FixedName, ...]:
+        """The files that are written after the record."""
+        return tuple([file for file in self.files if isinstance(file, FixedName)])
 
     @property
     def manifest_path(self) -> str:
