@@ -33,14 +33,12 @@ class JaxTarget(Target):
     """A `Target` with the caller's settings, which `place` replays in its thread.
 
     Attributes:
-        shape: shape of the leaf; for typed keys without the dimensions of the key data.
         sharding: where the leaf goes; with `device`, None.
         device: device of an uncommitted leaf; None for JAX's default.
         division: what each device of `sharding` holds; None for one device.
         prng_impl: name of the PRNG implementation of a typed key array, or None.
     """
 
-    shape: tuple[int, ...] = ()
     sharding: jax.sharding.Sharding | None = None
     device: jax.Device | None = None
     division: Division | None = None
@@ -155,9 +153,7 @@ class JaxAdapter:
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
         if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
             raise _truncated(path, name)
-        target = JaxTarget(
-            array_spec(shape, name), leaf, path=path, shape=leaf.shape, prng_impl=impl
-        )
+        target = JaxTarget(array_spec(shape, name), leaf, path=path, prng_impl=impl)
         if impl is not None:
             target.extra = {"prng_impl": impl}
         sharding = leaf.sharding
@@ -177,8 +173,9 @@ class JaxAdapter:
     def _divide_target(self, target: JaxTarget) -> None:
         """Set the boxes of the target that its devices hold here; all of it stays one box."""
         assert target.sharding is not None
-        tail = target.spec.shape[len(target.shape) :]
-        target.division = divide(target.path, target.sharding, target.shape, tail)
+        shape = target.leaf.shape  # that of key data has further dimensions
+        tail = target.spec.shape[len(shape) :]
+        target.division = divide(target.path, target.sharding, shape, tail)
         boxes = target.division.boxes
         if target.spec.size and boxes != (Box.whole(target.spec.shape),):
             target.boxes = boxes
@@ -193,7 +190,9 @@ class JaxAdapter:
                 if target.boxes is None:
                     parts = [parts[0][selection(box)] for box in division.boxes]
                 dtype = DTYPES[target.spec.dtype] if impl is None else target.leaf.dtype
-                array = assemble(target.shape, sharding, division, parts, dtype, prng_impl=impl)
+                array = assemble(
+                    target.leaf.shape, sharding, division, parts, dtype, prng_impl=impl
+                )
                 if impl is not None:
                     return array
             elif sharding is not None:
