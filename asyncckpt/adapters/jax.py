@@ -184,22 +184,17 @@ class JaxAdapter:
         assert isinstance(target, JaxTarget)
         check_parts(target, parts)
         impl, division, sharding = target.prng_impl, target.division, target.sharding
-        with jax_memory.x64_for(target.spec.dtype):
-            if division is not None:
-                assert sharding is not None
-                if target.boxes is None:
-                    parts = [parts[0][selection(box)] for box in division.boxes]
-                dtype = DTYPES[target.spec.dtype] if impl is None else target.leaf.dtype
-                array = assemble(
-                    target.leaf.shape, sharding, division, parts, dtype, prng_impl=impl
-                )
-                if impl is not None:
-                    return array
-            elif sharding is not None:
-                array = jax.device_put(parts[0], sharding)
-            else:
-                with jax.default_device(target.device):
-                    array = jax.device_put(parts[0])
+        name, shape = target.spec.dtype, target.leaf.shape
+        if division is None:
+            array = _put(parts[0], name, target.device, sharding)
+        else:
+            assert sharding is not None
+            if target.boxes is None:
+                parts = [parts[0][selection(box)] for box in division.boxes]
+            if impl is not None:
+                return assemble(shape, sharding, division, parts, target.leaf.dtype, prng_impl=impl)
+            with jax_memory.x64_for(name):
+                array = assemble(shape, sharding, division, parts, DTYPES[name])
         check_values(target.path, target.spec, array.shape, array.dtype)
         if impl is not None:
             return jax.random.wrap_key_data(array, impl=impl)
@@ -215,8 +210,7 @@ class JaxAdapter:
         fault = self.refuses(path, name)
         if fault is not None:
             raise fault
-        with jax_memory.x64_for(name), jax.default_device(self._device):
-            array = jax.device_put(values)
+        array = _put(values, name, self._device)
         if "prng_impl" in extra:
             return jax.random.wrap_key_data(array, impl=extra["prng_impl"])
         return array
@@ -236,6 +230,20 @@ class JaxNodes:
         """Return a node like `node` with these children."""
         treedef = jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node)
         return jax.tree_util.tree_unflatten(treedef, children)
+
+
+def _put(
+    values: npt.NDArray[Any],
+    name: str,
+    device: jax.Device | None,
+    sharding: jax.sharding.Sharding | None = None,
+) -> jax.Array:
+    """Return an array with this sharding, or an uncommitted one on `device` or JAX's default."""
+    with jax_memory.x64_for(name):
+        if device is None:
+            return jax.device_put(values, sharding)
+        with jax.default_device(device):  # doubles the time that a small array takes
+            return jax.device_put(values)
 
 
 def _truncated(path: str, name: str) -> DtypeMismatchError:

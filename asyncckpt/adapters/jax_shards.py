@@ -209,7 +209,7 @@ def assemble(
 
     With `prng_impl`, the values are key data, and the result is an array of typed PRNG keys.
     """
-    if division.partition is None and prng_impl is None:
+    if division.partition is None and prng_impl is None and 0 not in shape:
         numbers = {box.offset: number for number, box in enumerate(division.boxes)}
 
         def values_at(index: Any) -> npt.NDArray[Any]:

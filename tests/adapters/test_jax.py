@@ -81,7 +81,7 @@ def test_every_dtype_round_trips(
         target = adapter.target("p", leaf, in_place=False)
     restored = np.empty(target.spec.shape, DTYPES[target.spec.dtype])
     restored[...] = expected
-    placed = worker.submit(adapter.place, target, restored).result()
+    placed = worker.submit(adapter.place, target, [restored]).result()
     assert (placed.dtype, placed.shape) == (leaf.dtype, shape)
     assert (placed.committed, placed.weak_type) == (leaf.committed, False)
     np.testing.assert_array_equal(np.asarray(placed), expected)
@@ -196,7 +196,7 @@ def test_typed_keys_are_stored_as_their_data(
     for like in (keys, jax.ShapeDtypeStruct(keys.shape, keys.dtype)):
         target = adapter.target("p", like, in_place=False)
         assert (target.spec, target.extra) == (source.spec, source.extra)
-        restored = worker.submit(adapter.place, target, out.copy()).result()
+        restored = worker.submit(adapter.place, target, [out.copy()]).result()
         assert restored.dtype == keys.dtype
         assert restored.shape == keys.shape
         np.testing.assert_array_equal(jax.random.key_data(restored), data)
@@ -222,7 +222,7 @@ def test_64_bit_leaves_need_x64_in_the_calling_thread(
         target = adapter.target("a/b", jax.ShapeDtypeStruct((3,), name), in_place=False)
         own = JaxAdapter()
     assert worker.submit(own.leaf, "a/b", values(name, (3,)), {}).result().dtype == name
-    placed = worker.submit(adapter.place, target, values(name, (3,))).result()
+    placed = worker.submit(adapter.place, target, [values(name, (3,))]).result()
     assert placed.dtype == name, "x64 is replayed in the worker"
 
 

@@ -123,7 +123,7 @@ def test_tensors_of_any_mode_are_read_and_filled_in_a_worker(worker: ThreadPoolE
         target = adapter.target("p", leaf, in_place=True)
         assert target.buffer is not None
         target.buffer[:] = 5
-        assert worker.submit(adapter.place, target, target.buffer).result() is leaf
+        assert worker.submit(adapter.place, target, [target.buffer]).result() is leaf
         assert leaf.tolist() == [5, 5, 5]
 
 
@@ -311,7 +311,7 @@ def test_cuda_tensors_are_fetched_and_filled(name: str, worker: ThreadPoolExecut
         np.testing.assert_array_equal(out, expected[box.slices()])
     filled = torch.zeros_like(leaf)
     target = adapter.target("p", filled, in_place=True)
-    assert worker.submit(adapter.place, target, expected.copy()).result() is filled
+    assert worker.submit(adapter.place, target, [expected.copy()]).result() is filled
     np.testing.assert_array_equal(numpy_view(filled.cpu()), expected)
     memory = PinnedMemory()
     buffer = memory.allocate(1 << 20)
