@@ -237,7 +237,7 @@ def _put(
     name: str,
     device: jax.Device | None,
     sharding: jax.sharding.Sharding | None = None,
-) -> jax.Array:
+) -> Any:
     """Return an array with this sharding, or an uncommitted one on `device` or JAX's default."""
     with jax_memory.x64_for(name):
         if device is None:
