@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from asyncckpt.errors import UnsupportedFormatError, UsageError
 from asyncckpt.format.damage import corrupt
@@ -167,8 +167,9 @@ def _decode(document: dict[str, Any], most: int) -> SavedTree:
         tensors.append(tensor)
         if extra:
             extras[row] = extra
-    metrics = {name: _metric(bits) for name, bits in document["metrics"].items()}
+    decoded = {name: decode_scalar("float", bits) for name, bits in document["metrics"].items()}
     leaves = LeafTable(kinds, values, extras, {})
+    metrics = cast(Mapping[str, float], decoded)
     return SavedTree(structure, leaves, tensors, document["metadata"], metrics)
 
 
@@ -192,9 +193,3 @@ def _leaf(
     if not named or "value" in members:
         raise ValueError(f"leaf {row} is neither an array nor a scalar")
     return kind, None, extra, tensor
-
-
-def _metric(bits: JsonValue) -> float:
-    value = decode_scalar("float", bits)
-    assert isinstance(value, float)
-    return value
