@@ -631,7 +631,7 @@ class Target:
         buffer: host memory to fill in place, in the NumPy dtype of `spec.dtype`, any strides;
             None if the pipeline allocates and `place` makes the leaf.
         boxes: the distinct parts of the array that are wanted, possibly with gaps; None for all of
-            it. `place_parts` takes the values of such a target, one array per box.
+            it.
         buffers: host memory of each box to fill in place, as `buffer`; empty if the pipeline
             allocates.
         identity: targets with equal identity are the same memory; None when unknown or immutable.
@@ -690,12 +690,18 @@ class ArrayAdapter(Protocol):
         """
         ...
 
-    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+    def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         """Return the finished leaf for `target`, with dtype and shape checked. Blocking.
 
-        `values` belongs to the leaf from now on and never returns to a pool.
+        `parts` are the values of each of its `boxes`, or the one array of all values. They belong
+        to the leaf from now on and never return to a pool.
         """
         ...
+
+
+@runtime_checkable
+class FrameworkAdapter(ArrayAdapter, Protocol):
+    """The adapter of the arrays in which a framework restores leaves without a target."""
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         """Return why `leaf` cannot hold this zarr dtype as it is, naming the path, or None."""
@@ -706,18 +712,6 @@ class ArrayAdapter(Protocol):
 
         Raises:
             DtypeMismatchError: the framework cannot hold the dtype as it is; names the path.
-        """
-        ...
-
-
-@runtime_checkable
-class ShardedAdapter(ArrayAdapter, Protocol):
-    """An adapter whose targets may have `boxes`."""
-
-    def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
-        """Return the finished leaf for a target with `boxes`, from the values of each. Blocking.
-
-        As `place` otherwise.
         """
         ...
 

@@ -14,24 +14,24 @@ from typing import Any
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import ScalarKind, scalar_kind
 from asyncckpt.errors import UsageError
-from asyncckpt.ports import ArrayAdapter, NodeAdapter
+from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, NodeAdapter
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import PerProcessNodes
 
-_FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter")}
-"""Framework -> an attribute that exists once its import is complete, and the adapter's class."""
+_ADAPTERS = {
+    "sharded": ("asyncckpt.adapters.sharded_array", "ShardedArray", "ShardedAdapter"),
+    "tensor_boxes": ("asyncckpt.adapters.tensor_boxes", "TensorBoxes", "BoxesAdapter"),
+    "dtensor": ("torch.distributed.tensor", "DTensor", "DTensorAdapter"),
+    "jax": ("jax", "Array", "JaxAdapter"),
+    "torch": ("torch", "Tensor", "TorchAdapter"),
+}
+"""Module of an adapter -> the module and name of its array type, and the adapter's class.
 
-_SHARDED = "asyncckpt.adapters.sharded_array"
-"""Imported when a `ShardedArray` is made."""
+The type exists once the import of its module is complete. A `DTensor` is a `torch.Tensor`, too, and
+belongs to the adapter that comes first."""
 
-_BOXES = "asyncckpt.adapters.tensor_boxes"
-"""Imported when `TensorBoxes` are made."""
-
-_DTENSOR = "torch.distributed.tensor"
-"""Imported by the code that makes a `DTensor`."""
-
-_WANTING = {"torch": ("torch.nn.", "torch.optim.")}
-"""Framework -> modules of the classes whose state dicts hold only its arrays."""
+_TORCH_OWNERS = ("torch.nn.", "torch.optim.")
+"""Modules of the classes whose state dicts hold only arrays of PyTorch."""
 
 
 class AdapterSet:
@@ -47,6 +47,11 @@ class AdapterSet:
         self.nodes = tuple(nodes)
         self._resolved: dict[type, ArrayAdapter | ScalarKind | None] = {}
 
+    @property
+    def frameworks(self) -> dict[str, FrameworkAdapter]:
+        """The adapters that make leaves without a target, by name."""
+        return {one.name: one for one in self.adapters if isinstance(one, FrameworkAdapter)}
+
     def resolve(self, kind: type) -> ArrayAdapter | ScalarKind | None:
         """Return the adapter of leaves of this type, their kind of Python scalar, or None."""
         try:
@@ -59,13 +64,10 @@ class AdapterSet:
             self._resolved[kind] = found
             return found
 
-    def expected_by(self, owner: type) -> ArrayAdapter | None:
+    def expected_by(self, owner: type) -> FrameworkAdapter | None:
         """Return the adapter of the arrays that a class takes in its state dict, if known."""
-        modules = [base.__module__ for base in owner.__mro__]
-        for adapter in self.adapters:
-            wanting = _WANTING.get(adapter.name, ())
-            if any(module.startswith(wanting) for module in modules):
-                return adapter
+        if any(base.__module__.startswith(_TORCH_OWNERS) for base in owner.__mro__):
+            return self.frameworks.get("torch")
         return None
 
     def required_by(self, owner: object) -> Callable[[str], str | None] | None:
@@ -84,11 +86,8 @@ class AdapterSet:
 
         It maps a path in the state dict and the saved spec to an array to restore into, or to None.
         """
-        wanting = self.expected_by(type(owner))
-        if (
-            wanting is None
-            or wanting.name != "torch"
-            or not any(adapter.name == "dtensor" for adapter in self.adapters)
+        if self.expected_by(type(owner)) is None or not any(
+            adapter.name == "dtensor" for adapter in self.adapters
         ):
             return None
         made: Callable[[str, ArraySpec], Any] = _module("dtensor").state_like_parameters(owner)
@@ -98,26 +97,19 @@ class AdapterSet:
 def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:
     """Return the adapters of NumPy and of all imported array types.
 
-    `process` is the number of this process, for values that differ by process. Each type belongs
-    to the first that owns it: a `DTensor` is a `torch.Tensor`, too.
+    `process` is the number of this process, for values that differ by process.
     """
     adapters: list[ArrayAdapter] = [NumpyAdapter()]
     nodes: list[NodeAdapter] = [PerProcessNodes(process)]
-    if hasattr(sys.modules.get(_SHARDED), "ShardedArray"):
-        adapters.append(_module("sharded").ShardedAdapter())
-    if hasattr(sys.modules.get(_BOXES), "TensorBoxes"):
-        adapters.append(_module("tensor_boxes").BoxesAdapter())
-    if hasattr(sys.modules.get(_DTENSOR), "DTensor"):
-        adapters.append(_module("dtensor").DTensorAdapter())
-    for name, (attribute, _) in _FRAMEWORKS.items():
-        if getattr(sys.modules.get(name), attribute, None) is not None:
-            adapters.append(adapter_named(name))
+    for name, (module, kind, adapter) in _ADAPTERS.items():
+        if hasattr(sys.modules.get(module), kind):
+            adapters.append(getattr(_module(name), adapter)())
             if name == "jax":
                 nodes.append(_module("jax").JaxNodes())
     return AdapterSet(adapters, nodes)
 
 
-def adapter_named(name: str) -> ArrayAdapter:
+def adapter_named(name: str) -> FrameworkAdapter:
     """Return the adapter that `leaves=name` asks for; import its framework.
 
     Raises:
@@ -125,7 +117,7 @@ def adapter_named(name: str) -> ArrayAdapter:
     """
     if name == "numpy":
         return NumpyAdapter()
-    if not isinstance(name, str) or name not in _FRAMEWORKS:
+    if name not in ("jax", "torch"):
         raise UsageError(
             f'leaves={name!r}: pass "numpy", "jax" or "torch"',
             expected=("numpy", "jax", "torch"),
@@ -140,7 +132,8 @@ def adapter_named(name: str) -> ArrayAdapter:
             f'leaves="{name}": {name} is not installed; install asyncckpt[{name}], or restore with '
             'leaves="numpy"'
         ) from error
-    adapter: ArrayAdapter = getattr(module, _FRAMEWORKS[name][1])()
+    *_, kind = _ADAPTERS[name]
+    adapter: FrameworkAdapter = getattr(module, kind)()
     return adapter
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedLeafError
-from asyncckpt.spec import DTYPES, ArraySpec, Box
+from asyncckpt.ports import Target
+from asyncckpt.spec import DTYPES, ArraySpec, Box, array_spec
 
 NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module__ == "numpy")
 """Names of the dtypes that are NumPy's own; bfloat16, float8 and int4 come from ml_dtypes."""
@@ -83,9 +84,29 @@ def check_values(
         )
 
 
+def check_parts(target: Target, parts: Sequence[npt.NDArray[Any]]) -> None:
+    """Check that shapes and dtype are those of the target's boxes; raises as `check_values`."""
+    boxes = (Box.whole(target.spec.shape),) if target.boxes is None else target.boxes
+    for box, values in zip(boxes, parts, strict=True):
+        spec = array_spec(box.shape, target.spec.dtype)
+        check_values(target.path, spec, values.shape, values.dtype)
+
+
 def selection(box: Box) -> Any:
     """Return the index that selects a box of an array, as a view also at rank 0."""
     return (*box.slices(), ...)
+
+
+def held_parts(held: Iterable[Box], box: Box) -> Iterator[tuple[int, Box, Any]]:
+    """Yield the number of every held box that meets `box`, where they meet in it and in `box`.
+
+    The former is a box relative to the held one, the latter the index of an array of `box`.
+    """
+    for number, own in enumerate(held):
+        common = own.intersect(box)
+        if common is not None:
+            part = selection(common.relative_to(box.offset))
+            yield number, common.relative_to(own.offset), part
 
 
 def byte_span(

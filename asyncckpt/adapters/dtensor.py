@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
-from asyncckpt.adapters.arrays import check_values, selection
+from asyncckpt.adapters.arrays import check_parts, held_parts, selection
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, tensor_view
-from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
+from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box, Partition, array_spec
 from asyncckpt.spec import Shard as HeldBox
@@ -105,13 +105,10 @@ class DTensorAdapter:
 
     def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
         division, local = source.stream
-        for shard, place in zip(division.shards, division.local, strict=True):
-            common = shard.box.intersect(box)
-            if common is not None:
-                inside = common.relative_to(shard.box.offset)
-                offset = tuple(o + p for o, p in zip(place.offset, inside.offset, strict=True))
-                part = out[selection(common.relative_to(box.offset))]
-                self._local.fetch(local, Box(offset, common.shape), part)
+        for number, common, part in held_parts((shard.box for shard in division.shards), box):
+            first = division.local[number].offset
+            offset = tuple(o + p for o, p in zip(first, common.offset, strict=True))
+            self._local.fetch(local, Box(offset, common.shape), out[part])
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         division, tensor = _open(path, leaf)
@@ -134,17 +131,11 @@ class DTensorAdapter:
                 target.buffers = tuple([local.buffer[selection(box)] for box in division.local])
         return target
 
-    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
-        check_values(target.path, target.spec, values.shape, values.dtype)
-        return self.place_parts(target, [values[selection(box)] for box in target.boxes or ()])
-
-    def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
+    def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, DTensorTarget)
         assert target.division is not None
+        check_parts(target, parts)
         like: DTensor = target.leaf
-        for shard, values in zip(target.division.shards, parts, strict=True):
-            spec = array_spec(shard.box.shape, target.spec.dtype)
-            check_values(target.path, spec, values.shape, values.dtype)
         if target.memory is None:
             return _made(target, parts)
         if target.fill:
@@ -153,12 +144,6 @@ class DTensorAdapter:
             torch.autograd.graph.increment_version(target.memory)
         torch.autograd.graph.increment_version(like)
         return like
-
-    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
-        return self._local.refuses(path, dtype)
-
-    def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-        return self._local.leaf(path, values, extra)
 
 
 _MOMENT = re.compile(r"state/(0|[1-9][0-9]*)/[^/]+")

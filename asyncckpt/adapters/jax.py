@@ -21,14 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory
-from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
-from asyncckpt.adapters.jax_shards import (
-    Division,
-    assemble,
-    divide,
-    read_box,
-    shard_views,
-)
+from asyncckpt.adapters.arrays import check_parts, check_values, selection, unsupported_dtype
+from asyncckpt.adapters.jax_shards import Division, assemble, divide, read_box, shard_views
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
@@ -39,14 +33,12 @@ class JaxTarget(Target):
     """A `Target` with the caller's settings, which `place` replays in its thread.
 
     Attributes:
-        shape: shape of the leaf; for typed keys without the dimensions of the key data.
         sharding: where the leaf goes; with `device`, None.
         device: device of an uncommitted leaf; None for JAX's default.
         division: what each device of `sharding` holds; None for one device.
         prng_impl: name of the PRNG implementation of a typed key array, or None.
     """
 
-    shape: tuple[int, ...] = ()
     sharding: jax.sharding.Sharding | None = None
     device: jax.Device | None = None
     division: Division | None = None
@@ -161,9 +153,7 @@ class JaxAdapter:
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
         if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
             raise _truncated(path, name)
-        target = JaxTarget(
-            array_spec(shape, name), leaf, path=path, shape=leaf.shape, prng_impl=impl
-        )
+        target = JaxTarget(array_spec(shape, name), leaf, path=path, prng_impl=impl)
         if impl is not None:
             target.extra = {"prng_impl": impl}
         sharding = leaf.sharding
@@ -183,53 +173,31 @@ class JaxAdapter:
     def _divide_target(self, target: JaxTarget) -> None:
         """Set the boxes of the target that its devices hold here; all of it stays one box."""
         assert target.sharding is not None
-        tail = target.spec.shape[len(target.shape) :]
-        target.division = divide(target.path, target.sharding, target.shape, tail)
+        shape = target.leaf.shape  # that of key data has further dimensions
+        tail = target.spec.shape[len(shape) :]
+        target.division = divide(target.path, target.sharding, shape, tail)
         boxes = target.division.boxes
         if target.spec.size and boxes != (Box.whole(target.spec.shape),):
             target.boxes = boxes
 
-    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+    def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, JaxTarget)
-        name = target.spec.dtype
-        check_values(target.path, target.spec, values.shape, values.dtype)
-        if target.division is not None:
-            parts = [values[selection(box)] for box in target.division.boxes]
-            return self._assemble(target, target.division, parts)
-        with jax_memory.x64_for(name):
-            if target.sharding is not None:
-                array = jax.device_put(values, target.sharding)
-            elif target.device is not None:
-                with jax.default_device(target.device):
-                    array = jax.device_put(values)
-            else:
-                array = jax.device_put(values)
+        check_parts(target, parts)
+        impl, division, sharding = target.prng_impl, target.division, target.sharding
+        name, shape = target.spec.dtype, target.leaf.shape
+        if division is None:
+            array = _put(parts[0], name, target.device, sharding)
+        else:
+            assert sharding is not None
+            if target.boxes is None:
+                parts = [parts[0][selection(box)] for box in division.boxes]
+            if impl is not None:
+                return assemble(shape, sharding, division, parts, target.leaf.dtype, prng_impl=impl)
+            with jax_memory.x64_for(name):
+                array = assemble(shape, sharding, division, parts, DTYPES[name])
         check_values(target.path, target.spec, array.shape, array.dtype)
-        if target.prng_impl is not None:
-            return jax.random.wrap_key_data(array, impl=target.prng_impl)
-        return array.block_until_ready()
-
-    def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
-        assert isinstance(target, JaxTarget)
-        assert target.division is not None
-        for box, values in zip(target.division.boxes, parts, strict=True):
-            spec = array_spec(box.shape, target.spec.dtype)
-            check_values(target.path, spec, values.shape, values.dtype)
-        return self._assemble(target, target.division, parts)
-
-    def _assemble(
-        self, target: JaxTarget, division: Division, parts: Sequence[npt.NDArray[Any]]
-    ) -> Any:
-        shape, sharding = target.shape, target.sharding
-        assert sharding is not None
-        if target.prng_impl is not None:
-            return assemble(
-                shape, sharding, division, parts, target.leaf.dtype, prng_impl=target.prng_impl
-            )
-        dtype = DTYPES[target.spec.dtype]
-        with jax_memory.x64_for(target.spec.dtype):
-            array = assemble(shape, sharding, division, parts, dtype)
-        check_values(target.path, target.spec, array.shape, array.dtype)
+        if impl is not None:
+            return jax.random.wrap_key_data(array, impl=impl)
         return array.block_until_ready()
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
@@ -242,8 +210,7 @@ class JaxAdapter:
         fault = self.refuses(path, name)
         if fault is not None:
             raise fault
-        with jax_memory.x64_for(name), jax.default_device(self._device):
-            array = jax.device_put(values)
+        array = _put(values, name, self._device)
         if "prng_impl" in extra:
             return jax.random.wrap_key_data(array, impl=extra["prng_impl"])
         return array
@@ -263,6 +230,20 @@ class JaxNodes:
         """Return a node like `node` with these children."""
         treedef = jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node)
         return jax.tree_util.tree_unflatten(treedef, children)
+
+
+def _put(
+    values: npt.NDArray[Any],
+    name: str,
+    device: jax.Device | None,
+    sharding: jax.sharding.Sharding | None = None,
+) -> Any:
+    """Return an array with this sharding, or an uncommitted one on `device` or JAX's default."""
+    with jax_memory.x64_for(name):
+        if device is None:
+            return jax.device_put(values, sharding)
+        with jax.default_device(device):  # doubles the time that a small array takes
+            return jax.device_put(values)
 
 
 def _truncated(path: str, name: str) -> DtypeMismatchError:

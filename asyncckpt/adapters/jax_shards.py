@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory, meshes, placements
-from asyncckpt.adapters.arrays import selection
+from asyncckpt.adapters.arrays import held_parts
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import Box, Partition, Shard
 
@@ -68,9 +68,7 @@ def divide(
             found=str(sharding),
         )
     try:
-        if sharding.is_fully_addressable:
-            return _divide(sharding, shape, tail)
-        return _divide_among_processes(sharding, shape, tail)
+        return _divide(sharding, shape, tail)
     except ValueError as error:
         raise UnsupportedLeafError(
             f"{path}: this sharding does not divide shape {shape} among its devices: {error}",
@@ -84,23 +82,7 @@ def divide(
 def _divide(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...]
 ) -> Division:
-    holders: dict[Box, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        holders.setdefault(_box(index, shape, tail), []).append(device)
-    boxes = tuple(sorted(holders, key=lambda box: box.offset))
-    return Division(
-        boxes=boxes,
-        shards=tuple(map(Shard, boxes)),
-        holders=tuple(tuple(holders[box]) for box in boxes),
-        box_of={device: n for n, box in enumerate(boxes) for device in holders[box]},
-        on_cpu=all(map(jax_memory.on_cpu, sharding.device_set)),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _divide_among_processes(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...]
-) -> Division:
+    own_alone = sharding.is_fully_addressable
     part = sharding.shard_shape(shape) + tail  # raises where the shape is not divisible
     mesh = named_mesh(sharding)
     if mesh is None:
@@ -118,14 +100,14 @@ def _divide_among_processes(
     box_of = dict(zip(devices, numbers, strict=True))
     return Division(
         boxes=boxes,
-        shards=holding.shards,
+        shards=tuple(map(Shard, boxes)) if own_alone else holding.shards,
         holders=tuple(
             tuple(device for device, held in box_of.items() if held == number)
             for number in range(len(boxes))
         ),
         box_of=box_of,
         on_cpu=all(map(jax_memory.on_cpu, devices)),
-        partition=holding.partition,
+        partition=None if own_alone else holding.partition,
     )
 
 
@@ -201,15 +183,12 @@ def read_box(
     """
     handles = _handles(array)
     running = []
-    for held, devices in zip(division.boxes, division.holders, strict=True):
-        common = held.intersect(box)
-        if common is None:
-            continue
+    for number, common, part in held_parts(division.boxes, box):
+        devices = division.holders[number]
         handle = handles[devices[turn % len(devices)]]
-        part = jax_memory.begin_read(handle, name, common.relative_to(held.offset))
-        running.append((common.relative_to(box.offset), part))
-    for where, part in running:
-        np.copyto(out[selection(where)], np.asarray(part), casting="no")
+        running.append((part, jax_memory.begin_read(handle, name, common)))
+    for part, values in running:
+        np.copyto(out[part], np.asarray(values), casting="no")
 
 
 def _handles(array: Any) -> dict[jax.Device, Any]:
@@ -230,7 +209,7 @@ def assemble(
 
     With `prng_impl`, the values are key data, and the result is an array of typed PRNG keys.
     """
-    if division.partition is None and prng_impl is None:
+    if division.partition is None and prng_impl is None and 0 not in shape:
         numbers = {box.offset: number for number, box in enumerate(division.boxes)}
 
         def values_at(index: Any) -> npt.NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,8 @@ class NumpyAdapter:
             target.fill = True
         return target
 
-    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+    def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
+        (values,) = parts
         if values is target.buffer:
             return target.leaf
         check_values(target.path, target.spec, values.shape, values.dtype)

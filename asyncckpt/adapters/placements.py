@@ -71,12 +71,19 @@ def hold(
         for box in boxes:
             if box not in holders:
                 holders[box] = mesh.holders(fixed)
-    distinct = sorted(holders, key=lambda box: box.offset)
+    return _holding(held, holders, partition(mesh, layout, shape))
+
+
+def _holding(
+    held: Sequence[Sequence[Box]], holders: Mapping[Box, tuple[int, ...]], partition: Partition
+) -> Holding:
+    """Return the holding of coordinates with these boxes each."""
+    distinct = sorted(set(itertools.chain.from_iterable(held)), key=lambda box: box.offset)
     number = {box: n for n, box in enumerate(distinct)}
     return Holding(
         shards=tuple(Shard(box, holders[box]) for box in distinct),
         numbers=tuple(tuple(number[box] for box in boxes) for boxes in held),
-        partition=partition(mesh, layout, shape),
+        partition=partition,
     )
 
 
@@ -199,16 +206,10 @@ def enumerated(
         _regular(length, sorted({box.offset[axis] for box in boxes}))
         for axis, length in enumerate(shape)
     )
-    mine = list(own)
-    distinct = sorted({box for box in mine if box.size}, key=lambda box: box.offset)
-    number = {box: n for n, box in enumerate(distinct)}
     text = "boxes " + ";".join(",".join(map(str, holders[box])) for box in boxes)
     members = interned(tuple(sorted(set().union(*holders.values()))))
-    return Holding(
-        shards=tuple(Shard(box, holders[box]) for box in distinct),
-        numbers=tuple((number[box],) if box in number else () for box in mine),
-        partition=Partition(cuts, shortened(text), members),
-    )
+    held = [[box] if box.size else [] for box in own]
+    return _holding(held, holders, Partition(cuts, shortened(text), members))
 
 
 def _part(runs: list[Run], count: int, index: int) -> list[Run]:

@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
-    byte_span,
-    check_values,
+    check_parts,
+    held_parts,
+    host_place,
     may_overlap_itself,
     may_share_memory,
     overlapping,
     selection,
 )
 from asyncckpt.adapters.sharded_array import ShardedArray, division_of, inside, spec_of
-from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
+from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import ArraySpec, Box
+from asyncckpt.spec import DTYPE_NAMES, Box
 
 Memory = npt.NDArray[Any]
 
@@ -58,12 +58,10 @@ class ShardedAdapter:
 
     def fetch(self, source: Source, box: Box, out: Memory) -> None:
         array: ShardedArray = source.leaf
-        for shard, number in zip(division_of(array).shards, division_of(array).first, strict=True):
-            common = shard.box.intersect(box)
-            if common is not None:
-                part = selection(common.relative_to(box.offset))
-                held = selection(common.relative_to(shard.box.offset))
-                np.copyto(out[part], inside(array, number)[held], casting="no")
+        division = division_of(array)
+        for at, common, part in held_parts((shard.box for shard in division.shards), box):
+            held = inside(array, division.first[at])
+            np.copyto(out[part], held[selection(common)], casting="no")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         array: ShardedArray = leaf
@@ -79,16 +77,10 @@ class ShardedAdapter:
             target.identity = _identity(array)
         return target
 
-    def place(self, target: Target, values: Memory) -> Any:
-        boxes = target.boxes or ()
-        return self.place_parts(target, [values[selection(box)] for box in boxes])
-
-    def place_parts(self, target: Target, parts: Sequence[Memory]) -> Any:
+    def place(self, target: Target, parts: Sequence[Memory]) -> Any:
+        check_parts(target, parts)
         array: ShardedArray = target.leaf
         division = division_of(array)
-        for shard, part in zip(division.shards, parts, strict=True):
-            spec = ArraySpec(shard.box.shape, target.spec.dtype)
-            check_values(target.path, spec, part.shape, part.dtype)
         if target.buffers:
             for number, box in enumerate(division.number):
                 if box >= 0 and number != division.first[box]:
@@ -107,28 +99,17 @@ class ShardedAdapter:
             made.append((offset, values))
         return ShardedArray(array.shape, array.dtype, made, padded=True)
 
-    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
-        return None
-
-    def leaf(self, path: str, values: Memory, extra: Mapping[str, Any]) -> Any:
-        return values
-
 
 def _identity(array: ShardedArray) -> Hashable | None:
     """Return a value that is equal for arrays with the same boxes in the same memory."""
-    parts = [inside(array, number) for number in division_of(array).first]
-    return (
-        "sharded",
-        array.shape,
-        array.dtype,
-        tuple(shard.box for shard in division_of(array).shards),
-        tuple((part.__array_interface__["data"][0], part.strides) for part in parts),
-    )
+    division, name = division_of(array), DTYPE_NAMES[array.dtype]
+    places = [host_place(inside(array, number), name)[1] for number in division.first]
+    return ("sharded", array.shape, name, division.shards, tuple(places))
 
 
 def _check_memory(path: str, array: ShardedArray) -> None:
     """Refuse shards that are read-only, or overlap themselves or each other in memory."""
-    parts: list[tuple[int, Memory]] = []
+    parts: list[tuple[int, Memory, Hashable]] = []
     spans: list[tuple[int, int]] = []
     boxes = division_of(array).number
     for number, box in enumerate(boxes):
@@ -147,12 +128,12 @@ def _check_memory(path: str, array: ShardedArray) -> None:
                 "cannot be filled; pass a copy",
                 path=path,
             )
-        pointer = part.__array_interface__["data"][0]
-        spans.append(byte_span(pointer, part.shape, part.strides, part.itemsize))
-        parts.append((number, part))
+        span, identity = host_place(part, DTYPE_NAMES[part.dtype])
+        spans.append(span)
+        parts.append((number, part, identity))
     for pair in overlapping(spans):
-        (one, part), (two, other) = sorted((parts[at] for at in pair), key=itemgetter(0))
-        is_replica = boxes[one] == boxes[two] and _is(part, other)
+        (one, part, place), (two, other, other_place) = map(parts.__getitem__, sorted(pair))
+        is_replica = boxes[one] == boxes[two] and place == other_place
         if not is_replica and may_share_memory(part, other):
             raise UnsupportedLeafError(
                 f"{path}: shards {one} and {two} share memory, so they cannot be filled; give "
@@ -160,11 +141,3 @@ def _check_memory(path: str, array: ShardedArray) -> None:
                 path=path,
                 found=(one, two),
             )
-
-
-def _is(one: Memory, other: Memory) -> bool:
-    """Return whether two arrays of one shape are the same memory."""
-    return (
-        one.__array_interface__["data"] == other.__array_interface__["data"]
-        and one.strides == other.strides
-    )

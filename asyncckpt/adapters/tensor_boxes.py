@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncckpt.adapters.arrays import check_values, selection
+from asyncckpt.adapters.arrays import check_parts, held_parts
 from asyncckpt.adapters.sharded_array import divide
 from asyncckpt.adapters.torch import TorchAdapter
-from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
+from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import ArraySpec, Box, array_spec
+from asyncckpt.spec import Box, array_spec
 
 Memory = npt.NDArray[Any]
 
@@ -90,11 +90,8 @@ class BoxesAdapter:
         held = [Box.whole(source.spec.shape)]
         if source.shards is not None:
             held = [shard.box for shard in source.shards]
-        for own, part in zip(held, source.stream, strict=True):
-            common = own.intersect(box)
-            if common is not None:
-                place = selection(common.relative_to(box.offset))
-                self._tensor.fetch(part, common.relative_to(own.offset), out[place])
+        for number, common, part in held_parts(held, box):
+            self._tensor.fetch(source.stream[number], common, out[part])
 
     def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
         parts = tuple(
@@ -112,25 +109,11 @@ class BoxesAdapter:
             parts=parts,
         )
 
-    def place(self, target: Target, values: Memory) -> Any:
-        return self.place_parts(target, [values[selection(box)] for box in target.boxes or ()])
-
-    def place_parts(self, target: Target, parts: Sequence[Memory]) -> Any:
+    def place(self, target: Target, parts: Sequence[Memory]) -> Any:
         assert isinstance(target, BoxesTarget)
+        check_parts(target, parts)
         for part, values in zip(target.parts, parts, strict=True):
-            check_values(
-                target.path,
-                ArraySpec(part.spec.shape, target.spec.dtype),
-                values.shape,
-                values.dtype,
-            )
             if part.buffer is not None and not target.buffers:
                 np.copyto(part.buffer, values, casting="no")
-            self._tensor.place(part, values if part.buffer is None else part.buffer)
+            self._tensor.place(part, [values if part.buffer is None else part.buffer])
         return target.leaf
-
-    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
-        return self._tensor.refuses(path, dtype)
-
-    def leaf(self, path: str, values: Memory, extra: Mapping[str, Any]) -> Any:
-        return self._tensor.leaf(path, values, extra)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ import torch
 
 from asyncckpt.adapters.arrays import (
     NUMPY_DTYPES,
-    byte_span,
     check_values,
+    host_place,
     may_overlap_itself,
     unsupported_dtype,
 )
@@ -27,28 +27,11 @@ from asyncckpt.errors import DtypeMismatchError, StagingError, UnsupportedLeafEr
 from asyncckpt.ports import Bytes, Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
-_NAMES: dict[torch.dtype, str] = {
-    torch.bool: "bool",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-    torch.uint16: "uint16",
-    torch.uint32: "uint32",
-    torch.uint64: "uint64",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e4m3fnuz: "float8_e4m3fnuz",
-    torch.float8_e5m2: "float8_e5m2",
-    torch.float8_e5m2fnuz: "float8_e5m2fnuz",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
+# PyTorch's int4 has no tensors.
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in DTYPES if hasattr(torch, name) and name != "int4"
 }
-TORCH_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _VIEWS: dict[torch.dtype, tuple[str, int, np.dtype[Any] | None]] = {
     dtype: (
@@ -138,11 +121,7 @@ class TorchAdapter:
             )
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             target.buffer = numpy_view(leaf)
-            pointer = leaf.data_ptr()
-            target.span = byte_span(pointer, leaf.shape, strides, leaf.itemsize)
-            if leaf.numel():
-                # The same form as the NumPy adapter's: an array may share a tensor's memory.
-                target.identity = ("memory", pointer, target.spec.shape, strides, name)
+            target.span, target.identity = host_place(target.buffer, name)
         else:
             target.fill = True
             if leaf.numel():
@@ -150,7 +129,8 @@ class TorchAdapter:
                 target.identity = (str(leaf.device), pointer, target.spec.shape, strides, name)
         return target
 
-    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+    def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
+        (values,) = parts
         like: torch.Tensor = target.leaf
         check_values(target.path, target.spec, values.shape, values.dtype)
         if target.buffer is not None:

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.damage import corrupt
-from asyncckpt.format.fields import check_form, parse_json
+from asyncckpt.format.fields import check_form, parse_object
 from asyncckpt.format.record import is_sealed, seal
 from asyncckpt.options import KIB, MIB
 
@@ -102,15 +101,9 @@ def _document(
     if not is_sealed(data):
         return None
     try:
-        document = parse_json(data, kind, file="", most_nbytes=most_nbytes)
-        if not isinstance(document, dict) or document.get("format") != kind:
-            return None
-        check_form(document, form, "", _fault)
-    except CorruptCheckpointError:
+        document = parse_object(data, kind, file="", most_nbytes=most_nbytes)
+        check_form(document, form)
+    except (CorruptCheckpointError, ValueError):
         return None
-    found: dict[str, Any] = document
-    return found if found["version"] == _VERSION else None
-
-
-def _fault(name: str, reason: str) -> CorruptCheckpointError:
-    return corrupt(name, reason, file="")
+    known = (document["format"], document["version"]) == (kind, _VERSION)
+    return document if known else None

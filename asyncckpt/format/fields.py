@@ -1,7 +1,4 @@
-"""JSON documents of bounded size, and the forms of their members.
-
-Every mismatch is a `CorruptCheckpointError`.
-"""
+"""JSON documents of bounded size, and the forms of their members."""
 
 # Rule 1: a document's size and number of values are bounded before it is parsed, since three bytes
 #   of ``[],`` become seventy: parsing takes at most about 20 times the document.
@@ -11,10 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.damage import corrupt
 
 MAX_DEPTH = 256
@@ -26,9 +21,6 @@ FREE_VALUES = 1 << 17
 NBYTES_PER_VALUE = 6
 """Bytes of a document per further value. Tensors in a safetensors header have one per 7 bytes,
 leaves in Orbax's metadata one per 18."""
-
-Fault: TypeAlias = Callable[[str, str], CorruptCheckpointError]
-"""Place in a document, and what is wrong there -> the error."""
 
 
 def parse_json(data: bytes, what: str, *, file: str, most_nbytes: int, base: int = 0) -> Any:
@@ -52,9 +44,20 @@ def parse_json(data: bytes, what: str, *, file: str, most_nbytes: int, base: int
         at = error.pos if isinstance(error, json.JSONDecodeError) else 0
         reason = f"it is not JSON ({error})"
         raise corrupt(what, reason, file=file, offset=base + at) from None
-    deep = depth_fault(document)
-    if deep is not None:
-        raise corrupt(what, f"it {deep}", file=file, offset=base)
+    try:
+        check_depth(document, "it")
+    except ValueError as error:
+        raise corrupt(what, str(error), file=file, offset=base) from None
+    return document
+
+
+def parse_object(
+    data: bytes, what: str, *, file: str, most_nbytes: int, base: int = 0
+) -> dict[str, Any]:
+    """Return the members of a whole JSON object; otherwise as `parse_json`."""
+    document = parse_json(data, what, file=file, most_nbytes=most_nbytes, base=base)
+    if not isinstance(document, dict):
+        raise corrupt(what, "it is not a JSON object", file=file, offset=base)
     return document
 
 
@@ -66,29 +69,30 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def depth_fault(value: object) -> str | None:
-    """Return why `value` is not JSON of bounded depth, or None if it is. Never recurses."""
+def check_depth(value: object, name: str) -> None:
+    """Raise ValueError unless `value` is JSON of bounded depth. Never recurses."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
         # A level of a large tree has 100,000 items of three types: it is checked by type.
         flat = True
         for kind in set(map(type, level)):
             if not issubclass(kind, _JSON):
-                return f"holds a {kind.__name__}, which is not JSON"
+                raise ValueError(f"{name} holds a {kind.__name__}, which is not JSON")
             flat &= not issubclass(kind, _CONTAINERS)
         if flat:
-            return None
+            return
         below: list[Any] = []
         for item in level:
             if isinstance(item, dict):
                 if not set(map(type, item)) <= {str}:
                     key = next(key for key in item if type(key) is not str)
-                    return f"has the key {key!r}, which is not a string"
+                    raise ValueError(f"{name} has the key {key!r}, which is not a string")
                 below += item.values()
             elif isinstance(item, (list, tuple)):
                 below += item
         level = below
-    return f"is nested deeper than {MAX_DEPTH}" if level else None
+    if level:
+        raise ValueError(f"{name} is nested deeper than {MAX_DEPTH}")
 
 
 _CONTAINERS = (dict, list, tuple)
@@ -98,8 +102,8 @@ _JSON = (*_CONTAINERS, str, int, float, type(None))
 _TYPES: dict[Any, str] = {list: "a list", dict: "an object", str: "a string", int: "an integer"}
 
 
-def check_form(value: Any, form: Any, name: str, fault: Fault) -> None:
-    """Raise `fault(name, reason)` unless the value has the form; `name` is its place.
+def check_form(value: Any, form: Any, name: str = "") -> None:
+    """Raise ValueError unless the value has the form; `name` is its place.
 
     Forms are:
 
@@ -113,31 +117,31 @@ def check_form(value: Any, form: Any, name: str, fault: Fault) -> None:
     expected: Any = form if isinstance(form, type) else type(form)
     if expected is tuple:
         if value is not None:
-            check_form(value, form[0], name, fault)
+            check_form(value, form[0], name)
     elif isinstance(form, re.Pattern):
         if not isinstance(value, str) or not form.fullmatch(value):
-            raise fault(name, f"is {repr(value)[:80]}, not of the form {form.pattern}")
+            raise ValueError(f"{name} is {repr(value)[:80]}, not of the form {form.pattern}")
     elif isinstance(form, int):
         if type(value) is not int or not 0 <= value <= form:
-            raise fault(name, f"is {repr(value)[:40]}, not an integer from 0 to {form}")
+            raise ValueError(f"{name} is {repr(value)[:40]}, not an integer from 0 to {form}")
     elif form is object:
         return  # anything
     elif type(value) is not expected:
-        raise fault(name, f"is not {_TYPES[expected]}")
+        raise ValueError(f"{name} is not {_TYPES[expected]}")
     elif isinstance(form, list):
         (each,) = form
         if isinstance(each, type):
             if not set(map(type, value)) <= {each}:
-                raise fault(name, f"has an entry that is not {_TYPES[each]}")
+                raise ValueError(f"{name} has an entry that is not {_TYPES[each]}")
             return
         for row, item in enumerate(value):
-            check_form(item, each, f"{name}[{row}]", fault)
+            check_form(item, each, f"{name}[{row}]")
     elif isinstance(form, dict):
         place = f"{name}." if name else ""
         for member, inner in form.items():
             if member not in value:
-                raise fault(place + member, "is missing")
-            check_form(value[member], inner, place + member, fault)
+                raise ValueError(f"{place}{member} is missing")
+            check_form(value[member], inner, place + member)
         if len(value) > len(form):
             other = next(member for member in value if member not in form)
-            raise fault(place + repr(other)[:80], "is not a member of this version")
+            raise ValueError(f"{place}{repr(other)[:80]} is not a member of this version")

@@ -14,7 +14,6 @@ so that the beginning of a record shows which should exist. It may also contain 
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import math
 import re
@@ -29,7 +28,7 @@ from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, Usa
 from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, path_fault
-from asyncckpt.format.fields import Fault, check_form, depth_fault
+from asyncckpt.format.fields import check_depth, check_form
 from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.record_values import (
     RECORD_VERSION,
@@ -139,16 +138,15 @@ _MEMBERS: dict[str, Any] = {
 }
 """Members of version 2 and their forms."""
 
+_PLAIN = ("step", "epoch", "writer", "writers", "plan_digest", "created_ns", "library")
+"""Members that are attributes of the record as they are; the document has them in this order."""
+
 _TABLES = ("tree", "leaves", "specs", "arrays")
 """Members that depend only on tree and layout, except for the values of scalars."""
 
 _MEMBERS_BESIDE = {k: form for k, form in _MEMBERS.items() if k not in _TABLES}
 
 _MEMBERS_1 = {k: form for k, form in _MEMBERS.items() if k != "fixed"} | {"chunk_index": _INDEX}
-
-
-_facts_of = attrgetter("path", "nbytes", "crc32c")
-"""The attributes that `FixedName` and `FileEntry` share."""
 
 
 EncodedTables = tuple[str, str]
@@ -165,16 +163,14 @@ def encode_tables(
         UsageError: the tree is too deep, or a string is not valid Unicode.
         ValueError: they contradict each other.
     """
-    _check_depth("tree", tree)
+    _check_user_depth("tree", tree)
     kinds = sorted(set(leaves.kind))
     code_of = dict(zip(kinds, range(len(kinds)), strict=True))
     codes = list(map(code_of.__getitem__, leaves.kind))
     stored: list[Any] = []
     for one in specs:
-        shape, chunk_shape = list(one.spec.shape), list(one.chunk_shape)
-        dtype, level = one.spec.dtype, one.zstd_level
-        row = {"shape": shape, "dtype": dtype, "chunk_shape": chunk_shape, "zstd": level}
-        stored.append(row)
+        row = {"shape": one.spec.shape, "dtype": one.spec.dtype}
+        stored.append({**row, "chunk_shape": one.chunk_shape, "zstd": one.zstd_level})
     owned = {"extra": dict(leaves.extra), "pieces": dict(leaves.pieces)}
     columns = {"name": arrays.name, "spec": arrays.spec, "tied": dict(arrays.tied)}
     tables = (
@@ -183,9 +179,9 @@ def encode_tables(
     )
     document = json.loads(f"{{{tables[0]}{_json(_scalars(leaves))}{tables[1]}}}")
     try:
-        check_form(document, {name: _MEMBERS[name] for name in _TABLES}, "", _no_fault)
-        _tables(document, _no_fault)
-    except CorruptCheckpointError as error:
+        check_form(document, {name: _MEMBERS[name] for name in _TABLES})
+        _tables(document)
+    except ValueError as error:
         raise ValueError(f"the record contradicts itself: {error}") from error
     return tables
 
@@ -199,10 +195,11 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
         UsageError: `metadata` or `metrics` cannot be written as JSON and read back.
         ValueError: the record contradicts itself.
     """
-    _check_depth("metadata", dict(record.metadata))
+    _check_user_depth("metadata", dict(record.metadata))
     metrics = record.metrics
-    own, index = len(record.files) - len(record.fixed), record.chunk_index
-    if list(map(_facts_of, record.fixed)) != list(map(_facts_of, record.files[own:])):
+    index, fixed = record.chunk_index, record.fixed
+    own = record.files[: len(record.files) - len(fixed)]
+    if record.files[len(own) :] != fixed:
         raise ValueError("the fixed names are not the last of the files")
     if tables is None:
         tables = encode_tables(record.tree, record.leaves, record.specs, record.arrays)
@@ -210,32 +207,14 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
         "format": _FORMAT,
         "version": RECORD_VERSION,
         "save_id": record.save_id,
-        "fixed": [
-            {
-                "path": name.path,
-                "nbytes": name.nbytes,
-                "crc32c": f"{name.crc32c:08x}",
-                "md5": name.md5,
-                "object": name.object,
-            }
-            for name in record.fixed
-        ],
-        "step": record.step,
-        "epoch": record.epoch,
-        "writer": record.writer,
-        "writers": record.writers,
-        "plan_digest": record.plan_digest,
-        "created_ns": record.created_ns,
-        "library": record.library,
+        "fixed": [{**_row(f), "md5": f.md5, "object": f.object} for f in fixed],
+        **{name: getattr(record, name) for name in _PLAIN},
         "metadata": dict(record.metadata),
         "metrics": dict(zip(metrics, map(_metric_json, metrics, metrics.values()), strict=True)),
         "database": record.database,
     }
     tail = {
-        "files": [
-            {"path": entry.path, "nbytes": entry.nbytes, "crc32c": f"{entry.crc32c:08x}"}
-            for entry in record.files[:own]
-        ],
+        "files": list(map(_row, own)),
         "chunk_index": {
             "file": index.file,
             "offset": index.offset,
@@ -247,18 +226,22 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     }
     first, values, last = _json(head), _json(_scalars(record.leaves)), _json(tail)
     try:
-        _values(record.leaves.kind, json.loads(values), _no_fault)
-        rest = {**json.loads(first), **json.loads(last), "crc32c": ""}
-        _decode(rest, RECORD_NAME, record)
-    except CorruptCheckpointError as error:
+        _values(record.leaves.kind, json.loads(values))
+        _decode({**json.loads(first), **json.loads(last), "crc32c": ""}, record)
+    except ValueError as error:
         raise ValueError(f"the record contradicts itself: {error}") from error
     return seal(f"{first[:-1]},{tables[0]}{values}{tables[1]},{last[1:]}")
 
 
-def _check_depth(name: str, value: JsonValue) -> None:
-    reason = depth_fault(value)
-    if reason is not None:
-        raise UsageError(f"{name} {reason}; use dicts, lists, strings and numbers")
+def _row(file: FileEntry) -> dict[str, JsonValue]:
+    return {"path": file.path, "nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
+
+
+def _check_user_depth(name: str, value: JsonValue) -> None:
+    try:
+        check_depth(value, name)
+    except ValueError as error:
+        raise UsageError(f"{error}; use dicts, lists, strings and numbers") from None
 
 
 def _scalars(leaves: LeafTable) -> list[JsonValue]:
@@ -289,43 +272,48 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
         CorruptCheckpointError: the bytes are damaged, contradict each other, or name unsafe paths.
         UnsupportedFormatError: they are intact, of a newer version.
     """
-    try:
-        if len(data) > MAX_RECORD_NBYTES:
-            raise corrupt(_WHAT, f"it has over {MAX_RECORD_NBYTES} bytes", file=location)
-        if not _TAIL.fullmatch(data[-RECORD_TAIL_NBYTES:]):
-            raise corrupt(_WHAT, "it does not end with its checksum", file=location)
-        stored = int(data[-RECORD_TAIL_NBYTES + 1 : -3], 16)
-        crc = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
-        if crc != stored:
-            raise corrupt(
-                _WHAT,
-                f"its CRC-32C is {crc:08x}, the stored one {stored:08x}",
-                file=location,
-                expected=f"{stored:08x}",
-                found=f"{crc:08x}",
-            )
-        try:
-            document = json.loads(data.decode(), parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise corrupt(_WHAT, f"it is not JSON ({error})", file=location) from None
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise corrupt(_WHAT, f"its format is not {_FORMAT!r}", file=location)
-        version = document.get("version")
-        if type(version) is not int or version < 1:
-            raise corrupt(_WHAT, f"its version is {repr(version)[:40]}", file=location)
-        if version > RECORD_VERSION:
-            raise UnsupportedFormatError(
-                f"{location}: the commit record has version {version}, this release reads versions "
-                f"up to {RECORD_VERSION}; restore with a newer release",
-                location=location,
-                expected=RECORD_VERSION,
-                found=version,
-            )
-        return _decode(document, location)
-    except CorruptCheckpointError as error:
+
+    def damaged(
+        reason: str, *, expected: object = None, found: object = None
+    ) -> CorruptCheckpointError:
+        error = corrupt(_WHAT, reason, file=location, expected=expected, found=found)
         error.location = location
         error.file = RECORD_NAME
-        raise
+        return error
+
+    if len(data) > MAX_RECORD_NBYTES:
+        raise damaged(f"it has over {MAX_RECORD_NBYTES} bytes")
+    if not _TAIL.fullmatch(data[-RECORD_TAIL_NBYTES:]):
+        raise damaged("it does not end with its checksum")
+    stored = int(data[-RECORD_TAIL_NBYTES + 1 : -3], 16)
+    crc = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
+    if crc != stored:
+        raise damaged(
+            f"its CRC-32C is {crc:08x}, the stored one {stored:08x}",
+            expected=f"{stored:08x}",
+            found=f"{crc:08x}",
+        )
+    try:
+        document = json.loads(data.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"it is not JSON ({error})") from None
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise damaged(f"its format is not {_FORMAT!r}")
+    version = document.get("version")
+    if type(version) is not int or version < 1:
+        raise damaged(f"its version is {repr(version)[:40]}")
+    if version > RECORD_VERSION:
+        raise UnsupportedFormatError(
+            f"{location}: the commit record has version {version}, this release reads versions "
+            f"up to {RECORD_VERSION}; restore with a newer release",
+            location=location,
+            expected=RECORD_VERSION,
+            found=version,
+        )
+    try:
+        return _decode(document)
+    except ValueError as error:
+        raise damaged(str(error)) from None
 
 
 def is_record(data: bytes) -> bool:
@@ -369,9 +357,9 @@ def outline_of(data: bytes, *, head: bool = False) -> Outline | None:
         try:
             text = data[found.end() :].decode(errors="ignore")
             rows, _ = json.JSONDecoder().raw_decode(text)
-            check_form(rows, _FIXED, "fixed", _no_fault)
+            check_form(rows, _FIXED)
             return Outline(found[2].decode(), fixed=tuple(map(_fixed, rows)))
-        except (ValueError, RecursionError, CorruptCheckpointError):
+        except (ValueError, RecursionError):
             return None
     save_id = save_id_of(data)
     if save_id is None:
@@ -392,46 +380,34 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _decode(
-    document: dict[str, Any], location: str, known: CommitRecord | None = None
-) -> CommitRecord:
+def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> CommitRecord:
     """Return the record in a JSON document, which is checked completely.
 
     With `known`, the document has no tables: those of that record, already checked, are used.
+
+    Raises:
+        ValueError: names the member of the document, and why it is wrong.
     """
-
-    def fault(name: str, reason: str) -> CorruptCheckpointError:
-        return corrupt(_WHAT, f"{name} {reason}", file=location)
-
     version = document["version"]
     members = _MEMBERS if version > 1 else _MEMBERS_1
-    check_form(document, members if known is None else _MEMBERS_BESIDE, "", fault)
-    reason = depth_fault(document["metadata"])
-    if reason is not None:
-        raise fault("metadata", reason)
+    check_form(document, members if known is None else _MEMBERS_BESIDE)
+    check_depth(document["metadata"], "metadata")
     if known is None:
-        tree, (leaves, specs, arrays) = document["tree"], _tables(document, fault)
+        tree, (leaves, specs, arrays) = document["tree"], _tables(document)
     else:
         tree, leaves, specs, arrays = known.tree, known.leaves, known.specs, known.arrays
     index = document["chunk_index"]
-    fixed = tuple(map(_fixed, document.get("fixed", ())))
     files = [
         FileEntry(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
     ]
-    files += itertools.starmap(FileEntry, map(_facts_of, fixed))
+    files += map(_fixed, document.get("fixed", ()))
     metrics: dict[str, float] = {}
     for metric, value in document["metrics"].items():
-        metrics[metric] = _metric(metric, value, fault)
+        metrics[metric] = _metric(metric, value)
     encoded = index.get("data")
     record = CommitRecord(
         save_id=document["save_id"],
-        step=document["step"],
-        epoch=document["epoch"],
-        writer=document["writer"],
-        writers=document["writers"],
-        plan_digest=document["plan_digest"],
-        created_ns=document["created_ns"],
-        library=document["library"],
+        **{name: document[name] for name in _PLAIN},
         tree=tree,
         leaves=leaves,
         specs=specs,
@@ -442,37 +418,28 @@ def _decode(
             index["offset"],
             index["nbytes"],
             int(index["crc32c"], 16),
-            None if encoded is None else _from_base64(encoded, "chunk_index.data", fault),
+            None if encoded is None else _from_base64(encoded, "chunk_index.data"),
         ),
-        manifest=_from_base64(document["manifest"], "manifest", fault),
+        manifest=_from_base64(document["manifest"], "manifest"),
         metadata=document["metadata"],
         metrics=metrics,
         database=document["database"],
-        fixed=fixed,
         version=version,
     )
-    _check_files(record, fault)
+    _check_files(record)
     return record
 
 
-def _tables(
-    document: dict[str, Any], fault: Fault
-) -> tuple[LeafTable, tuple[StoredSpec, ...], ArrayTable]:
+def _tables(document: dict[str, Any]) -> tuple[LeafTable, tuple[StoredSpec, ...], ArrayTable]:
     """Return leaves, specs and arrays of a document, checked against each other."""
-    reason = depth_fault(document["tree"])
-    if reason is not None:
-        raise fault("tree", reason)
+    check_depth(document["tree"], "tree")
     columns = document["arrays"]
-    tied = _by_index(columns["tied"], len(columns["name"]), "arrays.tied", fault)
+    tied = _by_index(columns["tied"], len(columns["name"]), "arrays.tied")
     arrays = ArrayTable(columns["name"], columns["spec"], tied)
-    leaves = _leaves(document["leaves"], len(arrays.name), fault)
-    specs = tuple(map(_spec, document["specs"], itertools.repeat(fault)))
-    _check_arrays(leaves, specs, arrays, fault)
+    leaves = _leaves(document["leaves"], len(arrays.name))
+    specs = tuple(map(_spec, document["specs"]))
+    _check_arrays(leaves, specs, arrays)
     return leaves, specs, arrays
-
-
-def _no_fault(name: str, reason: str) -> CorruptCheckpointError:
-    return corrupt(_WHAT, f"{name} {reason}", file="")
 
 
 def _fixed(row: dict[str, Any]) -> FixedName:
@@ -480,85 +447,85 @@ def _fixed(row: dict[str, Any]) -> FixedName:
     return FixedName(row["path"], row["nbytes"], crc, row["md5"], row["object"])
 
 
-def _spec(row: dict[str, Any], fault: Fault) -> StoredSpec:
+def _spec(row: dict[str, Any]) -> StoredSpec:
     shape, chunk_shape, dtype, level = row["shape"], row["chunk_shape"], row["dtype"], row["zstd"]
     if min([0, *shape, *chunk_shape]) < 0 or max([0, *shape, *chunk_shape]) > _MAX:
-        raise fault("specs", f"has a length that is not between 0 and {_MAX}")
+        raise ValueError(f"specs has a length that is not between 0 and {_MAX}")
     if dtype not in DTYPES:
-        raise fault("specs", f"has the dtype {dtype[:40]!r}, which is unknown")
+        raise ValueError(f"specs has the dtype {dtype[:40]!r}, which is unknown")
     if len(shape) > MAX_RANK or len(chunk_shape) != len(shape):
-        raise fault("specs", f"has a shape and chunk_shape not of one rank of at most {MAX_RANK}")
+        raise ValueError(f"specs has a shape and chunk_shape not of one rank of at most {MAX_RANK}")
     if 0 in chunk_shape:
-        raise fault("specs", "has a chunk_shape that has a zero")
+        raise ValueError("specs has a chunk_shape that has a zero")
     if level is not None and (type(level) is not int or not -(1 << 17) <= level <= 22):
-        raise fault("specs", f"has zstd {repr(level)[:40]}, not a level or null")
+        raise ValueError(f"specs has zstd {repr(level)[:40]}, not a level or null")
     stored = StoredSpec(array_spec(tuple(shape), dtype), tuple(chunk_shape), level)
     if max(stored.spec.nbytes, stored.chunk_nbytes, stored.grid.chunk_count) >= 1 << 62:
-        raise fault("specs", f"has the shape {shape} of an array beyond 2^62 bytes")
+        raise ValueError(f"specs has the shape {shape} of an array beyond 2^62 bytes")
     return stored
 
 
-def _leaves(table: dict[str, Any], array_count: int, fault: Fault) -> LeafTable:
+def _leaves(table: dict[str, Any], array_count: int) -> LeafTable:
     kinds, codes, values = table["kinds"], table["kind"], table["values"]
     for word in kinds:
         if not _KIND.fullmatch(word):
-            raise fault("leaves.kinds", f"has {word[:40]!r}, not of the form {_KIND.pattern}")
+            raise ValueError(f"leaves.kinds has {word[:40]!r}, not of the form {_KIND.pattern}")
     if len(set(kinds)) != len(kinds):
-        raise fault("leaves.kinds", "names a kind twice")
+        raise ValueError("leaves.kinds names a kind twice")
     if codes and not 0 <= min(codes) <= max(codes) < len(kinds):
-        raise fault("leaves.kind", f"has an entry that is not between 0 and {len(kinds) - 1}")
+        raise ValueError(f"leaves.kind has an entry that is not between 0 and {len(kinds) - 1}")
     kind = list(map(kinds.__getitem__, codes))
-    column = _values(kind, values, fault)
-    extra = _by_index(table["extra"], len(kind), "leaves.extra", fault)
+    column = _values(kind, values)
+    extra = _by_index(table["extra"], len(kind), "leaves.extra")
     for leaf, facts in extra.items():
-        reason = depth_fault(facts) if isinstance(facts, dict) else "is not an object"
-        if reason is not None:
-            raise fault(f"leaves.extra[{leaf}]", reason)
-    pieces = _by_index(table["pieces"], len(kind), "leaves.pieces", fault)
+        name = f"leaves.extra[{leaf}]"
+        check_form(facts, dict, name)
+        check_depth(facts, name)
+    pieces = _by_index(table["pieces"], len(kind), "leaves.pieces")
     for leaf, items in pieces.items():
         name = f"leaves.pieces[{leaf}]"
         if not isinstance(items, list) or not items:
-            raise fault(name, "is not a list of pieces")
+            raise ValueError(f"{name} is not a list of pieces")
         for item in items:
             if not isinstance(item, list) or list(map(type, item)) != [list, int]:
-                raise fault(name, "has an entry that is not [offset, array]")
-            check_form(item[0], [1 << 62], name, fault)
+                raise ValueError(f"{name} has an entry that is not [offset, array]")
+            check_form(item[0], [1 << 62], name)
             if not 0 <= item[1] < array_count:
-                raise fault(name, "has an array that is not [offset, array] of the record")
+                raise ValueError(f"{name} has an array that is not [offset, array] of the record")
         pieces[leaf] = tuple([Piece(tuple(offset), array) for offset, array in items])
     return LeafTable(kind, column, extra, pieces)
 
 
-def _values(kind: Sequence[str], values: Sequence[JsonValue], fault: Fault) -> list[JsonValue]:
+def _values(kind: Sequence[str], values: Sequence[JsonValue]) -> list[JsonValue]:
     """Return the value of every leaf, given those of the scalars."""
     rows = [row for row, name in enumerate(kind) if name in SCALAR_KINDS]
     if len(rows) != len(values):
-        raise fault("leaves.values", f"has {len(values)} entries for {len(rows)} scalar leaves")
+        raise ValueError(f"leaves.values has {len(values)} entries for {len(rows)} scalar leaves")
     column: list[JsonValue] = [None] * len(kind)
     for row, value in zip(rows, values, strict=True):
         try:
             decode_scalar(kind[row], value)
         except ValueError as error:
-            raise fault(f"leaves.values (leaf {row})", str(error)) from None
+            raise ValueError(f"leaves.values (leaf {row}) {error}") from None
         column[row] = value
     return column
 
 
-def _by_index(table: dict[str, Any], below: int, name: str, fault: Fault) -> dict[int, Any]:
+def _by_index(table: dict[str, Any], below: int, name: str) -> dict[int, Any]:
     """Return an object whose keys are indices below `below`, in canonical decimal."""
     result = {}
     for key, value in table.items():
         if not _ARRAY_INDEX.fullmatch(key) or int(key) >= below:
-            raise fault(name, f"has the key {key[:40]!r}, not an index below {below}")
+            raise ValueError(f"{name} has the key {key[:40]!r}, not an index below {below}")
         result[int(key)] = value
     return result
 
 
-def _from_base64(text: str, name: str, fault: Fault) -> bytes:
+def _from_base64(text: str, name: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
-        raise fault(name, "is not base64") from None
+        raise ValueError(f"{name} is not base64") from None
 
 
 def _metric_json(name: object, value: object) -> float | str:
@@ -571,99 +538,96 @@ def _metric_json(name: object, value: object) -> float | str:
     return number if math.isfinite(number) else repr(number)
 
 
-def _metric(name: str, value: Any, fault: Fault) -> float:
+def _metric(name: str, value: Any) -> float:
     if isinstance(value, str) and value in _NON_FINITE:
         return _NON_FINITE[value]
     if type(value) not in (int, float) or abs(value) > sys.float_info.max:
-        raise fault(f"metrics[{name[:40]!r}]", f"is {repr(value)[:40]}, not a number")
+        raise ValueError(f"metrics[{name[:40]!r}] is {repr(value)[:40]}, not a number")
     return float(value)
 
 
 # ------------------------------------------------------- checks of the parts against each other
 
 
-def _check_files(record: CommitRecord, fault: Fault) -> None:
+def _check_files(record: CommitRecord) -> None:
     """Check the paths, and the location and size of the chunk index."""
     if record.writer >= record.writers:
-        raise fault("writer", f"is {record.writer} of {record.writers} writers")
+        raise ValueError(f"writer is {record.writer} of {record.writers} writers")
     if "/" in record.database or path_fault(record.database):
-        raise fault("database", f"is {record.database[:80]!r}, not one safe path part")
+        raise ValueError(f"database is {record.database[:80]!r}, not one safe path part")
     paths: list[str] = list(map(attrgetter("path"), record.files))
     if len(set(paths)) != len(paths):
-        raise fault("files", "names a path twice")
-    for name in record.fixed:
+        raise ValueError("files names a path twice")
+    fixed = record.fixed
+    for name in fixed:
         if name.object is not None:
             paths.append(name.object)
         elif name.path != record.manifest_path:
-            raise fault(f"fixed ({name.path[:200]!r})", "object is missing")
+            raise ValueError(f"fixed ({name.path[:200]!r}) object is missing")
     for path in paths:
         reason = path_fault(path)
         if reason is not None:
-            raise fault("files", f"name {path[:200]!r}, which {reason}")
+            raise ValueError(f"files name {path[:200]!r}, which {reason}")
     arrays, extent = record.arrays, record.chunk_index
     counts = np.array([stored.grid.chunk_count for stored in record.specs], np.int64)
-    own = np.ones(len(arrays.spec), bool)
-    own[list(arrays.tied)] = False
-    rows = sum(counts[np.array(arrays.spec, np.intp)[own]].tolist())
+    rows = sum(counts[np.array(arrays.spec, np.intp)[arrays.own()]].tolist())
     if extent.nbytes != index_nbytes(rows):
-        text = f"has {extent.nbytes} bytes, {rows} chunks take {index_nbytes(rows)}"
-        raise fault("chunk_index", text)
-    most = len(record.files) - len(record.fixed)
+        raise ValueError(
+            f"chunk_index has {extent.nbytes} bytes, {rows} chunks take {index_nbytes(rows)}"
+        )
+    most = len(record.files) - len(fixed)
     if extent.file >= most:
-        raise fault("chunk_index", f"names file {extent.file} of {most}")
+        raise ValueError(f"chunk_index names file {extent.file} of {most}")
     if extent.offset + extent.nbytes > record.files[extent.file].nbytes:
-        raise fault("chunk_index", f"ends behind {record.files[extent.file].path}")
+        raise ValueError(f"chunk_index ends behind {record.files[extent.file].path}")
     if extent.data is not None:
         found = crc32c(memoryview(extent.data)[:-CRC_NBYTES])
         if (len(extent.data), found) != (extent.nbytes, extent.crc32c):
-            raise fault("chunk_index.data", "is not the index that its CRC-32C says")
+            raise ValueError("chunk_index.data is not the index that its CRC-32C says")
 
 
-def _check_arrays(
-    leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayTable, fault: Fault
-) -> None:
+def _check_arrays(leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayTable) -> None:
     """Check the names, specs and ties of the arrays, and that the leaves own all of them."""
     names = arrays.name
     if len(arrays.spec) != len(names):
-        raise fault("arrays.spec", f"has {len(arrays.spec)} entries for {len(names)} names")
+        raise ValueError(f"arrays.spec has {len(arrays.spec)} entries for {len(names)} names")
     if arrays.spec and not 0 <= min(arrays.spec) <= max(arrays.spec) < len(specs):
-        raise fault("arrays.spec", f"has an entry that is not between 0 and {len(specs) - 1}")
+        raise ValueError(f"arrays.spec has an entry that is not between 0 and {len(specs) - 1}")
     if len(set(names)) != len(names):
-        raise fault("arrays.name", "names an array twice")
+        raise ValueError("arrays.name names an array twice")
     joined = "\0".join(names)
     if names and joined.count("\0") != len(names) - 1:
-        raise fault("arrays.name", "has a name with a NUL character")
+        raise ValueError("arrays.name has a name with a NUL character")
     try:
         joined.encode()
     except UnicodeEncodeError:
-        raise fault("arrays.name", "has a name that is not valid Unicode") from None
+        raise ValueError("arrays.name has a name that is not valid Unicode") from None
     for name in names:
         if not name or (len(name) * 4 > _MAX_NAME_NBYTES and len(name.encode()) > _MAX_NAME_NBYTES):
-            raise fault("arrays.name", f"has an empty or too long name: {name[:80]!r}")
+            raise ValueError(f"arrays.name has an empty or too long name: {name[:80]!r}")
     tied = arrays.tied
     for array, source in tied.items():
         if type(source) is not int or not 0 <= source < array or source in tied:
             text = f"is {repr(source)[:40]}, not an earlier array with own chunks"
-            raise fault(f"arrays.tied[{array}]", text)
+            raise ValueError(f"arrays.tied[{array}] {text}")
         if arrays.spec[array] != arrays.spec[source]:
-            raise fault(f"arrays.tied[{array}]", f"and array {source} differ in their spec")
+            raise ValueError(f"arrays.tied[{array}] and array {source} differ in their spec")
     pieces, kinds = leaves.pieces, leaves.kind
     owned = [piece.array for parts in pieces.values() for piece in parts] if pieces else []
     if len(set(owned)) != len(owned):
-        raise fault("leaves.pieces", "names an array twice")
+        raise ValueError("leaves.pieces names an array twice")
     for leaf, parts in pieces.items():
         scalar = kinds[leaf] in SCALAR_KINDS
         reason = "is a scalar" if scalar else _pieces_fault(specs, arrays, parts)
         if reason is not None:
-            raise fault(f"leaves.pieces[{leaf}]", reason)
+            raise ValueError(f"leaves.pieces[{leaf}] {reason}")
     scalars = sum(map(SCALAR_KINDS.__contains__, kinds))
     whole = len(kinds) - scalars - len(pieces)
     # Arrays of leaves may be followed by scalars, stored as arrays for other readers.
     if not 0 <= len(names) - whole - len(owned) <= scalars:
-        raise fault(
-            "arrays.name",
-            f"has {len(names)} entries, the leaves own {whole + len(owned)} arrays "
-            f"and {scalars} scalars",
+        raise ValueError(
+            f"arrays.name has {len(names)} entries, the leaves own {whole + len(owned)} arrays "
+            f"and {scalars} scalars"
         )
 
 

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
@@ -83,6 +84,12 @@ class ArrayTable:
     spec: list[int]
     tied: Mapping[int, int] = field(default_factory=dict)
 
+    def own(self) -> npt.NDArray[np.intp]:
+        """Return the numbers of the arrays with chunks of their own."""
+        own = np.ones(len(self.spec), bool)
+        own[list(self.tied)] = False
+        return np.flatnonzero(own)
+
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
@@ -94,21 +101,15 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedName:
+class FixedName(FileEntry):
     """A file whose name all attempts share, so that it is written after the record.
 
     Attributes:
-        path: its name, relative to the record.
-        nbytes: size of its content.
-        crc32c: CRC-32C of its content.
         md5: MD5 of its content in hex, to compare with the checksums in an object store's listings.
         object: path of an object of the attempt with the same content; None if the record itself
             has the content, as for the manifest.
     """
 
-    path: str
-    nbytes: int
-    crc32c: int
     md5: str
     object: str | None = None
 
@@ -180,13 +181,13 @@ class CommitRecord:
         leaves: the leaves in tree order.
         specs: the distinct ways in which arrays are stored.
         arrays: the arrays in record order.
-        files: every file of the checkpoint except the record; those of `fixed` come last.
+        files: every file of the checkpoint except the record; those written after it, if the store
+            needs that, come last.
         chunk_index: where the chunk index is.
         manifest: bytes of `manifest.ocdbt`.
         metadata: the user's JSON object.
         metrics: the user's numbers, for retention.
         database: directory of the OCDBT database, one path part.
-        fixed: files that are written after the record, if the store needs that.
         version: format version.
     """
 
@@ -208,8 +209,12 @@ class CommitRecord:
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     database: str = "default"
-    fixed: tuple[FixedName, ...] = ()
     version: int = RECORD_VERSION
+
+    @property
+    def fixed(self) -> tuple[FixedName, ...]:
+        """The files that are written after the record."""
+        return tuple([file for file in self.files if isinstance(file, FixedName)])
 
     @property
     def manifest_path(self) -> str:
@@ -223,8 +228,7 @@ class CommitRecord:
             CorruptCheckpointError: names the first row that does not.
         """
         file = self.files[self.chunk_index.file].path
-        own = np.ones(len(self.arrays.spec), bool)
-        own[list(self.arrays.tied)] = False
+        own = self.arrays.own()
         specs = np.array(self.arrays.spec, np.intp)[own]
         facts = [(s.chunk_nbytes, s.grid.chunk_count, s.zstd_level is None) for s in self.specs]
         raw, counts, plain = np.array(facts, np.int64).reshape(-1, 3)[specs].T
@@ -247,7 +251,7 @@ class CommitRecord:
         )
         if not good.all():
             row = int(np.argmin(good))
-            array = int(np.flatnonzero(own)[np.searchsorted(ends, row, "right")])
+            array = int(own[np.searchsorted(ends, row, "right")])
             raise corrupt(
                 "the chunk index",
                 f"row {row}, a chunk of array {self.arrays.name[array]!r}, stores "

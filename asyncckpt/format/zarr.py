@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.damage import corrupt
-from asyncckpt.format.fields import parse_json
+from asyncckpt.format.fields import parse_object
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 
 # What a stored document may claim.
@@ -143,12 +143,9 @@ class Document:
 
     def members(self, data: bytes) -> dict[str, Any]:
         """Return the members of the JSON object."""
-        document = parse_json(
+        return parse_object(
             data, "the zarr metadata", file=self.file, most_nbytes=MAX_DOCUMENT_NBYTES
         )
-        if not isinstance(document, dict):
-            raise self.fault("it is not a JSON object")
-        return document
 
     def fault(self, reason: str) -> CorruptCheckpointError:
         """Return the error for an inconsistent document."""

@@ -20,7 +20,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.format.record import Piece, decode_scalar
-from asyncckpt.ports import ArrayAdapter, Target
+from asyncckpt.ports import FrameworkAdapter, Target
 from asyncckpt.restore.mismatch import (
     NOT_REPLACEABLE,
     OTHER_STATE,
@@ -155,7 +155,7 @@ def saved_leaf(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> Leaf
 
 
 def _refuse_dtypes(
-    opened: OpenCheckpoint, arrays: Iterable[LeafRestore], framework: ArrayAdapter
+    opened: OpenCheckpoint, arrays: Iterable[LeafRestore], framework: FrameworkAdapter
 ) -> None:
     """Refuse arrays whose dtype the framework cannot hold."""
     fits: set[str] = set()

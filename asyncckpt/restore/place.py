@@ -12,7 +12,7 @@ from asyncckpt.adapters.python import scalar_from_array, scalar_kind
 from asyncckpt.checkpoint.casts import int_range
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import DtypeMismatchError
-from asyncckpt.ports import ArrayAdapter, ShardedAdapter
+from asyncckpt.ports import FrameworkAdapter
 from asyncckpt.restore.match import NO_FACTS, LeafRestore
 from asyncckpt.restore.request import RestoreRequest, enclosing, is_filled
 from asyncckpt.spec import DTYPES, numeric_class
@@ -62,23 +62,15 @@ class Placement:
         assert adapter is not None
         if leaf.spec is None:
             parts = [leaf.scalar] * (1 if boxes is None else len(boxes))
-        if self._into and target.buffer is not None:
-            if parts[0] is not target.buffer:
-                cast_values(leaf.path, parts[0], target.spec.dtype, target.buffer)
-            return adapter.place(target, target.buffer)
         if self._into and boxes == ():
             return want.leaf  # no element of it is held here: there is nothing to fill
-        if self._into and target.buffers:
-            for part, buffer in zip(parts, target.buffers, strict=True):
-                if part is not buffer:
-                    cast_values(leaf.path, part, target.spec.dtype, buffer)
-            parts = target.buffers
-        else:
-            parts = self.converted(leaf, parts)
-        if boxes is None:
-            return adapter.place(target, parts[0])
-        assert isinstance(adapter, ShardedAdapter), f"{adapter.name} made a target with boxes"
-        return adapter.place_parts(target, parts)
+        buffers = target.buffers if target.buffer is None else (target.buffer,)
+        if not self._into or not buffers:
+            return adapter.place(target, self.converted(leaf, parts))
+        for part, buffer in zip(parts, buffers, strict=True):
+            if part is not buffer:
+                cast_values(leaf.path, part, target.spec.dtype, buffer)
+        return adapter.place(target, buffers)
 
     def _without_target(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
         if leaf.spec is None:
@@ -97,7 +89,7 @@ class Placement:
         assert kind is not None
         return scalar_from_array(leaf.path, values, kind)
 
-    def _adapter(self, leaf: LeafRestore) -> ArrayAdapter:
+    def _adapter(self, leaf: LeafRestore) -> FrameworkAdapter:
         """Return the adapter that makes a leaf below an object with a state dict.
 
         Entries that the present state dict lacks are made by the adapter that the object's class
@@ -109,8 +101,7 @@ class Placement:
         expected = None if root is None else request.stateful[root].adapter
         if expected is not None:
             return expected
-        kind = self._opened.leaves.kind[leaf.saved]
-        return next((a for a in request.loaded if a.name == kind), request.framework)
+        return request.loaded.get(self._opened.leaves.kind[leaf.saved], request.framework)
 
 
 def cast_values(

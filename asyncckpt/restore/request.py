@@ -15,7 +15,7 @@ import numpy as np
 from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
 from asyncckpt.adapters.python import unsupported
 from asyncckpt.options import RestoreOptions
-from asyncckpt.ports import ArrayAdapter, Target
+from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, Target
 from asyncckpt.reports import Progress
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths
@@ -73,7 +73,7 @@ class StatefulTarget(NamedTuple):
             restore into where the state dict has none yet, or None. None where nothing is known.
     """
 
-    adapter: ArrayAdapter | None
+    adapter: FrameworkAdapter | None
     required: Callable[[str], str | None] | None
     takes_strict: bool
     fresh: Fresh | None = None
@@ -93,7 +93,7 @@ class RestoreRequest:
         options: how to restore.
         progress: called as the restore proceeds.
         stateful: by path, the target's objects with a state dict.
-        loaded: adapters of the frameworks that are imported.
+        loaded: adapters of the frameworks that are imported, by name.
         per_process: paths of the target at which every process has its own values.
         process_count: number of processes that restore.
         save_id: identity of the save that is wanted; empty for any.
@@ -101,14 +101,14 @@ class RestoreRequest:
 
     mode: Mode
     wanted: Sequence[Wanted]
-    framework: ArrayAdapter
+    framework: FrameworkAdapter
     include: Sequence[str] | None
     strict: bool
     cast: bool
     options: RestoreOptions
     progress: Callable[[Progress], None] | None
     stateful: Mapping[str, StatefulTarget] = field(default_factory=dict)
-    loaded: Sequence[ArrayAdapter] = ()
+    loaded: Mapping[str, FrameworkAdapter] = field(default_factory=dict)
     per_process: Sequence[str] = ()
     process_count: int = 1
     save_id: str = ""
@@ -147,7 +147,7 @@ def restore_request(
         stateful={}
         if flat is None
         else {path: _stateful(owner, adapters) for path, owner in flat.stateful},
-        loaded=adapters.adapters,
+        loaded=adapters.frameworks,
         per_process=() if flat is None else per_process_paths(flat.structure),
         process_count=process_count,
     )

@@ -164,14 +164,14 @@ class Commit:
         now_ns: int,
     ) -> bytes:
         """Encode the record, and add small files to `files`. Blocking."""
-        fixed: list[FixedName] = []
         for (name, data), source in zip(small, sources, strict=True):
-            files.append(FileEntry(name, len(data), crc32c(data)))
             # Files that the store names after the record have a source; others have their names
             # before. The manifest is in the record itself.
-            if source is not None:
+            if source is None:
+                files.append(FileEntry(name, len(data), crc32c(data)))
+            else:
                 source = None if data is index.manifest else source
-                fixed.append(FixedName.of(name, data, source))
+                files.append(FixedName.of(name, data, source))
         request, layout = self.request, self.layout
         snapshot, arrays = request.snapshot, layout.plan.arrays
         # The chunk index ends with its own CRC, which is left out: the CRC of data followed by
@@ -203,7 +203,6 @@ class Commit:
                 metadata=self._metadata,
                 metrics=request.metrics,
                 database=DATABASE,
-                fixed=tuple(fixed),
             ),
             layout.tables,
         )

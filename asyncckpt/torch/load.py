@@ -6,13 +6,12 @@ import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from asyncckpt.adapters.arrays import byte_span
+from asyncckpt.adapters.arrays import byte_span, overlapping
 from asyncckpt.adapters.tensor_boxes import BoxesAdapter, TensorBoxes
 from asyncckpt.errors import AsyncCheckpointError, ShapeMismatchError, TreeMismatchError
 from asyncckpt.planning.tiling import box_text
@@ -160,24 +159,20 @@ def apart(groups: Sequence[Sequence[Any]]) -> list[list[int]]:
 
     Tensors with interleaved memory count as sharing it.
     """
-    spans: list[tuple[str, int, int, int]] = []
+    on_device: defaultdict[str, list[tuple[tuple[int, int], int]]] = defaultdict(list)
     for number, group in enumerate(groups):
         for tensor in group:
             if tensor.numel():
                 strides = [step * tensor.itemsize for step in tensor.stride()]
-                extent = byte_span(tensor.data_ptr(), tensor.shape, strides, tensor.itemsize)
-                spans.append((str(tensor.device), *extent, number))
-    spans.sort(key=itemgetter(0, 1))
+                span = byte_span(tensor.data_ptr(), tensor.shape, strides, tensor.itemsize)
+                on_device[str(tensor.device)].append((span, number))
     near: dict[int, set[int]] = defaultdict(set)
-    reaching: list[tuple[str, int, int, int]] = []
-    for span in spans:
-        device, start, _, number = span
-        reaching = [other for other in reaching if other[0] == device and other[2] > start]
-        for *_, other in reaching:
-            if other != number:
-                near[other].add(number)
-                near[number].add(other)
-        reaching.append(span)
+    for spans in on_device.values():
+        for pair in overlapping([span for span, _ in spans]):
+            one, other = (spans[at][1] for at in pair)
+            if one != other:
+                near[one].add(other)
+                near[other].add(one)
     part_of: dict[int, int] = {}
     for number in range(len(groups)):
         taken = {part_of[other] for other in near[number] if other in part_of}

@@ -70,7 +70,7 @@ def restored(like: DTensor, data: Array) -> DTensor:
     target = adapter.target("p", like, in_place=False)
     assert target.buffer is None
     assert target.buffers == ()
-    made: DTensor = adapter.place_parts(
+    made: DTensor = adapter.place(
         target, [data[(*box.slices(), ...)].copy() for box in target.boxes or ()]
     )
     assert type(made) is type(like)
@@ -91,7 +91,7 @@ def filled(like: DTensor, data: Array) -> None:
     version = like._version
     for box, buffer in zip(target.boxes or (), target.buffers, strict=True):
         buffer[...] = data[(*box.slices(), ...)]
-    assert adapter.place_parts(target, target.buffers) is like
+    assert adapter.place(target, target.buffers) is like
     assert like._version > version
 
 
@@ -311,9 +311,7 @@ def on_meta() -> None:
         local, mesh, [Shard(0)], run_check=False, shape=data.shape, stride=data.stride()
     )
     target = adapter.target("p", like, in_place=False)
-    made = adapter.place_parts(
-        target, [data.numpy()[box.slices()].copy() for box in target.boxes or ()]
-    )
+    made = adapter.place(target, [data.numpy()[box.slices()].copy() for box in target.boxes or ()])
     assert made.to_local().device.type == "cpu"
     assert torch.equal(made.full_tensor(), data)
     for call in (

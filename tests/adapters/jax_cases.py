@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from asyncckpt.adapters import jax_shards
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.spec import DTYPES
+from asyncckpt.spec import DTYPES, Box
 
 SPECS: dict[str, Any] = {
     "rows": P("x"),
@@ -83,10 +83,8 @@ def restored(like: Any, data: np.ndarray[Any, Any]) -> Any:
     target = adapter.target("p", like, in_place=False)
     assert target.buffer is None
     assert target.buffers == ()
-    if target.boxes is None:
-        leaf = adapter.place(target, data.copy())
-    else:
-        leaf = adapter.place_parts(target, [data[box.slices()].copy() for box in target.boxes])
+    boxes = [Box.whole(data.shape)] if target.boxes is None else target.boxes
+    leaf = adapter.place(target, [data[box.slices()].copy() for box in boxes])
     assert leaf.sharding == like.sharding
     assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype)
     return leaf

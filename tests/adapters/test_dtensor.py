@@ -186,7 +186,7 @@ def test_a_mesh_of_one_process_is_local() -> None:
         np.testing.assert_array_equal(source.view, numbered(4, 3))
         target = adapter.target("p", leaf, in_place=False)
         assert target.boxes == (Box((0, 0), (4, 3)),)
-        made = adapter.place(target, numbered(4, 3).numpy() + 1)
+        made = adapter.place(target, [numbered(4, 3).numpy() + 1])
         assert torch.equal(made.to_local(), numbered(4, 3) + 1)
 
 
@@ -196,7 +196,7 @@ def test_restored_memory_is_adopted_where_it_is_one_box() -> None:
         like = distribute_tensor(numbered(8, 2), mesh, [Shard(0)], src_data_rank=None)
         target = adapter.target("p", like, in_place=False)
         part = np.arange(4, dtype=np.float32).reshape(2, 2)
-        made = adapter.place_parts(target, [part])
+        made = adapter.place(target, [part])
         assert made.to_local().data_ptr() == part.ctypes.data
 
 
@@ -210,7 +210,7 @@ def test_parts_are_filled_where_memory_cannot_be_shown_to_numpy() -> None:
         target = adapter.target("p", leaf, in_place=True)
         assert target.fill
         assert target.buffers == ()
-        assert worker.submit(adapter.place_parts, target, [values[2:]]).result() is leaf
+        assert worker.submit(adapter.place, target, [values[2:]]).result() is leaf
         assert leaf.to_local().tolist() == values[2:].tolist()
         source = adapter.source("p", leaf)
         assert source.views == (None,)
@@ -227,7 +227,7 @@ def test_a_tensor_kept_off_the_devices_of_its_mesh_is_restored_where_it_is() -> 
         )
         like._spec.mesh = DeviceMesh("cuda", [0, 1, 2, 3])
         target = adapter.target("p", like, in_place=False)
-        made = adapter.place_parts(target, [np.full((2, 2), 7, np.float32)])
+        made = adapter.place(target, [np.full((2, 2), 7, np.float32)])
         assert made.device_mesh == like.device_mesh
         assert made.to_local().device.type == "cpu"
         assert made.to_local().tolist() == [[7, 7], [7, 7]]
@@ -241,13 +241,13 @@ def test_a_target_is_checked_and_its_kind_is_kept() -> None:
         frozen = torch.nn.Parameter(plain, requires_grad=False)
         for like in (plain, frozen, torch.nn.Parameter(plain), plain.clone().requires_grad_()):
             target = adapter.target("a/b", like, in_place=False)
-            made = adapter.place_parts(target, [np.zeros(2, np.float32)])
+            made = adapter.place(target, [np.zeros(2, np.float32)])
             assert isinstance(made, torch.nn.Parameter) == isinstance(like, torch.nn.Parameter)
             assert made.requires_grad == like.requires_grad
             with pytest.raises(errors.ShapeMismatchError, match=r"^a/b: "):
-                adapter.place_parts(target, [np.zeros(3, np.float32)])
+                adapter.place(target, [np.zeros(3, np.float32)])
             with pytest.raises(errors.DtypeMismatchError, match=r"^a/b: "):
-                adapter.place_parts(target, [np.zeros(2)])
+                adapter.place(target, [np.zeros(2)])
 
 
 def test_filling_is_seen_by_autograd() -> None:
@@ -258,7 +258,7 @@ def test_filling_is_seen_by_autograd() -> None:
         result = (leaf * leaf).to_local().sum()
         target = adapter.target("p", leaf, in_place=True)
         target.buffers[0][...] = 7
-        assert adapter.place_parts(target, target.buffers) is leaf
+        assert adapter.place(target, target.buffers) is leaf
         assert leaf.to_local().tolist() == [7] * 4
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.backward()

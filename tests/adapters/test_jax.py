@@ -81,7 +81,7 @@ def test_every_dtype_round_trips(
         target = adapter.target("p", leaf, in_place=False)
     restored = np.empty(target.spec.shape, DTYPES[target.spec.dtype])
     restored[...] = expected
-    placed = worker.submit(adapter.place, target, restored).result()
+    placed = worker.submit(adapter.place, target, [restored]).result()
     assert (placed.dtype, placed.shape) == (leaf.dtype, shape)
     assert (placed.committed, placed.weak_type) == (leaf.committed, False)
     np.testing.assert_array_equal(np.asarray(placed), expected)
@@ -196,7 +196,7 @@ def test_typed_keys_are_stored_as_their_data(
     for like in (keys, jax.ShapeDtypeStruct(keys.shape, keys.dtype)):
         target = adapter.target("p", like, in_place=False)
         assert (target.spec, target.extra) == (source.spec, source.extra)
-        restored = worker.submit(adapter.place, target, out.copy()).result()
+        restored = worker.submit(adapter.place, target, [out.copy()]).result()
         assert restored.dtype == keys.dtype
         assert restored.shape == keys.shape
         np.testing.assert_array_equal(jax.random.key_data(restored), data)
@@ -222,7 +222,7 @@ def test_64_bit_leaves_need_x64_in_the_calling_thread(
         target = adapter.target("a/b", jax.ShapeDtypeStruct((3,), name), in_place=False)
         own = JaxAdapter()
     assert worker.submit(own.leaf, "a/b", values(name, (3,)), {}).result().dtype == name
-    placed = worker.submit(adapter.place, target, values(name, (3,))).result()
+    placed = worker.submit(adapter.place, target, [values(name, (3,))]).result()
     assert placed.dtype == name, "x64 is replayed in the worker"
 
 
@@ -233,7 +233,7 @@ def test_a_donated_array_is_named_when_saved_and_welcome_as_like() -> None:
             adapter.source("a/b", leaf)
         target = adapter.target("a/b", leaf, in_place=False)
         data = np.zeros(target.spec.shape, DTYPES[target.spec.dtype])
-        assert adapter.place(target, data).shape == (3,)
+        assert adapter.place(target, [data]).shape == (3,)
 
 
 def test_uncommitted_likes_give_uncommitted_leaves() -> None:
@@ -246,7 +246,7 @@ def test_uncommitted_likes_give_uncommitted_leaves() -> None:
         (jax.ShapeDtypeStruct((3,), "float32", sharding=committed.sharding), True),
     ):
         target = adapter.target("p", like, in_place=False)
-        assert adapter.place(target, data.copy()).committed is expected
+        assert adapter.place(target, [data.copy()]).committed is expected
 
 
 def test_named_shardings_of_one_device_are_kept() -> None:
@@ -258,7 +258,7 @@ def test_named_shardings_of_one_device_are_kept() -> None:
     np.testing.assert_array_equal(source.view, [0, 1, 2, 3])
     assert leaf._npy_value is None
     target = adapter.target("p", leaf, in_place=False)
-    assert adapter.place(target, np.zeros(4, np.float32)).sharding == sharding
+    assert adapter.place(target, [np.zeros(4, np.float32)]).sharding == sharding
 
 
 def test_a_like_over_the_abstract_twin_of_the_mesh_that_is_set_goes_to_its_devices() -> None:
@@ -272,9 +272,9 @@ def test_a_like_over_the_abstract_twin_of_the_mesh_that_is_set_goes_to_its_devic
         like = jax.eval_shape(init, jax.random.key(0))
         assert isinstance(like["w"].sharding.mesh, AbstractMesh)
         target = adapter.target("net/w", like["w"], in_place=False)
-        restored = adapter.place(target, np.ones((8, 4), np.float32))
+        restored = adapter.place(target, [np.ones((8, 4), np.float32)])
         key = adapter.place(
-            adapter.target("net/key", like["key"], in_place=False), np.array([0, 7], np.uint32)
+            adapter.target("net/key", like["key"], in_place=False), [np.array([0, 7], np.uint32)]
         )
     assert restored.sharding == NamedSharding(mesh, P("a", "b"))
     assert (restored == 1).all()
@@ -300,16 +300,16 @@ def test_restored_arrays_adopt_large_memory() -> None:
     taken = Arena(target.spec.nbytes).take(target.spec.nbytes)
     memory = taken.view(DTYPES[target.spec.dtype]).reshape(target.spec.shape)
     memory[...] = 2
-    placed = adapter.place(target, memory)
+    placed = adapter.place(target, [memory])
     assert pointer(placed) == memory.ctypes.data
 
 
 def test_place_checks_shape_and_dtype() -> None:
     target = adapter.target("a/b", jnp.zeros((2, 3)), in_place=False)
     with pytest.raises(errors.ShapeMismatchError, match=r"^a/b: "):
-        adapter.place(target, np.zeros((3, 2), np.float32))
+        adapter.place(target, [np.zeros((3, 2), np.float32)])
     with pytest.raises(errors.DtypeMismatchError, match=r"^a/b: "):
-        adapter.place(target, np.zeros((2, 3), np.int32))
+        adapter.place(target, [np.zeros((2, 3), np.int32)])
 
 
 def test_what_cannot_be_saved_is_named() -> None:

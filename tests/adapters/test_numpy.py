@@ -58,7 +58,7 @@ def test_every_dtype_and_layout_round_trips(name: str, layout: str) -> None:
     target = adapter.target("p", leaf, in_place=False)
     restored = np.empty(target.spec.shape, DTYPES[target.spec.dtype])
     restored[...] = plain
-    placed = adapter.place(target, restored)
+    placed = adapter.place(target, [restored])
     assert placed is restored
     assert adapter.leaf("p", restored, {}) is restored
 
@@ -68,7 +68,7 @@ def test_every_dtype_and_layout_round_trips(name: str, layout: str) -> None:
         target = adapter.target("p", filled, in_place=True)
         assert target.buffer is not None
         target.buffer[...] = plain
-        assert adapter.place(target, target.buffer) is filled
+        assert adapter.place(target, [target.buffer]) is filled
         np.testing.assert_array_equal(np.asarray(filled), plain)
 
 
@@ -81,14 +81,14 @@ def test_byte_order_is_normalised_and_given_back(dtype: str) -> None:
     adapter.fetch(source, Box((0, 1), (2, 2)), out)
     np.testing.assert_array_equal(out, leaf[:, 1:])
     target = adapter.target("p", leaf, in_place=False)
-    restored = adapter.place(target, leaf.astype(DTYPES[source.spec.dtype]))
+    restored = adapter.place(target, [leaf.astype(DTYPES[source.spec.dtype])])
     assert restored.dtype == leaf.dtype
     np.testing.assert_array_equal(restored, leaf)
 
     empty = np.zeros_like(leaf)
     target = adapter.target("p", empty, in_place=True)
     assert target.buffer is None
-    assert adapter.place(target, leaf.astype(DTYPES[source.spec.dtype])) is empty
+    assert adapter.place(target, [leaf.astype(DTYPES[source.spec.dtype])]) is empty
     np.testing.assert_array_equal(empty, leaf)
 
 
@@ -104,7 +104,7 @@ def test_numpy_scalars_are_rank_0_arrays(scalar: Any) -> None:
     for in_place in (False, True):
         target = adapter.target("p", scalar, in_place=in_place)
         assert target.buffer is None
-        placed = adapter.place(target, np.asarray(scalar))
+        placed = adapter.place(target, [np.asarray(scalar)])
         assert type(placed) is type(scalar)
         assert placed == scalar
 
@@ -220,6 +220,6 @@ def test_targets_say_which_bytes_they_cover() -> None:
 def test_place_checks_shape_and_dtype() -> None:
     target = adapter.target("a/b", np.zeros((2, 3), np.float32), in_place=False)
     with pytest.raises(errors.ShapeMismatchError, match=r"a/b: .*\(3, 2\).*\(2, 3\)"):
-        adapter.place(target, np.zeros((3, 2), np.float32))
+        adapter.place(target, [np.zeros((3, 2), np.float32)])
     with pytest.raises(errors.DtypeMismatchError, match=r"a/b: .*float64.*float32"):
-        adapter.place(target, np.zeros((2, 3)))
+        adapter.place(target, [np.zeros((2, 3))])

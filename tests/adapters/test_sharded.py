@@ -291,7 +291,7 @@ def test_like_gives_a_new_array_with_the_same_boxes() -> None:
     assert target.buffers == ()
     assert len(target.boxes or ()) == 6
     parts = parts_of(target, values)
-    made = adapter.place_parts(target, parts)
+    made = adapter.place(target, parts)
     assert type(made) is ShardedArray
     np.testing.assert_array_equal(made.to_numpy(), values)
     assert [(o, p.shape) for o, p in made.shards] == [(o, p.shape) for o, p in like.shards]
@@ -315,7 +315,7 @@ def test_in_place_fills_the_shards_and_their_replicas_and_leaves_padding_alone()
     values = numbers(5, 3, dtype="int32")
     for buffer, part in zip(target.buffers, parts_of(target, values), strict=True):
         buffer[...] = part
-    assert adapter.place_parts(target, target.buffers) is leaf
+    assert adapter.place(target, target.buffers) is leaf
     for offset, part in leaf.shards:
         inside = values[Box(offset, part.shape).slices()]
         wanted = np.full(part.shape, -7, np.int32)
@@ -327,7 +327,7 @@ def test_a_target_may_leave_gaps() -> None:
     like = ShardedArray((4, 3), "float32", [((2, 0), A), ((4, 0), A)], padded=True)
     target = adapter.target("p", like, in_place=False)
     assert target.boxes == (Box((2, 0), (2, 3)),)
-    made = adapter.place_parts(target, [numbers(2, 3)])
+    made = adapter.place(target, [numbers(2, 3)])
     np.testing.assert_array_equal(made.shards[0][1], numbers(2, 3))
     assert made.shards[1][1].shape == (2, 3)
 
@@ -336,9 +336,9 @@ def test_a_part_of_another_shape_or_dtype_is_refused() -> None:
     target = adapter.target("a/b", halves(numbers(4, 3)), in_place=False)
     good = parts_of(target, numbers(4, 3))
     with pytest.raises(errors.ShapeMismatchError, match=r"a/b: .*\(1, 3\)"):
-        adapter.place_parts(target, [good[0][:1], good[1]])
+        adapter.place(target, [good[0][:1], good[1]])
     with pytest.raises(errors.DtypeMismatchError, match=r"a/b: .*float64"):
-        adapter.place_parts(target, [good[0].astype(np.float64), good[1]])
+        adapter.place(target, [good[0].astype(np.float64), good[1]])
 
 
 def test_shards_that_cannot_be_filled_are_refused() -> None:
@@ -380,7 +380,7 @@ def test_shards_that_lie_close_in_memory_are_filled() -> None:
     values = numbers(4, 6)
     for buffer, part in zip(target.buffers, parts_of(target, values), strict=True):
         buffer[...] = part
-    adapter.place_parts(target, target.buffers)
+    adapter.place(target, target.buffers)
     np.testing.assert_array_equal(memory, values)
 
 

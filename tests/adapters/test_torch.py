@@ -75,7 +75,7 @@ def test_every_dtype_and_layout_round_trips(name: str, layout: str) -> None:
     target = adapter.target("p", leaf, in_place=False)
     memory = np.empty(target.spec.shape, DTYPES[target.spec.dtype])
     memory[...] = expected
-    placed = adapter.place(target, memory)
+    placed = adapter.place(target, [memory])
     assert (placed.dtype, tuple(placed.shape)) == (leaf.dtype, shape)
     assert not leaf.numel() or placed.data_ptr() == memory.ctypes.data
     np.testing.assert_array_equal(numpy_view(placed), expected)
@@ -88,7 +88,7 @@ def test_every_dtype_and_layout_round_trips(name: str, layout: str) -> None:
         target = adapter.target("p", filled, in_place=True)
         assert target.buffer is not None
         target.buffer[...] = expected
-        assert adapter.place(target, target.buffer) is filled
+        assert adapter.place(target, [target.buffer]) is filled
         np.testing.assert_array_equal(numpy_view(filled), expected)
 
 
@@ -103,7 +103,7 @@ def test_conjugate_and_negative_views_are_resolved_box_by_box(worker: ThreadPool
         if leaf.is_complex():
             target = adapter.target("p", filled, in_place=True)
             assert target.buffer is None
-            assert adapter.place(target, leaf.resolve_conj().numpy().copy()) is filled
+            assert adapter.place(target, [leaf.resolve_conj().numpy().copy()]) is filled
             assert torch.equal(filled, leaf)
 
 
@@ -123,7 +123,7 @@ def test_tensors_of_any_mode_are_read_and_filled_in_a_worker(worker: ThreadPoolE
         target = adapter.target("p", leaf, in_place=True)
         assert target.buffer is not None
         target.buffer[:] = 5
-        assert worker.submit(adapter.place, target, target.buffer).result() is leaf
+        assert worker.submit(adapter.place, target, [target.buffer]).result() is leaf
         assert leaf.tolist() == [5, 5, 5]
 
 
@@ -133,7 +133,7 @@ def test_filling_a_tensor_is_seen_by_autograd() -> None:
     target = adapter.target("p", parameter, in_place=True)
     assert target.buffer is not None
     target.buffer[:] = 2
-    adapter.place(target, target.buffer)
+    adapter.place(target, [target.buffer])
     assert parameter.requires_grad
     assert parameter.is_leaf
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -149,7 +149,7 @@ def test_like_gives_the_same_kind_of_tensor() -> None:
         torch.zeros(3),
     ):
         target = adapter.target("p", like, in_place=False)
-        placed = adapter.place(target, np.ones(3, DTYPES[target.spec.dtype]))
+        placed = adapter.place(target, [np.ones(3, DTYPES[target.spec.dtype])])
         assert type(placed) is type(like)
         assert placed.requires_grad == like.requires_grad
         assert placed.tolist() == [1, 1, 1]
@@ -160,7 +160,7 @@ def test_meta_tensors_are_restored_on_cpu_and_nothing_else() -> None:
     with torch.device("meta"):
         module = torch.nn.Linear(3, 2)
     target = adapter.target("p", module.weight, in_place=False)
-    placed = adapter.place(target, np.ones((2, 3), np.float32))
+    placed = adapter.place(target, [np.ones((2, 3), np.float32)])
     assert isinstance(placed, torch.nn.Parameter)
     assert placed.device.type == "cpu"
     with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: .*to_empty"):
@@ -311,7 +311,7 @@ def test_cuda_tensors_are_fetched_and_filled(name: str, worker: ThreadPoolExecut
         np.testing.assert_array_equal(out, expected[box.slices()])
     filled = torch.zeros_like(leaf)
     target = adapter.target("p", filled, in_place=True)
-    assert worker.submit(adapter.place, target, expected.copy()).result() is filled
+    assert worker.submit(adapter.place, target, [expected.copy()]).result() is filled
     np.testing.assert_array_equal(numpy_view(filled.cpu()), expected)
     memory = PinnedMemory()
     buffer = memory.allocate(1 << 20)

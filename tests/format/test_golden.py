@@ -86,10 +86,6 @@ INDEX = encode_chunk_index(
 )
 
 
-def file_of(name: FixedName) -> FileEntry:
-    return FileEntry(name.path, name.nbytes, name.crc32c)
-
-
 def record() -> bytes:
     wide, scalar = ArraySpec((4, 6), "bfloat16"), ArraySpec((), "int64")
     return encode_record(
@@ -111,10 +107,9 @@ def record() -> bytes:
             ),
             specs=(StoredSpec(wide, (2, 6)), StoredSpec(scalar, (), 3)),
             arrays=ArrayTable(["w", "pieces.0", "pieces.1", "count"], [0, 0, 0, 1], {2: 1}),
-            files=(FileEntry("default/d/00ff-0", 5000, 0xDEADBEEF), *map(file_of, FIXED)),
+            files=(FileEntry("default/d/00ff-0", 5000, 0xDEADBEEF), *FIXED),
             chunk_index=IndexExtent(0, 100, len(INDEX), crc32c(INDEX[:-4]), INDEX),
             manifest=b"\x0c\xdb:*",
-            fixed=FIXED,
             metadata={"tokens": 10**9, "note": "ö"},
             metrics={"loss": 0.25, "worst": float("inf")},
         )

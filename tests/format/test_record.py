@@ -455,11 +455,7 @@ FIXED = (
     FixedName.of("default/manifest.ocdbt", SMALL.manifest),
     FixedName.of("default/_METADATA", b"{}" * 50, ".asyncckpt-0123456789abcdef-fixed-0"),
 )
-NAMED = dataclasses.replace(
-    SMALL,
-    files=(*SMALL.files, *(FileEntry(name.path, name.nbytes, name.crc32c) for name in FIXED)),
-    fixed=FIXED,
-)
+NAMED = dataclasses.replace(SMALL, files=(*SMALL.files, *FIXED))
 
 
 def test_fixed_names_round_trip_and_are_files_too() -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.format.damage import corrupt
-from asyncckpt.format.fields import parse_json
+from asyncckpt.format.fields import parse_json, parse_object
 from asyncckpt.format.orbax import EMPTY, KEY_TYPES, KINDS, Kind, string_keys
 from asyncckpt.format.scalars import JsonValue
 
@@ -97,10 +97,7 @@ def parse_document(data: bytes, what: str, *, file: str) -> Any:
 
 
 def _members(data: bytes, what: str, file: str) -> dict[str, Any]:
-    document = parse_document(data, what, file=file)
-    if not isinstance(document, dict):
-        raise corrupt(what, "it is not a JSON object", file=file)
-    return document
+    return parse_object(data, what, file=file, most_nbytes=MAX_DOCUMENT_NBYTES)
 
 
 # ------------------------------------------------------------------------------------------ items

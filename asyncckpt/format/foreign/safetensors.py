@@ -23,7 +23,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.damage import corrupt
-from asyncckpt.format.fields import parse_json
+from asyncckpt.format.fields import parse_object
 from asyncckpt.format.scalars import JsonValue
 from asyncckpt.spec import ArraySpec, array_spec
 
@@ -122,11 +122,9 @@ class _Decoder:
 
     def run(self, file_nbytes: int) -> Header:
         data, file = self._data, self._file
-        document = parse_json(
+        document = parse_object(
             data, _HEADER, file=file, most_nbytes=MAX_HEADER_NBYTES, base=LENGTH_NBYTES
         )
-        if not isinstance(document, dict):
-            raise self._fault("it is not a JSON object", "")
         metadata = self._metadata(document.pop(METADATA_KEY, {}))
         specs: list[ArraySpec] = []
         begins, ends = array("q"), array("q")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.damage import corrupt, path_fault
-from asyncckpt.format.fields import parse_json
+from asyncckpt.format.fields import parse_json, parse_object
 from asyncckpt.format.foreign.safetensors import MAX_NAME_CHARS, SUFFIX, Header, is_unicode
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -44,8 +44,8 @@ def holds_parts(metadata: Mapping[str, str], *, file: str) -> bool:
 
 def decode_index(data: bytes, *, file: str) -> dict[str, str]:
     """Return the file of every tensor of a set of safetensors files."""
-    document = parse_json(data, _INDEX, file=file, most_nbytes=MAX_INDEX_NBYTES)
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    document = parse_object(data, _INDEX, file=file, most_nbytes=MAX_INDEX_NBYTES)
+    weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict):
         raise _disagree(file, "weight_map is missing, or is not an object")
     if set(map(type, weight_map.values())) - {str}:

@@ -21,11 +21,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
+from asyncckpt.errors import UnsupportedFormatError, UsageError
 from asyncckpt.format.damage import corrupt
-from asyncckpt.format.fields import check_form, parse_json
+from asyncckpt.format.fields import check_form, parse_object
 from asyncckpt.format.foreign.safetensors import MAX_HEADER_NBYTES
 from asyncckpt.format.record import LeafTable
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
@@ -127,9 +127,7 @@ def decode_tree(
     if not parts:
         return None, others
     text = "".join(parts).encode()
-    document = parse_json(text, _WHAT, file=file, most_nbytes=MAX_HEADER_NBYTES)
-    if not isinstance(document, dict):
-        raise corrupt(_WHAT, "it is not a JSON object", file=file)
+    document = parse_object(text, _WHAT, file=file, most_nbytes=MAX_HEADER_NBYTES)
     if type(document.get("version")) is int and document["version"] > _VERSION:
         raise UnsupportedFormatError(
             f"{file}: the tree beside the tensors has version {document['version']}, this release "
@@ -139,38 +137,39 @@ def decode_tree(
             found=document["version"],
         )
     document = {"metadata": {}, "metrics": {}, **document}
-    return _decode(document, 2 * tensor_count + SPARE_LEAVES, file), others
+    try:
+        return _decode(document, 2 * tensor_count + SPARE_LEAVES), others
+    except ValueError as error:
+        raise corrupt(_WHAT, str(error), file=file) from None
 
 
-def _decode(document: dict[str, Any], most: int, file: str) -> SavedTree:
-    """Return the tree, of at most `most` containers and leaves each."""
+def _decode(document: dict[str, Any], most: int) -> SavedTree:
+    """Return the tree, of at most `most` containers and leaves each.
 
-    def fault(name: str, reason: str) -> CorruptCheckpointError:
-        return corrupt(_WHAT, f"{name} {reason}", file=file)
-
-    check_form(document, _MEMBERS, "", fault)
+    Raises:
+        ValueError: names the member of the document, and why it is wrong.
+    """
+    check_form(document, _MEMBERS)
     if document["version"] != _VERSION:
-        raise fault("version", f"is not {_VERSION}")
+        raise ValueError(f"version is not {_VERSION}")
     nodes, rows = document["nodes"], document["leaves"]
     if len(nodes) > most or len(rows) > most:
-        raise fault("leaves", f"or nodes has more than {most} items")
+        raise ValueError(f"leaves or nodes has more than {most} items")
     kinds: list[str] = []
     values: list[JsonValue] = []
     extras: dict[int, Mapping[str, JsonValue]] = {}
     tensors: list[str | None] = []
-    try:
-        structure = Structure.from_json({"leaves": len(rows), "nodes": nodes})
-        for row, members in enumerate(rows):
-            kind, value, extra, tensor = _leaf(row, members)
-            kinds.append(kind)
-            values.append(value)
-            tensors.append(tensor)
-            if extra:
-                extras[row] = extra
-        metrics = {name: _metric(bits) for name, bits in document["metrics"].items()}
-    except ValueError as error:
-        raise corrupt(_WHAT, str(error), file=file) from None
+    structure = Structure.from_json({"leaves": len(rows), "nodes": nodes})
+    for row, members in enumerate(rows):
+        kind, value, extra, tensor = _leaf(row, members)
+        kinds.append(kind)
+        values.append(value)
+        tensors.append(tensor)
+        if extra:
+            extras[row] = extra
+    decoded = {name: decode_scalar("float", bits) for name, bits in document["metrics"].items()}
     leaves = LeafTable(kinds, values, extras, {})
+    metrics = cast(Mapping[str, float], decoded)
     return SavedTree(structure, leaves, tensors, document["metadata"], metrics)
 
 
@@ -194,9 +193,3 @@ def _leaf(
     if not named or "value" in members:
         raise ValueError(f"leaf {row} is neither an array nor a scalar")
     return kind, None, extra, tensor
-
-
-def _metric(bits: JsonValue) -> float:
-    value = decode_scalar("float", bits)
-    assert isinstance(value, float)
-    return value

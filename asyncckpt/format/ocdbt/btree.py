@@ -13,10 +13,9 @@ length, number of keys, tree bytes and indirect value bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.format.ocdbt.datafiles import Location, encode_data_files
 from asyncckpt.format.ocdbt.keys import KeyColumns
@@ -29,8 +28,6 @@ from asyncckpt.format.ocdbt.wire import (
     frame_of,
     varint_sizes,
 )
-
-Mask = npt.NDArray[np.bool_]
 
 MAX_ARITY = 1 << 20
 """Entries per node; the limit of TensorStore."""
@@ -104,21 +101,22 @@ def encode_tree(
     leaf of one entry and an interior node of two.
     """
     count = len(columns)
-    indirect = values.file >= 0
     if not count:
         return EncodedTree([], None, 0, 0, 0, 0, np.empty(0, np.int64))
     nbytes = values.nbytes.copy()
+    indirect = values.file >= 0
     inline = np.flatnonzero(~indirect)
     inlined = map(values.inline.__getitem__, inline.tolist())
     nbytes[inline] = np.fromiter(map(len, inlined), np.int64, inline.size)
-    groups = _split_leaves(columns, values, indirect, nbytes, data_files, max_decoded_node_nbytes)
+    values = replace(values, nbytes=nbytes)
+    groups = _split_leaves(columns, values, data_files, max_decoded_node_nbytes)
     blocks: list[bytearray] = []
     inline_offset = np.full(count, -1, np.int64)
     offset = node_offset
     is_root = len(groups) == 2
     prefixes = np.zeros(1, np.int64) if is_root else _common_prefixes(columns, groups)
     for start, stop, prefix in zip(groups, groups[1:], prefixes.tolist(), strict=False):
-        head = _encode_leaf(columns, values, indirect, nbytes, data_files, start, stop, prefix)
+        head = _encode_leaf(columns, values, data_files, start, stop, prefix)
         rows = start + np.flatnonzero(~indirect[start:stop])
         sizes = nbytes[rows]
         inline_offset[rows] = offset + FRAME_HEADER + len(head) + np.cumsum(sizes) - sizes
@@ -156,18 +154,14 @@ def encode_tree(
 
 
 def _split_leaves(
-    columns: KeyColumns,
-    values: ValueColumns,
-    indirect: Mask,
-    nbytes: I64,
-    data_files: Sequence[str],
-    max_nbytes: int,
+    columns: KeyColumns, values: ValueColumns, data_files: Sequence[str], max_nbytes: int
 ) -> list[int]:
-    count = len(columns)
+    count, indirect = len(columns), values.file >= 0
     suffix = columns.lengths - columns.shared
-    cost = varint_sizes(columns.shared) + varint_sizes(suffix) + suffix + varint_sizes(nbytes) + 1
+    cost = varint_sizes(columns.shared) + varint_sizes(suffix) + suffix
+    cost += varint_sizes(values.nbytes) + 1
     place = varint_sizes(np.maximum(values.file, 0)) + varint_sizes(np.maximum(values.offset, 0))
-    cost += np.where(indirect, place, nbytes)
+    cost += np.where(indirect, place, values.nbytes)
     # A node lists the files it uses. Every change to a file among the entries counts as one
     # listing, limited to the cost of all files together.
     path_nbytes = np.array([0, *map(len, map(str.encode, data_files))], np.int64)[
@@ -228,8 +222,6 @@ def _common_prefixes(columns: KeyColumns, groups: Sequence[int]) -> I64:
 def _encode_leaf(
     columns: KeyColumns,
     values: ValueColumns,
-    indirect: Mask,
-    nbytes: I64,
     data_files: Sequence[str],
     start: int,
     stop: int,
@@ -239,7 +231,7 @@ def _encode_leaf(
     rows = slice(start, stop)
     lengths = columns.lengths[rows] - columns.shared[rows]
     lengths[0] = columns.lengths[start] - prefix
-    in_file = indirect[rows]
+    in_file = values.file[rows] >= 0
     used, local = np.unique(values.file[rows][in_file], return_inverse=True)
     suffixes = columns.suffixes[columns.suffix_ends[start + 1] : columns.suffix_ends[stop]]
     return b"".join(
@@ -251,7 +243,7 @@ def _encode_leaf(
             encode_varints(lengths),
             columns.key(start)[prefix:],
             suffixes,
-            encode_varints(nbytes[rows]),
+            encode_varints(values.nbytes[rows]),
             in_file.astype(np.uint8).tobytes(),
             encode_varints(local.reshape(-1).astype(np.int64)),
             encode_varints(values.offset[rows][in_file]),

@@ -322,7 +322,7 @@ def test_other_members_of_an_index_say_nothing() -> None:
     ("text", "reason"),
     [
         (b"", "is not JSON"),
-        (b"[]", "weight_map is missing"),
+        (b"[]", "is not a JSON object"),
         (b"{}", "weight_map is missing"),
         (b'{"weight_map":[]}', "is not an object"),
         (b'{"weight_map":{"a":1}}', "is not a string"),
