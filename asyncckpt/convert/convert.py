@@ -120,13 +120,14 @@ class Conversion(Work[ConvertReport]):
         taken = await self._working.engine.compute.run(capture_stored, reader)
         write = write_files if self._destination.format == "safetensors" else write_checkpoint
         facts = await write(self._target, origin, taken)
-        unverified = [taken.paths[leaf] for leaf in taken.array_leaf if reader.unverified(leaf)]
+        unverified = [
+            taken.paths[leaf]
+            for leaf in taken.array_leaf
+            if not opened.is_verified(piece.array for piece in reader.pieces[leaf])
+        ]
         notes = [*facts.pop("notes", ()), *opened.notes]
         if unverified:
-            notes.append(
-                f"{len(unverified)} of {len(taken.array_leaf)} arrays have no checksum in this "
-                f"{opened.format} checkpoint and could not be verified"
-            )
+            notes.append(opened.unverified_note(len(unverified), len(taken.array_leaf)))
         large = max((storage.chunk_nbytes for storage in opened.storages), default=0)
         if large > self._cache_nbytes:
             notes.append(

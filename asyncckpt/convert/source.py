@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from asyncckpt.checkpoint.metadata import RECORD, OpenCheckpoint, extents_of, refuse_implied
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, extents_of, refuse_implied
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import default_budget_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.runtime import Runtime
@@ -148,7 +148,7 @@ async def _newest(
             continue
         except CorruptCheckpointError as damage:
             # Without a valid record it is not a step; other damage is reported.
-            if damage.file != RECORD:
+            if damage.file != RECORD_NAME:
                 raise
     raise error or CheckpointNotFoundError(
         f"{store.url}: there is no checkpoint here", location=store.url

@@ -186,7 +186,7 @@ class RunTables:
         arrays = ArrayTable(self._names(tree), self._specs)
         extents, refused = self._extents(), self._refused
 
-        async def read_extents(wanted: Sequence[int] | None) -> Extents:
+        async def read_extents(_: OpenCheckpoint, wanted: Sequence[int] | None) -> Extents:
             for array in wanted or () if refused else ():
                 if array in refused:
                     raise copy.copy(refused[array])

@@ -165,10 +165,9 @@ def _with_saved_tree(opened: OpenCheckpoint, leaf_of: Mapping[str, int]) -> Open
         taken.add(tensor)
         pieces[leaf] = own
 
-    async def read_extents(wanted: Sequence[int] | None) -> Extents:
-        return await opened.read_extents(
-            None if wanted is None else sorted({tied.get(array, array) for array in wanted})
-        )
+    async def read_extents(_: OpenCheckpoint, wanted: Sequence[int] | None) -> Extents:
+        owned = None if wanted is None else sorted({tied.get(array, array) for array in wanted})
+        return await opened.read_extents(opened, owned)
 
     return replace(
         opened,
