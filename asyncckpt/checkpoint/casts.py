@@ -1,8 +1,8 @@
-"""Casts to the dtype in which a leaf is stored: they may lose precision, but not values.
+"""Casts from one dtype to another: they may lose precision, but not values.
 
-A float that is too large for a narrower float dtype becomes an infinity or, in dtypes without one,
-a NaN. A value that an integer dtype cannot hold is an error, as is an integer beyond the largest
-float of a dtype.
+A value that an integer dtype cannot hold is lost, as is an integer beyond the largest float of a
+dtype, or an imaginary part. A float that is too large for a narrower float dtype is not: it becomes
+an infinity or, in dtypes without one, a NaN, which a save allows and a restore refuses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def may_lose(source: str, stored: str) -> bool:
     if source == stored or after in ("bool", "complex") or before == "bool":
         return False
     if before == "int":
-        bounds = np.array(int_range(source), DTYPES[source])
+        bounds = np.array(_int_range(source), DTYPES[source])
         return any(not _holds(stored, bound) for bound in bounds)
     return before == "complex" or after == "int"
 
@@ -38,24 +38,44 @@ def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: s
     Raises:
         DtypeMismatchError: a value would be lost; names the path and one such value.
     """
-    if not values.size:
+    lost = lost_value(values, source, stored)
+    if lost is None:
         return
+    shown = "a value with an imaginary part" if isinstance(lost, complex) else repr(lost)
+    raise DtypeMismatchError(
+        f"{path}: {shown} does not fit into {stored}, in which this leaf is to be stored; store it "
+        f"as {source}, or in a dtype that holds its values",
+        path=path,
+        stage="stage",
+        expected=stored,
+        found=source,
+    )
+
+
+def lost_value(values: npt.NDArray[Any], source: str, stored: str) -> Any:
+    """Return one value, as a Python number, that a cast loses, or None; needed if `may_lose`.
+
+    Blocking: reads the values twice and never copies them.
+    """
+    if not values.size:
+        return None
     with np.errstate(invalid="ignore"):
         if numeric_class(source) == "complex":
             if values.imag.any():
-                raise _lost(path, "a value with an imaginary part", source, stored)
+                return values[values.imag != 0][0].item()
             values = values.real
         # Casts keep the order of values, so it suffices to check the least and the greatest. If
         # there is a NaN, it is both.
         for bound in (values.min(), values.max()):
             if not _holds(stored, bound):
-                raise _lost(path, repr(bound.item()), source, stored)
+                return bound.item()
+    return None
 
 
 def _holds(stored: str, value: np.generic) -> bool:
     kind = numeric_class(stored)
     if kind == "int":
-        low, high = int_range(stored)
+        low, high = _int_range(stored)
         number = value.item()  # as a Python number, which compares exactly with any other
         return bool(low <= number <= high if isinstance(number, int) else low <= number < high + 1)
     if isinstance(value.item(), float):
@@ -64,18 +84,7 @@ def _holds(stored: str, value: np.generic) -> bool:
         return bool(np.isfinite(np.asarray(value).astype(DTYPES[stored]).astype(np.float64)))
 
 
-def int_range(dtype: str) -> tuple[int, int]:
+def _int_range(dtype: str) -> tuple[int, int]:
     """Return the least and the greatest value of an integer dtype."""
     info: Any = ml_dtypes.iinfo(DTYPES[dtype])  # type: ignore[no-untyped-call]
     return int(info.min), int(info.max)
-
-
-def _lost(path: str, value: str, source: str, stored: str) -> DtypeMismatchError:
-    return DtypeMismatchError(
-        f"{path}: {value} does not fit into {stored}, in which this leaf is to be stored; store it "
-        f"as {source}, or in a dtype that holds its values",
-        path=path,
-        stage="stage",
-        expected=stored,
-        found=source,
-    )

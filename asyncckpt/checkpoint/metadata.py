@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,14 +40,13 @@ from asyncckpt.format.record import (
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_RECORD_NBYTES, MIB
+from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import StoredArrays
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.reports import nbytes_text
-from asyncckpt.spec import ArraySpec, ChunkGrid
+from asyncckpt.spec import ArraySpec, Box, ChunkGrid
 from asyncckpt.tree import Structure
-
-RECORD = RECORD_NAME
 
 IMPLIED_NBYTES = 64 * MIB
 """Fill values that a foreign checkpoint does not store are allocated up to this size plus four
@@ -120,9 +120,9 @@ class Extents:
         return len(self.file)
 
 
-ReadExtents = Callable[[Sequence[int] | None], Awaitable[Extents]]
-"""Indices of the wanted arrays (None for all) -> the extents of all chunks of the checkpoint, where
-rows of other arrays may be -1."""
+ReadExtents = Callable[["OpenCheckpoint", Sequence[int] | None], Awaitable[Extents]]
+"""The checkpoint, and indices of the wanted arrays (None for all) -> the extents of all its chunks,
+where rows of other arrays may be -1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,6 +149,7 @@ class OpenCheckpoint:
         notes: what a user should know about how it was read.
         first_rows: first chunk row of every array; tied arrays share them.
         row_count: chunk rows in all.
+        stored: its arrays in the form that the restore planner needs.
     """
 
     files: CheckpointFiles
@@ -170,11 +171,18 @@ class OpenCheckpoint:
     notes: tuple[str, ...] = ()
     first_rows: tuple[int, ...] = field(init=False)
     row_count: int = field(init=False)
+    stored: StoredArrays = field(init=False)
 
     def __post_init__(self) -> None:
         first_rows, row_count = number_rows(self.storages, self.arrays)
         object.__setattr__(self, "first_rows", first_rows)
         object.__setattr__(self, "row_count", row_count)
+        stored = StoredArrays(
+            [(s.grid, s.spec.itemsize, s.codec.decode is not None) for s in self.storages],
+            np.array(self.arrays.spec, np.int64),
+            np.array(first_rows, np.int64),
+        )
+        object.__setattr__(self, "stored", stored)
 
     @property
     def location(self) -> str:
@@ -203,7 +211,7 @@ class OpenCheckpoint:
         except ValueError as error:
             raise CorruptCheckpointError(
                 f"{self.location}: the commit record's {error}; restore an older step",
-                file=RECORD,
+                file=RECORD_NAME,
                 location=self.location,
             ) from None
         return structure
@@ -236,6 +244,17 @@ class OpenCheckpoint:
         """Return the arrays of every leaf, none for scalars."""
         return [self.pieces(leaf, array) for leaf, array in enumerate(self.leaf_arrays())]
 
+    def is_verified(self, arrays: Iterable[int]) -> bool:
+        """Return whether checksums cover every byte of these arrays."""
+        return all(self.storage(array).codec.verifies for array in arrays)
+
+    def unverified_note(self, unverified: int, count: int) -> str:
+        """Return the note of a report about so many of `count` arrays without a checksum."""
+        return (
+            f"{unverified} of {count} arrays have no checksum in this {self.format} checkpoint and "
+            "could not be verified"
+        )
+
     def leaf_spec(self, pieces: Sequence[Piece]) -> ArraySpec:
         """Return shape and dtype of the leaf that these pieces tile."""
         first = self.storage(pieces[0].array).spec
@@ -247,13 +266,28 @@ class OpenCheckpoint:
         ]
         return ArraySpec(tuple(map(max, zip(*corners, strict=True))), first.dtype)
 
-    def stored(self) -> StoredArrays:
-        """Return the arrays in the form that the restore planner needs."""
-        return StoredArrays(
-            [(s.grid, s.spec.itemsize, s.codec.decode is not None) for s in self.storages],
-            np.array(self.arrays.spec, np.int64),
-            np.array(self.first_rows, np.int64),
-        )
+
+class LeafIndex:
+    """The arrays of one leaf, found by the boxes of the leaf that they hold."""
+
+    def __init__(self, opened: OpenCheckpoint, pieces: Sequence[Piece]) -> None:
+        self._arrays = [piece.array for piece in pieces]
+        self._held = [Box(p.offset, opened.storage(p.array).spec.shape) for p in pieces]
+        self._index = BoxIndex(self._held)
+
+    def overlaps(
+        self, box: Box, memory: npt.NDArray[Any]
+    ) -> Iterator[tuple[int, Box, npt.NDArray[Any]]]:
+        """Yield each array that holds elements of `box`, the part that has them, and its memory.
+
+        `memory` is that of the whole box.
+        """
+        for number in self._index.meeting(box).tolist():
+            held = self._held[number]
+            common = held.intersect(box)
+            assert common is not None
+            within: Any = (*common.relative_to(box.offset).slices(), ...)
+            yield self._arrays[number], common.relative_to(held.offset), memory[within]
 
 
 async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None) -> Extents:
@@ -262,7 +296,7 @@ async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None
     Raises:
         CorruptCheckpointError: a chunk is outside its file, or the metadata is damaged.
     """
-    extents = await opened.read_extents(arrays)
+    extents = await opened.read_extents(opened, arrays)
     if opened.record is not None:
         return extents  # checked by `read_index`
     sizes = np.array([*(file.nbytes for file in opened.stored_files), 0], np.int64)
@@ -321,7 +355,7 @@ async def open_checkpoint(files: CheckpointFiles, compute: Workers) -> OpenCheck
         CorruptCheckpointError: it is damaged.
         UnsupportedFormatError: it is of a newer version.
     """
-    data = await files.read(RECORD, max_nbytes=MAX_RECORD_NBYTES)
+    data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
     return await compute.run(resolve, files, data, compute)
 
 
@@ -329,7 +363,7 @@ def resolve(files: CheckpointFiles, data: bytes, compute: Workers) -> OpenCheckp
     """Decode a record; `compute` will decode the index."""
     record = decode_record(data, location=files.location)
 
-    async def read_extents(_: Sequence[int] | None) -> Extents:
+    async def read_extents(_: OpenCheckpoint, __: Sequence[int] | None) -> Extents:
         index = await read_index(files, record, compute)
         return Extents(index.file, index.offset, index.nbytes, index.crc32c)
 

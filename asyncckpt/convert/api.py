@@ -13,7 +13,7 @@ from asyncckpt.arguments import (
     documented,
 )
 from asyncckpt.convert.convert import Conversion
-from asyncckpt.convert.destination import Format, destination_of
+from asyncckpt.convert.destination import Format
 from asyncckpt.convert.diff import Comparison
 from asyncckpt.errors import UsageError
 from asyncckpt.options import RestoreOptions
@@ -59,13 +59,8 @@ async def convert(
         UsageError: the format cannot hold a leaf; names it and a way out. Nothing was written.
     """
     given = completed(ConvertArguments, arguments)
-    target = destination_of(
-        destination,
-        to,
-        overwrite=given.pop("overwrite"),
-        max_file_nbytes=max_file_nbytes,
-    )
-    return await Conversion(source, target, **given).outcome()
+    work = Conversion(source, destination, to=to, max_file_nbytes=max_file_nbytes, **given)
+    return await work.outcome()
 
 
 @documented
@@ -87,13 +82,7 @@ async def export(
     given = completed(ConvertArguments, arguments)
     if to != "orbax":
         raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
-    target = destination_of(
-        destination,
-        "asyncckpt",
-        orbax=True,
-        overwrite=given.pop("overwrite"),
-    )
-    return await Conversion(source, target, **given).outcome()
+    return await Conversion(source, destination, to="asyncckpt", orbax=True, **given).outcome()
 
 
 async def diff(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ import numpy.typing as npt
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.convert.destination import Facts, Target, is_banded
 from asyncckpt.convert.reader import LeafReader
-from asyncckpt.convert.source import Origin
 from asyncckpt.convert.tiles import chunk_shape_for
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.record import STEP_NAME, decode_scalar
@@ -87,7 +87,7 @@ def capture_stored(reader: LeafReader) -> Snapshot:
     return result
 
 
-async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> Facts:
+async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) -> Facts:
     """Commit the tree at the target, one array per leaf; return facts for the report.
 
     Cancellation, errors: as for saving; in addition:
@@ -96,7 +96,7 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> F
         UnsupportedLeafError: Orbax cannot hold a leaf of an export. Nothing was written.
         CorruptCheckpointError: names leaf, file and offset. Nothing was written.
     """
-    reader = origin.reader
+    opened = reader.opened
     # Inline values are staged first.
     largest = INLINE_NBYTES - TRAILER_NBYTES
     sizes = {leaf: s.spec.nbytes for leaf, s in zip(taken.array_leaf, taken.sources, strict=True)}
@@ -105,20 +105,23 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> F
         target.options, leaf_options=_leaf_options(target, reader, taken), deadline_s=None
     )
     layouts = LayoutCache()
-    if target.destination.orbax:
-        await _check_orbax(target, origin, taken, options, layouts)
-    step = int(target.name) if STEP_NAME.fullmatch(target.name) else None
+    if target.orbax:
+        await _check_orbax(target, opened.location, taken, options, layouts)
+    step = _step_of(target.name)
+    saved_step = None if opened.record is None else opened.record.step
+    if saved_step is None:
+        saved_step = _step_of(posixpath.basename(opened.location))
     save = Save(
         target.runtime,
         target.store,
         layouts,
         SaveRequest(
             name=target.name,
-            step=origin.step if step is None else step,
+            step=saved_step if step is None else step,
             snapshot=taken,
-            metadata={**origin.opened.metadata, **target.metadata},
-            metrics=origin.opened.metrics,
-            overwrite=target.destination.overwrite,
+            metadata={**opened.metadata, **target.metadata},
+            metrics=opened.metrics,
+            overwrite=target.overwrite,
             options=options,
             progress=target.progress,
             stall_first=False,
@@ -132,18 +135,27 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> F
     return {**facts, "step": step}
 
 
+def _step_of(name: str) -> int | None:
+    """Return the step whose name this is, None for other names."""
+    return int(name) if STEP_NAME.fullmatch(name) else None
+
+
 async def _check_orbax(
-    target: Target, origin: Origin, taken: Snapshot, options: SaveOptions, layouts: LayoutCache
+    target: Target,
+    location: str,
+    taken: Snapshot,
+    options: SaveOptions,
+    layouts: LayoutCache,
 ) -> None:
     runtime, store = target.runtime, target.store
     sizes = sizes_for(runtime, store, taken.nbytes, options)
     layout = await layout_of(taken, options, sizes, runtime=runtime, store=store, cache=layouts)
     if layout.orbax is None:
         raise UnsupportedLeafError(
-            f"{origin.opened.location}: Orbax cannot restore this tree, so it was not "
+            f"{location}: Orbax cannot restore this tree, so it was not "
             f"exported: {'; '.join(layout.notes)}. Convert it without --orbax, or save it "
             "again without that leaf",
-            location=origin.opened.location,
+            location=location,
             found=layout.notes,
         )
 

@@ -21,7 +21,7 @@ from typing import Any
 from asyncckpt.arguments import checked_metadata, guarded, typed
 from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.convert.as_save import capture_stored, write_checkpoint
-from asyncckpt.convert.destination import Destination, Target
+from asyncckpt.convert.destination import Target, format_of
 from asyncckpt.convert.safetensors_writer import write_files
 from asyncckpt.convert.source import Work, options_of, shares
 from asyncckpt.errors import (
@@ -50,39 +50,43 @@ class Conversion(Work[ConvertReport]):
     def __init__(
         self,
         source: str | os.PathLike[str],
-        destination: Destination,
+        destination: str | os.PathLike[str],
         *,
+        to: str | None,
+        orbax: bool = False,
+        max_file_nbytes: int | None = None,
+        overwrite: bool,
         metadata: Mapping[str, Any] | None,
         options: SaveOptions | None,
         storage_options: Mapping[str, Any] | None,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._source = source
-        self._destination = destination
+        self._format, max_file_nbytes = format_of(destination, to, max_file_nbytes)
         self._source_options, options_of_destination = options_of(
-            (source, destination.location), storage_options
+            (source, destination), storage_options
         )
         # Stored leaves do not change, so there is nothing to hold or to wait for.
         options = dataclasses.replace(typed("options", options, SaveOptions), snapshot="copy")
-        if destination.format == "safetensors" and options.compression is not None:
+        if self._format == "safetensors" and options.compression is not None:
             raise UsageError(
-                f"{destination.location}: safetensors files are not compressed; leave "
-                "compression out"
+                f"{destination}: safetensors files are not compressed; leave compression out"
             )
-        if destination.format == "safetensors":  # files of any size, each one object
-            options_of_destination = multipart_options(destination.location, options_of_destination)
+        if self._format == "safetensors":  # files of any size, each one object
+            options_of_destination = multipart_options(destination, options_of_destination)
         packing = options.compression is not None or options.leaf_options is not None
         reading, cache, writing = shares(options.host_memory_nbytes, packing=packing)
         super().__init__(
             "write", reading_nbytes=reading, working_nbytes=writing, cache_nbytes=cache
         )
         store, name = self._working.one(
-            destination.location,
-            direct_io=options.direct_io,
-            storage_options=options_of_destination,
+            destination, direct_io=options.direct_io, storage_options=options_of_destination
         )
         self._target = Target(
-            destination=destination,
+            location=destination,
+            orbax=orbax,
+            overwrite=overwrite,
+            max_file_nbytes=max_file_nbytes,
             runtime=self._working,
             store=store,
             name=name,
@@ -104,29 +108,30 @@ class Conversion(Work[ConvertReport]):
             if not deadline.expired():
                 raise
             raise DeadlineExceededError(
-                f"{self._destination.location}: the conversion did not finish within {deadline_s} "
-                "s and was aborted; nothing was written. Raise SaveOptions.deadline_s",
-                location=os.fspath(self._destination.location),
+                f"{self._target.location}: the conversion did not finish within {deadline_s} s and "
+                "was aborted; nothing was written. Raise SaveOptions.deadline_s",
+                location=os.fspath(self._target.location),
             ) from None
 
     async def _convert(self, begun: float) -> ConvertReport:
         await self._refuse_existing()
-        origin = await self._open(self._source, self._source_options)
+        reader = await self._open(self._source, self._source_options)
         try:  # remove leftovers of conversions and saves that died next to the destination
             await self._target.store.sweep()
         except AsyncCheckpointError as error:
             logger.warning("%s could not be swept: %s", self._target.store.url, error)
-        opened, reader = origin.opened, origin.reader
+        opened = reader.opened
         taken = await self._working.engine.compute.run(capture_stored, reader)
-        write = write_files if self._destination.format == "safetensors" else write_checkpoint
-        facts = await write(self._target, origin, taken)
-        unverified = [taken.paths[leaf] for leaf in taken.array_leaf if reader.unverified(leaf)]
+        write = write_files if self._format == "safetensors" else write_checkpoint
+        facts = await write(self._target, reader, taken)
+        unverified = [
+            taken.paths[leaf]
+            for leaf in taken.array_leaf
+            if not opened.is_verified(piece.array for piece in reader.pieces[leaf])
+        ]
         notes = [*facts.pop("notes", ()), *opened.notes]
         if unverified:
-            notes.append(
-                f"{len(unverified)} of {len(taken.array_leaf)} arrays have no checksum in this "
-                f"{opened.format} checkpoint and could not be verified"
-            )
+            notes.append(opened.unverified_note(len(unverified), len(taken.array_leaf)))
         large = max((storage.chunk_nbytes for storage in opened.storages), default=0)
         if large > self._cache_nbytes:
             notes.append(
@@ -136,7 +141,7 @@ class Conversion(Work[ConvertReport]):
         return ConvertReport(
             source=opened.location,
             source_format=opened.format,
-            format=self._destination.format,
+            format=self._format,
             read_nbytes=reader.read_nbytes,
             total_s=time.perf_counter() - begun,
             unverified=tuple(unverified),
@@ -145,7 +150,7 @@ class Conversion(Work[ConvertReport]):
         )
 
     async def _refuse_existing(self) -> None:
-        if self._destination.overwrite:
+        if self._target.overwrite:
             return
         files = self._target.store.files(self._target.name)
         try:

@@ -29,38 +29,15 @@ WHOLE_NBYTES = 8 * MIB
 """Leaves up to this size fit into any cache: the order of their chunks does not matter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Location and format that a conversion writes.
+def format_of(
+    location: str | os.PathLike[str], to: str | None, max_file_nbytes: int | None
+) -> tuple[Format, int | None]:
+    """Return the format to write, and the size at which a set of safetensors files continues.
 
-    Attributes:
-        location: path or URL as given.
-        format: ``asyncckpt`` or ``safetensors``.
-        orbax: Orbax must be able to restore it.
-        overwrite: replace what exists there.
-        max_file_nbytes: size at which a set of safetensors files continues in the next file; None
-            for a single file.
-    """
-
-    location: str | os.PathLike[str]
-    format: Format
-    orbax: bool
-    overwrite: bool
-    max_file_nbytes: int | None
-
-
-def destination_of(
-    location: str | os.PathLike[str],
-    to: str | None,
-    *,
-    orbax: bool = False,
-    overwrite: bool,
-    max_file_nbytes: int | None = None,
-) -> Destination:
-    """Return the destination described by the arguments of a call.
+    The size is None for a single file.
 
     Raises:
-        UsageError: they contradict each other.
+        UsageError: the arguments contradict each other.
     """
     if not isinstance(location, (str, os.PathLike)):
         raise UsageError(
@@ -94,7 +71,7 @@ def destination_of(
             )
     elif format == "safetensors" and not is_file:
         max_file_nbytes = SET_FILE_NBYTES
-    return Destination(location, format, orbax, overwrite, max_file_nbytes)
+    return format, max_file_nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,11 +79,19 @@ class Target:
     """Destination while it is being written: runtime, store and name.
 
     Attributes:
+        location: path or URL as given.
+        orbax: Orbax must be able to restore it.
+        overwrite: replace what exists there.
+        max_file_nbytes: size at which a set of safetensors files continues in the next file; None
+            for a single file.
         metadata: added to the user's metadata.
         largest_nbytes: largest chunk that may keep the shape of the source's.
     """
 
-    destination: Destination
+    location: str | os.PathLike[str]
+    orbax: bool
+    overwrite: bool
+    max_file_nbytes: int | None
     runtime: Runtime
     store: Store
     name: str

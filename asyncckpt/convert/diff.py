@@ -13,7 +13,7 @@ from typing import Any
 from asyncckpt.arguments import guarded, typed
 from asyncckpt.convert.differences import Difference, Values, described, notes
 from asyncckpt.convert.reader import LeafReader
-from asyncckpt.convert.source import Origin, Work, options_of, shares
+from asyncckpt.convert.source import Work, options_of, shares
 from asyncckpt.convert.tiles import band_nbytes, runs, tiles
 from asyncckpt.errors import DeadlineExceededError
 from asyncckpt.flow.shield import leading_error
@@ -64,13 +64,13 @@ class Comparison(Work[DiffReport]):
         begun = time.perf_counter()
         try:
             async with asyncio.timeout(self._options.deadline_s):
-                first, second = [
+                a, b = [
                     await self._open(location, options)
                     for location, options in zip(
                         self._locations, self._storage_options, strict=True
                     )
                 ]
-                return await self._compare(first, second, begun)
+                return await self._compare(a, b, begun)
         except TimeoutError:
             raise DeadlineExceededError(
                 f"{self._locations[0]}: the comparison did not finish within "
@@ -79,8 +79,7 @@ class Comparison(Work[DiffReport]):
         except BaseExceptionGroup as group:
             raise leading_error(group) from None
 
-    async def _compare(self, first: Origin, second: Origin, begun: float) -> DiffReport:
-        a, b = first.reader, second.reader
+    async def _compare(self, a: LeafReader, b: LeafReader, begun: float) -> DiffReport:
         place = {path: leaf for leaf, path in enumerate(b.paths)}
         changed: dict[int, LeafDifference] = {}
         pairs: list[_Pair] = []
@@ -105,15 +104,15 @@ class Comparison(Work[DiffReport]):
                 changed[pair.leaves[0]] = _with_values(changed.get(pair.leaves[0]), pair)
         known = set(b.paths) - place.keys()
         return DiffReport(
-            first=first.opened.location,
-            second=second.opened.location,
+            first=a.opened.location,
+            second=b.opened.location,
             only_first=tuple(path for path in a.paths if path not in known),
             only_second=tuple(place),
             changed=tuple(changed[leaf] for leaf in sorted(changed)),
             leaf_count=common,
             nbytes=self._total_nbytes,
             total_s=time.perf_counter() - begun,
-            notes=tuple(notes(first, second)),
+            notes=tuple(notes(a.opened, b.opened)),
         )
 
     async def _compare_values(self, a: LeafReader, b: LeafReader, pairs: Sequence[_Pair]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.convert.reader import LeafReader
-from asyncckpt.convert.source import Origin
 from asyncckpt.format.record import decode_scalar
 from asyncckpt.reports import LeafDifference
 from asyncckpt.spec import Box
@@ -188,12 +188,12 @@ def _text(reader: LeafReader, leaf: int) -> str:
     return f"{kind} {decode_scalar(kind, reader.opened.leaves.value[leaf])!r:.80}"
 
 
-def notes(first: Origin, second: Origin) -> Iterator[str]:
+def notes(first: OpenCheckpoint, second: OpenCheckpoint) -> Iterator[str]:
     """Yield notes about differences other than leaves."""
-    formats = first.opened.format, second.opened.format
+    formats = first.format, second.format
     if formats[0] != formats[1]:
         yield f"the first is a checkpoint of format {formats[0]}, the second of {formats[1]}"
-    containers = [_containers(origin) for origin in (first, second)]
+    containers = [_containers(opened) for opened in (first, second)]
     differing = [
         path
         for path in {**containers[0], **containers[1]}
@@ -209,8 +209,8 @@ def notes(first: Origin, second: Origin) -> Iterator[str]:
         yield f"containers differ: {shown}{more}"
 
 
-def _containers(origin: Origin) -> dict[str, str]:
-    structure = origin.opened.structure()
+def _containers(opened: OpenCheckpoint) -> dict[str, str]:
+    structure = opened.structure()
     kinds: dict[str, str] = {}
     for path, node in zip(structure.node_paths(), structure.nodes, strict=True):
         # A stateful object and its state dict share a path: the outer kind counts.

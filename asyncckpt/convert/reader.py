@@ -12,26 +12,25 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
+from asyncckpt.checkpoint.metadata import Extents, LeafIndex, OpenCheckpoint
 from asyncckpt.convert.tiles import Part
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import Piece
-from asyncckpt.options import ALIGNED_CHUNK_NBYTES, MIB
-from asyncckpt.planning.overlap import BoxIndex
-from asyncckpt.planning.restore import Request, cells_overlapping, intersection, plan_restore
-from asyncckpt.restore.decode import Destination, flat_target
+from asyncckpt.options import MIB
+from asyncckpt.planning.restore import cells_overlapping, intersection
 from asyncckpt.restore.fetch import Fetch
+from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
 from asyncckpt.runtime import Runtime
-from asyncckpt.spec import DTYPES, Box, ChunkGrid
+from asyncckpt.spec import DTYPES, Box
 
 Values = npt.NDArray[Any]
 
@@ -46,6 +45,7 @@ AHEAD_ROWS = 8192
 """Most chunks read together, however small."""
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """Chunks that are loaded and dropped together.
 
@@ -57,14 +57,11 @@ class Block:
         left: elements that were not read yet.
     """
 
-    __slots__ = ("left", "loaded", "nbytes", "rows", "users")
-
-    def __init__(self, rows: Sequence[int], nbytes: int) -> None:
-        self.rows = rows
-        self.nbytes = nbytes
-        self.loaded: Future[dict[int, Values]] = Future()
-        self.users = 0
-        self.left = 0
+    rows: Sequence[int]
+    nbytes: int
+    loaded: Future[dict[int, Values]] = field(default_factory=Future)
+    users: int = 0
+    left: int = 0
 
 
 class Blocks:
@@ -106,10 +103,14 @@ class Blocks:
             while (block := self._of_row.get(row)) is None:
                 rows, nbytes = self._group(row, self._of_row)
                 if self._make_room(nbytes):
-                    block = self._add(Block(rows, nbytes))
+                    block = Block(rows, nbytes)
+                    self._of_row.update(dict.fromkeys(rows, block))
+                    self._used += nbytes
+                    self.peak_nbytes = max(self.peak_nbytes, self._used)
                     break
                 self._changed.wait()
             block.users += 1
+            self._blocks[block] = None
             self._blocks.move_to_end(block)
             is_first = block.users == 1 and not block.loaded.done()
         if not is_first:
@@ -136,13 +137,6 @@ class Blocks:
             if block.left <= 0:
                 self._drop(block)
             self._changed.notify_all()
-
-    def _add(self, block: Block) -> Block:
-        self._blocks[block] = None
-        self._of_row.update(dict.fromkeys(block.rows, block))
-        self._used += block.nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self._used)
-        return block
 
     def _make_room(self, nbytes: int) -> bool:
         """Drop idle blocks until there is room; return whether there is."""
@@ -184,21 +178,18 @@ class LeafReader:
         self.pieces = opened.leaf_pieces()
         self.paths = opened.structure().paths()
         self.specs = [opened.leaf_spec(own) if own else None for own in self.pieces]
-        self._grids = [storage.grid for storage in opened.storages]
-        self._counts = [grid.chunk_count for grid in self._grids]
-        self._dtypes = [DTYPES[storage.spec.dtype] for storage in opened.storages]
+        self._counts = [storage.grid.chunk_count for storage in opened.storages]
         self._leaf_of = {p.array: leaf for leaf, own in enumerate(self.pieces) for p in own}
-        self._stored = opened.stored()
         # Arrays that are not tied to others, the first row of each, and decoded bytes per row.
         tied, specs = opened.arrays.tied, opened.arrays.spec
         owners = [a for a, kind in enumerate(specs) if a not in tied and self._counts[kind]]
-        self._owners, self._owner_rows = np.array(owners, np.int64), self._stored.first_row[owners]
+        self._owners, self._owner_rows = np.array(owners, np.int64), opened.stored.first_row[owners]
         sizes = np.array([storage.chunk_nbytes for storage in opened.storages], np.int64)
         counts = np.diff(self._owner_rows, append=opened.row_count)
-        self._row_nbytes = np.repeat(sizes[self._stored.kind[self._owners]], counts)
+        self._row_nbytes = np.repeat(sizes[opened.stored.kind[self._owners]], counts)
         self._turn = np.zeros(opened.row_count, np.int64)
         self.in_order(range(len(self.pieces)))
-        self._indices: dict[int, BoxIndex] = {}
+        self._indices: dict[int, LeafIndex] = {}
         # The row of each leaf that consists of one chunk, as nearly all small leaves do, else -1.
         self._single = [self._single_row(own) for own in self.pieces]
         self._blocks = Blocks(cache_nbytes, self._group, self._load)
@@ -227,11 +218,15 @@ class LeafReader:
             StoreError: reading failed.
         """
         single = self._single[leaf]
-        if single >= 0 and box.shape == self._grid(self.pieces[leaf][0].array).shape:
+        spec = self.specs[leaf]
+        if single >= 0 and spec is not None and box.shape == spec.shape:
             self._copy(single, (), out)
             return
-        for array, part, memory in self._overlaps(leaf, box, out):
-            grid = self._grid(array)
+        index = self._indices.get(leaf)
+        if index is None:
+            index = self._indices[leaf] = LeafIndex(self.opened, self.pieces[leaf])
+        for array, part, memory in index.overlaps(box, out):
+            grid = self.opened.storage(array).grid
             first = self.opened.first_rows[array]
             for cell in cells_overlapping(grid, part).tolist():
                 within, target = intersection(grid, cell, part)
@@ -247,18 +242,7 @@ class LeafReader:
 
     def parts(self, leaf: int) -> list[Part]:
         """Return the arrays of a leaf: the offset of each, and its grid."""
-        return [(piece.offset, self._grid(piece.array)) for piece in self.pieces[leaf]]
-
-    def unverified(self, leaf: int) -> bool:
-        """Return whether the bytes of a leaf have no checksum."""
-        return self.extents.crc32c is None and not all(
-            self.opened.storage(piece.array).codec.verifies for piece in self.pieces[leaf]
-        )
-
-    # -- where things are
-
-    def _grid(self, array: int) -> ChunkGrid:
-        return self._grids[self.opened.arrays.spec[array]]
+        return [(p.offset, self.opened.storage(p.array).grid) for p in self.pieces[leaf]]
 
     def _single_row(self, pieces: Sequence[Piece]) -> int:
         if len(pieces) != 1:
@@ -266,23 +250,6 @@ class LeafReader:
         array = pieces[0].array
         one = self._counts[self.opened.arrays.spec[array]] == 1
         return self.opened.first_rows[array] if one else -1
-
-    def _overlaps(self, leaf: int, box: Box, out: Values) -> Iterator[tuple[int, Box, Values]]:
-        """Yield array, part of it and memory for that part, for all arrays that overlap the box."""
-        pieces = self.pieces[leaf]
-        if len(pieces) == 1:
-            yield pieces[0].array, box, out
-            return
-        index = self._indices.get(leaf)
-        if index is None:
-            index = BoxIndex([Box(p.offset, self._grid(p.array).shape) for p in pieces])
-            self._indices[leaf] = index
-        for number in index.meeting(box).tolist():
-            offset, array = pieces[number].offset, pieces[number].array
-            common = Box(offset, self._grid(array).shape).intersect(box)
-            assert common is not None
-            memory = _part(out, common.relative_to(box.offset).slices())
-            yield array, common.relative_to(offset), memory
 
     # -- loading
 
@@ -308,31 +275,11 @@ class LeafReader:
 
     def _load(self, rows: Sequence[int]) -> list[Values]:
         destinations, values = self._destinations(rows)
-        extents, pool = self.extents, self._runtime.pool
-        plan = plan_restore(
-            self._stored,
-            [Request(d.array, d.box, d.flat is not None) for d in destinations],
-            row_file=extents.file,
-            row_offset=extents.offset,
-            row_nbytes=extents.nbytes,
-            slot_nbytes=pool.slot_nbytes,
-            gap_nbytes=self.opened.files.capabilities.read_gap_nbytes,
-            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
-        )
+        pool, compute = self._runtime.pool, self._runtime.engine.compute
+        reads = plan_reads(self.opened, self.extents, destinations, slot_nbytes=pool.slot_nbytes)
 
         async def read() -> int:
-            fetch = Fetch(
-                self.opened,
-                extents,
-                plan,
-                destinations,
-                pool,
-                self._runtime.engine.compute,
-                concurrency=partial(self.opened.files.reads, None),
-                own_memory=True,
-                arrived=lambda _: None,
-                progress=lambda _: None,
-            )
+            fetch = Fetch(reads, pool, compute)
             try:
                 await fetch.run()
             except BaseExceptionGroup as group:
@@ -344,24 +291,24 @@ class LeafReader:
             self.read_nbytes += read_nbytes
         return values
 
-    def _destinations(self, rows: Sequence[int]) -> tuple[list[Destination], list[Values]]:
+    def _destinations(self, rows: Sequence[int]) -> tuple[Destinations, list[Values]]:
         numbers = np.array(rows, np.int64)
         arena = Arena(int(self._row_nbytes[numbers].sum()))
         owners = np.searchsorted(self._owner_rows, numbers, side="right") - 1
         arrays = self._owners[owners].tolist()
         cells = (numbers - self._owner_rows[owners]).tolist()
-        destinations, memories = [], []
+        destinations, memories = Destinations(), list[Values]()
         for array, cell in zip(arrays, cells, strict=True):
-            kind = self.opened.arrays.spec[array]
-            grid, dtype = self._grids[kind], self._dtypes[kind]
+            storage = self.opened.storage(array)
+            grid, dtype = storage.grid, DTYPES[storage.spec.dtype]
             box = None
             shape = grid.shape
-            if self._counts[kind] > 1:
+            if grid.chunk_shape != shape:
                 box = grid.box(tuple(int(i) for i in np.unravel_index(cell, grid.counts)))
                 shape = box.shape
             memory = arena.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
             path = self.paths[self._leaf_of[array]]
-            destinations.append(Destination(path, array, box, memory, flat_target(memory)))
+            destinations.add(path, array, box, memory, flat_target(memory))
             memories.append(memory)
         return destinations, memories
 

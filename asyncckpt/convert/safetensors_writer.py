@@ -26,7 +26,6 @@ from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.convert.destination import Facts, Target, is_banded
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
-from asyncckpt.convert.source import Origin
 from asyncckpt.convert.tiles import tiles
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.buffers import Slot, SlotPool
@@ -40,7 +39,7 @@ from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
 
-async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Facts:
+async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Facts:
     """Write the tree as safetensors files at the target, whole and durable; as `write_checkpoint`.
 
     Cancellation: waits for reads and writes that are running, then removes what was written.
@@ -50,14 +49,13 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Facts:
         CorruptCheckpointError: names leaf, file and offset. Nothing remains.
         StoreError: writing failed. Nothing remains.
     """
-    destination, runtime, reader = target.destination, target.runtime, origin.reader
-    store = target.store
+    runtime, store = target.runtime, target.store
     if not isinstance(store, ExportingStore):
         raise UsageError(
-            f"{destination.location}: this store takes checkpoints only, no safetensors files; "
+            f"{target.location}: this store takes checkpoints only, no safetensors files; "
             "convert to a path or URL"
         )
-    plan = await runtime.engine.compute.run(_plan, target, origin, taken)
+    plan = await runtime.engine.compute.run(_plan, target, reader, taken)
     reader.in_order([taken.array_leaf[tensor.number] for tensor in plan.tensors])
     total = sum(plan.file_nbytes)
     wanted = target.options.concurrency
@@ -68,11 +66,11 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Facts:
     ).concurrency
     # Windows are one slot long, so that each can also be a part of an upload.
     pool = runtime.window_pool(store.capabilities, Sizes(total, SLOT_NBYTES, concurrency))
-    single = destination.max_file_nbytes is None
+    single = target.max_file_nbytes is None
     attempt = await store.begin_export(
         target.name,
         uuid.uuid4().hex,
-        overwrite=destination.overwrite,
+        overwrite=target.overwrite,
         private=target.options.private,
     )
 
@@ -95,14 +93,14 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Facts:
     )
 
 
-def _plan(target: Target, origin: Origin, taken: Snapshot) -> FilesPlan:
+def _plan(target: Target, reader: LeafReader, taken: Snapshot) -> FilesPlan:
     specs: list[ArraySpec] = []
     banded: list[bool] = []
     for number, leaf in enumerate(taken.array_leaf):
         source = taken.sources[number]
         # Stores without positional writes get files in order, even if chunks are read repeatedly.
         scattered = target.store.capabilities.positional_writes
-        banded.append(scattered and is_banded(origin.reader, leaf, source.spec))
+        banded.append(scattered and is_banded(reader, leaf, source.spec))
         if number in taken.tied:
             specs.append(specs[taken.tied[number]])
             continue
@@ -112,9 +110,9 @@ def _plan(target: Target, origin: Origin, taken: Snapshot) -> FilesPlan:
     return plan_files(
         taken,
         specs,
-        metadata={**origin.opened.metadata, **target.metadata},
-        metrics=origin.opened.metrics,
-        max_file_nbytes=target.destination.max_file_nbytes,
+        metadata={**reader.opened.metadata, **target.metadata},
+        metrics=reader.opened.metrics,
+        max_file_nbytes=target.max_file_nbytes,
         tiled=banded,
         name=target.name,
     )
@@ -141,7 +139,6 @@ class FilesWriter:
         self._positional = self.target.store.capabilities.positional_writes
         self._done_nbytes = 0
         self._readers: dict[int, ArrayReader] = {}
-        self._dtypes = {tensor.number: tensor.spec.dtype for tensor in self.plan.tensors}
 
     async def run(self) -> None:
         """Write every file, whole and durable.
@@ -229,9 +226,7 @@ class FilesWriter:
     async def _tile(self, slot: Slot, file: DataFile, tensor: Tensor, box: Box) -> bool:
         dtype = DTYPES[tensor.spec.dtype]
         data = slot.buffer[: box.size * dtype.itemsize]
-        await self._compute.run(
-            self._reader(tensor.number).read, box, data.view(dtype).reshape(box.shape)
-        )
+        await self._compute.run(self._reader(tensor).read, box, data.view(dtype).reshape(box.shape))
         offsets, runs = _runs(tensor, box, data)
         await cast(ScatteredFile, file).write_runs(offsets, runs)
         self._written(data.nbytes)
@@ -253,19 +248,17 @@ class FilesWriter:
             # Like the payload of a single chunk that holds the whole tensor.
             grid = ChunkGrid(tensor.spec.shape, tensor.spec.shape)
             cell = (0,) * len(grid.shape)
-            read = self._reader(tensor.number).read
+            read = self._reader(tensor).read
             gather(read, tensor.spec, grid, cell, piece.start, piece.stop, out, offset=cell)
         data[end:] = 0
 
-    def _reader(self, number: int) -> ArrayReader:
+    def _reader(self, tensor: Tensor) -> ArrayReader:
+        taken, number = self.taken, tensor.number
         reader = self._readers.get(number)
         if reader is None:
-            reader = ArrayReader(
-                self.taken.sources[number],
-                self.taken.adapters[number],
-                self._dtypes[number],
-                path=self.taken.paths[self.taken.array_leaf[number]],
-            )
+            path = taken.paths[taken.array_leaf[number]]
+            source, adapter = taken.sources[number], taken.adapters[number]
+            reader = ArrayReader(source, adapter, tensor.spec.dtype, path=path)
             self._readers[number] = reader
         return reader
 

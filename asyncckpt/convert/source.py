@@ -7,31 +7,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from asyncckpt.checkpoint.metadata import RECORD, OpenCheckpoint, extents_of, refuse_implied
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, extents_of, refuse_implied
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import default_budget_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """Checkpoint to read, and the step in its record or name."""
-
-    opened: OpenCheckpoint
-    reader: LeafReader
-    step: int | None
 
 
 class Work(Generic[R]):
@@ -65,10 +55,10 @@ class Work(Generic[R]):
 
     async def _open(
         self, location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-    ) -> Origin:
+    ) -> LeafReader:
         """Open a checkpoint on the engine that reads."""
         return await self._reading.engine.submit(
-            lambda: open_origin(
+            lambda: open_source(
                 self._reading,
                 location,
                 storage_options=storage_options,
@@ -77,13 +67,13 @@ class Work(Generic[R]):
         ).wait()
 
 
-async def open_origin(
+async def open_source(
     runtime: Runtime,
     location: str | os.PathLike[str],
     *,
     storage_options: Mapping[str, Any] | None,
     cache_nbytes: int,
-) -> Origin:
+) -> LeafReader:
     """Open the checkpoint at a location, or the newest step of the run at it.
 
     Its store is open until the runtime is closed.
@@ -93,7 +83,7 @@ async def open_origin(
     """
     if is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-        name, opened = await _newest(store, runtime.engine.compute)
+        opened = await _newest(store, runtime.engine.compute)
     else:
         store, name = runtime.one(location, direct_io="auto", storage_options=storage_options)
         try:
@@ -102,16 +92,12 @@ async def open_origin(
             if isinstance(location, tuple):  # a store and a name in it
                 raise
             store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-            name, opened = await _newest(store, runtime.engine.compute, error)
+            opened = await _newest(store, runtime.engine.compute, error)
     # Given the arrays, readers report at once which of them they cannot read.
     wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
     extents = await extents_of(opened, None if opened.record else wanted)
-    reader = LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
     refuse_implied(opened, extents, wanted)
-    step = None if opened.record is None else opened.record.step
-    if step is None and STEP_NAME.fullmatch(name):
-        step = int(name)
-    return Origin(opened, reader, step)
+    return LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
 
 
 def options_of(
@@ -134,8 +120,8 @@ def is_bucket(location: object) -> bool:
 
 async def _newest(
     store: Store, compute: Workers, error: CheckpointNotFoundError | None = None
-) -> tuple[str, OpenCheckpoint]:
-    """Return name and content of the newest step.
+) -> OpenCheckpoint:
+    """Open the newest step.
 
     Raises:
         CheckpointNotFoundError: there is none; `error` if given.
@@ -143,12 +129,12 @@ async def _newest(
     names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
     for name in sorted(names, key=int, reverse=True):
         try:
-            return name, await open_any(store.files(name), compute)
+            return await open_any(store.files(name), compute)
         except CheckpointNotFoundError:
             continue
         except CorruptCheckpointError as damage:
             # Without a valid record it is not a step; other damage is reported.
-            if damage.file != RECORD:
+            if damage.file != RECORD_NAME:
                 raise
     raise error or CheckpointNotFoundError(
         f"{store.url}: there is no checkpoint here", location=store.url

@@ -97,7 +97,7 @@ class RestorePlan:
         inline: parts of inline rows, which are in no file, by row.
         read_nbytes: bytes of all batches, gaps included.
         rows: the chunks that are needed, inline ones included.
-        counts: number of parts of every request.
+        counts: number of parts of every request, also of those that are not read.
     """
 
     batches: tuple[ReadBatch, ...]
@@ -148,6 +148,7 @@ def plan_restore(
             f"requests need rows {row.min()} to {row.max()}, the checkpoint has {len(files)}"
         )
 
+    counts = np.bincount(request, minlength=len(requests)).tolist()
     if only is not None:
         kept = only[row]
         row, request, direct, nbytes = row[kept], request[kept], direct[kept], nbytes[kept]
@@ -187,7 +188,7 @@ def plan_restore(
         inline=Table(Part, parts, 0, int(part_edges[0])),
         read_nbytes=int(sizes.sum()),
         rows=row[leads],
-        counts=np.bincount(request, minlength=len(requests)).tolist(),
+        counts=counts,
     )
 
 

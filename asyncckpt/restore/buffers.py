@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -11,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import host_place, may_share_memory, overlapping
-from asyncckpt.checkpoint.metadata import OpenCheckpoint
+from asyncckpt.checkpoint.metadata import LeafIndex, OpenCheckpoint
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena
 from asyncckpt.flow.buffers import allocating
-from asyncckpt.planning.overlap import BoxIndex
-from asyncckpt.planning.restore import Request, WholeArrays
 from asyncckpt.ports import Bytes, Target
-from asyncckpt.restore.decode import Destinations, flat_target
 from asyncckpt.restore.match import NO_FACTS, LeafRestore
+from asyncckpt.restore.plan import Destinations, flat_target
 from asyncckpt.spec import DTYPES, Box
 
 Memory = npt.NDArray[Any]
@@ -37,7 +35,6 @@ class Buffers:
             target wants.
         nbytes: bytes of all of it.
         destinations: the overlaps of parts and stored arrays, which are fetched.
-        requests: the same for the planner.
         owners: per destination the number of the leaf that waits for it.
         sharers: by destination the numbers of further leaves that wait for it (tied arrays).
         waiting: per leaf the number of destinations that it waits for.
@@ -47,7 +44,6 @@ class Buffers:
     parts: list[Sequence[Memory]]
     nbytes: int
     destinations: Destinations
-    requests: Sequence[Request] | WholeArrays
     owners: Sequence[int]
     sharers: Mapping[int, Sequence[int]]
     waiting: list[int]
@@ -57,7 +53,7 @@ class Buffers:
 def allocate(
     opened: OpenCheckpoint, leaves: Sequence[LeafRestore], *, framework: str, in_place: bool
 ) -> Buffers:
-    """Return memory for every leaf that is an array, and the requests that fill it. Blocking.
+    """Return memory for every leaf that is an array, and what fills it. Blocking.
 
     Leaves without a target become arrays of `framework`. With `in_place`, the buffers of targets
     are used where they have the stored dtype.
@@ -71,7 +67,7 @@ def allocate(
     destinations = Destinations()
     owners: list[int] = []
     sharers: dict[int, list[int]] = {}
-    waiting, idle, has_boxes = [1] * len(leaves), [], False
+    waiting, idle = [1] * len(leaves), []
     for number, leaf in enumerate(leaves):
         boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
@@ -82,11 +78,19 @@ def allocate(
             destinations.add(leaf.path, leaf.array, None, values, flat)
             owners.append(number)
             continue
-        found = list(_overlaps(opened, leaf, boxes, parts[number]))
+        assert leaf.spec is not None
+        index = LeafIndex(opened, opened.pieces(leaf.saved, leaf.array))
+        wanted = [Box.whole(leaf.spec.shape)] if boxes is None else boxes
+        found = [
+            overlap
+            for wanted_box, memory in zip(wanted, parts[number], strict=True)
+            for overlap in index.overlaps(wanted_box, memory)
+        ]
         waiting[number] = len(found)
         if not found:
             idle.append(number)
-        for array, box, values in found:
+        for array, part, values in found:
+            box = None if part.shape == opened.storage(array).spec.shape else part
             if array in tied_arrays:
                 address = values.__array_interface__["data"][0]
                 key = (opened.first_rows[array], box, address, values.shape, values.strides)
@@ -94,16 +98,9 @@ def allocate(
                 if first < len(destinations):
                     sharers.setdefault(first, []).append(number)
                     continue
-            has_boxes |= box is not None
             destinations.add(leaf.path, array, box, values, flat_target(values))
             owners.append(number)
-    requests: Sequence[Request] | WholeArrays
-    if has_boxes:
-        requests = [Request(d.array, d.box, d.flat is not None) for d in destinations]
-    else:
-        contiguous = np.array([flat is not None for flat in destinations.flat], bool)
-        requests = WholeArrays(np.array(destinations.array, np.int64), contiguous)
-    return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
+    return Buffers(parts, nbytes, destinations, owners, sharers, waiting, idle)
 
 
 def _memory(
@@ -174,29 +171,6 @@ def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hasha
     if framework != "jax" and opened.leaves.kind[leaf.saved] not in _TIED_FRAMEWORKS:
         return None
     return tuple([tied.get(array, array) for array in leaf.arrays()])
-
-
-def _overlaps(
-    opened: OpenCheckpoint,
-    leaf: LeafRestore,
-    boxes: Sequence[Box] | None,
-    parts: Sequence[Memory],
-) -> Iterator[tuple[int, Box | None, Memory]]:
-    """Yield array, wanted box of it (None: all), and its memory, for all that share elements."""
-    assert leaf.spec is not None
-    if boxes is None:
-        boxes = [Box.whole(leaf.spec.shape)]
-    pieces = opened.pieces(leaf.saved, leaf.array)
-    held = [Box(p.offset, opened.storage(p.array).spec.shape) for p in pieces]
-    index = BoxIndex(held)
-    for box, memory in zip(boxes, parts, strict=True):
-        for number in index.meeting(box).tolist():
-            common = held[number].intersect(box)
-            assert common is not None
-            part = common.relative_to(held[number].offset)
-            within: Any = (*common.relative_to(box.offset).slices(), ...)
-            whole = part.shape == held[number].shape
-            yield pieces[number].array, None if whole else part, memory[within]
 
 
 _Place = tuple[LeafRestore, tuple[int, int], Hashable | None, Any]

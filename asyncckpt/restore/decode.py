@@ -15,22 +15,22 @@ Everything that touches the bytes of chunks runs in worker threads.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
+from asyncckpt.checkpoint.metadata import Storage
 from asyncckpt.checkpoint.payload import scatter
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.codecs import ChunkError, Codec
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.planning.restore import Part, ReadBatch, RestorePlan, intersection
+from asyncckpt.planning.restore import Part, ReadBatch, intersection
 from asyncckpt.ports import Bytes
+from asyncckpt.restore.plan import PlannedReads
 from asyncckpt.spec import DTYPES, Box
 
 TAIL_NBYTES = 1 << 20
@@ -45,74 +45,12 @@ def trailer_matches(trailer: Bytes | memoryview, crc: int) -> bool:
     return int.from_bytes(bytes(trailer[:CRC_NBYTES]), "little") == crc
 
 
-def flat_target(array: npt.NDArray[Any]) -> Bytes | None:
-    """Return the memory of a C-contiguous writable array as bytes, or None."""
-    if not array.flags.c_contiguous or not array.flags.writeable:
-        return None
-    return array.reshape(-1).view(np.uint8)
-
-
 def is_direct(batch: ReadBatch) -> bool:
     """Return whether a batch is one chunk that is read straight into its destination."""
     if len(batch.parts) > 1:
         return False
     part = batch.parts[0]
     return part.direct >= 0 and batch.nbytes - part.nbytes <= TAIL_NBYTES
-
-
-@dataclass(slots=True, eq=False)
-class Destination:
-    """Host memory for one wanted box of one array.
-
-    Attributes:
-        path: path of the leaf, for errors.
-        array: index of the stored array.
-        box: the wanted part; None for all of it.
-        values: memory of the box's shape, in the stored dtype; None to read and check only.
-        flat: the same memory as one run of bytes; None where it is not one run, and for small
-            arrays, whose bytes are viewed only when they arrive.
-    """
-
-    path: str
-    array: int
-    box: Box | None
-    values: npt.NDArray[Any] | None
-    flat: Bytes | None = None
-
-
-class Destinations(Sequence[Destination]):
-    """Destinations by column, named like the fields of one: small leaves need no object each."""
-
-    def __init__(self, destinations: Iterable[Destination] = ()) -> None:
-        self.path: list[str] = []
-        self.array: list[int] = []
-        self.box: list[Box | None] = []
-        self.values: list[npt.NDArray[Any] | None] = []
-        self.flat: list[Bytes | None] = []
-        for one in destinations:
-            self.add(one.path, one.array, one.box, one.values, one.flat)
-
-    def add(
-        self,
-        path: str,
-        array: int,
-        box: Box | None,
-        values: npt.NDArray[Any] | None,
-        flat: Bytes | None,
-    ) -> None:
-        """Add a destination of these fields."""
-        self.path.append(path)
-        self.array.append(array)
-        self.box.append(box)
-        self.values.append(values)
-        self.flat.append(flat)
-
-    def __len__(self) -> int:
-        return len(self.path)
-
-    def __getitem__(self, number: Any) -> Any:
-        columns = (self.path, self.array, self.box, self.values, self.flat)
-        return Destination(*[column[number] for column in columns])
 
 
 def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memoryview) -> bool:
@@ -154,31 +92,22 @@ class Check:
 
 
 class Decode:
-    """The decode stage of one restore.
+    """The decode stage of planned reads.
 
-    Every method raises `CorruptCheckpointError`, which names leaf, file and offset. `destinations`
-    are by number of the request in the plan.
+    Every method raises `CorruptCheckpointError`, which names leaf, file and offset.
     """
 
-    def __init__(
-        self,
-        opened: OpenCheckpoint,
-        extents: Extents,
-        plan: RestorePlan,
-        destinations: Sequence[Destination],
-    ) -> None:
-        self._opened = opened
-        self._extents = extents
-        self._has_crcs = extents.crc32c is not None
-        self._plan = plan
-        if not isinstance(destinations, Destinations):
-            destinations = Destinations(destinations)
-        self._destinations = destinations
-        self._any_encoded = any(map(attrgetter("codec.decode"), opened.storages))
+    def __init__(self, reads: PlannedReads) -> None:
+        self._opened = reads.opened
+        self._extents = reads.extents
+        self._has_crcs = reads.extents.crc32c is not None
+        self._plan = reads.plan
+        self._destinations = reads.destinations
+        self._any_encoded = any(map(attrgetter("codec.decode"), reads.opened.storages))
 
     def codec(self, part: Part) -> Codec:
         """Return how the chunk of a part is stored."""
-        return self._opened.storage(self._destinations.array[part.request]).codec
+        return self._storage(part).codec
 
     def encoded_parts(self, batch: ReadBatch) -> list[Part]:
         """Return the parts of a batch whose chunks must be decoded."""
@@ -188,7 +117,10 @@ class Decode:
 
     def payload_nbytes(self, part: Part) -> int:
         """Return the size of the elements of the part's chunk."""
-        return self._opened.storage(self._destinations.array[part.request]).chunk_nbytes
+        return self._storage(part).chunk_nbytes
+
+    def _storage(self, part: Part) -> Storage:
+        return self._opened.storage(self._destinations.array[part.request])
 
     # -- the ways of a chunk
 
@@ -322,17 +254,13 @@ class Decode:
     # -- parts of these
 
     def _fill(self, part: Part) -> None:
-        destination = self._destinations[part.request]
-        if destination.values is None:
+        array, box, values = self._destination(part)
+        if values is None:
             return
-        storage = self._opened.storage(destination.array)
+        storage = self._opened.storage(array)
         element = np.frombuffer(storage.fill or bytes(storage.spec.itemsize), np.uint8)
-        _, within = intersection(
-            storage.grid,
-            part.row - self._opened.first_rows[destination.array],
-            destination.box or Box.whole(storage.spec.shape),
-        )
-        destination.values[within] = element.view(DTYPES[storage.spec.dtype])[0]
+        _, within = intersection(storage.grid, part.row - self._opened.first_rows[array], box)
+        values[within] = element.view(DTYPES[storage.spec.dtype])[0]
 
     def _payload(self, batch: ReadBatch, part: Part, stored: Bytes) -> Bytes:
         """Return the checked elements of a chunk without a checksum in the index."""
@@ -364,22 +292,22 @@ class Decode:
             raise self._damaged(batch, part.row, reason)
 
     def _scatter(self, part: Part, payload: Bytes, start: int) -> None:
-        destination = self._destinations[part.request]
-        if destination.values is None:
+        array, box, values = self._destination(part)
+        if values is None:
             return
-        opened, array = self._opened, destination.array
-        storage = opened.storage(array)
+        storage = self._opened.storage(array)
         grid = storage.grid
-        cell = np.unravel_index(part.row - opened.first_rows[array], grid.counts or (1,))
-        scatter(
-            payload,
-            storage.spec,
-            grid,
-            tuple(int(i) for i in cell) if grid.shape else (),
-            start,
-            destination.values,
-            destination.box or Box.whole(grid.shape),
-        )
+        number = part.row - self._opened.first_rows[array]
+        cell = np.unravel_index(number, grid.counts or (1,))
+        index = tuple(int(i) for i in cell) if grid.shape else ()
+        scatter(payload, storage.spec, grid, index, start, values, box)
+
+    def _destination(self, part: Part) -> tuple[int, Box, npt.NDArray[Any] | None]:
+        """Return the array of a part, what is wanted of it, and the memory for that."""
+        number, wanted = part.request, self._destinations
+        array = wanted.array[number]
+        box = wanted.box[number] or Box.whole(self._opened.storage(array).spec.shape)
+        return array, box, wanted.values[number]
 
     def expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:
         """Compare the checksum of a chunk's bytes with the index and with its trailer."""
@@ -392,7 +320,7 @@ class Decode:
 
     def _damaged(self, batch: ReadBatch, row: int, reason: str) -> CorruptCheckpointError:
         opened = self._opened
-        path = next(self._destinations[p.request].path for p in batch.parts if p.row == row)
+        path = next(self._destinations.path[p.request] for p in batch.parts if p.row == row)
         file, offset = None, None
         place, advice = "a chunk in the metadata", "use another checkpoint"
         if batch.file >= 0:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from asyncckpt.planning.restore import Part, intersection
 from asyncckpt.reports import ReadItem, ReadRange
-from asyncckpt.restore.buffers import Buffers
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.match import LeafRestore
 from asyncckpt.restore.ranges import span
@@ -15,20 +14,23 @@ from asyncckpt.spec import Box
 
 
 def explained(
-    fetch: Fetch, leaves: Sequence[LeafRestore], buffers: Buffers
+    fetch: Fetch, leaves: Sequence[LeafRestore], owners: Sequence[int]
 ) -> tuple[ReadRange, ...]:
-    """Return what was read, by file and offset. Blocking: a few microseconds per item."""
-    opened, extents = fetch.opened, fetch.extents
+    """Return what was read, by file and offset. Blocking: a few microseconds per item.
+
+    `owners` has the number of the leaf of every destination.
+    """
+    opened, extents, wanted = fetch.reads.opened, fetch.reads.extents, fetch.reads.destinations
 
     def items(parts: Iterable[Part]) -> Iterator[ReadItem]:
         for part in parts:
-            wanted = buffers.destinations[part.request]
-            leaf, storage = leaves[buffers.owners[part.request]], opened.storage(wanted.array)
-            box = wanted.box or Box.whole(storage.spec.shape)
-            cell = part.row - opened.first_rows[wanted.array]
+            array = wanted.array[part.request]
+            leaf, storage = leaves[owners[part.request]], opened.storage(array)
+            box = wanted.box[part.request] or Box.whole(storage.spec.shape)
+            cell = part.row - opened.first_rows[array]
             _, within = intersection(storage.grid, cell, box)
             pieces = opened.pieces(leaf.saved, leaf.array)
-            origin = next(piece.offset for piece in pieces if piece.array == wanted.array)
+            origin = next(piece.offset for piece in pieces if piece.array == array)
             starts = zip(origin, box.offset, within, strict=True)
             shape = tuple([s.stop - s.start for s in within])
             yield ReadItem(
@@ -47,6 +49,6 @@ def explained(
             nbytes=span(read.batches),
             items=tuple(items(part for batch in read.batches for part in batch.parts)),
         )
-        for read in fetch.reads
+        for read in fetch.calls
     ]
     return tuple(sorted(ranges, key=lambda one: (one.file, one.offset)))

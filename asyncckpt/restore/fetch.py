@@ -14,15 +14,16 @@ from functools import partial
 
 import numpy as np
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, missing
+from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
-from asyncckpt.planning.restore import ReadBatch, RestorePlan
-from asyncckpt.ports import DIRECT, Bytes, Ranges, Reading
-from asyncckpt.restore.decode import Check, Decode, Destination, is_direct
+from asyncckpt.planning.restore import ReadBatch
+from asyncckpt.ports import DIRECT, Bytes, Reading
+from asyncckpt.restore.decode import Check, Decode, is_direct
+from asyncckpt.restore.plan import PlannedReads
 from asyncckpt.restore.ranges import Read, far, near, span
 
 READ_AHEAD_NBYTES = 256 << 20
@@ -32,54 +33,46 @@ in the budget; with a smaller budget there are fewer."""
 
 @dataclass(eq=False, repr=False)
 class Fetch:
-    """The fetch stage of one restore, which hands what it has read to the decode stage.
+    """The fetch stage of planned reads, which hands what it has read to the decode stage.
 
     Attributes:
-        opened: the checkpoint.
-        extents: where its chunks are.
-        plan: what to read.
-        destinations: by number of the request in the plan.
+        reads: what to read.
         pool: where slots come from.
         compute: worker threads for the decode stage.
-        concurrency: returns how many reads to have in flight; called before every read, because a
-            store learns during a restore what its link rewards.
+        concurrency: the user's number of reads in flight; None for as many as the files prefer,
+            which are asked before every read: a store learns meanwhile what its link rewards.
         own_memory: destinations were allocated here, so that reads may bypass the page cache.
         arrived: called with the numbers of destinations that hold their checked values.
         progress: called with the bytes of every read.
-        streams: files that are read instead of those of the checkpoint.
         left: per destination, the number of chunks that have not arrived; by default those of the
             plan. Two fetches that fill the same destinations share it.
-        explain: keep every read in `reads`.
+        explain: keep every call in `calls`.
         recorder: notes when ranges are read, and when they are decoded.
-        reads: every read, if the restore is to be explained.
+        calls: every call that reads, if the restore is to be explained.
         read_nbytes: bytes that have been read.
     """
 
-    opened: OpenCheckpoint
-    extents: Extents
-    plan: RestorePlan
-    destinations: Sequence[Destination]
+    reads: PlannedReads
     pool: SlotPool
     compute: Workers
     _: KW_ONLY
-    concurrency: Callable[[], int]
-    own_memory: bool
-    arrived: Callable[[Sequence[int]], None]
-    progress: Callable[[int], None]
-    streams: Ranges | None = None
+    concurrency: int | None = None
+    own_memory: bool = True
+    arrived: Callable[[Sequence[int]], None] = lambda _: None
+    progress: Callable[[int], None] = lambda _: None
     left: list[int] = field(default_factory=list)
     explain: bool = False
     recorder: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
-        self._reading = "fetch" if self.streams is None else "exchange"
-        self._files: Ranges = self.opened.files if self.streams is None else self.streams
+        self._files = self.reads.files
+        self._reading = "fetch" if self._files is self.reads.opened.files else "exchange"
         self._capabilities = self._files.capabilities
-        self._decode = Decode(self.opened, self.extents, self.plan, self.destinations)
-        self._limiter = Limiter(self.concurrency())
+        self._decode = Decode(self.reads)
+        self._limiter = Limiter(self._files.reads(self.concurrency))
         self._first = not self.left
-        self.left = self.left or list(self.plan.counts)
-        self.reads: list[Read] = []
+        self.left = self.left or list(self.reads.plan.counts)
+        self.calls: list[Read] = []
         self.read_nbytes = 0
 
     async def run(self) -> None:
@@ -93,19 +86,20 @@ class Fetch:
         """
         if self._first and 0 in self.left:
             self.arrived([number for number, left in enumerate(self.left) if left == 0])
-        if len(self.plan.inline):
+        plan = self.reads.plan
+        if len(plan.inline):
             await self.compute.run(self._decode.without_extent)
-            self._count(self.plan.inline.column(1))
-        batches, gap_nbytes = self.plan.batches, self._capabilities.read_gap_nbytes
+            self._count(plan.inline.column(1))
+        batches, gap_nbytes = plan.batches, self._capabilities.read_gap_nbytes
         if self._capabilities.read_copies:
-            reads: Iterable[Read] = far(batches, self._begins, gap_nbytes, self._limiter.ceiling)
+            calls: Iterable[Read] = far(batches, self._begins, gap_nbytes, self._limiter.ceiling)
         else:
-            reads = near(batches, self._begins, gap_nbytes)
+            calls = near(batches, self._begins, gap_nbytes)
         async with asyncio.TaskGroup() as group:
-            for read in reads:
+            for read in calls:
                 if self.explain:
-                    self.reads.append(read)
-                self._limiter.ceiling = self.concurrency()
+                    self.calls.append(read)
+                self._limiter.ceiling = self._files.reads(self.concurrency)
                 stream = await self._limiter.acquire()
                 try:
                     slots, extra = await self._lease(read)
@@ -155,27 +149,29 @@ class Fetch:
 
     async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
         """Make one read, check it, and copy what did not go straight into its destination."""
-        batches = read.batches
-        path = self.opened.stored_files[batches[0].file].path
+        batches, opened = read.batches, self.reads.opened
+        path = opened.stored_files[batches[0].file].path
         copies = self._capabilities.read_copies
         ahead = held // copies if copies else None
         try:
             if read.together:
                 await self._direct(batches, path, ahead, stream)
             elif batches[0].nbytes <= self.pool.slot_nbytes:
-                await self._small(batches[0], path, slots[0], stream)
+                memory = slots[0].buffer
+                buffers = memory[: batches[0].nbytes], memory[:0]
+                await self._checked(batches, path, buffers, stream, True, None)
             elif self._decode.encoded_parts(batches[0]):
                 await self._large_encoded(batches[0], path, slots, ahead)
             else:
                 await self._large(batches[0], path, slots[0])
         except CheckpointNotFoundError as error:
-            raise missing(self.opened.location, path) from error
+            raise missing(opened.location, path) from error
         except CorruptCheckpointError as error:
             if error.path is None:
                 # The store knows only the file, not whose bytes are there.
                 at = error.offset or batches[0].offset
                 nearest = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
-                leaf = self.destinations[nearest.parts[0].request].path
+                leaf = self.reads.destinations.path[nearest.parts[0].request]
                 error.path = leaf
                 error.add_note(f"while reading leaf {leaf}")
             raise
@@ -205,17 +201,13 @@ class Fetch:
             end = batch.offset + batch.nbytes if following is None else following.offset
             if is_direct(batch):
                 part = batch.parts[0]
-                flat = self.destinations[part.request].flat
+                flat = self.reads.destinations.flat[part.request]
                 assert flat is not None
                 data = flat[part.direct : part.direct + part.nbytes]
             else:
                 data = np.empty(batch.nbytes, np.uint8)
             buffers += (data, np.empty(end - batch.offset - data.nbytes, np.uint8))
         await self._checked(batches, path, buffers, stream, self.own_memory, ahead_nbytes)
-
-    async def _small(self, batch: ReadBatch, path: str, slot: Slot, stream: Permit) -> None:
-        buffers = slot.buffer[: batch.nbytes], slot.buffer[:0]
-        await self._checked([batch], path, buffers, stream, True, None)
 
     async def _checked(
         self,

@@ -159,7 +159,7 @@ def _refuse_dtypes(
 ) -> None:
     """Refuse arrays whose dtype the framework cannot hold."""
     fits: set[str] = set()
-    refused: list[DtypeMismatchError] = []
+    mismatches = Mismatches()
     for leaf in arrays:
         assert leaf.spec is not None
         if leaf.spec.dtype in fits:
@@ -168,12 +168,8 @@ def _refuse_dtypes(
         if fault is None:
             fits.add(leaf.spec.dtype)
         elif "python" not in opened.leaves.extra.get(leaf.saved, NO_FACTS):
-            refused.append(fault)
-    if refused:
-        mismatches = Mismatches()
-        for fault in refused:
             mismatches.add_error(fault)
-        mismatches.raise_any(opened.location)
+    mismatches.raise_any(opened.location)
 
 
 def refuse_unexpected(location: str, paths: Iterable[str]) -> None:

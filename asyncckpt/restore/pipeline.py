@@ -7,14 +7,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, refuse_implied
 from asyncckpt.errors import AsyncCheckpointError
@@ -22,18 +18,17 @@ from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
-from asyncckpt.planning.restore import RestorePlan, plan_restore
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, Memory, allocate, check_overlaps, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_reads import share_reads
-from asyncckpt.restore.exchange.streams import StreamFiles
 from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.match import LeafRestore, Matching
 from asyncckpt.restore.place import Placement
+from asyncckpt.restore.plan import PlannedReads, plan_reads
 from asyncckpt.restore.request import RestoreRequest
-from asyncckpt.runtime import Runtime, reads_in_flight
+from asyncckpt.runtime import Runtime
 
 PLACE_LEAVES = 4096
 """Leaves placed by one call of a worker, in a few milliseconds."""
@@ -72,6 +67,13 @@ class RestorePipeline:
         self._into = request.mode == "into"
         self._atomic = self._into and request.options.atomic
         self._placement = Placement(opened, request)
+        # A store that copies anyway copies to the destination, also below what direct reads need.
+        copies = opened.files.capabilities.read_copies
+        self._plan = partial(
+            plan_reads,
+            slot_nbytes=runtime.pool.slot_nbytes,
+            direct_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
+        )
         self._parts: list[Sequence[Memory]] = []  # of each array
         self._ready: list[int] = []
         self._arrived = asyncio.Event()
@@ -113,28 +115,25 @@ class RestorePipeline:
             wanted = [a for leaf in self._arrays for a in leaf.arrays()]
         with self._recorder.span("plan"):
             extents = await extents_of(opened, wanted)
-            buffers, plan = await compute.run(self._prepare, extents)
+            buffers, reads = await compute.run(self._prepare, extents)
         self._started = True
         self._ready = buffers.idle
         self._arrived.set()
         shared = None
         if self._exchanger is not None and opened.record is not None:
-            replan = partial(self._planned, buffers, plan.counts)
-            shared = await share_reads(self._exchanger, opened, extents, plan.rows, replan)
-        total_nbytes = plan.read_nbytes
-        own_plan = plan if shared is None else shared.own_plan
-        own = self._fetch(buffers, opened, extents, own_plan, total_nbytes)
+            shared = await share_reads(self._exchanger, reads, self._plan)
+        fetch = partial(self._fetch, buffers, reads.plan.read_nbytes)
+        own = fetch(reads if shared is None else shared.own)
         fetches = [own]
         if shared is not None:
-            given = buffers, shared.opened, shared.extents, shared.plan, total_nbytes
-            fetches.append(self._fetch(*given, streams=shared.files, left=own.left))
+            fetches.append(fetch(shared.streamed, left=own.left))
         async with asyncio.TaskGroup() as group:
             placing = group.create_task(self._place_arrived())
             async with asyncio.TaskGroup() as fetching:
                 if shared is not None:
-                    fetching.create_task(shared.run())
-                for fetch in fetches:
-                    fetching.create_task(fetch.run())
+                    fetching.create_task(shared.exchange())
+                for each in fetches:
+                    fetching.create_task(each.run())
             self._arrived.set()
             await placing
         self.read_nbytes = own.read_nbytes
@@ -142,37 +141,28 @@ class RestorePipeline:
             self.read_nbytes += self._exchanger.read_nbytes
             self.received_nbytes = self._exchanger.received_nbytes
         if self._request.options.explain:
-            for fetch in fetches:
-                self.reads += await compute.run(explained, fetch, self._arrays, buffers)
+            for each in fetches:
+                self.reads += await compute.run(explained, each, self._arrays, buffers.owners)
 
     def _fetch(
         self,
         buffers: Buffers,
-        opened: OpenCheckpoint,
-        extents: Extents,
-        plan: RestorePlan,
         total_nbytes: int,
-        *,
-        streams: StreamFiles | None = None,
+        reads: PlannedReads,
         left: list[int] | None = None,
     ) -> Fetch:
-        """Return the fetch stage of a plan, from the store or from streams."""
+        """Return the fetch stage of some reads, of `total_nbytes` in all."""
         options, runtime = self._request.options, self._runtime
-        concurrency = partial(reads_in_flight, opened.files, options.concurrency)
         return Fetch(
-            opened,
-            extents,
-            plan,
-            buffers.destinations,
+            reads,
             runtime.pool,
             runtime.engine.compute,
-            concurrency=concurrency if streams is None else streams.reads,
+            concurrency=None if options.concurrency == "auto" else options.concurrency,
             own_memory=not self._into or self._atomic,
             arrived=partial(self._count_down, buffers),
             progress=partial(self._progress, total_nbytes),
             explain=options.explain,
             recorder=self._recorder,
-            streams=streams,
             left=left or [],
         )
 
@@ -224,7 +214,7 @@ class RestorePipeline:
 
     # -- in worker threads
 
-    def _prepare(self, extents: Extents) -> tuple[Buffers, RestorePlan]:
+    def _prepare(self, extents: Extents) -> tuple[Buffers, PlannedReads]:
         """Allocate memory and plan the reads; nothing of a target is written yet."""
         opened = self._opened
         arrays = self._arrays
@@ -235,38 +225,11 @@ class RestorePipeline:
         buffers = allocate(opened, arrays, framework=framework, in_place=in_place)
         if self._into:
             check_overlaps(self._leaves, opened.first_rows)
-        plan = self._planned(buffers, None, extents, opened.files.capabilities.read_gap_nbytes)
+        reads = self._plan(opened, extents, buffers.destinations)
         self._parts, self.nbytes = buffers.parts, buffers.nbytes
         # Making these scalars can fail and writes to no target: it is done before any read.
         self._place_scalars(writing=False)
-        return buffers, plan
-
-    def _planned(
-        self,
-        buffers: Buffers,
-        counts: Sequence[int] | None,
-        extents: Extents,
-        gap_nbytes: int,
-        only: npt.NDArray[np.bool_] | None = None,
-    ) -> RestorePlan:
-        """Plan the reads of all chunks, or `only` of some.
-
-        `counts` is then the number of chunks of each destination in all.
-        """
-        # A store that copies anyway copies to the destination, also below what direct reads need.
-        copies = self._opened.files.capabilities.read_copies
-        plan = plan_restore(
-            self._opened.stored(),
-            buffers.requests,
-            row_file=extents.file,
-            row_offset=extents.offset,
-            row_nbytes=extents.nbytes,
-            slot_nbytes=self._runtime.pool.slot_nbytes,
-            gap_nbytes=gap_nbytes,
-            aligned_chunk_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
-            only=only,
-        )
-        return plan if counts is None else dataclasses.replace(plan, counts=counts)
+        return buffers, reads
 
     def _look_at_foreign(self, extents: Extents, arrays: Sequence[LeafRestore]) -> None:
         """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
@@ -275,17 +238,11 @@ class RestorePipeline:
         budget = runtime.budget.capacity
         own = [a for leaf in arrays if leaf.target is None for a in leaf.arrays()]
         refuse_implied(opened, extents, own)
-        large = 0
-        for leaf in arrays:
-            storages = [opened.storage(array) for array in leaf.arrays()]
-            if not all(storage.codec.verifies for storage in storages):
-                self.unverified.append(leaf.path)
-            large = max([large, *(s.chunk_nbytes for s in storages if s.codec.decode is not None)])
+        self.unverified = [leaf.path for leaf in arrays if not opened.is_verified(leaf.arrays())]
         if self.unverified:
-            self.notes.append(
-                f"{len(self.unverified)} of {len(arrays)} arrays have no checksum in this "
-                f"{opened.format} checkpoint and could not be verified"
-            )
+            self.notes.append(opened.unverified_note(len(self.unverified), len(arrays)))
+        storages = [opened.storage(array) for leaf in arrays for array in leaf.arrays()]
+        large = max((s.chunk_nbytes for s in storages if s.codec.decode is not None), default=0)
         if large > budget:
             self.notes.append(
                 f"its largest chunk takes {nbytes_text(large)} and was restored alone, beyond the "

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.python import scalar_from_array, scalar_kind
-from asyncckpt.checkpoint.casts import int_range
+from asyncckpt.checkpoint.casts import lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.ports import FrameworkAdapter
@@ -114,58 +114,39 @@ def cast_values(
     Raises:
         DtypeMismatchError: a value does not fit into the dtype; names the path and one such value.
     """
-    wanted = DTYPES[dtype]
+    source = values.dtype.name
     if out is None:
-        out = np.empty(values.shape, wanted)
-    with np.errstate(over="ignore", invalid="ignore"):
-        numbers = values
-        if numeric_class(values.dtype.name) == "complex" and numeric_class(dtype) in _REAL:
-            numbers = values.real  # `_out_of_range` checks that imaginary parts are zero
-        np.copyto(out, numbers.astype(wanted, copy=False), casting="no")
-        fault = _out_of_range(values, out, dtype)
+        out = np.empty(values.shape, DTYPES[dtype])
+    assert out.dtype == DTYPES[dtype]
+    fault = lost_value(values, source, dtype) if may_lose(source, dtype) else None
+    if fault is None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            if numeric_class(dtype) in ("int", "float"):
+                values = values.real
+            np.copyto(out, values, casting="unsafe")
+        fault = None if source == dtype else _overflow(values, out)
     if fault is not None:
-        fault = fault.item() if isinstance(fault, np.generic) else fault
         raise DtypeMismatchError(
             f"{path}: {fault!r} of the checkpoint is out of range of {dtype}; restore it in the "
-            f"saved dtype {values.dtype.name}",
+            f"saved dtype {source}",
             path=path,
             stage="place",
             expected=dtype,
-            found=values.dtype.name,
+            found=source,
         )
     return out
 
 
-_REAL = ("int", "float")
-
-
-def _out_of_range(values: npt.NDArray[Any], cast: npt.NDArray[Any], dtype: str) -> Any:
-    source, wanted = numeric_class(values.dtype.name), numeric_class(dtype)
-    if wanted == "bool" or source == "bool":
+def _overflow(values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> Any:
+    """Return a finite value that a cast has made an infinity or a NaN, or None."""
+    if numeric_class(cast.dtype.name) not in ("float", "complex"):
         return None
-    if source == "complex" and wanted != "complex":
-        bad = values.imag != 0
-        if bad.any():
-            return values[bad].reshape(-1)[0]
-        values = values.real
-        source = "float"
-    if wanted == "int":
-        low, high = int_range(dtype)
-        if source == "int":
-            # Compared as Python's unbounded ints: uint64 and int64 have no common NumPy dtype.
-            if values.size and (int(values.min()) < low or int(values.max()) > high):
-                return int(values.max()) if int(values.max()) > high else int(values.min())
-            return None
-        wide = values.astype(np.float64)
-        bad = ~((wide >= low) & (wide < float(high) + 1))
-        return wide[bad].reshape(-1)[0] if bad.any() else None
-    if source == "int":
-        bad = ~np.isfinite(cast.astype(np.complex128 if wanted == "complex" else np.float64))
-        return values[bad].reshape(-1)[0] if bad.any() else None
-    wide_source = values.astype(np.complex128 if source == "complex" else np.float64)
-    wide_cast = cast.astype(np.complex128 if wanted == "complex" else np.float64)
-    bad = np.isfinite(wide_source) & ~np.isfinite(wide_cast)
-    return wide_source[bad].reshape(-1)[0] if bad.any() else None
+    bad = ~np.isfinite(cast)
+    if not bad.any():
+        return None
+    first = values[bad & np.isfinite(values)][:1]
+    wide = first.astype(np.complex128 if np.iscomplexobj(first) else np.float64)
+    return wide[0].item() if wide.size else None
 
 
 def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from asyncckpt.arguments import progress_notes
-from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointExistsError,
@@ -28,7 +27,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
-from asyncckpt.format.record import is_record
+from asyncckpt.format.record import RECORD_NAME, is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
@@ -66,7 +65,7 @@ class SaveState:
 async def record_of(files: CheckpointFiles) -> bytes | None:
     """Return the commit record of a valid checkpoint, None if there is none."""
     try:
-        data = await files.read(RECORD, max_nbytes=MAX_RECORD_NBYTES)
+        data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
     except (CheckpointNotFoundError, CorruptCheckpointError):
         return None
     return data if is_record(data) else None

@@ -7,10 +7,9 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.shield import together
-from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles, Removal
 from asyncckpt.save.save import exists, record_of
@@ -43,7 +42,7 @@ class PeekedFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Read a small file; the record, when first asked for, as it was found."""
         record = self._record
-        if path != RECORD or record is None:
+        if path != RECORD_NAME or record is None:
             return await self._files.read(path, max_nbytes=max_nbytes)
         self._record = None
         return record
@@ -138,7 +137,7 @@ class Steps:
         store, location = self._root.store, f"{self._root.url}/{name}"
         files = store.files(name)
         try:
-            await files.read(RECORD, max_nbytes=MAX_RECORD_NBYTES)
+            await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
         except CorruptCheckpointError:
             pass  # a damaged checkpoint is one that can be deleted
         except CheckpointNotFoundError:

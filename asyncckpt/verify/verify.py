@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncckpt.checkpoint.foreign.listing import side_by_side
-from asyncckpt.checkpoint.metadata import RECORD, OpenCheckpoint, read_index
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, read_index
 from asyncckpt.checkpoint.open import MAX_ENTRIES, open_any
 from asyncckpt.errors import (
     CheckpointNotFoundError,
@@ -21,7 +21,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import CommitRecord
+from asyncckpt.format.record import RECORD_NAME, CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles
@@ -81,7 +81,7 @@ class _Verify:
         try:
             opened.structure()
         except CorruptCheckpointError as error:
-            self._damage(None, RECORD, None, str(error))
+            self._damage(None, RECORD_NAME, None, str(error))
         index_file = record.files[record.chunk_index.file].path
         try:
             self._index = await read_index(opened.files, record, self.runtime.engine.compute)

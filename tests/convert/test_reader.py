@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncckpt import CorruptCheckpointError, LeafOptions, SaveOptions, ShardedArray
 from asyncckpt.convert.reader import AHEAD_NBYTES, LeafReader
-from asyncckpt.convert.source import open_origin, shares
+from asyncckpt.convert.source import open_source, shares
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.options import KIB, MIB
 from asyncckpt.runtime import Runtime
@@ -32,10 +32,9 @@ def opened() -> Iterator[Open]:
     def opened(path: Path, cache_nbytes: int = 64 * MIB) -> LeafReader:
         runtime = Runtime("test-read", host_memory_nbytes=32 * MIB)
         runtimes.append(runtime)
-        origin = runtime.engine.submit(
-            lambda: open_origin(runtime, path, storage_options=None, cache_nbytes=cache_nbytes)
+        return runtime.engine.submit(
+            lambda: open_source(runtime, path, storage_options=None, cache_nbytes=cache_nbytes)
         ).result()
-        return origin.reader
 
     yield opened
     for runtime in runtimes:

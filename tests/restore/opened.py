@@ -13,11 +13,15 @@ from asyncckpt.format.codecs import RAW, Codec
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import ArrayTable, LeafTable, encode_scalar
 from asyncckpt.options import RestoreOptions
+from asyncckpt.ports import StoreCapabilities
+from asyncckpt.restore.plan import Destinations, flat_target
 from asyncckpt.restore.request import RestoreRequest, restore_request
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
 from asyncckpt.tree import flatten
 
 LOCATION = "/run/1"
+
+CAPABILITIES = StoreCapabilities("any", read_gap_nbytes=100)
 
 
 def opened(
@@ -45,11 +49,11 @@ def opened(
     numbers = list(range(len(storages)))
     arrays = ArrayTable([str(n) for n in numbers], numbers, tied or {})
 
-    async def read_extents(_: Any) -> Extents:
+    async def read_extents(*_: Any) -> Extents:
         raise AssertionError("nothing is read here")
 
     return OpenCheckpoint(
-        files=cast(Any, SimpleNamespace(location=LOCATION)),
+        files=cast(Any, SimpleNamespace(location=LOCATION, capabilities=CAPABILITIES)),
         format="asyncckpt",
         tree=flat.structure,
         leaves=LeafTable(kinds, values, extra or {}),
@@ -72,6 +76,14 @@ def request(mode: Any, like: Any = None, **how: Any) -> RestoreRequest:
         "progress": None,
     }
     return restore_request(mode, like, **{**arguments, **how})[0]
+
+
+def destinations(values: Mapping[str, Any]) -> Destinations:
+    """Return memory by path, for the arrays in order."""
+    made = Destinations()
+    for number, (path, memory) in enumerate(values.items()):
+        made.add(path, number, None, memory, flat_target(memory))
+    return made
 
 
 def packed(payloads: list[bytes]) -> tuple[bytes, Extents]:

@@ -27,13 +27,14 @@ def test_memory_of_our_own_has_the_stored_shapes_and_dtypes() -> None:
     shapes = [[(part.shape, part.dtype.name) for part in parts] for parts in buffers.parts]
     assert shapes == [[((2, 3), "float64")], [((40_000,), "float64")], [((0, 4), "int8")]]
     assert buffers.owners == [0, 1, 2] and buffers.waiting == [1, 1, 1]
-    for destination, parts in zip(buffers.destinations, buffers.parts, strict=True):
-        assert destination.values is parts[0]
-        if destination.flat is not None:
-            assert destination.flat.nbytes == parts[0].nbytes
-            assert np.shares_memory(destination.flat, parts[0])
+    wanted = buffers.destinations
+    for values, flat, parts in zip(wanted.values, wanted.flat, buffers.parts, strict=True):
+        assert values is parts[0]
+        if flat is not None:
+            assert flat.nbytes == parts[0].nbytes
+            assert np.shares_memory(flat, parts[0])
     # Of small arrays the bytes are looked up when they come.
-    assert [d.flat is not None for d in buffers.destinations] == [False, True, False]
+    assert [flat is not None for flat in wanted.flat] == [False, True, False]
     assert buffers.nbytes == 6 * 8 + 40_000 * 8
 
 

@@ -8,49 +8,30 @@ import numpy as np
 import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.planning.restore import Request, plan_restore
-from asyncckpt.restore.decode import (
-    Check,
-    Decode,
-    Destination,
-    Destinations,
-    flat_target,
-    is_direct,
-)
+from asyncckpt.restore.decode import Check, Decode, is_direct
+from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
 from asyncckpt.spec import DTYPES, Box
-from tests.restore.opened import LOCATION, opened, packed
+from tests.restore.opened import LOCATION, destinations, opened, packed
 
 VALUES = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(5, dtype=np.int16), "c": np.array(7)}
 PAYLOADS = [value.tobytes() for value in VALUES.values()]
 
 
 def planned(
-    destinations: list[Destination], checkpoint: Any, extents: Any, *, large: bool = False
+    wanted: Destinations, checkpoint: Any, extents: Any, *, large: bool = False
 ) -> tuple[Any, Decode]:
-    plan = plan_restore(
-        checkpoint.stored(),
-        [Request(d.array, d.box, d.flat is not None) for d in destinations],
-        row_file=extents.file,
-        row_offset=extents.offset,
-        row_nbytes=extents.nbytes,
-        slot_nbytes=1 << 20,
-        gap_nbytes=100,
-        aligned_chunk_nbytes=1 if large else 1 << 20,
-    )
-    return plan, Decode(checkpoint, extents, plan, destinations)
-
-
-def destination(path: str, array: int, values: Any, box: Box | None = None) -> Destination:
-    return Destination(path, array, box, values, flat_target(values))
+    sizes = {"slot_nbytes": 1 << 20, "direct_nbytes": 1 if large else 1 << 20}
+    reads = plan_reads(checkpoint, extents, wanted, **sizes)
+    return reads.plan, Decode(reads)
 
 
 def test_small_chunks_of_one_batch_go_to_their_destinations() -> None:
     data, extents = packed(PAYLOADS)
     wide = np.zeros((5, 2), np.int16)
     found = {"a": np.zeros((2, 3)), "b": wide[:, 1], "c": np.zeros((), np.int64)}
-    destinations = [destination(key, n, values) for n, (key, values) in enumerate(found.items())]
-    assert [d.flat is None for d in destinations] == [False, True, False]
-    plan, decode = planned(destinations, opened(VALUES), extents)
+    wanted = destinations(found)
+    assert [flat is None for flat in wanted.flat] == [False, True, False]
+    plan, decode = planned(wanted, opened(VALUES), extents)
     (batch,) = plan.batches
     decode.small(batch, np.frombuffer(data, np.uint8))
     for key, values in VALUES.items():
@@ -61,9 +42,9 @@ def test_small_chunks_of_one_batch_go_to_their_destinations() -> None:
 def test_a_box_gets_its_part_of_a_chunk_that_others_want_too() -> None:
     data, extents = packed(PAYLOADS)
     whole, part = np.zeros((2, 3)), np.zeros((1, 2))
-    box = Box((1, 1), (1, 2))
-    destinations = [destination("a", 0, whole), destination("a", 0, part, box)]
-    plan, decode = planned(destinations, opened(VALUES), extents)
+    wanted = destinations({"a": whole})
+    wanted.add("a", 0, Box((1, 1), (1, 2)), part, flat_target(part))
+    plan, decode = planned(wanted, opened(VALUES), extents)
     (batch,) = plan.batches
     decode.small(batch, np.frombuffer(data[: batch.nbytes], np.uint8))
     assert np.array_equal(whole, VALUES["a"]) and part.tolist() == [[4, 5]]
@@ -75,9 +56,8 @@ def test_a_flipped_bit_names_leaf_file_and_offset(way: str, place: str) -> None:
     data, extents = packed(PAYLOADS)
     damaged = bytearray(data)
     damaged[int(extents.offset[1]) + (0 if place == "payload" else 10)] ^= 1
-    found = [np.zeros_like(values) for values in VALUES.values()]
-    destinations = [destination(key, n, found[n]) for n, key in enumerate(VALUES)]
-    plan, decode = planned(destinations, opened(VALUES), extents, large=way == "direct")
+    wanted = destinations({key: np.zeros_like(values) for key, values in VALUES.items()})
+    plan, decode = planned(wanted, opened(VALUES), extents, large=way == "direct")
     with pytest.raises(CorruptCheckpointError, match="b: /run/1: the chunk at byte 52 of d/0") as e:
         if way == "small":
             decode.small(plan.batches[0], np.frombuffer(bytes(damaged), np.uint8))
@@ -94,12 +74,12 @@ def run_of_chunks() -> tuple[Any, Any, list[Any], list[Any], bytes]:
     """Chunks of which two are direct and one between them is not, and buffers to read them into."""
     data, extents = packed(PAYLOADS)
     found: list[Any] = [np.zeros((2, 3)), np.zeros((5, 2), np.int16)[:, 1], np.zeros((), np.int64)]
-    destinations = [destination(key, n, found[n]) for n, key in enumerate(VALUES)]
-    plan, decode = planned(destinations, opened(VALUES), extents, large=True)
+    wanted = destinations(dict(zip(VALUES, found, strict=True)))
+    plan, decode = planned(wanted, opened(VALUES), extents, large=True)
     assert [is_direct(batch) for batch in plan.batches] == [True, False, True]
     buffers = []
     for batch, following in zip(plan.batches, [*plan.batches[1:], None], strict=True):
-        flat = destinations[batch.parts[0].request].flat
+        flat = wanted.flat[batch.parts[0].request]
         values = np.zeros(batch.nbytes, np.uint8) if flat is None else flat
         end = batch.offset + batch.nbytes if following is None else following.offset
         buffers += [values, np.zeros(end - batch.offset - values.nbytes, np.uint8)]
@@ -142,7 +122,7 @@ def test_a_chunk_that_was_exchanged_for_another_valid_one_is_found() -> None:
     """Its trailer is right; only the index tells."""
     swapped, _ = packed([np.ones((2, 3)).tobytes(), *PAYLOADS[1:]])
     _, extents = packed(PAYLOADS)
-    plan, decode = planned([destination("a", 0, np.zeros((2, 3)))], opened(VALUES), extents)
+    plan, decode = planned(destinations({"a": np.zeros((2, 3))}), opened(VALUES), extents)
     (batch,) = plan.batches
     with pytest.raises(CorruptCheckpointError, match=r"CRC-32C is \w{8}, the chunk index says"):
         decode.small(batch, np.frombuffer(swapped[: batch.nbytes], np.uint8))
@@ -151,7 +131,7 @@ def test_a_chunk_that_was_exchanged_for_another_valid_one_is_found() -> None:
 def test_pieces_of_a_large_chunk_add_up_to_its_checksum() -> None:
     data, extents = packed(PAYLOADS)
     values = np.zeros((2, 3))
-    plan, decode = planned([destination("a", 0, values)], opened(VALUES), extents)
+    plan, decode = planned(destinations({"a": values}), opened(VALUES), extents)
     (batch,) = plan.batches
     raw = np.frombuffer(data, np.uint8)
     crc = decode.piece(batch, raw[:16], 0, 0)
@@ -170,12 +150,10 @@ def test_small_destinations_need_no_bytes_at_hand() -> None:
     data, extents = packed([value.tobytes() for value in stored.values()])
     for order in "CF":
         found = {key: np.zeros_like(value, order=order) for key, value in stored.items()}
-        destinations = Destinations()
+        wanted = Destinations()
         for number, (key, values) in enumerate(found.items()):
-            destinations.add(key, number, None, values, None)
-        assert [one.path for one in destinations] == ["a", "b", "c"]
-        assert all(one.flat is one.box is None for one in destinations)
-        plan, decode = planned(list(destinations), opened(stored), extents)
+            wanted.add(key, number, None, values, None)
+        plan, decode = planned(wanted, opened(stored), extents)
         (batch,) = plan.batches
         decode.small(batch, np.frombuffer(data, np.uint8))
         for key, values in stored.items():

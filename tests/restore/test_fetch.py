@@ -15,11 +15,10 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, St
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.threads import Workers
-from asyncckpt.planning.restore import Request, plan_restore
 from asyncckpt.ports import StoreCapabilities
-from asyncckpt.restore.decode import Destination, flat_target
 from asyncckpt.restore.fetch import Fetch
-from tests.restore.opened import LOCATION, opened, packed
+from asyncckpt.restore.plan import plan_reads
+from tests.restore.opened import LOCATION, destinations, opened, packed
 
 SLOT = 64 << 10
 GAP = 100
@@ -33,11 +32,15 @@ class Files:
 
     location = LOCATION
 
-    def __init__(self, data: bytes, **capabilities: Any) -> None:
-        self.capabilities = StoreCapabilities(buffer="any", **capabilities)
+    def __init__(self, data: bytes, concurrency: Callable[[], int], **capabilities: Any) -> None:
+        self.capabilities = StoreCapabilities("any", **{"read_gap_nbytes": GAP, **capabilities})
+        self._concurrency = concurrency
         self.data = np.frombuffer(data, np.uint8)
         self.on_read: Callable[[int], Any] | None = None
         self.in_flight = self.most = self.calls = 0
+
+    def reads(self, wanted: int | None) -> int:
+        return self._concurrency()
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Any], **_: Any) -> None:
         number, self.calls = self.calls, self.calls + 1
@@ -80,38 +83,22 @@ class Fetched:
         if damaged is not None:
             at = int(extents.offset[damaged])
             data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        self.files = Files(data, **capabilities)
+        self.files = Files(data, concurrency, **capabilities)
         checkpoint = replace(
             opened(values), files=self.files, stored_files=(StoredFile("d/0", len(data)),)
         )
         self.found = {key: np.full_like(value, -1) for key, value in values.items()}
         if strided:  # nothing is read straight into such memory
             self.found = {k: np.repeat(v, 2, axis=-1)[..., ::2] for k, v in self.found.items()}
-        destinations = [
-            Destination(key, number, None, array, flat_target(array))
-            for number, (key, array) in enumerate(self.found.items())
-        ]
-        plan = plan_restore(
-            checkpoint.stored(),
-            [Request(d.array, d.box, d.flat is not None) for d in destinations],
-            row_file=extents.file,
-            row_offset=extents.offset,
-            row_nbytes=extents.nbytes,
-            slot_nbytes=SLOT,
-            gap_nbytes=GAP,
-            aligned_chunk_nbytes=SLOT,
-        )
+        wanted = destinations(self.found)
+        reads = plan_reads(checkpoint, extents, wanted, slot_nbytes=SLOT, direct_nbytes=SLOT)
         self.pool = SlotPool(ByteBudget(slots * SLOT), workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.arrived: list[int] = []
         self.moved: list[int] = []
         self.fetch = Fetch(
-            checkpoint,
-            extents,
-            plan,
-            destinations,
+            reads,
             self.pool,
             workers,
-            concurrency=concurrency,
             own_memory=False,
             arrived=self.arrived.extend,
             progress=self.moved.append,

@@ -52,7 +52,7 @@ async def test_what_costs_time_per_leaf_does_not_hold_the_engines_loop(
         watched(metadata, name)
     watched(Structure, "paths")
     watched(restore, "match")
-    for name in ("allocate", "check_overlaps", "plan_restore"):
+    for name in ("allocate", "check_overlaps", "plan_reads"):
         watched(pipeline, name)
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(1, tree)
@@ -66,5 +66,5 @@ async def test_what_costs_time_per_leaf_does_not_hold_the_engines_loop(
         else:
             await ckpt.inspect(1)
     assert threads.keys() >= {"decode_record", "decode_chunk_index", "paths"}
-    assert way == "inspect" or threads.keys() >= {"match", "allocate", "plan_restore"}
+    assert way == "inspect" or threads.keys() >= {"match", "allocate", "plan_reads"}
     assert all("compute" in thread for names in threads.values() for thread in names), threads

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from asyncckpt.checkpoint.foreign.listing import Listing, Range, batches, named
+from asyncckpt.checkpoint.foreign.raw import Run
 from asyncckpt.checkpoint.metadata import StoredFile
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -24,7 +25,6 @@ from asyncckpt.errors import (
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.foreign.torch.dcp import Entry, Item, layout_of
 from asyncckpt.format.foreign.torch.plain_values import load_value
-from asyncckpt.format.foreign.torch.strided import Layout
 from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, SavedTensor
 from asyncckpt.format.foreign.torch.torch_zip import (
     HEAD_NBYTES,
@@ -50,13 +50,6 @@ HEAD_OBJECTS_NBYTES = 1 * MIB
 """Memory for the temporary objects of one head."""
 
 
-class Place(NamedTuple):
-    """Location of a shard's elements: the first byte in the file, and their order."""
-
-    start: int
-    layout: Layout
-
-
 class _Want(NamedTuple):
     """First bytes, or all, of the archive of shard `shard` of entry `number`."""
 
@@ -70,7 +63,7 @@ class Archives:
 
     Attributes:
         values: decoded values, by number of the entry.
-        places: locations of shards, by number of the entry and of the shard in it.
+        runs: locations of shards, by number of the entry and of the shard in it.
         faults: why an entry cannot be read, by its number.
     """
 
@@ -82,16 +75,17 @@ class Archives:
         allowance: Allowance,
     ) -> None:
         self.values: dict[int, object] = {}
-        self.places: dict[tuple[int, int], Place] = {}
+        self.runs: dict[tuple[int, int], Run] = {}
         self.faults: dict[int, AsyncCheckpointError] = {}
         self._listing = Listing(files, "", {path: file.nbytes for path, file in stored.items()})
+        self._file_numbers = {path: number for number, path in enumerate(stored)}
         self._entries = entries
         self._allowance = allowance
         self._heads: dict[bytes, tuple[SavedTensor, int]] = {}
         self._head_sizes: list[int] = []
 
     async def read(self) -> None:
-        """Give every entry its value, the places of its shards, or a fault.
+        """Give every entry its value, the runs of its shards, or a fault.
 
         Raises:
             StoreError: reading failed.
@@ -128,10 +122,10 @@ class Archives:
                 value = load_value(archive.pickle(), self._allowance, depth=len(entry.path))
                 self.values[want.number] = value
             else:
-                self.places[want.number, want.shard] = self._place(archive, entry, want.shard)
+                self.runs[want.number, want.shard] = self._run(archive, entry, want.shard)
 
-    def _place(self, archive: Archive, entry: Entry, shard: int) -> Place:
-        """Return the place of a shard's elements, from its archive.
+    def _run(self, archive: Archive, entry: Entry, shard: int) -> Run:
+        """Return where a shard's elements are, from its archive.
 
         Raises:
             ShortHeadError: the archive's head is longer than what was read.
@@ -139,7 +133,8 @@ class Archives:
         tensor, payload = self._head(archive)
         dtype = DTYPES[entry.dtype]
         assert dtype is not None
-        spec = array_spec(entry.boxes[shard].shape, dtype)
+        box, file = entry.boxes[shard], self._file_numbers[entry.items[shard].file]
+        spec = array_spec(box.shape, dtype)
         try:
             layout = layout_of(tensor, spec.shape, entry.dtype)
         except ValueError as error:
@@ -161,7 +156,8 @@ class Archives:
                 file=archive.file,
                 offset=archive.base,
             )
-        return Place(archive.base + start, layout)
+        order = None if layout.plain else layout
+        return Run(box.offset, box.shape, file, archive.base + start, order)
 
     def _head(self, archive: Archive) -> tuple[SavedTensor, int]:
         """Return the tensor and where its payload begins. Similar tensors have equal heads."""

@@ -89,14 +89,13 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
             raise corrupt("planner_data", str(error), file=shown) from None
     flat = flatten(tree)
     tables = RunTables()
-    numbers = {path: number for number, path in enumerate(stored)}
     for leaf in flat.leaves:
         if not isinstance(leaf, _Placed):
             tables.add_scalar(leaf)
         elif leaf.number in archives.faults:
             _add_refused(tables, entries[leaf.number], archives.faults[leaf.number], stored)
         else:
-            _add_tensor(tables, leaf.number, entries[leaf.number], archives, numbers)
+            _add_tensor(tables, leaf.number, entries[leaf.number], archives)
     return tables.open(
         files,
         "dcp",
@@ -136,16 +135,10 @@ def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
             )
 
 
-def _add_tensor(
-    tables: RunTables, number: int, entry: Entry, archives: Archives, numbers: Mapping[str, int]
-) -> None:
+def _add_tensor(tables: RunTables, number: int, entry: Entry, archives: Archives) -> None:
     """Add a tensor as the next leaf."""
     assert entry.shape is not None
-    runs: list[Run] = []
-    for shard, (box, item) in enumerate(zip(entry.boxes, entry.items, strict=True)):
-        start, order = archives.places[number, shard]
-        layout = None if order.plain else order
-        runs.append(Run(box.offset, box.shape, numbers[item.file], start, layout))
+    runs = [archives.runs[number, shard] for shard in range(len(entry.items))]
     empty = Run((0,) * len(entry.shape), entry.shape, 0, 0)
     tables.add_array("torch", DTYPES[entry.dtype] or "", runs or [empty])
 

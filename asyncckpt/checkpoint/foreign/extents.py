@@ -15,11 +15,9 @@ import numpy as np
 
 from asyncckpt.checkpoint.foreign.listing import Listing, Range, damaged, refuse_link
 from asyncckpt.checkpoint.foreign.tables import KeyTable
-from asyncckpt.checkpoint.metadata import Extents, Storage, StoredFile, number_rows
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.format.damage import path_fault
-from asyncckpt.format.record import ArrayTable
 from asyncckpt.format.zarr import ZarrArray
-from asyncckpt.ports import CheckpointFiles
 
 MAX_RATIO = 1 << 16
 """Largest ratio to which a chunk may unpack: zstd reaches 2^15, others less."""
@@ -55,123 +53,111 @@ class FoundArray:
     complete: bool
 
 
-class ExtentReader:
-    """Reader of the `Extents` of chunks, by their keys."""
+async def read_extents(
+    arrays: Sequence[FoundArray], opened: OpenCheckpoint, wanted: Sequence[int] | None
+) -> Extents:
+    """Return the extents of the chunks of some arrays (None: of all); other rows are empty.
 
-    def __init__(
-        self,
-        files: CheckpointFiles,
-        arrays: Sequence[FoundArray],
-        storages: Sequence[Storage],
-        table: ArrayTable,
-        stored_files: Sequence[StoredFile],
-    ) -> None:
-        self._files = files
-        self._arrays = arrays
-        self._storages = storages
-        self._spec = table.spec
-        first_rows, self._row_count = number_rows(storages, table)
-        self._first_rows = np.array(first_rows, np.int64)
-        self._stored_files = stored_files
-        self._number_of = {file.path: number for number, file in enumerate(stored_files)}
-        self._listing = Listing(files, "", {file.path: file.nbytes for file in stored_files})
+    `arrays` are those of the checkpoint, in order.
+    """
+    listing = Listing(opened.files, "", {file.path: file.nbytes for file in opened.stored_files})
+    number_of = {path: number for number, path in enumerate(listing.nbytes_of)}
+    file = np.full(opened.row_count, -1, np.int64)
+    offset, nbytes = np.zeros((2, opened.row_count), np.int64)
+    values: dict[int, bytes] = {}
+    for turn, array in enumerate(range(len(arrays)) if wanted is None else wanted, 1):
+        places = await _find(arrays[array], listing)
+        for row, place in enumerate(places, opened.first_rows[array]):
+            if isinstance(place, bytes):
+                nbytes[row], values[row] = len(place), place
+            elif place is not None:
+                path, offset[row], nbytes[row] = place
+                file[row] = number_of[path]
+        if turn % ARRAYS_PER_TURN == 0:
+            await asyncio.sleep(0)
+    extents = Extents(file, offset, nbytes, None, values)
+    _check_sizes(extents, arrays, opened)
+    _check_overlap(int(nbytes[file >= 0].sum()), listing)
+    return extents
 
-    async def read(self, wanted: Sequence[int] | None) -> Extents:
-        """Return the extents of these arrays' chunks (None: of all); other rows are empty."""
-        file = np.full(self._row_count, -1, np.int64)
-        offset, nbytes = np.zeros((2, self._row_count), np.int64)
-        values: dict[int, bytes] = {}
-        extents = Extents(file, offset, nbytes, None, values)
-        arrays = range(len(self._arrays)) if wanted is None else wanted
-        for turn, array in enumerate(arrays, 1):
-            places = await self._find(self._arrays[array])
-            for row, place in enumerate(places, int(self._first_rows[array])):
-                if isinstance(place, bytes):
-                    nbytes[row], values[row] = len(place), place
-                elif place is not None:
-                    path, offset[row], nbytes[row] = place
-                    file[row] = self._number_of[path]
-            if turn % ARRAYS_PER_TURN == 0:
-                await asyncio.sleep(0)
-        self._check_sizes(extents)
-        self._check_overlap(int(nbytes[file >= 0].sum()))
-        return extents
 
-    async def _find(self, found: FoundArray) -> list[bytes | Range | None]:
-        """Return the value or range of every chunk; None for chunks that are not stored."""
-        table = found.table
-        keys = found.zarr.keys.all(found.base, found.zarr.grid.counts)
-        places = [table.places.get(key) for key in keys]
-        for key, place in zip(keys, places, strict=True):
-            if place is None:
-                path = table.listing.path(key.decode())
-                if table.is_directory and path_fault(path) is None:
-                    await refuse_link(self._files, path)
-                if found.complete:
-                    raise damaged(
-                        self._files,
-                        found.document,
-                        f"chunk {key.decode()!r} of array {found.name!r} is missing, and this "
-                        "checkpoint says that all are stored; use another checkpoint, or leave "
-                        "this array out with include=",
-                        expected="a chunk",
-                        found="nothing",
-                    )
-            elif not isinstance(place, bytes):
-                await self._listing.check(*place)
-        return places
+async def _find(found: FoundArray, listing: Listing) -> list[bytes | Range | None]:
+    """Return the value or range of every chunk; None for chunks that are not stored."""
+    table = found.table
+    keys = found.zarr.keys.all(found.base, found.zarr.grid.counts)
+    places = [table.places.get(key) for key in keys]
+    for key, place in zip(keys, places, strict=True):
+        if place is None:
+            path = table.listing.path(key.decode())
+            if table.is_directory and path_fault(path) is None:
+                await refuse_link(listing.files, path)
+            if found.complete:
+                raise damaged(
+                    listing.files,
+                    found.document,
+                    f"chunk {key.decode()!r} of array {found.name!r} is missing, and this "
+                    "checkpoint says that all are stored; use another checkpoint, or leave this "
+                    "array out with include=",
+                    expected="a chunk",
+                    found="nothing",
+                )
+        elif not isinstance(place, bytes):
+            await listing.check(*place)
+    return places
 
-    def _check_sizes(self, extents: Extents) -> None:
-        """Raise if a chunk has the wrong size for its array, or cannot unpack to it."""
-        present = extents.file >= 0
-        present[list(extents.values)] = True
-        rows = np.flatnonzero(present)
-        if not len(rows):
-            return
-        stored = extents.nbytes[rows]
-        array = np.searchsorted(self._first_rows, rows, "right") - 1
-        spec = np.array(self._spec, np.int64)[array]
-        kinds = self._storages
-        packed = np.array([s.codec.decode is not None for s in kinds])[spec]
-        payload = np.array([s.chunk_nbytes for s in kinds], np.int64)[spec]
-        ratios = [MAX_RATIO_BZ2 if "bz2" in s.codec.name else MAX_RATIO for s in kinds]
-        ratio = np.array(ratios, np.float64)[spec]
-        most = np.array([4 * s.spec.nbytes + PADDING_NBYTES for s in kinds], np.float64)[spec]
-        trailer = np.array([s.codec.trailer_nbytes for s in kinds], np.int64)[spec]
-        good = np.where(
-            packed,
-            (payload <= np.maximum(stored - trailer, 0) * ratio) & (payload <= most),
-            stored == payload + trailer,
-        )
-        if good.all():
-            return
-        bad = int(np.argmin(good))
-        row, found = int(rows[bad]), self._arrays[int(array[bad])]
-        file, offset, where = None, None, "in the metadata"
-        if extents.file[row] >= 0:
-            file = self._stored_files[int(extents.file[row])].path
-            offset = int(extents.offset[row])
-            where = f"at byte {offset} of {file}"
+
+def _check_sizes(extents: Extents, arrays: Sequence[FoundArray], opened: OpenCheckpoint) -> None:
+    """Raise if a chunk has the wrong size for its array, or cannot unpack to it."""
+    present = extents.file >= 0
+    present[list(extents.values)] = True
+    rows = np.flatnonzero(present)
+    if not len(rows):
+        return
+    stored = extents.nbytes[rows]
+    array = np.searchsorted(opened.stored.first_row, rows, "right") - 1
+    spec = opened.stored.kind[array]
+    kinds = opened.storages
+    packed = np.array([s.codec.decode is not None for s in kinds])[spec]
+    payload = np.array([s.chunk_nbytes for s in kinds], np.int64)[spec]
+    ratios = [MAX_RATIO_BZ2 if "bz2" in s.codec.name else MAX_RATIO for s in kinds]
+    ratio = np.array(ratios, np.float64)[spec]
+    most = np.array([4 * s.spec.nbytes + PADDING_NBYTES for s in kinds], np.float64)[spec]
+    trailer = np.array([s.codec.trailer_nbytes for s in kinds], np.int64)[spec]
+    good = np.where(
+        packed,
+        (payload <= np.maximum(stored - trailer, 0) * ratio) & (payload <= most),
+        stored == payload + trailer,
+    )
+    if good.all():
+        return
+    bad = int(np.argmin(good))
+    row, found = int(rows[bad]), arrays[int(array[bad])]
+    file, offset, where = None, None, "in the metadata"
+    if extents.file[row] >= 0:
+        file = opened.stored_files[int(extents.file[row])].path
+        offset = int(extents.offset[row])
+        where = f"at byte {offset} of {file}"
+    raise damaged(
+        opened.files,
+        file,
+        f"a chunk of array {found.name!r} {where} is {stored[bad]} bytes, which cannot hold "
+        f"{payload[bad]} of an array of {found.zarr.spec.nbytes}; the checkpoint is damaged or "
+        "hostile: use another, or leave this array out with include=",
+        offset=offset,
+        expected=int(payload[bad]),
+        found=int(stored[bad]),
+    )
+
+
+def _check_overlap(claimed: int, listing: Listing) -> None:
+    """Raise if chunks share too many bytes; copies inside a database share some."""
+    stored = listing.nbytes
+    if claimed > 4 * stored + OVERLAP_NBYTES:
         raise damaged(
-            self._files,
-            file,
-            f"a chunk of array {found.name!r} {where} is {stored[bad]} bytes, which cannot hold "
-            f"{payload[bad]} of an array of {found.zarr.spec.nbytes}; the checkpoint is damaged or "
-            "hostile: use another, or leave this array out with include=",
-            offset=offset,
-            expected=int(payload[bad]),
-            found=int(stored[bad]),
+            listing.files,
+            None,
+            f"the metadata places {claimed} bytes of chunks in files of {stored} bytes; it is "
+            "damaged or hostile: use another checkpoint",
+            expected=stored,
+            found=claimed,
         )
-
-    def _check_overlap(self, claimed: int) -> None:
-        """Raise if chunks share too many bytes; copies inside a database share some."""
-        stored = self._listing.nbytes
-        if claimed > 4 * stored + OVERLAP_NBYTES:
-            raise damaged(
-                self._files,
-                None,
-                f"the metadata places {claimed} bytes of chunks in files of {stored} bytes; it is "
-                "damaged or hostile: use another checkpoint",
-                expected=stored,
-                found=claimed,
-            )

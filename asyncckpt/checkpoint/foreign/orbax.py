@@ -9,26 +9,18 @@ import contextlib
 import logging
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from asyncckpt.checkpoint.foreign.listing import (
-    MAX_FILES,
-    damaged,
-    list_files,
-    located,
-    refuse_link,
-)
-from asyncckpt.checkpoint.foreign.orbax_items import Item, read_tree
+from asyncckpt.checkpoint.foreign.listing import MAX_FILES, damaged, list_files, refuse_link
+from asyncckpt.checkpoint.foreign.orbax_items import Item, read_document, read_tree
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.damage import path_fault
-from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, tree_of_json
+from asyncckpt.format.foreign.foreign_tree import Branch, tree_of_json
 from asyncckpt.format.foreign.orbax_read import (
     CHECKPOINT_METADATA_FILE,
-    MAX_DOCUMENT_NBYTES,
     PROCESS_DIRECTORY,
     UNFINISHED,
     StepMetadata,
@@ -107,11 +99,9 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
 
 async def _step_metadata(files: CheckpointFiles) -> StepMetadata:
     try:
-        data = await files.read(CHECKPOINT_METADATA_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+        return await read_document(files, CHECKPOINT_METADATA_FILE, decode_checkpoint_metadata)
     except CheckpointNotFoundError:
         return StepMetadata()
-    with located(files):
-        return decode_checkpoint_metadata(data, file=CHECKPOINT_METADATA_FILE)
 
 
 async def _read(
@@ -131,11 +121,8 @@ async def _read(
     if depth and not below and len(documents) == 1:
         if documents[0] in _JSON_FILES or handler.endswith(_JSON_HANDLERS):
             path = posixpath.join(directory, documents[0])
-            data = await files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
-            with located(files):
-                document = parse_document(data, "the JSON item", file=path)
-            return Item(document=document, has_document=True)
-        below = []
+            parse = partial(parse_document, what="the JSON item")
+            return Item(document=await read_document(files, path, parse), has_document=True)
     if len(below) > MAX_ITEMS or depth > MAX_ITEM_DEPTH:
         raise damaged(
             files,
@@ -194,10 +181,7 @@ def _joined(items: Mapping[str, Item]) -> Item:
         result.tree, result.directory = trees[name], items[name].directory
         result.custom = items[name].custom
         return result
-    for name, tree in trees.items():
-        trees[name] = _renamed(tree, name)
-        if items[name].custom:
-            result.custom[name] = items[name].custom
+    result.custom = {name: items[name].custom for name in trees if items[name].custom}
     if trees:
         for name, document in documents.items():
             # JSON that is too deep for a tree is only in `metadata`.
@@ -205,21 +189,3 @@ def _joined(items: Mapping[str, Item]) -> Item:
                 trees.setdefault(name, tree_of_json(document))
         result.tree = Branch("dict", dict(sorted(trees.items())))
     return result
-
-
-def _renamed(tree: Any, item: str) -> Any:
-    """Return the tree with the item's name prepended to those of its arrays."""
-    if isinstance(tree, ForeignLeaf):
-        if tree.array is None:
-            return tree
-        name = posixpath.join(item, tree.array.name)
-        return replace(tree, array=replace(tree.array, name=name))
-    todo = [tree]
-    while todo:
-        branch = todo.pop()
-        for key, child in branch.children.items():
-            if isinstance(child, Branch):
-                todo.append(child)
-            else:
-                branch.children[key] = _renamed(child, item)
-    return tree

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from asyncckpt.checkpoint.foreign.extents import FoundArray
 from asyncckpt.checkpoint.foreign.listing import Listing, damaged, located, refuse_link
@@ -13,7 +14,7 @@ from asyncckpt.checkpoint.foreign.ocdbt import tree_of
 from asyncckpt.checkpoint.foreign.tables import KeyTable, directory_table, merge, read_database
 from asyncckpt.checkpoint.foreign.zarr_arrays import ArrayKey, read_arrays
 from asyncckpt.checkpoint.metadata import missing
-from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, add
@@ -35,8 +36,11 @@ from asyncckpt.format.orbax import (
     STRINGS_FILE,
 )
 from asyncckpt.format.scalars import JsonValue, encode_scalar
+from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import numeric_class
 from asyncckpt.tree import Kind
+
+T = TypeVar("T")
 
 _EMPTY_BRANCHES: dict[str, Kind] = {
     "None": "none",
@@ -66,6 +70,13 @@ class Item:
     custom: dict[str, JsonValue] = field(default_factory=dict)
 
 
+async def read_document(files: CheckpointFiles, path: str, decode: Callable[..., T]) -> T:
+    """Return what `decode` makes of a document; its errors name the file and the checkpoint."""
+    data = await files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
+    with located(files):
+        return decode(data, file=path)
+
+
 async def read_tree(listing: Listing) -> Item:
     """Read the tree in the directory of a listing.
 
@@ -79,9 +90,7 @@ async def read_tree(listing: Listing) -> Item:
     metadata = None
     path = listing.path(METADATA_FILE)
     if listing.has(METADATA_FILE):
-        data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
-        with located(listing.files):
-            metadata = decode_metadata(data, file=path)
+        metadata = await read_document(listing.files, path, decode_metadata)
     else:
         await refuse_link(listing.files, path)
     table = await _table(listing, None if metadata is None else metadata.use_ocdbt)
@@ -96,6 +105,14 @@ async def read_tree(listing: Listing) -> Item:
     elif metadata.custom is not None:
         item.custom = {"custom_metadata": metadata.custom}
     return item
+
+
+def _contradiction(
+    listing: Listing, text: str, expected: object = None, found: object = None
+) -> CorruptCheckpointError:
+    """Return the error for metadata that does not fit the files, or itself."""
+    path = listing.path(METADATA_FILE)
+    return damaged(listing.files, path, text, expected=expected, found=found)
 
 
 async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
@@ -168,9 +185,8 @@ async def _arrays(
                 found=entry.handler,
             )
         if entry.name in keys:
-            raise damaged(
-                listing.files,
-                listing.path(METADATA_FILE),
+            raise _contradiction(
+                listing,
                 f"two leaves have the array {entry.name!r}: Orbax joins keys by dots, and one leaf "
                 "has overwritten the other; leave both out with include=",
                 found=entry.name,
@@ -187,7 +203,7 @@ async def _arrays(
     for name, array in zip(keys, found, strict=True):
         if array is None:
             reason = f"{name!r} is a zarr group, {METADATA_FILE} says an array; use another copy"
-            raise damaged(listing.files, listing.path(METADATA_FILE), reason)
+            raise _contradiction(listing, reason)
         arrays[name] = array
     return arrays
 
@@ -208,9 +224,8 @@ async def _refuse(
         )
     if table.is_directory:
         await refuse_link(listing.files, listing.path(posixpath.join(entry.name, document)))
-    raise damaged(
-        listing.files,
-        listing.path(METADATA_FILE),
+    raise _contradiction(
+        listing,
         f"the array {entry.name!r} has no {document}, {METADATA_FILE} lists it; use another copy",
         expected=document,
         found="nothing",
@@ -225,9 +240,8 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonVa
     if not listing.has(STRINGS_FILE):
         await refuse_link(listing.files, path)
         raise missing(listing.files.location, path)
-    data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
-    with located(listing.files):
-        document = parse_document(data, "the document of strings", file=path)
+    parse = partial(parse_document, what="the document of strings")
+    document = await read_document(listing.files, path, parse)
     found: dict[str, JsonValue] = {}
     for name in names:
         text = find_string(document, name)
@@ -252,9 +266,7 @@ async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str
     if not listing.has(ARRAY_METADATA_FILE):
         await refuse_link(listing.files, listing.path(ARRAY_METADATA_FILE))
     for path in sorted(p for p in listing.nbytes_of if posixpath.dirname(p) == directory):
-        data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
-        with located(listing.files):
-            found |= decode_array_metadatas(data, file=path)
+        found |= await read_document(listing.files, path, decode_array_metadatas)
     return found
 
 
@@ -276,9 +288,8 @@ def _grow(listing: Listing, metadata: TreeMetadata, leaves: Sequence[ForeignLeaf
                 leaf,
             )
         except ValueError as error:
-            raise damaged(
-                listing.files,
-                listing.path(METADATA_FILE),
+            raise _contradiction(
+                listing,
                 f"{METADATA_FILE} contradicts itself at {entry.name!r}: {error}; use another "
                 "checkpoint",
                 found=entry.name,

@@ -109,6 +109,7 @@ class RunTables:
         self._values: list[JsonValue] = []
         self._extra: dict[int, Mapping[str, JsonValue]] = {}
         self._pieces: dict[int, tuple[Piece, ...]] = {}
+        self._tied: dict[int, int] = {}
         self._owners: list[int] = []
         self._specs: list[int] = []
         self._storages: list[Storage] = []
@@ -119,20 +120,40 @@ class RunTables:
         self._inline: dict[int, bytes] = {}
         self._refused: dict[int, AsyncCheckpointError] = {}
 
+    def add_leaf(
+        self,
+        kind: str,
+        value: JsonValue = None,
+        extra: Mapping[str, JsonValue] | None = None,
+        pieces: Sequence[Piece] = (),
+    ) -> None:
+        """Add the next leaf: a scalar, or with the arrays that were added for it."""
+        if extra:
+            self._extra[len(self._kinds)] = extra
+        if len(pieces) > 1:
+            self._pieces[len(self._kinds)] = tuple(pieces)
+        self._kinds.append(kind)
+        self._values.append(value)
+
     def add_scalar(self, value: Scalar) -> None:
         """Add a value as the next leaf."""
         if type(value) is not bytes or len(value) <= INLINE_NBYTES:
-            self._add_leaf(*encode_scalar(value))
+            self.add_leaf(*encode_scalar(value))
             return
-        self._extra[len(self._kinds)] = {"python": "bytes"}
         self._inline[self._row_count] = value
         shape = (len(value),)
         storage = self._storage(array_spec(shape, "uint8"), shape, PLAIN)
         self._add_array(storage, -1, np.zeros(1, np.int64), 0)
-        self._add_leaf("numpy")
+        self.add_leaf("numpy", extra={"python": "bytes"})
 
-    def add_array(self, kind: str, dtype: str, runs: Sequence[Run]) -> None:
-        """Add an array as the next leaf; the runs tile it."""
+    def add_array(
+        self,
+        kind: str,
+        dtype: str,
+        runs: Sequence[Run],
+        extra: Mapping[str, JsonValue] | None = None,
+    ) -> Sequence[Piece]:
+        """Add an array as the next leaf; the runs tile it. Return its pieces."""
         pieces: list[Piece] = []
         for run in runs:
             for piece in self._cut(run, ITEMSIZES[dtype]):
@@ -144,9 +165,19 @@ class RunTables:
                 pieces.append(Piece(offset, len(self._specs)))
                 nbytes = self._storages[storage].chunk_nbytes
                 self._add_array(storage, run.file, piece.row_offset + run.start, nbytes)
-        if len(pieces) > 1:
-            self._pieces[len(self._kinds)] = tuple(pieces)
-        self._add_leaf(kind)
+        self.add_leaf(kind, extra=extra, pieces=pieces)
+        return pieces
+
+    def add_tied(
+        self, kind: str, pieces: Sequence[Piece], extra: Mapping[str, JsonValue] | None
+    ) -> None:
+        """Add an array as the next leaf, whose elements are those of an earlier one's pieces."""
+        own = [Piece(piece.offset, len(self._specs) + n) for n, piece in enumerate(pieces)]
+        for tied, piece in zip(own, pieces, strict=True):
+            self._tied[tied.array] = piece.array
+            self._owners.append(len(self._kinds))
+            self._specs.append(self._specs[piece.array])
+        self.add_leaf(kind, extra=extra, pieces=own)
 
     def add_refused(
         self,
@@ -169,7 +200,7 @@ class RunTables:
         storage = self._storage(spec, spec.shape, Codec("unreadable", crc32c=False, decode=refuse))
         self._refused[len(self._specs)] = error
         self._add_array(storage, file, np.full(1, start, np.int64), nbytes)
-        self._add_leaf(kind)
+        self.add_leaf(kind)
 
     def open(
         self,
@@ -180,13 +211,13 @@ class RunTables:
         *,
         library: str,
         metadata: Mapping[str, JsonValue],
+        metrics: Mapping[str, float] | None = None,
         notes: tuple[str, ...] = (),
     ) -> OpenCheckpoint:
         """Return the checkpoint of all leaves that were added, in the containers of `tree`."""
-        arrays = ArrayTable(self._names(tree), self._specs)
         extents, refused = self._extents(), self._refused
 
-        async def read_extents(wanted: Sequence[int] | None) -> Extents:
+        async def read_extents(_: OpenCheckpoint, wanted: Sequence[int] | None) -> Extents:
             for array in wanted or () if refused else ():
                 if array in refused:
                     raise copy.copy(refused[array])
@@ -197,18 +228,15 @@ class RunTables:
             format=form,
             tree=tree,
             leaves=LeafTable(self._kinds, self._values, self._extra, self._pieces),
-            arrays=arrays,
+            arrays=ArrayTable(self._names(tree), self._specs, self._tied),
             storages=tuple(self._storages),
             stored_files=tuple(stored_files),
             read_extents=read_extents,
             metadata=metadata,
+            metrics=metrics or {},
             library=library,
             notes=notes,
         )
-
-    def _add_leaf(self, kind: str, value: JsonValue = None) -> None:
-        self._kinds.append(kind)
-        self._values.append(value)
 
     def _add_array(self, storage: int, file: int, offsets: Column, nbytes: int) -> None:
         self._owners.append(len(self._kinds))

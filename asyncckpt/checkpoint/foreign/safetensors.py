@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from asyncckpt.checkpoint.foreign.listing import MAX_FILES, named, side_by_side, stored_files
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, StoredFile
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.foreign.safetensors import (
     LENGTH_NBYTES,
@@ -28,8 +27,8 @@ from asyncckpt.format.foreign.safetensors_set import (
     decode_index,
     holds_parts,
 )
-from asyncckpt.format.foreign.safetensors_tree import decode_tree
-from asyncckpt.format.record import ArrayTable, JsonValue, Piece
+from asyncckpt.format.foreign.safetensors_tree import DEFAULT_KIND, SavedTree, decode_tree
+from asyncckpt.format.record import JsonValue, LeafTable, Piece
 from asyncckpt.options import KIB
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.tree import Node, Structure
@@ -111,74 +110,58 @@ def _opened(
     metadata: Mapping[str, JsonValue],
 ) -> OpenCheckpoint:
     """Return the checkpoint of tensors, given by name, number of the file, its header, and row."""
+    place_of = {place[0]: place for place in places}
+    tree = _saved_tree(files, metadata, tuple(place_of))
     tables = RunTables()
-    for _, file, header, row in places:
-        spec = header.specs[row]
-        origin = (0,) * len(spec.shape)
-        run = Run(origin, spec.shape, file, header.offsets[row])
-        tables.add_array("numpy", spec.dtype, [run])
-    keys = tuple(name for name, *_ in places)
-    tree = Structure((Node("dict", keys, tuple(range(len(keys)))),), len(keys))
-    return _with_saved_tree(
-        tables.open(files, "safetensors", tree, stored, library="safetensors", metadata=metadata),
-        {name: leaf for leaf, name in enumerate(keys)},
-    )
-
-
-def _with_saved_tree(opened: OpenCheckpoint, leaf_of: Mapping[str, int]) -> OpenCheckpoint:
-    """Return the checkpoint with the containers, scalars and ties that its metadata describes.
-
-    They are there if another checkpoint was converted to this one. If its metadata has no tree, or
-    one with other tensors, the checkpoint stays a dict of arrays.
-    """
-    texts = {key: text for key, text in opened.metadata.items() if isinstance(text, str)}
-    try:
-        tree, others = decode_tree(texts, len(leaf_of), file=opened.location)
-    except CorruptCheckpointError as error:
-        error.location = opened.location
-        raise
-    if tree is None:
-        return opened
-    if {name for name in tree.tensors if name is not None} != leaf_of.keys():
-        logger.warning(
-            "%s: the tensors are not those of the tree in its metadata; they are read by name",
-            opened.location,
-        )
-        return replace(opened, metadata=others)
-    owned = opened.leaf_pieces()
-    names, specs = list(opened.arrays.name), list(opened.arrays.spec)
-    tied: dict[int, int] = {}
-    pieces: dict[int, tuple[Piece, ...]] = {}
-    taken: set[str] = set()
-    for leaf, tensor in enumerate(tree.tensors):
-        if tensor is None:
-            continue
-        own = owned[leaf_of[tensor]]
-        if tensor in taken:
-            # A tied leaf: more arrays with the same chunks.
-            first = len(names)
-            for number, piece in enumerate(own):
-                names.append(f"{names[piece.array]}%~{leaf}")
-                specs.append(specs[piece.array])
-                tied[first + number] = piece.array
-            own = tuple(Piece(piece.offset, first + n) for n, piece in enumerate(own))
-        taken.add(tensor)
-        pieces[leaf] = own
-
-    async def read_extents(wanted: Sequence[int] | None) -> Extents:
-        return await opened.read_extents(
-            None if wanted is None else sorted({tied.get(array, array) for array in wanted})
-        )
-
-    return replace(
-        opened,
-        tree=tree.structure,
-        leaves=replace(tree.leaves, pieces=pieces),
-        arrays=ArrayTable(names, specs, tied),
-        read_extents=read_extents,
+    pieces: dict[str, Sequence[Piece]] = {}
+    for leaf, (kind, name) in enumerate(zip(tree.leaves.kind, tree.tensors, strict=True)):
+        extra = tree.leaves.extra.get(leaf)
+        if name is None:
+            tables.add_leaf(kind, tree.leaves.value[leaf])
+        elif name in pieces:
+            tables.add_tied(kind, pieces[name], extra)
+        else:
+            _, file, header, row = place_of[name]
+            spec = header.specs[row]
+            run = Run((0,) * len(spec.shape), spec.shape, file, header.offsets[row])
+            pieces[name] = tables.add_array(kind, spec.dtype, [run], extra)
+    return tables.open(
+        files,
+        "safetensors",
+        tree.structure,
+        stored,
+        library="safetensors",
         metadata=tree.metadata,
         metrics=tree.metrics,
     )
+
+
+def _saved_tree(
+    files: CheckpointFiles, metadata: Mapping[str, JsonValue], names: tuple[str, ...]
+) -> SavedTree:
+    """Return the tree that the metadata describes, or a dict of all tensors by name.
+
+    It is described if another checkpoint was converted to this one. A tree with other tensors than
+    those of the files is ignored.
+    """
+    texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
+    try:
+        tree, others = decode_tree(texts, len(names), file=files.location)
+    except CorruptCheckpointError as error:
+        error.location = files.location
+        raise
+    if tree is not None:
+        if {name for name in tree.tensors if name is not None} == set(names):
+            return tree
+        metadata = others
+        logger.warning(
+            "%s: the tensors are not those of the tree in its metadata; they are read by name",
+            files.location,
+        )
+    count = len(names)
+    structure = Structure((Node("dict", names, tuple(range(count))),), count)
+    leaves = LeafTable([DEFAULT_KIND] * count, [None] * count, {}, {})
+    return SavedTree(structure, leaves, names, metadata, {})
 
 
 def _merged(headers: Mapping[str, Header]) -> dict[str, JsonValue]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from asyncckpt.checkpoint.foreign.extents import ExtentReader, FoundArray
+from asyncckpt.checkpoint.foreign.extents import FoundArray, read_extents
 from asyncckpt.checkpoint.foreign.listing import BATCH_NBYTES, batches, damaged, located
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.foreign.tensorstore import UNPACK
@@ -137,6 +139,9 @@ def make_checkpoint(
         reason = f"the tree of the checkpoint is malformed: {error}; use another checkpoint"
         raise damaged(files, None, reason) from None
     arrays: list[FoundArray] = [leaf.array for leaf in leaves if leaf.array is not None]
+    listings = {id(array.table.listing): array.table.listing for array in arrays}.values()
+    if len(listings) > 1:  # of several trees, each in a directory of its own
+        arrays = [replace(each, name=each.table.listing.path(each.name)) for each in arrays]
     numbers: dict[tuple[ZarrArray, bool], int] = {}
     storages: list[Storage] = []
     for array in arrays:
@@ -145,9 +150,9 @@ def make_checkpoint(
             with located(files):
                 storages.append(_storage(array))
     table = ArrayTable([a.name for a in arrays], [numbers[a.zarr, a.complete] for a in arrays])
-    stored_files = _stored_files(arrays)
+    nbytes_of = {path: n for listing in listings for path, n in listing.nbytes_of.items()}
+    stored_files = tuple(itertools.starmap(StoredFile, sorted(nbytes_of.items())))
     _check_chunk_count(files, arrays, storages, table)
-    reader = ExtentReader(files, arrays, storages, table, stored_files)
     return OpenCheckpoint(
         files=files,
         format=format,
@@ -160,7 +165,7 @@ def make_checkpoint(
         arrays=table,
         storages=tuple(storages),
         stored_files=stored_files,
-        read_extents=reader.read,
+        read_extents=partial(read_extents, arrays),
         metadata=metadata or {},
         metrics=metrics or {},
         created_ns=created_ns,
@@ -185,14 +190,6 @@ def _storage(array: FoundArray) -> Storage:
     )
     driver = "zarr" if array.document.endswith(".zarray") else "zarr3"
     return Storage(zarr.spec, zarr.chunk_shape, codec, zarr.fill_value, driver)
-
-
-def _stored_files(arrays: Sequence[FoundArray]) -> tuple[StoredFile, ...]:
-    """Return all files of the items."""
-    nbytes_of: dict[str, int] = {}
-    for listing in {id(a.table.listing): a.table.listing for a in arrays}.values():
-        nbytes_of |= listing.nbytes_of
-    return tuple(StoredFile(path, nbytes) for path, nbytes in sorted(nbytes_of.items()))
 
 
 def _check_chunk_count(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
-from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.errors import CheckpointNotFoundError
-from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Entry, Reading
+from asyncckpt.format.record import RECORD_NAME
+from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Reading
 from asyncckpt.restore.exchange.exchanger import Exchanger
 
 SHARED_NBYTES = 1 << 20
@@ -26,27 +25,27 @@ class SharedMetadataFiles:
     Attributes:
         location: path or URL of the checkpoint.
         capabilities: those of its store.
-        read_nbytes: bytes of metadata that this process has read from the store.
     """
 
     def __init__(self, files: CheckpointFiles, exchanger: Exchanger) -> None:
         self.location = files.location
         self.capabilities = files.capabilities
+        self.entries = files.entries
+        self.reads = files.reads
+        self.changed = files.changed
+        self.close = files.close
         self._files = files
         self._exchanger = exchanger
         self._shares = False
-        self.read_nbytes = 0
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the content of a file; that of a large record comes from all processes."""
-        if path == RECORD:
+        if path == RECORD_NAME:
             nbytes = await self._exchanger.agreement.record_nbytes(self._record_nbytes)
             self._shares = nbytes > 0
             if SHARED_NBYTES <= nbytes <= max_nbytes:
-                return (await self._exchanged(path, 0, nbytes)).tobytes()
-        data = await self._files.read(path, max_nbytes=max_nbytes)
-        self.read_nbytes += len(data)
-        return data
+                return (await self._exchanger.read(path, 0, nbytes)).tobytes()
+        return await self._files.read(path, max_nbytes=max_nbytes)
 
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
@@ -54,16 +53,9 @@ class SharedMetadataFiles:
         """Fill the buffers from a file; a large chunk index comes from all processes."""
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if self._shares and len(buffers) == 1 and nbytes >= SHARED_NBYTES:
-            np.copyto(buffers[0], await self._exchanged(path, offset, nbytes))
+            np.copyto(buffers[0], await self._exchanger.read(path, offset, nbytes))
             return
         await self._files.read_into(path, offset, buffers, how=how)
-        self.read_nbytes += nbytes
-
-    async def _exchanged(self, path: str, offset: int, nbytes: int) -> Bytes:
-        before = self._exchanger.read_nbytes
-        data = await self._exchanger.read(path, offset, nbytes)
-        self.read_nbytes += self._exchanger.read_nbytes - before
-        return data
 
     async def _record_nbytes(self) -> int:
         """Return the size of the record, 0 if there is none."""
@@ -71,19 +63,4 @@ class SharedMetadataFiles:
             entries = await self._files.entries(max_entries=MAX_ENTRIES)
         except CheckpointNotFoundError:
             return 0
-        return next((entry.nbytes for entry in entries if entry.name == RECORD), 0)
-
-    async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """List a directory of the checkpoint."""
-        return await self._files.entries(path, max_entries=max_entries)
-
-    def reads(self, wanted: int | None) -> int:
-        """Return how many reads to have in flight from now on."""
-        return self._files.reads(wanted)
-
-    async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return what happened to the checkpoint; None if it is still there."""
-        return await self._files.changed()
-
-    async def close(self) -> None:
-        """Do nothing: the files belong to the restore."""
+        return next((entry.nbytes for entry in entries if entry.name == RECORD_NAME), 0)

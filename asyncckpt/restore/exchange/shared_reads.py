@@ -3,79 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, StoredFile
-from asyncckpt.planning.restore import RestorePlan
-from asyncckpt.planning.streams import Sharing, Stream, streams
-from asyncckpt.planning.table import Column
+from asyncckpt.checkpoint.metadata import StoredFile
+from asyncckpt.planning.streams import Sharing, streams
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.streams import Incoming, StreamFiles
+from asyncckpt.restore.plan import PlannedReads
 
-Plan = Callable[[Extents, int, npt.NDArray[np.bool_]], RestorePlan]
-"""Where chunks are, the longest gap that a read takes along, and the chunks to read -> the plan."""
+Plan = partial[PlannedReads]
+"""`plan_reads` with the sizes of the restore."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedReads:
+class SharedReads(NamedTuple):
     """The reads of a restore in two parts.
 
     Attributes:
-        exchanger: that of this restore.
-        own_plan: chunks that no other process wants.
-        plan: chunks that come by exchange, read from streams.
-        opened: the checkpoint with the streams among its files.
-        extents: where chunks are, in the streams.
-        files: the streams.
-        streams: those of all processes.
-        incoming: by number of the stream, for those that come to this process.
+        own: of the chunks that no other process wants.
+        streamed: of the chunks that come by exchange, which are read from streams.
+        exchange: fills the streams.
     """
 
-    exchanger: Exchanger
-    own_plan: RestorePlan
-    plan: RestorePlan
-    opened: OpenCheckpoint
-    extents: Extents
-    files: StreamFiles
-    streams: Sequence[Stream]
-    incoming: Mapping[int, Incoming]
-
-    async def run(self) -> None:
-        """Exchange the streams."""
-        paths = [file.path for file in self.opened.stored_files]
-        await self.exchanger.run(self.streams, paths, self.incoming)
+    own: PlannedReads
+    streamed: PlannedReads
+    exchange: Callable[[], Coroutine[Any, Any, None]]
 
 
-async def share_reads(
-    exchanger: Exchanger, opened: OpenCheckpoint, extents: Extents, rows: Column, plan: Plan
-) -> SharedReads | None:
+async def share_reads(exchanger: Exchanger, reads: PlannedReads, plan: Plan) -> SharedReads | None:
     """Agree with all processes on what is exchanged; return None if that is nothing.
 
-    `rows` are the chunks that this process wants.
+    `reads` are all of this process.
     """
     sharing = await exchanger.agreement.shared(
-        rows,
-        extents.nbytes,
+        reads.plan.rows,
+        reads.extents.nbytes,
         least_nbytes=exchanger.least_nbytes,
         compute=exchanger.compute,
     )
     if not sharing.members:
         return None
-    return await exchanger.compute.run(_split, sharing, exchanger, opened, extents, plan)
+    return await exchanger.compute.run(_split, sharing, exchanger, reads, plan)
 
 
-def _split(
-    sharing: Sharing,
-    exchanger: Exchanger,
-    opened: OpenCheckpoint,
-    extents: Extents,
-    plan: Plan,
-) -> SharedReads:
+def _split(sharing: Sharing, exchanger: Exchanger, reads: PlannedReads, plan: Plan) -> SharedReads:
     """Plan what comes in streams, and what does not."""
+    opened, extents, destinations = reads.opened, reads.extents, reads.destinations
     found = streams(
         sharing,
         file=extents.file,
@@ -99,12 +75,13 @@ def _split(
         stored_files.append(StoredFile(path, stream.nbytes))
     streamed = dataclasses.replace(extents, file=file, offset=offset, origin=extents)
     return SharedReads(
-        exchanger=exchanger,
-        own_plan=plan(extents, opened.files.capabilities.read_gap_nbytes, ~is_shared),
-        plan=plan(streamed, 0, is_shared),
-        opened=dataclasses.replace(opened, stored_files=stored_files),
-        extents=streamed,
-        files=StreamFiles(paths, exchanger.compute),
-        streams=found,
-        incoming=incoming,
+        own=plan(opened, extents, destinations, only=~is_shared),
+        streamed=plan(
+            dataclasses.replace(opened, stored_files=stored_files),
+            streamed,
+            destinations,
+            files=StreamFiles(paths, exchanger.compute),
+            only=is_shared,
+        ),
+        exchange=partial(exchanger.run, found, [file.path for file in stored_files], incoming),
     )

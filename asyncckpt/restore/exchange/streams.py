@@ -84,8 +84,8 @@ class StreamFiles:
         self._streams = streams
         self._workers = workers
 
-    def reads(self) -> int:
-        """Return how many reads to have in flight."""
+    def reads(self, wanted: int | None) -> int:
+        """Return how many reads to have in flight, as `CheckpointFiles.reads`."""
         return READS
 
     async def read_into(

@@ -1,0 +1,126 @@
+"""Planned reads: which chunks of a checkpoint fill which memory, and the ranges to read for them.
+
+Restores, verifications of foreign checkpoints, and conversions read chunks in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
+from asyncckpt.checkpoint.payload import flat_bytes
+from asyncckpt.options import ALIGNED_CHUNK_NBYTES
+from asyncckpt.planning.restore import Request, RestorePlan, WholeArrays, plan_restore
+from asyncckpt.ports import Bytes, CheckpointFiles
+from asyncckpt.restore.exchange.streams import StreamFiles
+from asyncckpt.spec import Box
+
+
+class Destinations:
+    """Host memory for wanted boxes of arrays, by column: small leaves need no object each.
+
+    Attributes:
+        path: path of the leaf, for errors.
+        array: index of the stored array.
+        box: the wanted part; None for all of it.
+        values: memory of the box's shape, in the stored dtype; None to read and check only.
+        flat: the same memory as one run of bytes; None where it is not one run, and for small
+            arrays, whose bytes are viewed only when they arrive.
+    """
+
+    def __init__(self) -> None:
+        self.path: list[str] = []
+        self.array: list[int] = []
+        self.box: list[Box | None] = []
+        self.values: list[npt.NDArray[Any] | None] = []
+        self.flat: list[Bytes | None] = []
+
+    def __len__(self) -> int:
+        return len(self.path)
+
+    def add(
+        self,
+        path: str,
+        array: int,
+        box: Box | None,
+        values: npt.NDArray[Any] | None,
+        flat: Bytes | None,
+    ) -> None:
+        """Add a destination of these fields."""
+        self.path.append(path)
+        self.array.append(array)
+        self.box.append(box)
+        self.values.append(values)
+        self.flat.append(flat)
+
+    def requests(self) -> Sequence[Request] | WholeArrays:
+        """Return what is wanted, for the planner."""
+        contiguous = [flat is not None for flat in self.flat]
+        if self.box.count(None) == len(self):
+            return WholeArrays(np.array(self.array, np.int64), np.array(contiguous, np.bool_))
+        return list(map(Request, self.array, self.box, contiguous))
+
+
+def flat_target(array: npt.NDArray[Any]) -> Bytes | None:
+    """Return the memory of a C-contiguous writable array as bytes, or None."""
+    return flat_bytes(array) if array.flags.writeable else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedReads:
+    """The reads that fill some destinations.
+
+    Attributes:
+        opened: the checkpoint.
+        files: what is read: its files, or streams that processes exchange.
+        extents: where its chunks are in them.
+        destinations: by number of the request in the plan.
+        plan: the ranges to read.
+    """
+
+    opened: OpenCheckpoint
+    files: CheckpointFiles | StreamFiles
+    extents: Extents
+    destinations: Destinations
+    plan: RestorePlan
+
+
+def plan_reads(
+    opened: OpenCheckpoint,
+    extents: Extents,
+    destinations: Destinations,
+    *,
+    slot_nbytes: int,
+    direct_nbytes: int = ALIGNED_CHUNK_NBYTES,
+    files: StreamFiles | None = None,
+    only: npt.NDArray[np.bool_] | None = None,
+) -> PlannedReads:
+    """Plan the reads that fill the destinations. Blocking.
+
+    Args:
+        opened: the checkpoint.
+        extents: where its chunks are.
+        destinations: memory to fill.
+        slot_nbytes: longest read of several small chunks.
+        direct_nbytes: least length of a chunk that is read straight into its destination.
+        files: what is read instead of the files of the checkpoint.
+        only: whether to read each chunk; None reads all that are wanted.
+    """
+    source = opened.files if files is None else files
+    plan = plan_restore(
+        opened.stored,
+        destinations.requests(),
+        row_file=extents.file,
+        row_offset=extents.offset,
+        row_nbytes=extents.nbytes,
+        slot_nbytes=slot_nbytes,
+        gap_nbytes=source.capabilities.read_gap_nbytes,
+        aligned_chunk_nbytes=direct_nbytes,
+        only=only,
+    )
+    return PlannedReads(opened, source, extents, destinations, plan)
