@@ -60,7 +60,8 @@ CALL, WAIT, END = range(3)  # priorities, highest first
 class Service(Protocol):
     """One connection to a key-value service, used only by the thread that made it.
 
-    The methods are those of `ports.Coordinator`. Any error means that the connection is broken.
+    The methods are those of `ports.Coordinator`. Any error means that the connection is broken: it
+    is dropped, and ends with the last reference to it.
     """
 
     def put(self, key: str, value: bytes) -> None:
@@ -81,10 +82,6 @@ class Service(Protocol):
 
     def delete(self, prefix: str) -> None:
         """Delete the key and all that begin with ``prefix/``."""
-        ...
-
-    def close(self) -> None:
-        """End the connection."""
         ...
 
 
@@ -298,7 +295,6 @@ class _Caller(Generic[S]):
                     service = self._connect()
                 result = function(service)
             except BaseException as error:
-                _close(service)
                 service = None
                 future.set_exception(error)
             else:
@@ -306,7 +302,7 @@ class _Caller(Generic[S]):
                 del result
             self._busy_since = None
             del future, function
-        _close(service)
+        del service
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:
@@ -338,10 +334,3 @@ def _begin(future: Future[Any]) -> bool:
 def _refuse(future: Future[Any]) -> None:
     if _begin(future):
         future.set_exception(ClosedError("the coordinator was closed"))
-
-
-def _close(service: Service | None) -> None:
-    if service is not None:
-        # It is not used again, whatever its state.
-        with contextlib.suppress(Exception):
-            service.close()

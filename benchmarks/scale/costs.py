@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt import options
-from asyncckpt.coordinators.beats import Beats, Pulse
+from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.flow.engine import Engine
@@ -167,8 +167,8 @@ def messages(process_count: int) -> Figures:
 
     async def part(index: int) -> None:
         group = Group(made[index], "a" * 32, index, process_count, hosts, "meeting")
-        pulse = Pulse(engine, Beats(group, SILENCE_S))
-        round_ = Round(group, pulse, "save", 0, arrival_s=SILENCE_S, silence_s=SILENCE_S)
+        beats = Beats(engine, group, SILENCE_S)
+        round_ = Round(beats, "save", 0, arrival_s=SILENCE_S, silence_s=SILENCE_S)
 
         async def together() -> None:
             if round_.leads:
