@@ -17,9 +17,11 @@ import resource
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +96,26 @@ class Case:
     fresh_nbytes: int = 0
     standing_nbytes: int = 0
     samples: int | None = None
+
+
+class Run(ABC):
+    """What is measured as a case: methods as the attributes of `Case`."""
+
+    def prepare(self) -> None:
+        """Prepare nothing."""
+        return None
+
+    @abstractmethod
+    def run(self) -> Mapping[str, float]:
+        """Do the work."""
+
+    def finish(self) -> None:
+        """Leave everything as it is."""
+        return None
+
+    def case(self, name: str, **more: Any) -> Case:
+        """Return this as a case, with further attributes."""
+        return Case(name, self.run, self.prepare, self.finish, **more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import median
@@ -18,7 +18,7 @@ from benchmarks.remote.results import (
     Results,
     Sweep,
 )
-from benchmarks.report import json_text
+from benchmarks.report import write_files
 from benchmarks.tables import facts, seconds, table, targets
 
 NAME = "remote"
@@ -26,20 +26,11 @@ MIB = 1 << 20
 
 
 def write(results: Results, directory: Path, *, name: str = NAME, plots: bool = True) -> list[Path]:
-    """JSON, table and (where matplotlib is installed) a picture are in `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    data, table = directory / f"{name}.json", directory / f"{name}.md"
-    data.write_text(json_text(results))
-    made = [data, table]
-    picture = directory / f"{name}.png"
-    if plots and importlib.util.find_spec("matplotlib"):
-        pictures.plot(results, picture)
-        made.append(picture)
-    table.write_text(markdown(results, picture.name if picture in made else None))
-    return made
+    """Write JSON, table and, where matplotlib is installed, a picture; return their paths."""
+    return write_files(results, directory, name, markdown, {"": pictures.plot} if plots else {})
 
 
-def markdown(results: Results, picture: str | None = None) -> str:
+def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     """Return the tables, targets first."""
     parts = [f"# Benchmarks on object stores, {results.form} form\n", facts(results.facts)]
     if results.notes:
@@ -47,8 +38,7 @@ def markdown(results: Results, picture: str | None = None) -> str:
     if results.errors:
         parts.append("## Failed\n\n" + "".join(f"- {error}\n" for error in results.errors))
     parts.append(targets(results))
-    if picture:
-        parts.append(f"![rates, and sizes × streams]({picture})\n")
+    parts += [f"![rates, and sizes × streams]({picture})\n" for picture in pictures]
     for scenario in (SAVE, RESTORE):
         parts.append(_transfers(results, scenario))
     parts += [_background(results), _memory(results), _sweeps(results), _grids(results), _NOTES]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.remote.lag import watched
+from benchmarks.local.stall import watched
 from benchmarks.workloads import Tree, Workload
 from tests.simulator.clients import Endpoints
 
