@@ -194,7 +194,6 @@ class ReshardRun(Run):
             shardings.check(self.expected, restored.tree)
 
 
-
 def measured(
     directory: Path, workload: Workload, protocol: Protocol, rng: random.Random, *, every_peer: bool
 ) -> tuple[list[Measurement], list[str]]:

@@ -20,8 +20,9 @@ import numpy as np
 from benchmarks import measure
 from benchmarks.remote import ours, peers, raw, state
 from benchmarks.remote.raw import CLIENTS, Point
-from benchmarks.remote.subject import Restored, Setup, Subject, Values, loop_factory
+from benchmarks.remote.subject import Setup, Subject, Values, loop_factory
 from benchmarks.results import claim_output
+from benchmarks.subject import Restored
 from benchmarks.workloads import Tree, Workload, difference, flat_arrays, targets_like
 from tests.simulator.clients import Endpoints
 
