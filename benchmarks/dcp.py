@@ -119,7 +119,7 @@ def report(samples: Samples, nbytes: int, about: dict[str, Any]) -> str:
                     operation,
                     name,
                     tables.seconds(median),
-                    f"{tables.seconds(min(times))} – {tables.seconds(max(times))}",
+                    tables.span(times),
                     f"{nbytes / median / 1e6:.0f}",
                     *((f"{ratio:.2f}", verdict) if name == OURS else ("", "")),
                 )

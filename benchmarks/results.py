@@ -60,12 +60,18 @@ class Sampled:
 
     __slots__ = ()
 
+    leaf_count: int
     samples: tuple[Sample, ...]
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds, sample by sample."""
+        return [sample.wall_s for sample in self.samples]
 
     @property
     def wall_s(self) -> float:
         """Median seconds."""
-        return median([sample.wall_s for sample in self.samples])
+        return median(self.times)
 
     def value(self, name: str) -> float:
         """Return the median of one of the further figures; NaN where it was not measured."""
@@ -124,8 +130,7 @@ class Measurement(Sampled):
     @property
     def spread(self) -> float:
         """(slowest - fastest) / median."""
-        times = [sample.wall_s for sample in self.samples]
-        return (max(times) - min(times)) / median(times)
+        return (max(self.times) - min(self.times)) / self.wall_s
 
     def noisy(self, tolerance: float) -> int:
         """Count samples whose floor probes differ by more than the tolerance."""

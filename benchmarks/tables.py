@@ -84,7 +84,6 @@ def _transfers(results: Results, scenario: str) -> str:
 
 
 def _row(found: Measurement) -> tuple[str, ...]:
-    times = [sample.wall_s for sample in found.samples]
     gigabytes = found.nbytes / 1e9
     large = bool(found.floor)
     ratio = found.floor_ratio
@@ -93,12 +92,12 @@ def _row(found: Measurement) -> tuple[str, ...]:
         found.subject,
         found.column,
         seconds(found.wall_s),
-        f"{seconds(min(times))} – {seconds(max(times))}",
+        span(found.times),
         f"{gigabytes / found.wall_s:.2f}" if large else "",
         "" if ratio is None else f"{ratio:.2f}",
         f"{_cpu_s(found) / gigabytes:.2f}" if large else "",
         _extra(found),
-        f"{found.noisy(TOLERANCE)} of {len(times)}" if large else "",
+        f"{found.noisy(TOLERANCE)} of {len(found.samples)}" if large else "",
     )
 
 
@@ -166,7 +165,6 @@ def _resharding(results: Results) -> str:
     for found in results.measurements:
         if found.scenario != RESHARD:
             continue
-        times = [sample.wall_s for sample in found.samples]
         wanted = found.value("wanted_nbytes")
         rows.append(
             (
@@ -174,7 +172,7 @@ def _resharding(results: Results) -> str:
                 found.subject,
                 found.column,
                 seconds(found.wall_s),
-                f"{seconds(min(times))} – {seconds(max(times))}",
+                span(found.times),
                 f"{wanted / found.wall_s / 1e9:.2f}",
                 _share(found.value("read_share")),
                 _share(found.value("calls_share")),
@@ -299,12 +297,11 @@ def _growth(results: Results) -> str:
 def _processes(results: Results) -> str:
     rows = []
     for found in results.where(PROCESSES):
-        times = [sample.wall_s for sample in found.samples]
         rows.append(
             (
                 found.column,
                 seconds(found.wall_s),
-                f"{seconds(min(times))} – {seconds(max(times))}",
+                span(found.times),
                 f"{found.nbytes / found.wall_s / 1e9:.2f}",
                 f"{_cpu_s(found):.2f} s",
                 _extra(found),
@@ -346,3 +343,8 @@ def seconds(value: float) -> str:
     if abs(value) >= 1e-3:
         return f"{value * 1e3:.1f} ms"
     return f"{value * 1e6:.0f} µs"
+
+
+def span(times: Sequence[float]) -> str:
+    """Format the fastest and the slowest time."""
+    return f"{seconds(min(times))} – {seconds(max(times))}"

@@ -39,6 +39,7 @@ from benchmarks.results import (
     WARM,
     Measurement,
     Results,
+    Sampled,
     Verdict,
     by_size,
     exponent,
@@ -287,12 +288,18 @@ def _interference(results: Results) -> Iterator[Verdict]:
 
 
 def _budget(found: Measurement) -> Verdict:
+    metric = f"extra memory of a {found.column.replace(', ', ' in ')}"
+    return within_budget(found.workload, metric, found)
+
+
+def within_budget(workload: str, metric: str, found: Sampled) -> Verdict:
+    """Judge the peak of memory of saves or restores within a budget."""
     budget = found.value("budget_nbytes")
     limit = BUDGET_SHARE * budget + PER_LEAF_NBYTES * found.leaf_count + BUDGET_SPARE_NBYTES
     most = max(sample.extra_nbytes for sample in found.samples)
     return Verdict(
-        found.workload,
-        f"extra memory of a {found.column.replace(', ', ' in ')}",
+        workload,
+        metric,
         f"≤ 1.05 × {budget / MIB:.0f} MiB + 2 KiB per leaf + 16 MiB = {limit / MIB:.0f} MiB",
         f"{most / MIB:.0f} MiB",
         "PASS" if most <= limit else "MISS",

@@ -19,7 +19,7 @@ from benchmarks.remote.results import (
     Sweep,
 )
 from benchmarks.report import write_files
-from benchmarks.tables import facts, seconds, table, targets
+from benchmarks.tables import facts, seconds, span, table, targets
 
 NAME = "remote"
 MIB = 1 << 20
@@ -48,7 +48,6 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
 def _transfers(results: Results, scenario: str) -> str:
     rows = []
     for found in results.where(scenario=scenario):
-        times = [sample.wall_s for sample in found.samples]
         large = found.nbytes >= 16 * MIB
         rows.append(
             (
@@ -57,8 +56,8 @@ def _transfers(results: Results, scenario: str) -> str:
                 found.subject,
                 found.column,
                 seconds(found.wall_s),
-                f"{seconds(min(times))} – {seconds(max(times))}",
-                str(len(times)),
+                span(found.times),
+                str(len(found.samples)),
                 f"{found.rate / 1e6:.0f}" if large else "",
                 _number(results.floor_ratio(found)),
                 _number(results.own_ratio(found)),
