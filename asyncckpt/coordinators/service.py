@@ -24,7 +24,6 @@ calls in a daemon thread with a separate connection, which can be abandoned and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import queue
 import threading
@@ -276,18 +275,21 @@ class _Caller(Generic[S]):
         return limit_s if since is None else since + limit_s - time.monotonic()
 
     def end(self) -> None:
-        """Let the thread end after its current call."""
+        """Let the thread end after its current call; calls that wait for it are refused."""
         self._ended = True
+        # Behind all calls: `END` is the last turn.
         self.submit(lambda service: None, END)
 
     def _serve(self) -> None:
         service: S | None = None
-        while not self._ended:
-            _, _, future, function = self._queue.get()
-            if self._ended:
-                _refuse(future)
-                break
+        while True:
+            turn, _, future, function = self._queue.get()
             if not _begin(future):
+                continue
+            if self._ended:
+                future.set_exception(ClosedError("the coordinator was closed"))
+                if turn == END:
+                    return
                 continue
             self._busy_since = time.monotonic()
             try:
@@ -302,13 +304,6 @@ class _Caller(Generic[S]):
                 del result
             self._busy_since = None
             del future, function
-        del service
-        self._refuse_rest()
-
-    def _refuse_rest(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _refuse(self._queue.get_nowait()[2])
 
 
 _callers: weakref.WeakSet[_Caller[Any]] = weakref.WeakSet()
@@ -329,8 +324,3 @@ call_at_exit(_end_all)
 def _begin(future: Future[Any]) -> bool:
     """Return whether to make the call of this future, which may have been cancelled."""
     return future.running() or future.set_running_or_notify_cancel()
-
-
-def _refuse(future: Future[Any]) -> None:
-    if _begin(future):
-        future.set_exception(ClosedError("the coordinator was closed"))
