@@ -154,7 +154,7 @@ async def test_a_service_without_an_answer_is_silence(clock: Clock) -> None:
         async def fail(*_: object) -> None:
             raise StoreError("no answer")
 
-        second._group.coordinator.put = fail  # type: ignore[method-assign]
+        second.group.coordinator.put = fail  # type: ignore[method-assign]
         for _ in range(4):
             await beat(clock, second, seconds=CALL_LIMIT_S + BEAT_S)
         assert silent_ones(second) == (0,)
