@@ -83,7 +83,7 @@ class SubjectWorker:
         self._workload = state.read(Path(path))
         targets = targets_like(self._workload.tree) if restore else None
 
-        def work() -> Values:
+        def work() -> Mapping[str, float]:
             if targets is None:
                 self._subject.open(self._workload)
                 return self._subject.save(self._workload, name)
@@ -117,7 +117,7 @@ class SubjectWorker:
         targets = targets_like(self._workload.tree) if in_place else None
         restored: Restored | None = None
 
-        def work() -> Values:
+        def work() -> Mapping[str, float]:
             nonlocal restored
             if targets is None:
                 restored = self._subject.restore(self._workload, name)
