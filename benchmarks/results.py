@@ -147,6 +147,14 @@ class Verdict:
     measured: str
     status: str
 
+    @classmethod
+    def of(
+        cls, workload: str, metric: str, target: str, measured: str, met: bool | None
+    ) -> Verdict:
+        """Return the verdict; `met` is None where a figure is missing."""
+        status = "-" if met is None else "PASS" if met else "MISS"
+        return cls(workload, metric, target, measured, status)
+
 
 @dataclass(slots=True)
 class Results:

@@ -10,7 +10,7 @@ import typer
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, gc, opening, tables, timeline, transfer, tune
 from asyncckpt.cli.opening import StorageOption, storage_options
-from asyncckpt.cli.terminal import AsJson, Yes, complain, print_json
+from asyncckpt.cli.terminal import AsJson, Yes, complain, confirm, print_json
 from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -168,9 +168,7 @@ def remove(
         for (root, step), path in places.items():
             typer.echo(f"{tables.printable(path)}  {_summary(root, step, options)}")
         count = "this checkpoint" if len(places) == 1 else f"these {len(places)} checkpoints"
-        if not typer.confirm(f"Remove {count}?"):
-            typer.echo("nothing was removed")
-            raise typer.Exit(1)
+        confirm(f"Remove {count}?", "nothing was removed")
     for (root, step), path in places.items():
         with opening.run_at(root, options) as run:
             run.delete(step)

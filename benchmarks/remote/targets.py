@@ -96,12 +96,12 @@ def _peers(results: Results) -> Iterator[Verdict]:
 def _swept(sweep: Sweep) -> Verdict:
     best = sweep.best
     ratio = sweep.auto_s / best.median_s
-    return Verdict(
+    return Verdict.of(
         f"W1 {sweep.profile}",
         f"auto / best point of the sweep, {sweep.subject}",
         f"≤ {NEAR_BEST}",
         f"{ratio:.2f} (auto {sweep.picked}, best {best.point})",
-        "PASS" if ratio <= NEAR_BEST else "MISS",
+        ratio <= NEAR_BEST,
     )
 
 
@@ -141,8 +141,8 @@ def _lag(found: Measurement) -> Verdict:
 
 
 def _verdict(found: Measurement, metric: str, target: str, measured: str, kept: bool) -> Verdict:
-    status = "-" if math.isnan(found.wall_s) else "PASS" if kept else "MISS"
-    return Verdict(f"{found.workload} {found.profile}", metric, target, measured, status)
+    met = None if math.isnan(found.wall_s) else kept
+    return Verdict.of(f"{found.workload} {found.profile}", metric, target, measured, met)
 
 
 def _places(results: Results) -> list[tuple[str, str]]:

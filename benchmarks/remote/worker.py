@@ -241,7 +241,7 @@ def _made(setup: dict[str, Any]) -> Any:
     told = Setup(endpoints, setup["prefix"], Path(setup["directory"]), setup["budget_nbytes"])
     if setup["raw"]:
         return RawWorker(told, setup["kind"])
-    point = Point(*setup["point"]) if setup["point"] else None
+    point = Point(**setup["point"]) if setup["point"] else None
     return SubjectWorker(told, setup["kind"], point, setup["reads"])
 
 
