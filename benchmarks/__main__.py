@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import random
 import shlex
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import machine, report, results
+from benchmarks import files, machine, report, results
 from benchmarks.local import targets
 from benchmarks.local.floors import Floors
 from benchmarks.local.plans import runs
@@ -57,11 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         print(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(made)}")
         return 2
-    with (
-        _terminated_by_exception(),
-        tempfile.TemporaryDirectory(prefix="asyncckpt-bench-", dir=options.dir) as name,
-    ):
-        directory = Path(name)
+    with files.scratch(options.dir) as directory:
         refused = machine.refusal(
             directory,
             (FULL_COPIES_ON_DISK if full else COPIES_ON_DISK) * size + SPARE_NBYTES,
@@ -114,16 +107,6 @@ def _measure(
     found.facts["samples"] = f"{options.samples} per case, order shuffled with seed {options.seed}"
     found.facts["command"] = shlex.join(["python", "-m", "benchmarks", *options.arguments])
     return found
-
-
-@contextlib.contextmanager
-def _terminated_by_exception() -> Iterator[None]:
-    # SIGTERM ends the block like any exception, so that its temporary directory is removed.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,8 +8,6 @@ first changes with every round. Ratios are of medians.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import shutil
 import statistics
 import tempfile
@@ -21,14 +19,14 @@ from typing import Any
 
 from benchmarks import tables
 from benchmarks.files import warm
-from benchmarks.local.processes import answers
 from benchmarks.machine import facts
+from benchmarks.report import write_page
+from benchmarks.workers import started
 from benchmarks.workloads import leaves, llama
 
 RANKS = 2
 TARGETS = {"save": 1.5, "load": 1.0}
 OURS, THEIRS = "asyncckpt", "DCP"
-LIMIT_S = 120.0
 
 Samples = dict[str, dict[str, list[float]]]
 """By operation and class: seconds, of the slowest rank."""
@@ -86,41 +84,24 @@ def work(store: Path, rank: int, size: int, pipe: Connection) -> None:
 
 def measure(directory: Path, size: int, rounds: int) -> tuple[Samples, int]:
     """Return the samples of all rounds but the first, and the bytes of the state."""
-    context = multiprocessing.get_context("spawn")
     home = Path(tempfile.mkdtemp(dir=directory))
     samples: Samples = {operation: {OURS: [], THEIRS: []} for operation in TARGETS}
-    pipes: list[Connection] = []
-    workers = []
     try:
-        for rank in range(RANKS):
-            mine, theirs = context.Pipe()
-            workers.append(
-                context.Process(target=work, args=(home / "store", rank, size, theirs), daemon=True)
-            )
-            workers[-1].start()
-            pipes.append(mine)
-        nbytes = answers(pipes)[0]
-        for number in range(rounds + 1):
-            names = [OURS, THEIRS][:: 1 if number % 2 else -1]
-            for operation in TARGETS:
+        with started(work, [(home / "store", rank, size) for rank in range(RANKS)]) as workers:
+            nbytes = workers.answers()[0]
+            for number in range(rounds + 1):
+                names = [OURS, THEIRS][:: 1 if number % 2 else -1]
+                for operation in TARGETS:
+                    for name in names:
+                        if operation == "load":
+                            warm(home / name)  # direct writes have left nothing in the page cache
+                        seconds = max(workers.ask((operation, name, str(home / name))))
+                        if number:
+                            samples[operation][name].append(seconds)
                 for name in names:
-                    if operation == "load":
-                        warm(home / name)  # direct writes have left nothing in the page cache
-                    for pipe in pipes:
-                        pipe.send((operation, name, str(home / name)))
-                    seconds = max(answers(pipes))
-                    if number:
-                        samples[operation][name].append(seconds)
-            for name in names:
-                shutil.rmtree(home / name)
-        for pipe in pipes:
-            pipe.send(None)
-        for worker in workers:
-            worker.join(LIMIT_S)
+                    shutil.rmtree(home / name)
         return samples, nbytes
     finally:
-        for worker in workers:
-            worker.kill()
         shutil.rmtree(home, ignore_errors=True)
 
 
@@ -138,7 +119,7 @@ def report(samples: Samples, nbytes: int, about: dict[str, Any]) -> str:
                     operation,
                     name,
                     tables.seconds(median),
-                    f"{tables.seconds(min(times))} – {tables.seconds(max(times))}",
+                    tables.span(times),
                     f"{nbytes / median / 1e6:.0f}",
                     *((f"{ratio:.2f}", verdict) if name == OURS else ("", "")),
                 )
@@ -159,10 +140,7 @@ def main() -> None:
     samples, nbytes = measure(given.dir, given.size, given.rounds)
     about = {**facts(given.dir), "state": f"{nbytes / 1e6:.0f} MB on each of {RANKS} ranks"}
     text = report(samples, nbytes * RANKS, about)
-    print(text)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "dcp.md").write_text(text)
-    (given.out / "dcp.json").write_text(json.dumps({"about": about, "samples": samples}, indent=1))
+    write_page(given.out, "dcp", text, {"about": about, "samples": samples})
 
 
 if __name__ == "__main__":

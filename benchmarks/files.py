@@ -1,9 +1,28 @@
-"""Files of checkpoints: made durable, brought into the page cache, or put out of it."""
+"""Files of checkpoints: made durable, brought into the page cache, put out of it, and removed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def scratch(directory: Path | None) -> Iterator[Path]:
+    """Make a directory for the block, which SIGTERM ends like any exception.
+
+    Thus files and processes are removed then, too.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with tempfile.TemporaryDirectory(prefix="asyncckpt-bench-", dir=directory) as name:
+            yield Path(name)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def files_under(path: Path) -> list[Path]:

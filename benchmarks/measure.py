@@ -17,9 +17,11 @@ import resource
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +97,53 @@ class Case:
     standing_nbytes: int = 0
     samples: int | None = None
 
+    def attempt(self, *, with_floor: bool) -> Sample:
+        """Run once, between two probes of the floor."""
+        floor = self.floor if with_floor else None
+        self.prepare()
+        try:
+            # A full collection takes 0.3 s with all peers imported; there is one in each round.
+            gc.collect(1)
+            back_memory(self.fresh_nbytes)
+            before_s = floor() if floor else None
+            baseline = resident_nbytes()
+            reset_peak()
+            cpu_before_s = cpu_seconds()
+            values = dict(self.run())
+            cpu_s = cpu_seconds() - cpu_before_s
+            extra_nbytes = max(0, peak_nbytes() - baseline) + self.standing_nbytes
+            after_s = floor() if floor else None
+        finally:
+            self.finish()
+        return Sample(
+            wall_s=values.pop("wall_s"),
+            cpu_s=values.pop("cpu_s", cpu_s),
+            extra_nbytes=extra_nbytes,
+            floor_before_s=before_s,
+            floor_after_s=after_s,
+            values=values,
+        )
+
+
+class Run(ABC):
+    """What is measured as a case: methods as the attributes of `Case`."""
+
+    def prepare(self) -> None:
+        """Prepare nothing."""
+        return None
+
+    @abstractmethod
+    def run(self) -> Mapping[str, float]:
+        """Do the work."""
+
+    def finish(self) -> None:
+        """Leave everything as it is."""
+        return None
+
+    def case(self, name: str, **more: Any) -> Case:
+        """Return this as a case, with further attributes."""
+        return Case(name, self.run, self.prepare, self.finish, **more)
+
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
@@ -164,7 +213,7 @@ def rounds(
 
     for case in cases:
         if case.samples != 1:
-            guarded(case, functools.partial(_attempt, case, with_floor=False))
+            guarded(case, functools.partial(case.attempt, with_floor=False))
     for index in range(protocol.samples):
         if index >= LEAST_ROUNDS and protocol.is_late():
             break
@@ -183,7 +232,7 @@ def take(case: Case, protocol: Protocol, patience: Patience) -> Sample:
     repeats = 0
     while True:
         start = protocol.clock()
-        sample = _attempt(case, with_floor=True)
+        sample = case.attempt(with_floor=True)
         if repeats and patience.left_s is not None:
             patience.left_s -= protocol.clock() - start
         if best is None or sample.floor_spread < best.floor_spread:
@@ -194,33 +243,6 @@ def take(case: Case, protocol: Protocol, patience: Patience) -> Sample:
             break
         repeats += 1
     return dataclasses.replace(best, repeats=repeats)
-
-
-def _attempt(case: Case, *, with_floor: bool) -> Sample:
-    floor = case.floor if with_floor else None
-    case.prepare()
-    try:
-        # A full collection takes 0.3 s with all peers imported; there is one in each round.
-        gc.collect(1)
-        back_memory(case.fresh_nbytes)
-        before_s = floor() if floor else None
-        baseline = resident_nbytes()
-        reset_peak()
-        cpu_before_s = cpu_seconds()
-        values = dict(case.run())
-        cpu_s = cpu_seconds() - cpu_before_s
-        extra_nbytes = max(0, peak_nbytes() - baseline) + case.standing_nbytes
-        after_s = floor() if floor else None
-    finally:
-        case.finish()
-    return Sample(
-        wall_s=values.pop("wall_s"),
-        cpu_s=values.pop("cpu_s", cpu_s),
-        extra_nbytes=extra_nbytes,
-        floor_before_s=before_s,
-        floor_after_s=after_s,
-        values=values,
-    )
 
 
 # ------------------------------------------------------------------------------------ resources

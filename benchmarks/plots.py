@@ -151,7 +151,7 @@ def _plot_shardings(axis: Any, found: list[Measurement], colours: Any) -> None:
         ]
         axis.barh(places, [m.wall_s for m in mine], height, color=colours(number), label=subject)
         for place, measurement in zip(places, mine, strict=True):
-            times = [sample.wall_s for sample in measurement.samples]
+            times = measurement.times
             axis.plot(times, [place] * len(times), ".", color="black", markersize=3)
     axis.set_yticks(range(len(columns)), columns[::-1])
     axis.set_xlabel("s")

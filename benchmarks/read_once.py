@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
-import multiprocessing
 import random
 import statistics
 import tempfile
@@ -25,8 +23,9 @@ import numpy as np
 
 from asyncckpt import RestoreOptions, blocking
 from benchmarks import tables
-from benchmarks.local.processes import answers
 from benchmarks.machine import facts
+from benchmarks.report import write_page
+from benchmarks.workers import started
 from tests.simulator import S3, simulator_process
 
 MIB = 1 << 20
@@ -76,33 +75,19 @@ def measure(
     root: str, storage: dict[str, Any] | None, count: int, nbytes: int, rounds: int
 ) -> dict[bool, list[Sample]]:
     """Return samples of both ways, after one of each that does not count."""
-    context = multiprocessing.get_context("spawn")
     samples: dict[bool, list[Sample]] = {False: [], True: []}
     order = random.Random(0)
     with tempfile.TemporaryDirectory() as home:
-        pipes: list[Connection] = []
-        workers = []
-        try:
-            for index in range(count):
-                mine, theirs = context.Pipe()
-                given = (root, storage, Path(home) / "store", index, count, nbytes, theirs)
-                workers.append(context.Process(target=work, args=given, daemon=True))
-                workers[-1].start()
-                pipes.append(mine)
-            answers(pipes)
+        rendezvous = Path(home) / "store"
+        given = [(root, storage, rendezvous, index, count, nbytes) for index in range(count)]
+        with started(work, given) as workers:
+            workers.answers()
             for number in range(rounds + 1):
                 for broadcast in order.sample((False, True), 2):
                     start = time.perf_counter()
-                    for pipe in pipes:
-                        pipe.send(broadcast)
-                    read = sum(answers(pipes))
+                    read = sum(workers.ask(broadcast))
                     if number:
                         samples[broadcast].append(Sample(time.perf_counter() - start, read))
-            for pipe in pipes:
-                pipe.send(None)
-        finally:
-            for worker in workers:
-                worker.kill()
     return samples
 
 
@@ -152,15 +137,11 @@ def main() -> None:
                 found.append((name, count, samples))
     about = {**facts(given.dir), "state": f"{given.size} MiB in {ARRAYS} arrays"}
     text = report(found, about)
-    print(text)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "read_once.md").write_text(text)
     figures = [
         {"where": name, "processes": count, "each": samples[False], "once": samples[True]}
         for name, count, samples in found
     ]
-    document = {"about": about, "samples": figures}
-    (given.out / "read_once.json").write_text(json.dumps(document, indent=1))
+    write_page(given.out, "read_once", text, {"about": about, "samples": figures})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,54 @@ from benchmarks import plots as pictures
 from benchmarks import tables
 from benchmarks.results import Results
 
+Draw = Callable[[Any, Path], None]
+"""Draws a picture of results into a file."""
+
 
 def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path]:
     """Write JSON, table and, where matplotlib is installed, plots; return their paths."""
+    drawn: dict[str, Draw] = {}
+    if plots and pictures.panels(results):
+        drawn[""] = pictures.plot
+    if plots and results.timelines:
+        drawn["-training"] = pictures.plot_training
+    return write_files(results, directory, results.form, markdown, drawn)
+
+
+def write_files(
+    results: Any,
+    directory: Path,
+    name: str,
+    text: Callable[[Any, Sequence[str]], str],
+    drawn: Mapping[str, Draw],
+) -> list[Path]:
+    """Write the files of results of either suite; return their paths.
+
+    Args:
+        results: what was measured.
+        directory: where the files go.
+        name: of the files.
+        text: returns the tables, given the results and the names of the pictures.
+        drawn: what draws each picture, by the end of its name; none without matplotlib.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    data, table = (directory / f"{results.form}{end}" for end in (".json", ".md"))
+    data, table = (directory / f"{name}{end}" for end in (".json", ".md"))
     data.write_text(json_text(results))
     made = [data, table]
-    names = []
-    if plots and importlib.util.find_spec("matplotlib"):
-        if pictures.panels(results):
-            made.append(directory / f"{results.form}.png")
-            pictures.plot(results, made[-1])
-        if results.timelines:
-            made.append(directory / f"{results.form}-training.png")
-            pictures.plot_training(results, made[-1])
-        names = [path.name for path in made[2:]]
-    table.write_text(markdown(results, names))
+    if importlib.util.find_spec("matplotlib"):
+        for end, draw in drawn.items():
+            made.append(directory / f"{name}{end}.png")
+            draw(results, made[-1])
+    table.write_text(text(results, [path.name for path in made[2:]]))
     return made
+
+
+def write_page(directory: Path, name: str, text: str, document: Mapping[str, Any]) -> None:
+    """Print figures, and write them as Markdown and as JSON."""
+    print(text)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.md").write_text(text)
+    (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def json_text(results: Any) -> str:

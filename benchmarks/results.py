@@ -7,12 +7,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from benchmarks.measure import Sample, median
-from benchmarks.workloads import SMALL_LEAVES
+from benchmarks.workloads import SMALL_LEAVES, Workload
 
 SAVE, WARM, COLD = "save", "restore, warm", "restore, cold"
 STALL, LAG, FIRST = "stall", "loop lag", "first save after prepare"
@@ -55,8 +55,35 @@ AGREED = "cached plan of several processes"
 """The time to find a plan that is known, and what the processes agreed on with it."""
 
 
+class Sampled:
+    """Samples of one subject in one scenario, and their medians."""
+
+    __slots__ = ()
+
+    leaf_count: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds, sample by sample."""
+        return [sample.wall_s for sample in self.samples]
+
+    @property
+    def wall_s(self) -> float:
+        """Median seconds."""
+        return median(self.times)
+
+    def value(self, name: str) -> float:
+        """Return the median of one of the further figures; NaN where it was not measured."""
+        return median(self.values(name))
+
+    def values(self, name: str) -> list[float]:
+        """Return one of the further figures, sample by sample."""
+        return [sample.values[name] for sample in self.samples if name in sample.values]
+
+
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Sampled):
     """The samples of one subject in one scenario.
 
     Attributes:
@@ -80,10 +107,19 @@ class Measurement:
     floor: str
     samples: tuple[Sample, ...]
 
-    @property
-    def wall_s(self) -> float:
-        """Median seconds."""
-        return median([sample.wall_s for sample in self.samples])
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        scenario: str,
+        subject: str,
+        column: str,
+        samples: Iterable[Sample],
+        floor: str = "",
+    ) -> Measurement:
+        """Return the measurement of a workload."""
+        counts = workload.nbytes, workload.leaf_count
+        return cls(workload.id, scenario, subject, column, *counts, floor, tuple(samples))
 
     @property
     def floor_ratio(self) -> float | None:
@@ -94,16 +130,11 @@ class Measurement:
     @property
     def spread(self) -> float:
         """(slowest - fastest) / median."""
-        times = [sample.wall_s for sample in self.samples]
-        return (max(times) - min(times)) / median(times)
+        return (max(self.times) - min(self.times)) / self.wall_s
 
     def noisy(self, tolerance: float) -> int:
         """Count samples whose floor probes differ by more than the tolerance."""
         return sum(sample.floor_spread > tolerance for sample in self.samples)
-
-    def value(self, name: str) -> float:
-        """Return the median of one of the further figures."""
-        return median([sample.values[name] for sample in self.samples if name in sample.values])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +146,14 @@ class Verdict:
     target: str
     measured: str
     status: str
+
+    @classmethod
+    def of(
+        cls, workload: str, metric: str, target: str, measured: str, met: bool | None
+    ) -> Verdict:
+        """Return the verdict; `met` is None where a figure is missing."""
+        status = "-" if met is None else "PASS" if met else "MISS"
+        return cls(workload, metric, target, measured, status)
 
 
 @dataclass(slots=True)
@@ -262,28 +301,30 @@ def _measurement_json(found: Measurement) -> dict[str, Any]:
         "nbytes": found.nbytes,
         "leaf_count": found.leaf_count,
         "floor": found.floor,
-        "median_s": _short(found.wall_s),
-        "spread": _short(found.spread),
-        "floor_ratio": _short(found.floor_ratio),
-        "samples": [_sample_json(sample) for sample in found.samples],
+        "median_s": short(found.wall_s),
+        "spread": short(found.spread),
+        "floor_ratio": short(found.floor_ratio),
+        "samples": [sample_json(sample) for sample in found.samples],
     }
 
 
-def _sample_json(sample: Sample) -> dict[str, Any]:
+def sample_json(sample: Sample) -> dict[str, Any]:
+    """Return plain values."""
     made: dict[str, Any] = {
-        "wall_s": _short(sample.wall_s),
-        "cpu_s": _short(sample.cpu_s),
+        "wall_s": short(sample.wall_s),
+        "cpu_s": short(sample.cpu_s),
         "extra_mib": round(sample.extra_nbytes / (1 << 20), 1),
     }
     if sample.floor_s is not None:
-        made["floor_s"] = [_short(sample.floor_before_s), _short(sample.floor_after_s)]
+        made["floor_s"] = [short(sample.floor_before_s), short(sample.floor_after_s)]
         made["repeats"] = sample.repeats
     for name, value in sample.values.items():
-        made[name] = _short(value)
+        made[name] = short(value)
     return made
 
 
-def _short(value: float | None) -> float | None:
+def short(value: float | None) -> float | None:
+    """Return six significant digits; None for NaN."""
     if value is None or math.isnan(value):
         return None
     return float(f"{value:.6g}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from benchmarks.measure import median
 from benchmarks.results import (
@@ -27,11 +29,18 @@ from benchmarks.results import (
     WARM,
     Measurement,
     Results,
+    Sampled,
+    Verdict,
     exponent,
     slope_s,
     speedup,
 )
 from benchmarks.workloads import COMPRESSED, SMALL_LEAVES
+
+T = TypeVar("T")
+
+Columns = dict[str, Callable[[T], str]]
+"""By the head of each column, what makes its cells."""
 
 MIB = 1 << 20
 TOLERANCE = 0.10
@@ -56,50 +65,57 @@ def all_of(results: Results) -> list[str]:
 
 def targets(results: Results) -> str:
     """Return the table of targets, and whether they were met."""
-    rows = [(v.workload, v.metric, v.target, v.measured, v.status) for v in results.verdicts]
-    return table("Targets", "workload|metric|target|measured|", rows)
+    columns: Columns[Verdict] = {
+        "workload": lambda v: v.workload,
+        "metric": lambda v: v.metric,
+        "target": lambda v: v.target,
+        "measured": lambda v: v.measured,
+        "": lambda v: v.status,
+    }
+    return table_of("Targets", results.verdicts, columns)
 
 
 # -------------------------------------------------------------------------- saves and restores
 
-_COLUMNS = (
-    "workload|subject|column|median|fastest – slowest|rate|of the floor|"
-    "CPU s per GB|extra memory|unsteady samples"
-)
-
 
 def _transfers(results: Results, scenario: str) -> str:
-    found = results.where(scenario)
-    columns, rows = _COLUMNS, [_row(m) for m in found]
+    columns: Columns[Measurement] = {
+        "workload": lambda m: m.workload,
+        "subject": lambda m: m.subject,
+        "column": lambda m: m.column,
+        "median": _median,
+        "fastest – slowest": _span,
+        "rate": lambda m: _rate(m) if m.floor else "",
+        "of the floor": lambda m: "" if m.floor_ratio is None else f"{m.floor_ratio:.2f}",
+        "CPU s per GB": lambda m: f"{_cpu_s(m) / (m.nbytes / 1e9):.2f}" if m.floor else "",
+        "extra memory": _extra,
+        "unsteady samples": lambda m: (
+            f"{m.noisy(TOLERANCE)} of {len(m.samples)}" if m.floor else ""
+        ),
+    }
     if scenario in (WARM, COLD):
-        columns += "|read from disk"
-        rows = [(*row, _disk_share(m)) for row, m in zip(rows, found, strict=True)]
+        columns["read from disk"] = _disk_share
     elif scenario in (SAVE, RETENTION):
-        columns += "|until wait() returns"
-        rows = [(*row, seconds(m.value("waited_s"))) for row, m in zip(rows, found, strict=True)]
+        columns["until wait() returns"] = _figure("waited_s")
     elif scenario in (FOREIGN, CONVERT):
-        columns += "|the other takes"
-        rows = [(*row, _faster(results, m)) for row, m in zip(rows, found, strict=True)]
-    return table(scenario, columns, rows)
+        columns["the other takes"] = functools.partial(_faster, results)
+    return table_of(scenario, results.where(scenario), columns)
 
 
-def _row(found: Measurement) -> tuple[str, ...]:
-    times = [sample.wall_s for sample in found.samples]
-    gigabytes = found.nbytes / 1e9
-    large = bool(found.floor)
-    ratio = found.floor_ratio
-    return (
-        found.workload,
-        found.subject,
-        found.column,
-        seconds(found.wall_s),
-        f"{seconds(min(times))} – {seconds(max(times))}",
-        f"{gigabytes / found.wall_s:.2f}" if large else "",
-        "" if ratio is None else f"{ratio:.2f}",
-        f"{_cpu_s(found) / gigabytes:.2f}" if large else "",
-        _extra(found),
-        f"{found.noisy(TOLERANCE)} of {len(times)}" if large else "",
-    )
+def _median(found: Sampled) -> str:
+    return seconds(found.wall_s)
+
+
+def _span(found: Sampled) -> str:
+    return span(found.times)
+
+
+def _figure(name: str) -> Callable[[Sampled], str]:
+    return lambda found: seconds(found.value(name))
+
+
+def _rate(found: Measurement) -> str:
+    return f"{found.nbytes / found.wall_s / 1e9:.2f}"
 
 
 def _disk_share(found: Measurement) -> str:
@@ -121,6 +137,10 @@ def _faster(results: Results, found: Measurement) -> str:
 
 def _cpu_s(found: Measurement) -> float:
     return median([sample.cpu_s for sample in found.samples])
+
+
+def _cpu(found: Measurement) -> str:
+    return f"{_cpu_s(found):.2f} s"
 
 
 def _extra(found: Measurement) -> str:
@@ -147,47 +167,30 @@ def _small_leaves(results: Results) -> str:
 
 
 def _planning(results: Results) -> str:
-    rows = [
-        (
-            found.column,
-            str(found.leaf_count),
-            seconds(found.wall_s),
-            f"{found.wall_s / found.leaf_count * 1e6:.2f} µs",
-        )
-        for found in sorted(
-            (m for m in results.measurements if m.scenario == PLAN), key=lambda m: m.column
-        )
-    ]
-    return table(PLAN, "what|how many|median|of each", rows)
+    columns: Columns[Measurement] = {
+        "what": lambda m: m.column,
+        "how many": lambda m: str(m.leaf_count),
+        "median": _median,
+        "of each": lambda m: f"{m.wall_s / m.leaf_count * 1e6:.2f} µs",
+    }
+    return table_of(PLAN, sorted(results.where(PLAN), key=lambda m: m.column), columns)
 
 
 def _resharding(results: Results) -> str:
-    rows = []
-    for found in results.measurements:
-        if found.scenario != RESHARD:
-            continue
-        times = [sample.wall_s for sample in found.samples]
-        wanted = found.value("wanted_nbytes")
-        rows.append(
-            (
-                found.workload,
-                found.subject,
-                found.column,
-                seconds(found.wall_s),
-                f"{seconds(min(times))} – {seconds(max(times))}",
-                f"{wanted / found.wall_s / 1e9:.2f}",
-                _share(found.value("read_share")),
-                _share(found.value("calls_share")),
-                f"{_cpu_s(found):.2f} s",
-                _extra(found),
-                _faster(results, found),
-            )
-        )
-    columns = (
-        "workload|subject|onto|median|fastest – slowest|rate|read|by system calls|CPU|"
-        "extra memory|the other takes"
-    )
-    return table(RESHARD, columns, rows)
+    columns: Columns[Measurement] = {
+        "workload": lambda m: m.workload,
+        "subject": lambda m: m.subject,
+        "onto": lambda m: m.column,
+        "median": _median,
+        "fastest – slowest": _span,
+        "rate": lambda m: f"{m.value('wanted_nbytes') / m.wall_s / 1e9:.2f}",
+        "read": lambda m: _share(m.value("read_share")),
+        "by system calls": lambda m: _share(m.value("calls_share")),
+        "CPU": _cpu,
+        "extra memory": _extra,
+        "the other takes": functools.partial(_faster, results),
+    }
+    return table_of(RESHARD, results.where(RESHARD), columns)
 
 
 def _share(value: float) -> str:
@@ -198,27 +201,19 @@ def _share(value: float) -> str:
 
 
 def _stalls(results: Results) -> str:
-    rows = []
-    for found in results.measurements:
-        if found.scenario != STALL:
-            continue
-        floor_s = [sample.floor_s for sample in found.samples if sample.floor_s is not None]
-        rows.append(
-            (
-                found.workload,
-                found.column,
-                seconds(found.wall_s),
-                seconds(found.value("start_save_s")),
-                seconds(found.value("inflation_s")),
-                seconds(found.value("step_s")),
-                seconds(median(floor_s)),
-                seconds(found.value("committed_s")),
-            )
-        )
-    columns = (
-        "workload|loop|stall|in start_save|three steps longer by|a step|memcpy|committed after"
-    )
-    return table(STALL, columns, rows)
+    columns: Columns[Measurement] = {
+        "workload": lambda m: m.workload,
+        "loop": lambda m: m.column,
+        "stall": _median,
+        "in start_save": _figure("start_save_s"),
+        "three steps longer by": _figure("inflation_s"),
+        "a step": _figure("step_s"),
+        "memcpy": lambda m: seconds(
+            median([s.floor_s for s in m.samples if s.floor_s is not None])
+        ),
+        "committed after": _figure("committed_s"),
+    }
+    return table_of(STALL, results.where(STALL), columns)
 
 
 def _background(results: Results) -> str:
@@ -239,81 +234,75 @@ def _background(results: Results) -> str:
 
 
 def _trainings(results: Results, scenario: str) -> str:
-    rows = []
-    for found in results.where(scenario):
+    def longer(found: Measurement) -> str:
         plain = results.find(found.workload, scenario, NO_SAVES, found.column)
-        longer = None if plain is None else speedup(plain, found)
-        rows.append(
-            (
-                found.column,
-                found.subject,
-                seconds(found.wall_s),
-                "" if longer is None else f"{longer:.2f} ×",
-                seconds(found.value("step_s")),
-                seconds(found.value("steps_s")),
-                seconds(found.value("blocked_s")),
-                seconds(found.value("committed_s")),
-                seconds(found.value("total_s")),
-                f"{_cpu_s(found):.2f} s",
-                seconds(found.value("lag_p99_s")),
-                seconds(found.value("lag_max_s")),
-                _extra(found),
-            )
-        )
-    columns = (
-        "loop|saves by|training|of that without saves|a step|all steps|in calls to save|"
-        "a save takes|until the last save|CPU|loop lag p99|largest|extra memory"
-    )
-    return table(scenario, columns, rows)
+        ratio = None if plain is None else speedup(plain, found)
+        return "" if ratio is None else f"{ratio:.2f} ×"
+
+    columns: Columns[Measurement] = {
+        "loop": lambda m: m.column,
+        "saves by": lambda m: m.subject,
+        "training": _median,
+        "of that without saves": longer,
+        "a step": _figure("step_s"),
+        "all steps": _figure("steps_s"),
+        "in calls to save": _figure("blocked_s"),
+        "a save takes": _figure("committed_s"),
+        "until the last save": _figure("total_s"),
+        "CPU": _cpu,
+        "loop lag p99": _figure("lag_p99_s"),
+        "largest": _figure("lag_max_s"),
+        "extra memory": _extra,
+    }
+    return table_of(scenario, results.where(scenario), columns)
 
 
 def _budgets(results: Results) -> str:
-    rows = [
-        (
-            found.column,
-            f"{found.nbytes / MIB:.0f} MiB",
-            _extra(found),
-            seconds(found.wall_s),
-            f"{found.nbytes / found.wall_s / 1e9:.2f}",
-            f"{_cpu_s(found):.2f} s",
-        )
-        for found in results.where(BUDGET)
-    ]
-    return table(BUDGET, "what|state|peak of extra memory|took|rate|CPU", rows)
+    columns: Columns[Measurement] = {
+        "what": lambda m: m.column,
+        "state": _state,
+        "peak of extra memory": _extra,
+        "took": _median,
+        "rate": _rate,
+        "CPU": _cpu,
+    }
+    return table_of(BUDGET, results.where(BUDGET), columns)
 
 
 def _growth(results: Results) -> str:
-    rows = [
-        (
-            f"{found.nbytes / MIB:.0f} MiB",
-            found.column,
-            f"{found.value('per_save_nbytes') / MIB:.3f} MiB",
-            f"{found.value('grown_nbytes') / MIB:.1f} MiB",
-            seconds(found.wall_s),
-        )
-        for found in results.where(GROWTH)
-    ]
-    return table(GROWTH, "state|saves|growth per save|last over first|took", rows)
+    columns: Columns[Measurement] = {
+        "state": _state,
+        "saves": lambda m: m.column,
+        "growth per save": lambda m: f"{m.value('per_save_nbytes') / MIB:.3f} MiB",
+        "last over first": lambda m: f"{m.value('grown_nbytes') / MIB:.1f} MiB",
+        "took": _median,
+    }
+    return table_of(GROWTH, results.where(GROWTH), columns)
 
 
 def _processes(results: Results) -> str:
-    rows = []
-    for found in results.where(PROCESSES):
-        times = [sample.wall_s for sample in found.samples]
-        rows.append(
-            (
-                found.column,
-                seconds(found.wall_s),
-                f"{seconds(min(times))} – {seconds(max(times))}",
-                f"{found.nbytes / found.wall_s / 1e9:.2f}",
-                f"{_cpu_s(found):.2f} s",
-                _extra(found),
-            )
-        )
-    return table(PROCESSES, "by|median|fastest – slowest|rate|CPU of all|extra memory of all", rows)
+    columns: Columns[Measurement] = {
+        "by": lambda m: m.column,
+        "median": _median,
+        "fastest – slowest": _span,
+        "rate": _rate,
+        "CPU of all": _cpu,
+        "extra memory of all": _extra,
+    }
+    return table_of(PROCESSES, results.where(PROCESSES), columns)
+
+
+def _state(found: Measurement) -> str:
+    return f"{found.nbytes / MIB:.0f} MiB"
 
 
 # ------------------------------------------------------------------------------------ Markdown
+
+
+def table_of(title: str, found: Iterable[T], columns: Columns[T]) -> str:
+    """Return a heading and a table with a row for each thing found; nothing without rows."""
+    rows = [[text(one) for text in columns.values()] for one in found]
+    return table(title, "|".join(columns), rows)
 
 
 def table(title: str, columns: str, rows: Iterable[Sequence[str]]) -> str:
@@ -346,3 +335,8 @@ def seconds(value: float) -> str:
     if abs(value) >= 1e-3:
         return f"{value * 1e3:.1f} ms"
     return f"{value * 1e6:.0f} µs"
+
+
+def span(times: Sequence[float]) -> str:
+    """Format the fastest and the slowest time."""
+    return f"{seconds(min(times))} – {seconds(max(times))}"

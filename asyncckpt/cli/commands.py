@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, gc, opening, tables, timeline, transfer, tune
 from asyncckpt.cli.opening import StorageOption, storage_options
-from asyncckpt.cli.terminal import AsJson, Yes, complain, print_json
+from asyncckpt.cli.terminal import AsJson, Yes, complain, confirm, print_json
 from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -169,9 +168,7 @@ def remove(
         for (root, step), path in places.items():
             typer.echo(f"{tables.printable(path)}  {_summary(root, step, options)}")
         count = "this checkpoint" if len(places) == 1 else f"these {len(places)} checkpoints"
-        if not typer.confirm(f"Remove {count}?"):
-            typer.echo("nothing was removed")
-            raise typer.Exit(1)
+        confirm(f"Remove {count}?", "nothing was removed")
     for (root, step), path in places.items():
         with opening.run_at(root, options) as run:
             run.delete(step)
@@ -190,15 +187,11 @@ def _summary(root: str, step: int, options: opening.Options) -> str:
 def _verified(
     path: str, options: opening.Options, progress: Callable[[Progress], None]
 ) -> list[VerifyReport]:
-    whole = functools.partial(blocking.verify, path, storage_options=options, progress=progress)
+    place = opening.step_of(path)
     try:
-        place = opening.step_of(path)
-        if place is not None:
-            step = functools.partial(opening.verify_step, *place, options, progress)
-            return [_reported(path, place[1], step)]
-        if is_bucket(path):
+        if place is None and is_bucket(path):
             raise CheckpointNotFoundError(f"{path}: there is no checkpoint", location=path)
-        return [_reported(path, None, whole)]
+        return [_verify(path, place, options, progress)]
     except CheckpointNotFoundError:
         steps = opening.candidates(path, options)
         if not steps:
@@ -217,25 +210,32 @@ def _listed_step(
 ) -> VerifyReport | None:
     """Verify a step of a run; return None, with a message, if it was deleted since listed."""
     location = opening.child(root, step)
-    verification = functools.partial(opening.verify_step, root, step, options, progress)
     try:
-        return _reported(location, step, verification)
+        return _verify(location, (root, step), options, progress)
     except CheckpointNotFoundError:
         if step not in opening.candidates(root, options):
             text = f"{location}: deleted since the steps were listed; skipped"
             complain(CheckpointNotFoundError(text, location=location))
             return None
     # Either it was replaced and is read again, or it is not a checkpoint and raises again.
-    return _reported(location, step, verification)
+    return _verify(location, (root, step), options, progress)
 
 
-def _reported(
-    path: str, step: int | None, verification: Callable[[], VerifyReport]
+def _verify(
+    path: str,
+    place: tuple[str, int] | None,
+    options: opening.Options,
+    progress: Callable[[Progress], None],
 ) -> VerifyReport:
-    """Return the report; a record that cannot be read is reported as damage, too."""
+    """Verify a checkpoint, or the step of a run at `place`.
+
+    A record that cannot be read is reported as damage, too.
+    """
     try:
-        return verification()
+        if place is None:
+            return blocking.verify(path, storage_options=options, progress=progress)
+        return opening.verify_step(*place, options, progress)
     except CorruptCheckpointError as error:
-        location = opening.full_name(path)
         damage = Damage(None, error.file or RECORD_NAME, error.offset, str(error))
-        return VerifyReport(location, step, (damage,), 0, 0, 0.0)
+        number = None if place is None else place[1]
+        return VerifyReport(opening.full_name(path), number, (damage,), 0, 0, 0.0)

@@ -11,7 +11,7 @@ import typer
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import opening, tables
 from asyncckpt.cli.opening import StorageOption, storage_options
-from asyncckpt.cli.terminal import AsJson, Yes, print_json
+from asyncckpt.cli.terminal import AsJson, Yes, confirm, print_json
 from asyncckpt.errors import UsageError
 
 LISTED = 50
@@ -54,9 +54,7 @@ def collect(
         _show(root, found, older_than)
         if not found:
             return
-        if not typer.confirm(f"Remove {_count(found)}?"):
-            typer.echo("nothing was removed")
-            raise typer.Exit(1)
+        confirm(f"Remove {_count(found)}?", "nothing was removed")
     found = collected(dry_run=dry_run)
     if as_json:
         print_json(

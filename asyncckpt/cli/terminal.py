@@ -1,4 +1,4 @@
-"""Options, errors and JSON that commands share."""
+"""Options, questions, errors and JSON that commands share."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def complain(error: AsyncCheckpointError) -> None:
     """Print the error on standard error, on one line."""
     text = " ".join(str(error).splitlines())
     print(f"asyncckpt: {tables.printable(text)}", file=sys.stderr)
+
+
+def confirm(question: str, otherwise: str) -> None:
+    """Ask; if the answer is no, print `otherwise` and end with exit status 1."""
+    if not typer.confirm(question):
+        typer.echo(otherwise)
+        raise typer.Exit(1)
 
 
 def print_json(document: Any) -> None:

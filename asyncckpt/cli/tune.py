@@ -13,7 +13,7 @@ import typer
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import opening, tables
 from asyncckpt.cli.opening import StorageOption, storage_options
-from asyncckpt.cli.terminal import AsJson, Yes, print_json
+from asyncckpt.cli.terminal import AsJson, Yes, confirm, print_json
 from asyncckpt.cli.transfer import size_nbytes
 from asyncckpt.errors import UsageError
 from asyncckpt.reports import nbytes_text, progress_bar, rate_text
@@ -56,9 +56,7 @@ def tune(
             f"asyncckpt-tune-…, read, and removed; {nbytes_text(max_nbytes)} at most, written and "
             f"read together, in {max_seconds:g} s at most"
         )
-        if not typer.confirm("Go on?"):
-            typer.echo("nothing was measured")
-            raise typer.Exit(1)
+        confirm("Go on?", "nothing was measured")
     with progress_bar("tune", transient=True) as progress:
         report = blocking.tune(
             url,

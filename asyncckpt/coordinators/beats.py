@@ -33,25 +33,34 @@ class _Heard:
     value: bytes = b""
     silent_s: float = 0.0
 
+    @property
+    def text(self) -> str:
+        """The progress in the beat; empty if the process rests."""
+        return self.value.decode().partition(" ")[2]
+
 
 class Beats:
-    """Posts the beats of this process and watches those of others.
+    """Posts the beats of this process while a round is under way, and watches those of others.
 
-    Process 0 watches all others with one call; the others watch process 0. A beat carries a text
-    while its process is at work, and none while it rests. Only a process at work can fall silent;
-    `arrival_s` is for processes that have not come to a call yet.
+    Process 0 watches all others with one call; the others watch process 0. A beat carries the
+    progress of its process while it is at work, and nothing while it rests. Only a process at work
+    can fall silent; `arrival_s` is for processes that have not come to a call yet.
 
     Silence is measured by the clock of the observer, and only while it observes: a process that was
     itself stopped for a minute does not know about the others yet.
 
     Args:
+        engine: runs the beats.
         group: the processes.
         silence_s: seconds without a new beat after which a process is silent.
         every_s: interval of beats; longer with many processes, shorter with a short `silence_s`.
     """
 
-    def __init__(self, group: Group, silence_s: float, every_s: float = BEAT_S) -> None:
-        self._group = group
+    def __init__(
+        self, engine: Engine, group: Group, silence_s: float, every_s: float = BEAT_S
+    ) -> None:
+        self.group = group
+        self._engine = engine
         self._silence_s = silence_s
         if group.process_count > MANY_PROCESSES:
             every_s = max(every_s, SLOW_BEAT_S)
@@ -59,12 +68,32 @@ class Beats:
         self._every_s = min(every_s, silence_s / 3)
         # Silence takes at least two observations, however long this process was stopped.
         self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
+        self._rounds = 0
+        self._beating: Job[None] | None = None
         self._count = 0
+        self._reached: dict[str, int] = {}
         self._text = ""
         self._changed = asyncio.Event()
         watched = range(1, group.process_count) if group.process_index == 0 else (0,)
         self._heard = {process: _Heard() for process in watched}
         self._observed = time.monotonic()
+
+    def begin(self) -> None:
+        """Begin a round; beats go on until all begun rounds have ended."""
+        self._rounds += 1
+        if self._beating is None:
+            self._beating = self._engine.submit(self.run)
+
+    async def end(self) -> None:
+        """End a round; after the last one, post that this process rests."""
+        self._rounds -= 1
+        if self._rounds or self._beating is None:
+            return
+        beating, self._beating = self._beating, None
+        beating.cancel()
+        await ended(beating.future)
+        if not self._rounds:  # none has begun meanwhile
+            await self._rest()
 
     async def run(self) -> None:
         """Post and watch until cancelled. A service that does not answer counts as silence."""
@@ -75,7 +104,7 @@ class Beats:
                 await self._post()
                 seen = await self._look()
             except StoreError as error:
-                logger.warning("beat of process %d: %s", self._group.process_index, error)
+                logger.warning("beat of process %d: %s", self.group.process_index, error)
                 seen = {}
             self._note(seen)
             try:
@@ -84,32 +113,33 @@ class Beats:
             except TimeoutError:
                 pass
 
-    def tell(self, text: str) -> None:
-        """Post a beat soon, with this text, which later beats repeat."""
-        self._text = text
+    def reached(self, what: str, number: int) -> None:
+        """Tell the others the progress of this process soon."""
+        self._reached[what] = number
+        self._text = json.dumps(self._reached)
         self._changed.set()
 
-    async def rest(self) -> None:
-        """Post that this process is no longer at work; to be called after `run` has ended."""
-        self._text = ""
-        await self._post()
-
-    def heard(self, process: int) -> str:
-        """Return the text of the last beat of a watched process, empty if it rests."""
-        return self._heard[process].value.decode().partition(" ")[2]
+    def last(self, process: int, what: str) -> int:
+        """Return the progress of a watched process at work; -1 if it has not begun."""
+        return int(json.loads(self._heard[process].text or "{}").get(what, -1))
 
     def silent(self, process: int) -> bool:
         """Return whether a watched process at work has posted no new beat for `silence_s`."""
-        return bool(self.heard(process)) and self._heard[process].silent_s >= self._silence_s
+        heard = self._heard[process]
+        return bool(heard.text) and heard.silent_s >= self._silence_s
+
+    async def _rest(self) -> None:
+        self._text = ""
+        await self._post()
 
     async def _post(self) -> None:
         self._count += 1
-        group = self._group
+        group = self.group
         value = f"{self._count} {self._text}".encode()
         await group.coordinator.put(group.key("beat", str(group.process_index)), value)
 
     async def _look(self) -> Mapping[int, bytes]:
-        group = self._group
+        group = self.group
         if group.process_index == 0:
             beats = await group.coordinator.list(group.key("beat"))
             return {int(process): value for process, value in beats.items()}
@@ -126,49 +156,3 @@ class Beats:
                 heard.value, heard.silent_s = value, 0.0
             else:
                 heard.silent_s += passed_s
-
-
-class Pulse:
-    """Beats while at least one round is under way.
-
-    Args:
-        engine: runs the beats.
-        beats: posts beats, and reads those of others.
-    """
-
-    def __init__(self, engine: Engine, beats: Beats) -> None:
-        self._engine = engine
-        self._beats = beats
-        self._rounds = 0
-        self._beating: Job[None] | None = None
-        self._reached: dict[str, int] = {}
-
-    def begin(self) -> None:
-        """Begin a round; beats go on until all begun rounds have ended."""
-        self._rounds += 1
-        if self._beating is None:
-            self._beating = self._engine.submit(self._beats.run)
-
-    async def end(self) -> None:
-        """End a round; after the last one, post that this process rests."""
-        self._rounds -= 1
-        if self._rounds or self._beating is None:
-            return
-        beating, self._beating = self._beating, None
-        beating.cancel()
-        await ended(beating.future)
-        if not self._rounds:  # none has begun meanwhile
-            await self._beats.rest()
-
-    def reached(self, what: str, number: int) -> None:
-        """Tell the others the progress of this process."""
-        self._reached[what] = number
-        self._beats.tell(json.dumps(self._reached))
-
-    def last(self, process: int, what: str) -> int:
-        """Return the progress of another process at work; -1 if it has not begun."""
-        return int(json.loads(self._beats.heard(process) or "{}").get(what, -1))
-
-    def silent(self, process: int) -> bool:
-        """Return whether a process at work gives no sign of life."""
-        return self._beats.silent(process)

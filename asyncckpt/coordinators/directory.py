@@ -133,9 +133,6 @@ class DirectoryService:
             except OSError:
                 break
 
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
-
     def _file(self, key: str) -> Path:
         return self._path / f"{key}="
 

@@ -16,7 +16,7 @@ import jax
 import jax.distributed
 from jax._src import distributed, xla_bridge
 
-from asyncckpt.coordinators.collectives.jax import JaxExchange, JaxGathers
+from asyncckpt.coordinators.collectives.jax import Gathers, JaxExchange
 from asyncckpt.coordinators.key_values import check_key, longest_pause_s
 from asyncckpt.coordinators.service import SLICE_S, WAIT, ServiceCoordinator
 from asyncckpt.errors import UsageError
@@ -77,7 +77,7 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
             )
         super().__init__("jax", *processes, lambda: JaxService(client))
         self.server = f"process 0 ({distributed.global_state.coordinator_address})"
-        self._gathers = JaxGathers()
+        self._gathers: Gathers = {}
         self._slice_s = min(longest_pause_s(self.process_count), SLICE_S)
         self._waits = 0
 
@@ -170,9 +170,6 @@ class JaxService:
         """Delete the key and all that begin with ``prefix/``."""
         self._client.key_value_delete(prefix)
         self._client.key_value_delete(f"{prefix}/")
-
-    def close(self) -> None:
-        """Do nothing: the client belongs to the runtime."""
 
 
 def _says(error: Exception, status: str) -> bool:

@@ -30,9 +30,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
-from asyncckpt.coordinators.beats import Pulse
+from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.group import (
-    Group,
     closed_error,
     departed,
     late_error,
@@ -69,7 +68,7 @@ class Round:
 
     Attributes:
         group: the processes.
-        pulse: signs of life of all of them.
+        beats: signs of life of all of them.
         kind: sequence of rounds that this one belongs to, such as ``save``.
         number: its number in the sequence, equal in all processes.
         name: the call, if the kind does not say it; must be equal in all processes.
@@ -80,8 +79,7 @@ class Round:
         failed: the round has certainly failed.
     """
 
-    group: Group
-    pulse: Pulse
+    beats: Beats
     kind: str
     number: int
     _: KW_ONLY
@@ -90,6 +88,7 @@ class Round:
     silence_s: float
 
     def __post_init__(self) -> None:
+        self.group = self.beats.group
         self._coordinator = self.group.coordinator
         self._prefix = self.group.key(self.kind, str(self.number))
         self._begun = time.monotonic()
@@ -166,11 +165,11 @@ class Round:
 
     def begun(self) -> None:
         """Announce that this process has begun the attempt for the others to join."""
-        self.pulse.reached(f"{self.kind}-begun", self.number)
+        self.beats.reached(f"{self.kind}-begun", self.number)
 
     def has_begun(self) -> bool:
         """Return whether process 0 has begun the attempt for the others to join."""
-        return self.pulse.last(0, f"{self.kind}-begun") >= self.number
+        return self.beats.last(0, f"{self.kind}-begun") >= self.number
 
     async def watch(self) -> None:
         """Return once the round has succeeded; runs in a separate task during the round.
@@ -209,15 +208,15 @@ class Round:
     @contextlib.asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
         """Give signs of life during the block."""
-        self.pulse.begin()
-        self.pulse.reached(self.kind, self.number)
+        self.beats.begin()
+        self.beats.reached(self.kind, self.number)
         try:
             yield
         finally:
             await to_completion(briefly(self._rest()))
 
     async def _rest(self) -> None:
-        await self.pulse.end()
+        await self.beats.end()
         if self.leads and self.number >= KEPT:
             old = self.group.key(self.kind, str(self.number - KEPT))
             await self._coordinator.delete(old)
@@ -409,7 +408,7 @@ class Round:
 
     async def _check_left(self) -> None:
         """Raise if the round has ended without this process, which may have been stopped."""
-        reached = self.pulse.last(0, self.kind)
+        reached = self.beats.last(0, self.kind)
         if reached == self.number:
             return
         decision = await self._coordinator.look(f"{self._prefix}/decision")
@@ -448,10 +447,10 @@ class Round:
         """Abort the round if a watched process is missing, silent or closed."""
         group = self.group
         watched = range(1, group.process_count) if self.leads else range(1)
-        silent = [process for process in watched if self.pulse.silent(process)]
+        silent = [process for process in watched if self.beats.silent(process)]
         late = []
         if time.monotonic() - self._begun > self.arrival_s:
-            late = [p for p in watched if self.pulse.last(p, self.kind) < self.number]
+            late = [p for p in watched if self.beats.last(p, self.kind) < self.number]
         if closed:
             await self._fail(closed_error(group, closed))
         elif silent:

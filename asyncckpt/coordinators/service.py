@@ -24,7 +24,6 @@ calls in a daemon thread with a separate connection, which can be abandoned and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import queue
 import threading
@@ -60,7 +59,8 @@ CALL, WAIT, END = range(3)  # priorities, highest first
 class Service(Protocol):
     """One connection to a key-value service, used only by the thread that made it.
 
-    The methods are those of `ports.Coordinator`. Any error means that the connection is broken.
+    The methods are those of `ports.Coordinator`. Any error means that the connection is broken: it
+    is dropped, and ends with the last reference to it.
     """
 
     def put(self, key: str, value: bytes) -> None:
@@ -81,10 +81,6 @@ class Service(Protocol):
 
     def delete(self, prefix: str) -> None:
         """Delete the key and all that begin with ``prefix/``."""
-        ...
-
-    def close(self) -> None:
-        """End the connection."""
         ...
 
 
@@ -279,18 +275,21 @@ class _Caller(Generic[S]):
         return limit_s if since is None else since + limit_s - time.monotonic()
 
     def end(self) -> None:
-        """Let the thread end after its current call."""
+        """Let the thread end after its current call; calls that wait for it are refused."""
         self._ended = True
+        # Behind all calls: `END` is the last turn.
         self.submit(lambda service: None, END)
 
     def _serve(self) -> None:
         service: S | None = None
-        while not self._ended:
-            _, _, future, function = self._queue.get()
-            if self._ended:
-                _refuse(future)
-                break
+        while True:
+            turn, _, future, function = self._queue.get()
             if not _begin(future):
+                continue
+            if self._ended:
+                future.set_exception(ClosedError("the coordinator was closed"))
+                if turn == END:
+                    return
                 continue
             self._busy_since = time.monotonic()
             try:
@@ -298,7 +297,6 @@ class _Caller(Generic[S]):
                     service = self._connect()
                 result = function(service)
             except BaseException as error:
-                _close(service)
                 service = None
                 future.set_exception(error)
             else:
@@ -306,13 +304,6 @@ class _Caller(Generic[S]):
                 del result
             self._busy_since = None
             del future, function
-        _close(service)
-        self._refuse_rest()
-
-    def _refuse_rest(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _refuse(self._queue.get_nowait()[2])
 
 
 _callers: weakref.WeakSet[_Caller[Any]] = weakref.WeakSet()
@@ -333,15 +324,3 @@ call_at_exit(_end_all)
 def _begin(future: Future[Any]) -> bool:
     """Return whether to make the call of this future, which may have been cancelled."""
     return future.running() or future.set_running_or_notify_cancel()
-
-
-def _refuse(future: Future[Any]) -> None:
-    if _begin(future):
-        future.set_exception(ClosedError("the coordinator was closed"))
-
-
-def _close(service: Service | None) -> None:
-    if service is not None:
-        # It is not used again, whatever its state.
-        with contextlib.suppress(Exception):
-            service.close()

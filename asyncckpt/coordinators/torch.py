@@ -84,7 +84,7 @@ def server_of(store: Any) -> str:
 
 
 class TorchService:
-    """A separate connection to the store."""
+    """A separate connection to the store, which ends with the last reference to it."""
 
     def __init__(self, store: Any) -> None:
         self._store = store.clone()
@@ -121,9 +121,6 @@ class TorchService:
         for key in [*self._below(prefix), prefix, f"{prefix}/"]:
             self._store.delete_key(key)
         self._leave(prefix)
-
-    def close(self) -> None:
-        """Do nothing: the connection ends with the last reference to it."""
 
     def _values(self, keys: Sequence[str]) -> dict[str, bytes]:
         if len(keys) >= MULTI_GET_MIN and self._store.check(keys):

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
-from asyncckpt.coordinators.beats import BEAT_S, Beats, Pulse
+from asyncckpt.coordinators.beats import BEAT_S, Beats
 from asyncckpt.coordinators.choice import choose
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
@@ -66,8 +66,7 @@ class Processes:
         self._chosen: Coordinator | None = None
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._meeting = asyncio.Lock()
-        self._group: Group | None = None
-        self._pulse: Pulse | None = None
+        self._beats: Beats | None = None
 
     def __repr__(self) -> str:
         if self._chosen is None:
@@ -142,7 +141,7 @@ class Processes:
 
     async def group(self) -> Group:
         """Return the group of processes, after the handshake."""
-        return (await self._met())[0]
+        return (await self._met()).group
 
     async def round(self, kind: str, number: int, name: str = "") -> Round:
         """Begin a round; the first one includes the handshake.
@@ -152,10 +151,8 @@ class Processes:
             number: its number among those of its kind.
             name: the call, if the kind does not say it.
         """
-        group, pulse = await self._met()
         return Round(
-            group,
-            pulse,
+            await self._met(),
             kind,
             number,
             name=name,
@@ -186,28 +183,27 @@ class Processes:
         """End a round with an error that occurred before it."""
         await (await self.round(kind, number)).abort(error)
 
-    async def _met(self) -> tuple[Group, Pulse]:
+    async def _met(self) -> Beats:
         async with self._meeting:
-            if self._group is None or self._pulse is None:
+            if self._beats is None:
                 coordinator = self.coordinator
                 place = self._root, coordinator.process_index, coordinator.process_count
-                self._group = await shake_hands(
+                group = await shake_hands(
                     coordinator,
                     root=self._root,
                     opened=_agreed[place] + 1,
                     arrival_s=self._arrival_s,
                 )
                 _agreed[place] += 1
-                self._runtime.share_host(self._group.processes_on_host)
+                self._runtime.share_host(group.processes_on_host)
                 # Beats also tell which processes have come to a call.
                 every_s = min(BEAT_S, self._arrival_s / 3)
-                beats = Beats(self._group, self._silence_s, every_s)
-                self._pulse = Pulse(self._runtime.engine, beats)
-            return self._group, self._pulse
+                self._beats = Beats(self._runtime.engine, group, self._silence_s, every_s)
+            return self._beats
 
     async def release(self) -> None:
         """Leave the group, and close the coordinator if it was chosen here."""
-        if self._group is not None:
-            await briefly(part(self._group), limit_s=PART_S)
+        if self._beats is not None:
+            await briefly(part(self._beats.group), limit_s=PART_S)
         if self._chosen is not None and (self._owned or self._chosen is not self._given):
             await self._chosen.close()

@@ -13,7 +13,7 @@ from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.stall import JaxLoop, LagRun, NumpyLoop, StallRun
 from benchmarks.local.suite import Suite
 from benchmarks.local.transfers import FirstRun, RetainedRun
-from benchmarks.measure import Case
+from benchmarks.measure import Run
 from benchmarks.results import (
     DURABLE,
     FIRST,
@@ -41,18 +41,12 @@ def run(suite: Suite, workload: Workload, scenario: str) -> None:
 
 
 def _first(suite: Suite, workload: Workload) -> None:
-    runs = FirstRun(suite.directory / "first", workload)
-    case = Case(name=OURS, run=runs.run, prepare=runs.prepare, finish=runs.finish)
-    samples = measure.rounds([case], suite.protocol, suite.rng)[OURS]
-    suite.add(workload, FIRST, OURS, DURABLE, "", samples)
+    _only(suite, workload, FIRST, DURABLE, FirstRun(suite.directory / "first", workload))
 
 
 def _lag(suite: Suite, workload: Workload) -> None:
     with _opened(suite, "lag") as subject:
-        runs = LagRun(subject, workload)
-        case = Case(name=OURS, run=runs.run, prepare=runs.prepare, finish=runs.finish)
-        samples = measure.rounds([case], suite.protocol, suite.rng)[OURS]
-    suite.add(workload, LAG, OURS, "background", "", samples)
+        _only(suite, workload, LAG, "background", LagRun(subject, workload))
 
 
 def _stall(
@@ -62,17 +56,26 @@ def _stall(
     loop: Callable[[], Any],
     options: Mapping[str, Any],
 ) -> None:
+    def floor() -> float:
+        return suite.floors.memcpy_s(workload.nbytes)
+
     with _opened(suite, "stall", options=options) as subject:
         runs = StallRun(subject, workload, loop())
-        case = Case(
-            name=OURS,
-            run=runs.run,
-            prepare=runs.prepare,
-            finish=runs.finish,
-            floor=lambda: suite.floors.memcpy_s(workload.nbytes),
-        )
-        samples = measure.rounds([case], suite.protocol, suite.rng)[OURS]
-    suite.add(workload, STALL, OURS, column, "memcpy", samples)
+        _only(suite, workload, STALL, column, runs, "memcpy", floor=floor)
+
+
+def _only(
+    suite: Suite,
+    workload: Workload,
+    scenario: str,
+    column: str,
+    runs: Run,
+    floor_name: str = "",
+    **more: Any,
+) -> None:
+    """Measure the one case of a scenario; what it raises goes through."""
+    samples = measure.rounds([runs.case(OURS, **more)], suite.protocol, suite.rng)[OURS]
+    suite.add(workload, scenario, OURS, column, floor_name, samples)
 
 
 def _retention(suite: Suite, workload: Workload) -> None:
@@ -87,15 +90,7 @@ def _retention(suite: Suite, workload: Workload) -> None:
         cases = []
         for column, subject in ((KEPT_LAST, last), (KEPT_ALL, every)):
             runs = RetainedRun(subject, workload)
-            case = Case(
-                name=column,
-                run=runs.run,
-                prepare=runs.prepare,
-                finish=runs.finish,
-                floor=floor,
-                fresh_nbytes=workload.fresh_nbytes,
-            )
-            cases.append(case)
+            cases.append(runs.case(column, floor=floor, fresh_nbytes=workload.fresh_nbytes))
         for column, samples in suite.rounds(workload, RETENTION, cases).items():
             suite.add(workload, RETENTION, OURS, column, "raw write" if large else "", samples)
 

@@ -19,7 +19,7 @@ from benchmarks import files
 from benchmarks.local.ours import OneShot, unverified
 from benchmarks.local.suite import Suite
 from benchmarks.local.transfers import restores
-from benchmarks.measure import Case
+from benchmarks.measure import Run
 from benchmarks.peers import ORBAX, Orbax, Safetensors
 from benchmarks.results import CONVERT, FOREIGN, OURS, SAFETENSORS
 from benchmarks.subject import Subject
@@ -33,7 +33,7 @@ PLAIN = "through memory"
 
 
 @dataclass(slots=True)
-class ConvertRun:
+class ConvertRun(Run):
     """Converts a checkpoint; the first result is compared, all are deleted again.
 
     Attributes:
@@ -163,11 +163,8 @@ def _convert(suite: Suite, workload: Workload) -> None:
         theirs = Safetensors(directory / "theirs").save(workload).path
         runs = conversions(ours, theirs, directory / "made", workload)
         cases = [
-            Case(
+            work.case(
                 ", ".join(key),
-                work.run,
-                work.prepare,
-                work.finish,
                 floor=lambda: suite.floors.write_s(workload.nbytes),
                 fresh_nbytes=2 * workload.fresh_nbytes,
             )

@@ -85,7 +85,7 @@ async def budgeted(what: str, root: Path, workload: Workload, budget: int) -> Me
     sample = Sample(
         wall_s, measure.cpu_seconds() - cpu_s, extra_nbytes, values={"budget_nbytes": budget}
     )
-    return _measurement(workload, BUDGET, f"{what}, {budget // MIB} MiB", sample)
+    return Measurement.of(workload, BUDGET, OURS, f"{what}, {budget // MIB} MiB", [sample])
 
 
 async def growing(root: Path, workload: Workload, saves: int) -> Measurement:
@@ -106,20 +106,7 @@ async def growing(root: Path, workload: Workload, saves: int) -> Measurement:
     sample = Sample(
         wall_s, measure.cpu_seconds() - cpu_s, max(resident) - resident[0], values=values
     )
-    return _measurement(workload, GROWTH, f"{saves} saves", sample)
-
-
-def _measurement(workload: Workload, scenario: str, column: str, sample: Sample) -> Measurement:
-    return Measurement(
-        workload.id,
-        scenario,
-        OURS,
-        column,
-        workload.nbytes,
-        workload.leaf_count,
-        "",
-        (sample,),
-    )
+    return Measurement.of(workload, GROWTH, OURS, f"{saves} saves", [sample])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ in the cache. A plan of leaves has one chunk each, one of shards a chunk per sha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ from asyncckpt.spec import Box, ChunkGrid, Partition, Shard, array_spec
 from benchmarks import measure
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Case
-from benchmarks.results import AGREED, OURS, PLAN, PROCESS_COUNTS, own_shards
+from benchmarks.results import AGREED, OURS, PLAN, PROCESS_COUNTS, Measurement, own_shards
 from benchmarks.workloads import Tree, Workload, flat_arrays
 
 LEAVES_PER_SHARD = 20
@@ -78,7 +79,9 @@ def _measure(suite: Suite, workload: Workload) -> None:
     found = {work.column: work for work in planned(workload.tree)}
     cases = [Case(column, work.run) for column, work in found.items()]
     for column, samples in measure.rounds(cases, suite.protocol, suite.rng).items():
-        suite.add(workload, PLAN, OURS, column, "", samples, leaf_count=found[column].count)
+        made = Measurement.of(workload, PLAN, OURS, column, samples)
+        made = dataclasses.replace(made, leaf_count=found[column].count)
+        suite.found.measurements.append(made)
 
 
 def planned(tree: Tree) -> list[Planned]:

@@ -7,12 +7,10 @@ A round measures every number of processes once, in a shuffled order.
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from asyncckpt import DirectoryCoordinator, ShardedArray, blocking
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Sample
 from benchmarks.results import OURS, PROCESSES, Measurement
+from benchmarks.workers import started
 from benchmarks.workloads import random_floats
 
 MIB = 1 << 20
@@ -32,8 +31,6 @@ ARRAYS = 64
 COUNTS = (1, 2, 4, 8)
 SAVES = 3
 """Saves of a round by each number of processes."""
-
-LIMIT_S = 120.0
 
 
 def run(suite: Suite, nbytes: int) -> None:
@@ -84,45 +81,20 @@ def work(root: Path, keys: Path, process: int, count: int, nbytes: int, pipe: Co
 
 def measure(directory: Path, count: int, nbytes: int, saves: int) -> list[Sample]:
     """Return samples of saves by so many processes, the first of which made the plan."""
-    context = multiprocessing.get_context("spawn")
     home = Path(tempfile.mkdtemp(dir=directory))
-    pipes: list[Connection] = []
-    workers = []
+    given = [(home / "run", home / "keys", process, count, nbytes) for process in range(count)]
+    samples: list[Sample] = []
     try:
-        for process in range(count):
-            mine, theirs = context.Pipe()
-            given = (home / "run", home / "keys", process, count, nbytes, theirs)
-            workers.append(context.Process(target=work, args=given, daemon=True))
-            workers[-1].start()
-            pipes.append(mine)
-        answers(pipes)
-        samples: list[Sample] = []
-        for step in range(saves + 1):
-            start = time.perf_counter()
-            for pipe in pipes:
-                pipe.send(step)
-            said = answers(pipes)
-            wall_s = time.perf_counter() - start
-            cpu_s, extra_nbytes = map(sum, zip(*said, strict=True))
-            samples.append(Sample(wall_s, cpu_s, extra_nbytes))
-            if step:
-                shutil.rmtree(home / "run" / str(step - 1))
-        for pipe in pipes:
-            pipe.send(None)
-        for worker in workers:
-            worker.join(LIMIT_S)
+        with started(work, given) as workers:
+            workers.answers()
+            for step in range(saves + 1):
+                start = time.perf_counter()
+                said = workers.ask(step)
+                wall_s = time.perf_counter() - start
+                cpu_s, extra_nbytes = map(sum, zip(*said, strict=True))
+                samples.append(Sample(wall_s, cpu_s, extra_nbytes))
+                if step:
+                    shutil.rmtree(home / "run" / str(step - 1))
         return samples[1:]
     finally:
-        for worker in workers:
-            worker.kill()
         shutil.rmtree(home, ignore_errors=True)
-
-
-def answers(pipes: Sequence[Connection]) -> list[Any]:
-    """Return what every process says next."""
-    found = []
-    for number, pipe in enumerate(pipes):
-        if not pipe.poll(LIMIT_S):
-            raise TimeoutError(f"process {number} of {len(pipes)} has said nothing")
-        found.append(pipe.recv())
-    return found

@@ -24,7 +24,7 @@ from asyncckpt import blocking
 from benchmarks import files, measure, results, workloads
 from benchmarks.local import shardings
 from benchmarks.local.suite import Suite
-from benchmarks.measure import Case, Protocol
+from benchmarks.measure import Protocol, Run
 from benchmarks.peers import ORBAX, Orbax
 from benchmarks.peers.timing import quiet
 from benchmarks.results import OURS, RESHARD, Measurement
@@ -150,7 +150,7 @@ def _wait(tree: Tree) -> None:
 
 
 @dataclass(slots=True)
-class ReshardRun:
+class ReshardRun(Run):
     """Restores onto a target, and compares what came back.
 
     Attributes:
@@ -193,12 +193,6 @@ class ReshardRun:
         if restored is not None:
             shardings.check(self.expected, restored.tree)
 
-    def case(self, subject: str, samples: int | None = None) -> Case:
-        """Return this as a case of the sampling protocol."""
-        fresh = sum(array.nbytes for _, array in workloads.leaves(self.expected))
-        name = f"{subject}, {self.way.column}"
-        return Case(name, self.run, self.prepare, self.finish, fresh_nbytes=fresh, samples=samples)
-
 
 def measured(
     directory: Path, workload: Workload, protocol: Protocol, rng: random.Random, *, every_peer: bool
@@ -224,7 +218,14 @@ def measured(
                     part = _part(workload.tree, way.only)
                     runs.append((ORBAX, samples, ReshardRun(work, theirs, way, part)))
         del state
-        cases = {(s, r.way.column): r.case(s, samples) for s, samples, r in runs}
+        cases = {
+            (subject, run.way.column): run.case(
+                f"{subject}, {run.way.column}",
+                fresh_nbytes=sum(array.nbytes for _, array in workloads.leaves(run.expected)),
+                samples=samples,
+            )
+            for subject, samples, run in runs
+        }
         errors: list[str] = []
         taken = measure.rounds(
             list(cases.values()),
@@ -235,16 +236,7 @@ def measured(
             ),
         )
     found = [
-        Measurement(
-            workload.id,
-            RESHARD,
-            subject,
-            column,
-            workload.nbytes,
-            workload.leaf_count,
-            "",
-            tuple(taken[case.name]),
-        )
+        Measurement.of(workload, RESHARD, subject, column, taken[case.name])
         for (subject, column), case in cases.items()
         if case.name in taken
     ]

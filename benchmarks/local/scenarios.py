@@ -14,7 +14,6 @@ from benchmarks.local import background, elsewhere, planning
 from benchmarks.local.ours import AsyncCkpt, OneShot
 from benchmarks.local.suite import Suite
 from benchmarks.local.transfers import RetainedRun, SaveRun, restores
-from benchmarks.measure import Case
 from benchmarks.peers import Makers, Safetensors
 from benchmarks.results import (
     AS_SHIPPED,
@@ -131,11 +130,8 @@ def _saves(suite: Suite, workload: Workload, subjects: Mapping[str, Subject]) ->
         if isinstance(subject, AsyncCkpt) and subject.retention is not None:
             runs, columns[label] = RetainedRun(subject, workload), RETAINED
         cases.append(
-            Case(
-                name=label,
-                run=runs.run,
-                prepare=runs.prepare,
-                finish=runs.finish,
+            runs.case(
+                label,
                 floor=floor,
                 fresh_nbytes=workload.fresh_nbytes,
                 standing_nbytes=_standing_nbytes(suite, subject, workload),

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from benchmarks.local.ours import AsyncCkpt
-from benchmarks.measure import cpu_seconds, median
+from benchmarks.measure import Run, cpu_seconds, median
 from benchmarks.workloads import Tree, Workload, difference, leaves, map_leaves
 
 STEPS_BEFORE = 5
@@ -123,7 +123,7 @@ def updated(state: Tree, paths: set[str], prefix: str = "") -> Tree:
     return made
 
 
-class StallRun:
+class StallRun(Run):
     """Runs one background save within a training loop; `check` compares the first one."""
 
     def __init__(self, subject: AsyncCkpt, workload: Workload, loop: Any) -> None:
@@ -184,7 +184,7 @@ class StallRun:
         }
 
 
-class LagRun:
+class LagRun(Run):
     """Saves in the background while a task on the caller's loop wakes every millisecond."""
 
     def __init__(self, subject: AsyncCkpt, workload: Workload) -> None:
@@ -209,30 +209,45 @@ class LagRun:
     async def _measured(self) -> dict[str, float]:
         checkpointer, step = self._subject.checkpointer, self._subject.next_step()
         idle: list[float] = []
-        busy: list[float] = []
         async with asyncio.TaskGroup() as group:
             heart = group.create_task(heartbeat(idle))
             await asyncio.sleep(IDLE_S)
             heart.cancel()
-        async with asyncio.TaskGroup() as group:
-            heart = group.create_task(heartbeat(busy))
-            await asyncio.sleep(0)
+        start_save_s = 0.0
+
+        async def saved() -> None:
+            nonlocal start_save_s
             start = time.perf_counter()
             pending = await checkpointer.start_save(step, self._workload.tree)
             start_save_s = time.perf_counter() - start
             await pending
-            wall_s = time.perf_counter() - start
-            # Let it beat once more: a block at the very end counts too.
-            await asyncio.sleep(2 * HEARTBEAT_S)
-            heart.cancel()
+
+        values = await watched(saved)
         self._step = step
         return {
-            "wall_s": wall_s,
+            **values,
             "start_save_s": start_save_s,
-            "lag_p99_s": percentile(busy, 0.99),
-            "lag_max_s": max(busy, default=0.0),
             "idle_lag_p99_s": percentile(idle, 0.99),
         }
+
+
+async def watched(work: Callable[[], Awaitable[None]]) -> dict[str, float]:
+    """Do the work while a task on the same loop wakes every millisecond; time it and its lags."""
+    lags: list[float] = []
+    async with asyncio.TaskGroup() as group:
+        heart = group.create_task(heartbeat(lags))
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        start = time.perf_counter()
+        await work()
+        wall_s = time.perf_counter() - start
+        # It beats once more: a block at the very end counts too.
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        heart.cancel()
+    return {
+        "wall_s": wall_s,
+        "lag_p99_s": percentile(lags, 0.99),
+        "lag_max_s": max(lags, default=0.0),
+    }
 
 
 async def heartbeat(lags: list[float], clock: Callable[[], float] = time.perf_counter) -> None:

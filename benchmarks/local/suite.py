@@ -137,19 +137,7 @@ class Suite:
         column: str,
         floor: str,
         samples: Sequence[Sample],
-        *,
-        leaf_count: int | None = None,
     ) -> None:
-        """Record the samples; `leaf_count` where it is not the workload's."""
-        self.found.measurements.append(
-            results.Measurement(
-                workload.id,
-                scenario,
-                subject,
-                column,
-                workload.nbytes,
-                workload.leaf_count if leaf_count is None else leaf_count,
-                floor,
-                tuple(samples),
-            )
-        )
+        """Record the samples."""
+        found = results.Measurement.of(workload, scenario, subject, column, samples, floor)
+        self.found.measurements.append(found)

@@ -39,6 +39,7 @@ from benchmarks.results import (
     WARM,
     Measurement,
     Results,
+    Sampled,
     Verdict,
     by_size,
     exponent,
@@ -242,12 +243,12 @@ def _stall(found: Measurement) -> Verdict:
         target = (
             f"≤ {STALL_COPY} × memcpy + 6 µs × {found.leaf_count} = {median(limits) * 1e3:.1f} ms"
         )
-    return Verdict(
+    return Verdict.of(
         found.workload,
         f"stall, {found.column}",
         target,
         f"{found.wall_s * 1e3:.1f} ms ({share:.2f} of it)",
-        "-" if math.isnan(share) else "PASS" if share <= 1 else "MISS",
+        None if math.isnan(share) else share <= 1,
     )
 
 
@@ -280,33 +281,38 @@ def _interference(results: Results) -> Iterator[Verdict]:
             plain = results.find(ours.workload, scenario, NO_SAVES, ours.column)
             if ours.subject == OURS and plain is not None:
                 share = interference(ours, plain)
-                status = "PASS" if share <= INTERFERENCE else "MISS"
                 name = f"{scenario}, {ours.column}: steps longer beyond the CPU of the save"
                 target, measured = f"≤ {INTERFERENCE:.0%}", f"{share:.1%}"
-                yield Verdict(ours.workload, name, target, measured, status)
+                yield Verdict.of(ours.workload, name, target, measured, share <= INTERFERENCE)
 
 
 def _budget(found: Measurement) -> Verdict:
+    metric = f"extra memory of a {found.column.replace(', ', ' in ')}"
+    return within_budget(found.workload, metric, found)
+
+
+def within_budget(workload: str, metric: str, found: Sampled) -> Verdict:
+    """Judge the peak of memory of saves or restores within a budget."""
     budget = found.value("budget_nbytes")
     limit = BUDGET_SHARE * budget + PER_LEAF_NBYTES * found.leaf_count + BUDGET_SPARE_NBYTES
     most = max(sample.extra_nbytes for sample in found.samples)
-    return Verdict(
-        found.workload,
-        f"extra memory of a {found.column.replace(', ', ' in ')}",
+    return Verdict.of(
+        workload,
+        metric,
         f"≤ 1.05 × {budget / MIB:.0f} MiB + 2 KiB per leaf + 16 MiB = {limit / MIB:.0f} MiB",
         f"{most / MIB:.0f} MiB",
-        "PASS" if most <= limit else "MISS",
+        most <= limit,
     )
 
 
 def _growth(found: Measurement) -> Verdict:
     slope = found.value("per_save_nbytes")
-    return Verdict(
+    return Verdict.of(
         found.workload,
         f"memory over {found.value('saves'):.0f} saves",
         f"≤ {GROWTH_NBYTES / MIB} MiB per save",
         f"{slope / MIB:.3f} MiB per save",
-        "PASS" if slope <= GROWTH_NBYTES else "MISS",
+        slope <= GROWTH_NBYTES,
     )
 
 
@@ -318,12 +324,12 @@ def _amplification(results: Results) -> Iterator[Verdict]:
         read, most = found.value("read_share"), found.value("most_read")
         if math.isnan(most):
             continue
-        yield Verdict(
+        yield Verdict.of(
             found.workload,
             f"read amplification, {found.column}",
             f"≤ {most} of what is wanted",
             f"{read:.3f} of it",
-            "PASS" if read <= most else "MISS",
+            read <= most,
         )
 
 
@@ -353,18 +359,18 @@ def _at_least(
     workload: str, metric: str, target: float, measured: float | None, unit: str
 ) -> Verdict:
     text = "not measured" if measured is None else f"{measured:.2f} {unit}"
-    status = "-" if measured is None else "PASS" if measured >= target else "MISS"
-    return Verdict(workload, metric, f"≥ {target} {unit}", text, status)
+    met = None if measured is None else measured >= target
+    return Verdict.of(workload, metric, f"≥ {target} {unit}", text, met)
 
 
 def _limit(workload: str, metric: str, target: float, measured: float, unit: str = "") -> Verdict:
-    status = "PASS" if measured <= target else "MISS"
-    return Verdict(workload, metric, f"≤ {target}{unit}", f"{measured:.2f}{unit}", status)
+    text = f"{measured:.2f}{unit}"
+    return Verdict.of(workload, metric, f"≤ {target}{unit}", text, measured <= target)
 
 
 def _at_most(workload: str, metric: str, target_s: float, measured_s: float) -> Verdict:
-    status = "PASS" if measured_s <= target_s else "MISS"
-    return Verdict(workload, metric, f"≤ {_time(target_s)}", _time(measured_s), status)
+    target, measured = f"≤ {_time(target_s)}", _time(measured_s)
+    return Verdict.of(workload, metric, target, measured, measured_s <= target_s)
 
 
 def _time(seconds: float) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import os
 import random
@@ -276,12 +277,10 @@ async def compare(
     for each in savers.values():
         if each is not None:
             await each.close()
-    leaf_count, nbytes = workload.leaf_count, workload.nbytes
-    identity = "W8" if scenario == BACK_TO_BACK else workload.id
+    if scenario == BACK_TO_BACK:
+        workload = dataclasses.replace(workload, id="W8")
     made = [
-        Measurement(
-            identity, scenario, name, f"{framework} loop", nbytes, leaf_count, "", tuple(found)
-        )
+        Measurement.of(workload, scenario, name, f"{framework} loop", found)
         for name, found in samples.items()
     ]
     lines = [_timeline(framework, scenario, name, found) for name, found in trained.items()]

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks import files, measure
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.suite import Suite
-from benchmarks.measure import Case
+from benchmarks.measure import Run
 from benchmarks.results import COLD, IN_PLACE, ONE_SHOT, OWN, SAFETENSORS
 from benchmarks.subject import Restored, Saved, Subject
 from benchmarks.workloads import (
@@ -27,15 +27,12 @@ HUGE_NBYTES = 3 << 30
 
 
 @dataclass(slots=True)
-class SaveRun:
+class SaveRun(Run):
     """Saves the workload; the checkpoint is deleted again."""
 
     subject: Subject
     workload: Workload
     saved: Saved | None = None
-
-    def prepare(self) -> None:
-        return None
 
     def run(self) -> Mapping[str, float]:
         self.saved = self.subject.save(self.workload)
@@ -49,7 +46,7 @@ class SaveRun:
 
 
 @dataclass(slots=True)
-class RestoreRun:
+class RestoreRun(Run):
     """Restores a checkpoint, warm or cold, and compares what came back."""
 
     subject: Subject
@@ -120,11 +117,8 @@ def restores(
         for column in columns:
             into = targets if column == IN_PLACE else None
             runs = RestoreRun(subject, workload, saved, into, cold)
-            case = Case(
-                name=f"{label}, {column}",
-                run=runs.run,
-                prepare=runs.prepare,
-                finish=runs.finish,
+            case = runs.case(
+                f"{label}, {column}",
                 floor=floor,
                 fresh_nbytes=workload.fresh_nbytes,
                 samples=suite.samples(label, workload),
@@ -137,7 +131,7 @@ def restores(
 
 
 @dataclass(slots=True)
-class FirstRun:
+class FirstRun(Run):
     """The first save of a prepared `Checkpointer`, and how long later ones take."""
 
     directory: Path
@@ -173,7 +167,7 @@ class FirstRun:
 
 
 @dataclass(slots=True)
-class RetainedRun:
+class RetainedRun(Run):
     """Saves the next step while one step before it exists.
 
     With `KeepLast(1)` the older step is deleted by the save; else afterwards, outside the timing.

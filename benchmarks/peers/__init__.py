@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import asyncckpt
@@ -88,7 +88,12 @@ def versions() -> dict[str, str]:
         "crc32c",
         "uvloop",
     )
-    found = {"asyncckpt": asyncckpt.__version__}
+    return {"asyncckpt": asyncckpt.__version__, **installed(names)}
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of packages by name."""
+    found = {}
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)
@@ -111,6 +116,7 @@ __all__ = [
     "TorchDcp",
     "all_peers",
     "fastest",
+    "installed",
     "one_of_each",
     "versions",
 ]

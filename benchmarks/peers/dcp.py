@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,36 +69,53 @@ class TorchDcp(Subject):
         return self._stager
 
     def restore(self, saved: Saved, workload: Workload) -> Restored:
-        """`load` into fresh tensors; making them is inside the timed part."""
-        import torch
-
-        like = tensors(workload.tree)
-        start = time.perf_counter()
-        state = {path: torch.empty_like(value) for path, value in like.items()}
-        self._load(saved, state)
-        wall_s = time.perf_counter() - start
-        kinds = {path: np.asarray(leaf).dtype for path, leaf in leaves(workload.tree)}
-        flat = {path: array(value, kinds[path]) for path, value in state.items()}
-        return Restored(flat, {"wall_s": wall_s}, flat=True)
+        """`load` into fresh tensors."""
+        return load(workload, functools.partial(_reader, saved))
 
     def restore_into(self, saved: Saved, targets: Tree) -> Restored:
         """`load` into tensors that share the targets' memory."""
-        state = tensors(targets)
-        start = time.perf_counter()
-        self._load(saved, state)
-        return Restored(targets, {"wall_s": time.perf_counter() - start})
-
-    def _load(self, saved: Saved, state: dict[str, Any]) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        with quiet():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(saved.path), no_dist=True)
+        return load_into(targets, functools.partial(_reader, saved))
 
     def close(self) -> None:
         """End the stager's threads."""
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+
+
+def _reader(saved: Saved) -> Any:
+    import torch.distributed.checkpoint as dcp
+
+    return dcp.FileSystemReader(saved.path)
+
+
+def load(workload: Workload, reader: Callable[[], Any]) -> Restored:
+    """`load` into fresh tensors; making them, and the reader, is inside the timed part."""
+    import torch
+
+    like = tensors(workload.tree)
+    start = time.perf_counter()
+    state = {path: torch.empty_like(value) for path, value in like.items()}
+    _load(state, reader)
+    wall_s = time.perf_counter() - start
+    kinds = {path: np.asarray(leaf).dtype for path, leaf in leaves(workload.tree)}
+    flat = {path: array(value, kinds[path]) for path, value in state.items()}
+    return Restored(flat, {"wall_s": wall_s}, flat=True)
+
+
+def load_into(targets: Tree, reader: Callable[[], Any]) -> Restored:
+    """`load` into tensors that share the targets' memory."""
+    state = tensors(targets)
+    start = time.perf_counter()
+    _load(state, reader)
+    return Restored(targets, {"wall_s": time.perf_counter() - start})
+
+
+def _load(state: dict[str, Any], reader: Callable[[], Any]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with quiet():
+        dcp.load(state, storage_reader=reader(), no_dist=True)
 
 
 def tensors(tree: Tree) -> dict[str, Any]:

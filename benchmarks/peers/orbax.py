@@ -57,23 +57,24 @@ class Orbax(Subject):
 
     def restore(self, saved: Saved, workload: Workload) -> Restored:
         """`restore` to NumPy arrays, which is how the leaves were saved."""
-        import orbax.checkpoint as ocp
-
-        checkpointer = self.open()
-        restore_args = map_leaves(
-            lambda leaf: ocp.RestoreArgs(restore_type=type(leaf)), workload.tree
-        )
-        start = time.perf_counter()
-        with quiet():
-            tree = checkpointer.restore(saved.path, restore_args=restore_args)
-        wall_s = time.perf_counter() - start
-        return Restored(tree, {"wall_s": wall_s})
+        return restored(self.open(), saved.path, workload)
 
     def close(self) -> None:
         """End its threads."""
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
+
+
+def restored(checkpointer: Any, path: Any, workload: Workload) -> Restored:
+    """Restore NumPy arrays and scalars, as the workload has them."""
+    import orbax.checkpoint as ocp
+
+    restore_args = map_leaves(lambda leaf: ocp.RestoreArgs(restore_type=type(leaf)), workload.tree)
+    start = time.perf_counter()
+    with quiet():
+        tree = checkpointer.restore(path, restore_args=restore_args)
+    return Restored(tree, {"wall_s": time.perf_counter() - start})
 
 
 @dataclass(slots=True)

@@ -6,19 +6,15 @@ A missed target is no failure: speed is no test, the table says PASS or MISS.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.metadata
 import random
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import machine
-from benchmarks.peers import versions
+from benchmarks import files, machine
+from benchmarks.peers import installed, versions
 from benchmarks.remote import report, targets
 from benchmarks.remote.forms import FORMS, MIB, PEERS, WORKLOADS
 from benchmarks.remote.results import RESTORE, SAVE, SCENARIOS, Results
@@ -32,6 +28,8 @@ COPIES_OF_ONE = 18
 """Forms that measure only saves or only restores, so that 24 GiB are enough for 1 GiB."""
 
 SPARE_NBYTES = 2048 * MIB
+
+CLIENTS = ("fsspec", "s3fs", "gcsfs", "obstore", "s3torchconnector")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     alone = not {SAVE, RESTORE} <= {*scenarios}
     copies = COPIES_OF_ONE if alone else COPIES_IN_MEMORY
     start = time.monotonic()
-    with (
-        _terminated_by_exception(),
-        tempfile.TemporaryDirectory(prefix="asyncckpt-bench-", dir=options.dir) as name,
-    ):
-        directory = Path(name)
+    with files.scratch(options.dir) as directory:
         refused = machine.refusal(
             directory,
             COPIES_ON_DISK * form.nbytes + form.large_nbytes,
@@ -76,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         facts = machine.facts(directory)
         facts.pop("file system")
-        facts["versions"] = {**versions(), **_versions()}
+        facts["versions"] = {**versions(), **installed(CLIENTS)}
         found.facts = facts
         try:
             for profile in options.profile or CASTS:
@@ -95,26 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrote {path}", file=sys.stderr)
     print(report.markdown(found))
     return 1 if found.errors else 0
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("fsspec", "s3fs", "gcsfs", "obstore", "s3torchconnector"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-@contextlib.contextmanager
-def _terminated_by_exception() -> Iterator[None]:
-    # SIGTERM ends the block like any exception, so that processes and files are removed.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -129,10 +129,7 @@ def child(
                 "prefix": prefix,
                 "directory": name,
                 "budget_nbytes": budget_nbytes,
-                "kind": role.kind,
-                "raw": role.raw,
-                "point": [role.point.nbytes, role.point.streams] if role.point else None,
-                "reads": role.reads,
+                **asdict(role),
             }
             made.send(setup, START_TIMEOUT_S)
             yield made

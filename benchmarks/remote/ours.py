@@ -7,9 +7,10 @@ import time
 from typing import Any, Literal
 
 import asyncckpt
-from benchmarks.remote.lag import watched
+from benchmarks.local.stall import watched
 from benchmarks.remote.raw import BUCKET, Point
-from benchmarks.remote.subject import Restored, Setup, Subject, Values, loop_factory
+from benchmarks.remote.subject import Setup, Subject, Values, loop_factory
+from benchmarks.subject import Restored
 from benchmarks.workloads import Tree, Workload
 
 

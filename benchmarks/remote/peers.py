@@ -5,18 +5,19 @@ Each is told as many streams as its interface lets one tell, and does what its d
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from typing import Any, ClassVar
 
-import numpy as np
-
 from benchmarks.peers import tensorstore
-from benchmarks.peers.dcp import array, tensors
+from benchmarks.peers.dcp import load, load_into, tensors
+from benchmarks.peers.orbax import restored
 from benchmarks.peers.timing import quiet
 from benchmarks.remote.raw import BUCKET, CONNECTIONS
-from benchmarks.remote.subject import Restored, Setup, Subject, Values, run
-from benchmarks.workloads import Tree, Workload, flat_arrays, leaves, map_leaves
+from benchmarks.remote.subject import Setup, Subject, Values, run
+from benchmarks.subject import Restored
+from benchmarks.workloads import Tree, Workload, flat_arrays, leaves
 
 # ---------------------------------------------------------------------------------- TensorStore
 
@@ -80,30 +81,12 @@ class Dcp(Subject):
             return {"wall_s": time.perf_counter() - start}
 
     def restore(self, workload: Workload, name: int) -> Restored:
-        """`load` into fresh tensors; making them is inside the timed part."""
-        import torch
-
-        like = tensors(workload.tree)
-        start = time.perf_counter()
-        state = {path: torch.empty_like(value) for path, value in like.items()}
-        self._load(state, name)
-        wall_s = time.perf_counter() - start
-        kinds = {path: np.asarray(leaf).dtype for path, leaf in leaves(workload.tree)}
-        flat = {path: array(value, kinds[path]) for path, value in state.items()}
-        return Restored(flat, {"wall_s": wall_s}, flat=True)
+        """`load` into fresh tensors."""
+        return load(workload, functools.partial(self._reader, name))
 
     def restore_into(self, targets: Tree, name: int) -> Restored:
         """`load` into tensors that share the targets' memory."""
-        state = tensors(targets)
-        start = time.perf_counter()
-        self._load(state, name)
-        return Restored(targets, {"wall_s": time.perf_counter() - start})
-
-    def _load(self, state: dict[str, Any], name: int) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        with quiet():
-            dcp.load(state, storage_reader=self._reader(name), no_dist=True)
+        return load_into(targets, functools.partial(self._reader, name))
 
 
 class S3Connector(Dcp):
@@ -198,7 +181,6 @@ class Orbax(Subject):
         super().__init__(setup)
         import orbax.checkpoint as ocp
 
-        self._ocp = ocp
         self._checkpointer = ocp.Checkpointer(
             ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
         )
@@ -215,13 +197,7 @@ class Orbax(Subject):
             return {"wall_s": time.perf_counter() - start}
 
     def restore(self, workload: Workload, name: int) -> Restored:
-        kinds = map_leaves(
-            lambda leaf: self._ocp.RestoreArgs(restore_type=type(leaf)), workload.tree
-        )
-        with quiet():
-            start = time.perf_counter()
-            tree = self._checkpointer.restore(self._url(name), restore_args=kinds)
-            return Restored(tree, {"wall_s": time.perf_counter() - start})
+        return restored(self._checkpointer, self._url(name), workload)
 
     def close(self) -> None:
         shutil.rmtree(self.setup.directory, ignore_errors=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import median
@@ -18,28 +18,19 @@ from benchmarks.remote.results import (
     Results,
     Sweep,
 )
-from benchmarks.report import json_text
-from benchmarks.tables import facts, seconds, table, targets
+from benchmarks.report import write_files
+from benchmarks.tables import Columns, facts, seconds, span, table, table_of, targets
 
 NAME = "remote"
 MIB = 1 << 20
 
 
 def write(results: Results, directory: Path, *, name: str = NAME, plots: bool = True) -> list[Path]:
-    """JSON, table and (where matplotlib is installed) a picture are in `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    data, table = directory / f"{name}.json", directory / f"{name}.md"
-    data.write_text(json_text(results))
-    made = [data, table]
-    picture = directory / f"{name}.png"
-    if plots and importlib.util.find_spec("matplotlib"):
-        pictures.plot(results, picture)
-        made.append(picture)
-    table.write_text(markdown(results, picture.name if picture in made else None))
-    return made
+    """Write JSON, table and, where matplotlib is installed, a picture; return their paths."""
+    return write_files(results, directory, name, markdown, {"": pictures.plot} if plots else {})
 
 
-def markdown(results: Results, picture: str | None = None) -> str:
+def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     """Return the tables, targets first."""
     parts = [f"# Benchmarks on object stores, {results.form} form\n", facts(results.facts)]
     if results.notes:
@@ -47,8 +38,7 @@ def markdown(results: Results, picture: str | None = None) -> str:
     if results.errors:
         parts.append("## Failed\n\n" + "".join(f"- {error}\n" for error in results.errors))
     parts.append(targets(results))
-    if picture:
-        parts.append(f"![rates, and sizes × streams]({picture})\n")
+    parts += [f"![rates, and sizes × streams]({picture})\n" for picture in pictures]
     for scenario in (SAVE, RESTORE):
         parts.append(_transfers(results, scenario))
     parts += [_background(results), _memory(results), _sweeps(results), _grids(results), _NOTES]
@@ -56,36 +46,27 @@ def markdown(results: Results, picture: str | None = None) -> str:
 
 
 def _transfers(results: Results, scenario: str) -> str:
-    rows = []
-    for found in results.where(scenario=scenario):
-        times = [sample.wall_s for sample in found.samples]
-        large = found.nbytes >= 16 * MIB
-        rows.append(
-            (
-                found.profile,
-                found.workload,
-                found.subject,
-                found.column,
-                seconds(found.wall_s),
-                f"{seconds(min(times))} – {seconds(max(times))}",
-                str(len(times)),
-                f"{found.rate / 1e6:.0f}" if large else "",
-                _number(results.floor_ratio(found)),
-                _number(results.own_ratio(found)),
-                _cpu(found, [sample.cpu_s for sample in found.samples]),
-                _cpu(found, found.values("server_cpu_s")),
-                _count(found.value("in_flight")),
-                _count(found.value("requests")),
-                "" if found.raw else _mib(median([s.extra_nbytes for s in found.samples])),
-                _trips(found) if scenario == SAVE else "",
-            )
-        )
-    columns = (
-        "service|workload|subject|column|median|fastest – slowest|samples|MB/s|of the floor|"
-        "of its client alone|CPU s per GiB|service's CPU s per GiB|most in flight|requests|"
-        "extra memory|" + ("commit" if scenario == SAVE else "")
-    )
-    return table(scenario, columns, rows)
+    columns: Columns[Measurement] = {
+        "service": lambda m: m.profile,
+        "workload": lambda m: m.workload,
+        "subject": lambda m: m.subject,
+        "column": lambda m: m.column,
+        "median": lambda m: seconds(m.wall_s),
+        "fastest – slowest": lambda m: span(m.times),
+        "samples": _samples,
+        "MB/s": lambda m: _rate(m) if m.nbytes >= 16 * MIB else "",
+        "of the floor": lambda m: _number(results.floor_ratio(m)),
+        "of its client alone": lambda m: _number(results.own_ratio(m)),
+        "CPU s per GiB": lambda m: _cpu(m, [sample.cpu_s for sample in m.samples]),
+        "service's CPU s per GiB": lambda m: _cpu(m, m.values("server_cpu_s")),
+        "most in flight": lambda m: _count(m.value("in_flight")),
+        "requests": lambda m: _count(m.value("requests")),
+        "extra memory": lambda m: (
+            "" if m.raw else _mib(median([sample.extra_nbytes for sample in m.samples]))
+        ),
+        "commit" if scenario == SAVE else "": lambda m: _trips(m) if scenario == SAVE else "",
+    }
+    return table_of(scenario, results.where(scenario=scenario), columns)
 
 
 def _trips(found: Measurement) -> str:
@@ -96,44 +77,33 @@ def _trips(found: Measurement) -> str:
 
 
 def _background(results: Results) -> str:
-    rows = [
-        (
-            m.profile,
-            m.workload,
-            m.subject,
-            m.column,
-            seconds(m.wall_s),
-            seconds(m.value("start_save_s")),
-            seconds(m.value("lag_p99_s")),
-            seconds(m.value("lag_max_s")),
-            str(len(m.samples)),
-        )
-        for m in results.where(scenario=BACKGROUND)
-    ]
-    columns = (
-        "service|workload|subject|how|committed after|in start_save|lag of the caller's loop, p99|"
-        "longest stall|samples"
-    )
-    return table(BACKGROUND, columns, rows)
+    columns: Columns[Measurement] = {
+        "service": lambda m: m.profile,
+        "workload": lambda m: m.workload,
+        "subject": lambda m: m.subject,
+        "how": lambda m: m.column,
+        "committed after": lambda m: seconds(m.wall_s),
+        "in start_save": lambda m: seconds(m.value("start_save_s")),
+        "lag of the caller's loop, p99": lambda m: seconds(m.value("lag_p99_s")),
+        "longest stall": lambda m: seconds(m.value("lag_max_s")),
+        "samples": _samples,
+    }
+    return table_of(BACKGROUND, results.where(scenario=BACKGROUND), columns)
 
 
 def _memory(results: Results) -> str:
-    rows = [
-        (
-            m.profile,
-            m.subject,
-            m.column,
-            _mib(m.nbytes),
-            _mib(m.value("budget_nbytes")),
-            _mib(max(sample.extra_nbytes for sample in m.samples)),
-            seconds(m.wall_s),
-            f"{m.rate / 1e6:.0f}",
-            str(len(m.samples)),
-        )
-        for m in results.where(scenario=MEMORY)
-    ]
-    columns = "service|subject|what|state|budget|peak of extra memory|median|MB/s|samples"
-    return table(MEMORY, columns, rows)
+    columns: Columns[Measurement] = {
+        "service": lambda m: m.profile,
+        "subject": lambda m: m.subject,
+        "what": lambda m: m.column,
+        "state": lambda m: _mib(m.nbytes),
+        "budget": lambda m: _mib(m.value("budget_nbytes")),
+        "peak of extra memory": lambda m: _mib(max(sample.extra_nbytes for sample in m.samples)),
+        "median": lambda m: seconds(m.wall_s),
+        "MB/s": _rate,
+        "samples": _samples,
+    }
+    return table_of(MEMORY, results.where(scenario=MEMORY), columns)
 
 
 def _sweeps(results: Results) -> str:
@@ -175,6 +145,14 @@ def _grids(results: Results) -> str:
         text = ", ".join(f"{point} {rate / 1e6:.0f}" for point, rate in others)
         rows.append((found.profile, found.client, found.direction, str(best), text))
     return table("bare clients", "service|client|what|best|MB/s of every point", rows)
+
+
+def _samples(found: Measurement) -> str:
+    return str(len(found.samples))
+
+
+def _rate(found: Measurement) -> str:
+    return f"{found.rate / 1e6:.0f}"
 
 
 def _cpu(found: Measurement, values: list[float]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.measure import Sample, median
 from benchmarks.remote.raw import Point
-from benchmarks.results import Verdict
+from benchmarks.results import Sampled, Verdict, sample_json, short
 
 SAVE, RESTORE = "save", "restore"
 BACKGROUND, MEMORY = "save in the background", "small budget"
@@ -22,7 +21,7 @@ SCENARIOS = (SAVE, RESTORE, BACKGROUND, MEMORY, "sweep")
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Sampled):
     """The samples of one subject in one scenario.
 
     Attributes:
@@ -50,11 +49,6 @@ class Measurement:
     samples: tuple[Sample, ...]
 
     @property
-    def wall_s(self) -> float:
-        """Median seconds."""
-        return median([sample.wall_s for sample in self.samples])
-
-    @property
     def rate(self) -> float:
         """Bytes per second at the median."""
         return self.nbytes / self.wall_s
@@ -62,14 +56,6 @@ class Measurement:
     def per_gib(self, seconds: float) -> float:
         """Seconds for each GiB of arrays."""
         return seconds * (1 << 30) / self.nbytes
-
-    def value(self, name: str) -> float:
-        """Median of one of the further figures; NaN where it was not measured."""
-        return median([sample.values[name] for sample in self.samples if name in sample.values])
-
-    def values(self, name: str) -> list[float]:
-        """One of the further figures, sample by sample."""
-        return [sample.values[name] for sample in self.samples if name in sample.values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,24 +209,5 @@ def _measurement_json(found: Measurement) -> dict[str, Any]:
         for item in dataclasses.fields(found)
         if item.name != "samples"
     }
-    samples = [_sample_json(s) for s in found.samples]
+    samples = [sample_json(s) for s in found.samples]
     return {**made, "median_s": short(found.wall_s), "samples": samples}
-
-
-def _sample_json(sample: Sample) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "wall_s": short(sample.wall_s),
-        "cpu_s": short(sample.cpu_s),
-        "extra_mib": round(sample.extra_nbytes / (1 << 20), 1),
-    }
-    if sample.floor_s is not None:
-        made["floor_s"] = [short(sample.floor_before_s), short(sample.floor_after_s)]
-        made["repeats"] = sample.repeats
-    return made | {name: short(value) for name, value in sample.values.items()}
-
-
-def short(value: float | None) -> float | None:
-    """Six significant digits; None for NaN."""
-    if value is None or math.isnan(value):
-        return None
-    return float(f"{value:.6g}")

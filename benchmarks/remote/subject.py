@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.remote.lag import watched
+from benchmarks.local.stall import watched
+from benchmarks.subject import Restored
 from benchmarks.workloads import Tree, Workload
 from tests.simulator.clients import Endpoints
 
@@ -33,15 +34,6 @@ class Setup:
     prefix: str
     directory: Path
     budget_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A finished restore: its tree (nested, or flat by path), and what was timed."""
-
-    tree: Tree
-    values: Values
-    flat: bool = False
 
 
 class Subject(ABC):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import workloads
-from benchmarks.measure import Sample, median
+from benchmarks import measure, workloads
+from benchmarks.measure import Protocol, Sample, median
 from benchmarks.remote import roundtrips, state
 from benchmarks.remote.child import Child, Failed, Role, child
 from benchmarks.remote.forms import MIB, SHORT, WORKLOADS, Form
@@ -37,7 +37,7 @@ from benchmarks.remote.results import (
     Sweep,
     Swept,
 )
-from benchmarks.remote.rounds import Case, Rounds
+from benchmarks.remote.rounds import Case, Probes
 from benchmarks.remote.state import Described
 from benchmarks.workloads import Workload
 from tests.simulator import SimulatorProcess, simulator_process
@@ -346,13 +346,19 @@ class _OnService:
             "write", name=name, nbytes=nbytes, size=point.nbytes, streams=point.streams
         )
 
-    @staticmethod
     def _get_s(
-        process: Child, name: int, sizes: list[int], point: Point, copy: bool = False
+        self, process: Child, name: int, sizes: list[int], point: Point, copy: bool = False
     ) -> float:
+        """Seconds of the floor of restores."""
+        return self._read(process, name, sizes, point, copy)["wall_s"]
+
+    @staticmethod
+    def _read(
+        process: Child, name: int, sizes: list[int], point: Point, copy: bool = False
+    ) -> dict[str, float]:
         size, streams = point.nbytes, point.streams
         asked = {"name": name, "sizes": sizes, "size": size, "streams": streams, "copy": copy}
-        return process.ask("read", **asked)["wall_s"]
+        return process.ask("read", **asked)
 
     # ------------------------------------------------------------------------ saves and restores
 
@@ -379,11 +385,10 @@ class _OnService:
             suite.attempt(f"{what} {BACKGROUND}", BACKGROUND, work)
 
     def _saves(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
-        floor = None
-        raw = {k: v for k, v in self._raw.items() if workload.is_large}
+        probes = Probes(self._service)
         if workload.is_large:
             process = self._raw[floors.put_client]
-            floor = functools.partial(self._put_s, process, floors.put, workload.nbytes)
+            probes.floor = functools.partial(self._put_s, process, floors.put, workload.nbytes)
         cases, keys = [], {}
         for label, process in cast.items():
             run, finish = self._saving(process, "save")
@@ -391,10 +396,11 @@ class _OnService:
             # Unshaped, requests sent together are answered one after the other.
             after = self._commit if ours and self._profile != "loopback" else dict
             samples = self._samples(process, workload, SAVE)
-            cases.append(Case(label, run, finish, samples, after))
+            more: dict[str, Any] = {"finish": finish, "samples": samples, "after": after}
+            cases.append(Case(label, run, probes=probes, **more))
             how = AUTO if process.role.point is None else SAME
             keys[label] = (process, how if ours else "")
-        for client, process in raw.items():
+        for client, process in self._raw.items() if workload.is_large else ():
             if client == floors.put_client:
                 continue
             best = self._best(client, "put")
@@ -402,9 +408,10 @@ class _OnService:
             def put(process: Child = process, best: Point = best) -> dict[str, float]:
                 return self._written(process, self._name(), best, workload.nbytes)
 
-            cases.append(Case(process.role.label, put, self._service.clear))
-            keys[process.role.label] = (process, str(best))
-        self._take(workload, SAVE, cases, keys, floor, floors.put_client, str(floors.put))
+            label = process.role.label
+            cases.append(Case(label, put, finish=self._service.clear, probes=probes))
+            keys[label] = (process, str(best))
+        self._take(workload, SAVE, cases, keys, probes, floors.put_client, str(floors.put))
 
     def _saving(
         self, process: Child, how: str
@@ -426,26 +433,16 @@ class _OnService:
         return run, finish
 
     def _restores(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
-        floor = None
-        large = workload.is_large
+        probes = Probes(self._service)
         cases, keys = [], {}
-        for client, process in self._raw.items() if large else ():
+        for client, process in self._raw.items() if workload.is_large else ():
             name, best = self._name(), self._best(client, "get")
             sizes = self._put(process, name, self._best(client, "put"), workload.nbytes)
             if client == floors.get_client:
-                floor = functools.partial(self._get_s, process, name, sizes, best)
+                probes.floor = functools.partial(self._get_s, process, name, sizes, best)
                 continue
-
-            def get(
-                process: Child = process, name: int = name, sizes: list[int] = sizes,
-                best: Point = best,
-            ) -> dict[str, float]:  # fmt: skip
-                size, streams = best.nbytes, best.streams
-                return process.ask(
-                    "read", name=name, sizes=sizes, size=size, streams=streams, copy=False
-                )
-
-            cases.append(Case(process.role.label, get))
+            get = functools.partial(self._read, process, name, sizes, best)
+            cases.append(Case(process.role.label, get, probes=probes))
             keys[process.role.label] = (process, str(best))
         for label, process in cast.items():
             ours, name = label.startswith("asyncckpt"), self._name()
@@ -455,33 +452,29 @@ class _OnService:
                 self._suite.report(f"{self._profile} {workload.id} to restore: {label}", error)
                 continue
             columns = [OWN] if not ours else [IN_PLACE] if process.role.point else [IN_PLACE, OWN]
+            samples = self._samples(process, workload, RESTORE)
+            how = AUTO if process.role.point is None else SAME
             for column in columns:
-                in_place = column == IN_PLACE
-
-                def run(
-                    process: Child = process, name: int = name, in_place: bool = in_place
-                ) -> dict[str, float]:
-                    return process.ask("restore", name=name, in_place=in_place)
-
-                samples = self._samples(process, workload, RESTORE)
-                cases.append(Case(f"{label}, {column}", run, samples=samples))
-                how = AUTO if process.role.point is None else SAME
+                run = functools.partial(
+                    process.ask, "restore", name=name, in_place=column == IN_PLACE
+                )
+                cases.append(Case(f"{label}, {column}", run, samples=samples, probes=probes))
                 keys[cases[-1].name] = (process, f"{column}, {how}" if ours else column)
-        self._take(workload, RESTORE, cases, keys, floor, floors.get_client, str(floors.get))
+        self._take(workload, RESTORE, cases, keys, probes, floors.get_client, str(floors.get))
         self._service.clear()
 
     def _lags(self, workload: Described, cast: Mapping[str, Child]) -> None:
+        probes = Probes(self._service)
         cases, keys = [], {}
         for label, process in cast.items():
             if process.role.point is not None:
                 continue
-
             run, finish = self._saving(process, "background")
             samples = self._samples(process, workload, BACKGROUND)
-            cases.append(Case(label, run, finish, samples))
+            cases.append(Case(label, run, finish=finish, samples=samples, probes=probes))
             how = "start_save" if label.startswith("asyncckpt") else "in a thread"
             keys[label] = (process, how)
-        self._take(workload, BACKGROUND, cases, keys, None, "", "")
+        self._take(workload, BACKGROUND, cases, keys, probes, "", "")
 
     def _take(
         self,
@@ -489,25 +482,21 @@ class _OnService:
         scenario: str,
         cases: list[Case],
         keys: Mapping[str, tuple[Child, str]],
-        floor: Callable[[], float] | None,
+        probes: Probes,
         floor_client: str,
         floor_column: str,
     ) -> None:
-        def failed(name: str, error: Exception) -> None:
-            self._suite.report(f"{self._profile} {workload.id} {scenario}: {name}", error)
+        def failed(case: measure.Case, error: Exception) -> None:
+            self._suite.report(f"{self._profile} {workload.id} {scenario}: {case.name}", error)
 
+        for case in cases:
+            case.fresh_nbytes = FRESH * workload.nbytes
+        if probes.floor is not None:
+            probes.floor()  # the first one warms up
         steady_s = self._form.steady_s if self._profile == "loopback" else 0.0
-        rounds = Rounds(
-            self._service,
-            self._suite.rng,
-            self._form.samples,
-            FRESH * workload.nbytes,
-            floor,
-            steady_s,
-            failed,
-        )
-        taken = rounds.take(cases)
-        if floor is not None:
+        protocol = Protocol(self._form.samples, repeats_for_s=steady_s)
+        taken = measure.rounds(cases, protocol, self._suite.rng, failed)
+        if probes.floor is not None:
             self._add_floor(workload, scenario, taken, floor_client, floor_column)
         for name, samples in taken.items():
             process, column = keys[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from benchmarks.local.targets import LAG_S, LAG_SMALL_S, within_budget
 from benchmarks.measure import median
 from benchmarks.remote.results import (
     AUTO,
@@ -27,9 +28,6 @@ SHARES = {SAVE: (0.90, 0.85), RESTORE: (0.95, 0.90)}
 
 LARGE_NBYTES = 1000 << 20
 NEAR_BEST = 1.10
-BUDGET_SHARE, PER_LEAF_NBYTES, MARGIN_NBYTES = 1.05, 2048, 16 << 20
-LAG_S, LAG_SMALL_S = 5e-3, 12e-3
-MIB = 1 << 20
 
 
 def judge(results: Results) -> list[Verdict]:
@@ -98,29 +96,19 @@ def _peers(results: Results) -> Iterator[Verdict]:
 def _swept(sweep: Sweep) -> Verdict:
     best = sweep.best
     ratio = sweep.auto_s / best.median_s
-    return Verdict(
+    return Verdict.of(
         f"W1 {sweep.profile}",
         f"auto / best point of the sweep, {sweep.subject}",
         f"≤ {NEAR_BEST}",
         f"{ratio:.2f} (auto {sweep.picked}, best {best.point})",
-        "PASS" if ratio <= NEAR_BEST else "MISS",
+        ratio <= NEAR_BEST,
     )
 
 
 def _budget(found: Measurement) -> Verdict:
-    limit = (
-        BUDGET_SHARE * found.value("budget_nbytes")
-        + PER_LEAF_NBYTES * found.leaf_count
-        + MARGIN_NBYTES
-    )
-    most = max(sample.extra_nbytes for sample in found.samples)
-    return _verdict(
-        found,
-        f"memory of a {found.column} of {found.nbytes / 2**30:.1f} GiB, {found.subject}",
-        f"≤ 1.05 × {found.value('budget_nbytes') / MIB:.0f} MiB + 2 KiB per leaf + 16 MiB",
-        f"{most / MIB:.0f} MiB",
-        most <= limit,
-    )
+    size = f"{found.nbytes / 2**30:.1f} GiB"
+    metric = f"memory of a {found.column} of {size}, {found.subject}"
+    return within_budget(f"{found.workload} {found.profile}", metric, found)
 
 
 def _commits(results: Results) -> Iterator[Verdict]:
@@ -153,8 +141,8 @@ def _lag(found: Measurement) -> Verdict:
 
 
 def _verdict(found: Measurement, metric: str, target: str, measured: str, kept: bool) -> Verdict:
-    status = "-" if math.isnan(found.wall_s) else "PASS" if kept else "MISS"
-    return Verdict(f"{found.workload} {found.profile}", metric, target, measured, status)
+    met = None if math.isnan(found.wall_s) else kept
+    return Verdict.of(f"{found.workload} {found.profile}", metric, target, measured, met)
 
 
 def _places(results: Results) -> list[tuple[str, str]]:

@@ -20,8 +20,9 @@ import numpy as np
 from benchmarks import measure
 from benchmarks.remote import ours, peers, raw, state
 from benchmarks.remote.raw import CLIENTS, Point
-from benchmarks.remote.subject import Restored, Setup, Subject, Values, loop_factory
+from benchmarks.remote.subject import Setup, Subject, Values, loop_factory
 from benchmarks.results import claim_output
+from benchmarks.subject import Restored
 from benchmarks.workloads import Tree, Workload, difference, flat_arrays, targets_like
 from tests.simulator.clients import Endpoints
 
@@ -82,7 +83,7 @@ class SubjectWorker:
         self._workload = state.read(Path(path))
         targets = targets_like(self._workload.tree) if restore else None
 
-        def work() -> Values:
+        def work() -> Mapping[str, float]:
             if targets is None:
                 self._subject.open(self._workload)
                 return self._subject.save(self._workload, name)
@@ -116,7 +117,7 @@ class SubjectWorker:
         targets = targets_like(self._workload.tree) if in_place else None
         restored: Restored | None = None
 
-        def work() -> Values:
+        def work() -> Mapping[str, float]:
             nonlocal restored
             if targets is None:
                 restored = self._subject.restore(self._workload, name)
@@ -240,7 +241,7 @@ def _made(setup: dict[str, Any]) -> Any:
     told = Setup(endpoints, setup["prefix"], Path(setup["directory"]), setup["budget_nbytes"])
     if setup["raw"]:
         return RawWorker(told, setup["kind"])
-    point = Point(*setup["point"]) if setup["point"] else None
+    point = Point(**setup["point"]) if setup["point"] else None
     return SubjectWorker(told, setup["kind"], point, setup["reads"])
 
 

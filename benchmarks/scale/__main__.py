@@ -10,7 +10,6 @@ runs in a process of its own, whose peak memory is read at its end.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import facts
+from benchmarks.report import write_page
 from benchmarks.scale.costs import commit, messages, own_plan, sharing
 from benchmarks.scale.job import STATE_NBYTES, Figures, Job, even, llama, write_entries
 
@@ -135,11 +135,7 @@ def main() -> None:
     grown = [simulate(even(1_000, chunks)) for chunks in given.chunks]
     about = {**facts(given.out), "date": time.strftime("%Y-%m-%d", time.gmtime())}
     text = report(jobs, grown, about)
-    print(text)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "scale.md").write_text(text)
-    document = {"about": about, "jobs": jobs, "chunks": grown}
-    (given.out / "scale.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_page(given.out, "scale", text, {"about": about, "jobs": jobs, "chunks": grown})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt import options
-from asyncckpt.coordinators.beats import Beats, Pulse
+from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.flow.engine import Engine
@@ -29,7 +29,8 @@ from asyncckpt.save.index import make_catalog
 from asyncckpt.save.merge import BoxesOfParts, compare, merge
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
-from benchmarks.scale.job import DIGEST, SAVE_ID, STATE_NBYTES, Figures, Job, even, planned
+from benchmarks.local.planning import save
+from benchmarks.scale.job import DIGEST, SAVE_ID, STATE_NBYTES, Figures, Job, even
 from tests.coordinators.members import Member
 
 SAMPLES = 5
@@ -153,7 +154,7 @@ def own_plan(process_count: int) -> Figures:
         leaves = job.leaves(process)
         for _ in range(SAMPLES):
             start = time.process_time()
-            planned(leaves, process, process_count)
+            save(leaves, process=process, process_count=process_count)
             seconds.append(time.process_time() - start)
     return {"own_leaves": len(job.names), "own_plan_s": min(seconds)}
 
@@ -167,8 +168,8 @@ def messages(process_count: int) -> Figures:
 
     async def part(index: int) -> None:
         group = Group(made[index], "a" * 32, index, process_count, hosts, "meeting")
-        pulse = Pulse(engine, Beats(group, SILENCE_S))
-        round_ = Round(group, pulse, "save", 0, arrival_s=SILENCE_S, silence_s=SILENCE_S)
+        beats = Beats(engine, group, SILENCE_S)
+        round_ = Round(beats, "save", 0, arrival_s=SILENCE_S, silence_s=SILENCE_S)
 
         async def together() -> None:
             if round_.leads:

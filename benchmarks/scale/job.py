@@ -12,9 +12,10 @@ from asyncckpt import options
 from asyncckpt.format.entries import Entries, Parts, WrittenFile, encode_entries
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.replicas import checked_rows
-from asyncckpt.planning.save import SavePlan, plan_save
+from asyncckpt.planning.save import SavePlan
 from asyncckpt.planning.streams import encoded_rows
 from asyncckpt.spec import Box, Partition, Shard, array_spec
+from benchmarks.local.planning import save
 
 REPLICAS = 10
 STATE_NBYTES = 10 * 10**12
@@ -68,21 +69,7 @@ class Job:
 
     def plan(self, process: int) -> SavePlan:
         """Return what one process plans."""
-        return planned(self.leaves(process), process, self.process_count)
-
-
-def planned(leaves: list[LeafLayout], process: int, process_count: int) -> SavePlan:
-    """Plan a save as the library does."""
-    return plan_save(
-        leaves,
-        data_file_nbytes=options.DEFAULT_DATA_FILE_NBYTES,
-        slot_nbytes=options.SLOT_NBYTES,
-        page_nbytes=options.PAGE_NBYTES,
-        aligned_chunk_nbytes=options.ALIGNED_CHUNK_NBYTES,
-        inline_nbytes=options.INLINE_NBYTES,
-        process=process,
-        process_count=process_count,
-    )
+        return save(self.leaves(process), process=process, process_count=self.process_count)
 
 
 def llama(nbytes: int) -> dict[str, tuple[tuple[int, ...], str]]:

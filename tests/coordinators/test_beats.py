@@ -14,6 +14,7 @@ from asyncckpt.coordinators.beats import BEAT_S, SLOW_BEAT_S, Beats
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.service import CALL_LIMIT_S
 from asyncckpt.errors import StoreError
+from asyncckpt.flow.engine import Engine
 from tests.coordinators.members import Member, members
 
 
@@ -40,7 +41,7 @@ def group_of(member: Member) -> Group:
 
 
 def beats_of(count: int, silence_s: float = 60.0) -> list[Beats]:
-    return [Beats(group_of(member), silence_s) for member in members(count)]
+    return [Beats(Engine(), group_of(member), silence_s) for member in members(count)]
 
 
 @asynccontextmanager
@@ -62,7 +63,7 @@ async def beat(clock: Clock, observer: Beats, *others: Beats, seconds: float) ->
     """Time passes; the others post, then the observer looks."""
     clock.now += seconds
     for each in (*others, observer):
-        each.tell(each._text)
+        each._changed.set()
         await settled()
 
 
@@ -74,22 +75,22 @@ def silent_ones(observer: Beats) -> tuple[int, ...]:
 async def test_a_living_process_is_never_silent(clock: Clock) -> None:
     first, *others = beats_of(3)
     for each in (first, *others):
-        each.tell("1 upload")
+        each.reached("save", 1)
     async with running(*others, first):
         for _ in range(30):
             await beat(clock, first, *others, seconds=5)
             assert silent_ones(first) == ()
-        assert first.heard(1) == first.heard(2) == "1 upload"
+        assert first.last(1, "save") == first.last(2, "save") == 1
 
 
 async def test_a_process_that_posts_no_more_is_silent_after_its_time(clock: Clock) -> None:
     first, second, third = beats_of(3)
     for each in (first, second, third):
-        each.tell("1 upload")
+        each.reached("save", 1)
     async with running(third, first):
         async with running(second):
             await beat(clock, first, second, third, seconds=5)
-            assert first.heard(1) == "1 upload"
+            assert first.last(1, "save") == 1
         # The second has ended without a word.
         for _ in range(11):
             await beat(clock, first, third, seconds=5)
@@ -101,14 +102,14 @@ async def test_a_process_that_posts_no_more_is_silent_after_its_time(clock: Cloc
 
 async def test_the_others_watch_process_0_only(clock: Clock) -> None:
     first, second, third = beats_of(3)
-    first.tell("1 upload")
+    first.reached("save", 1)
     async with running(second):
         with pytest.raises(KeyError):
             second.silent(2)
         assert not second.silent(0)
         async with running(first):
             await beat(clock, second, first, seconds=5)
-            assert second.heard(0) == "1 upload"
+            assert second.last(0, "save") == 1
         for _ in range(11):
             await beat(clock, second, seconds=5)
             assert silent_ones(second) == ()
@@ -122,20 +123,20 @@ async def test_the_others_watch_process_0_only(clock: Clock) -> None:
 
 async def test_a_process_at_rest_is_not_silent(clock: Clock) -> None:
     first, second = beats_of(2)
-    second.tell("1 upload")
+    second.reached("save", 1)
     async with running(first):
         async with running(second):
             await beat(clock, first, second, seconds=5)
-        await second.rest()
+        await second._rest()
         for _ in range(60):
             await beat(clock, first, seconds=5)
         assert silent_ones(first) == ()
-        assert first.heard(1) == ""
+        assert first.last(1, "save") == -1
 
 
 async def test_an_observer_that_was_stopped_looks_again_first(clock: Clock) -> None:
     first, second = beats_of(2)
-    second.tell("1 upload")
+    second.reached("save", 1)
     async with running(first):
         async with running(second):
             await beat(clock, first, second, seconds=5)
@@ -145,7 +146,7 @@ async def test_an_observer_that_was_stopped_looks_again_first(clock: Clock) -> N
 
 async def test_a_service_without_an_answer_is_silence(clock: Clock) -> None:
     first, second = beats_of(2)
-    first.tell("1 upload")
+    first.reached("save", 1)
     async with running(second):
         async with running(first):
             await beat(clock, second, first, seconds=5)
@@ -153,7 +154,7 @@ async def test_a_service_without_an_answer_is_silence(clock: Clock) -> None:
         async def fail(*_: object) -> None:
             raise StoreError("no answer")
 
-        second._group.coordinator.put = fail  # type: ignore[method-assign]
+        second.group.coordinator.put = fail  # type: ignore[method-assign]
         for _ in range(4):
             await beat(clock, second, seconds=CALL_LIMIT_S + BEAT_S)
         assert silent_ones(second) == (0,)
@@ -162,18 +163,18 @@ async def test_a_service_without_an_answer_is_silence(clock: Clock) -> None:
 async def test_many_processes_beat_more_slowly_and_cost_one_call() -> None:
     count = 300
     job = members(count)
-    many = [Beats(group_of(member), 60.0) for member in job]
+    many = [Beats(Engine(), group_of(member), 60.0) for member in job]
     assert {each._every_s for each in many} == {SLOW_BEAT_S}
     async with running(*many):
         pass
     assert dict(job[0].calls) == {"put": 1, "list": 1}
     assert dict(job[1].calls) == {"put": 1, "look": 1}
-    assert Beats(group_of(members(2)[0]), 60.0)._every_s == BEAT_S
+    assert Beats(Engine(), group_of(members(2)[0]), 60.0)._every_s == BEAT_S
 
 
 async def test_beats_come_at_their_interval() -> None:
     member = members(2)[0]
-    beats = Beats(group_of(member), 60.0, every_s=0.02)
+    beats = Beats(Engine(), group_of(member), 60.0, every_s=0.02)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.5):
             await beats.run()

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from asyncckpt.coordinators.collectives.jax import JaxExchange, JaxGathers
+from asyncckpt.coordinators.collectives.jax import Gathers, JaxExchange
 from asyncckpt.errors import ResourceError, StoreError
 
 PIECE = np.arange(1000, dtype=np.uint8)
@@ -20,7 +20,7 @@ async def here(function: Callable[[], Any]) -> Any:
 
 
 def exchange() -> JaxExchange:
-    return JaxExchange(0, JaxGathers(), here)
+    return JaxExchange(0, {}, here)
 
 
 async def test_what_is_gathered_is_what_was_given() -> None:
@@ -47,7 +47,7 @@ async def test_errors_of_the_runtime_say_what_to_do(
 
 
 async def test_members_are_compiled_once() -> None:
-    gathers = JaxGathers()
+    gathers: Gathers = {}
     for _ in range(3):
         await JaxExchange(0, gathers, here).gather((0,), PIECE)
-    assert len(gathers._gathers) == 1
+    assert len(gathers) == 1

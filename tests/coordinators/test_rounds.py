@@ -12,7 +12,7 @@ import pytest
 
 from asyncckpt.coordinators import beats as beats_module
 from asyncckpt.coordinators import rounds
-from asyncckpt.coordinators.beats import Beats, Pulse
+from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.coordinators.single import SingleCoordinator
@@ -62,8 +62,7 @@ def play(
         async def one(process: int, part: Part) -> Any:
             group = Group(service, "a" * 32, process, COUNT, ("h0", "h1", "h2"), "asyncckpt/x")
             round_ = Round(
-                group,
-                Pulse(engine, Beats(group, silence_s, every_s=0.05)),
+                Beats(engine, group, silence_s, every_s=0.05),
                 "save",
                 7,
                 name=name if isinstance(name, str) else name[process],
@@ -223,9 +222,9 @@ def test_process_0_that_falls_silent_between_decision_and_outcome_leaves_it_unkn
         await round_.gathered("ready")
         await round_.commit()
         # As if the process were stopped: its beats end, and so does everything else.
-        pulse = round_.pulse
-        assert pulse._beating is not None
-        pulse._beating.cancel()
+        beating = round_.beats._beating
+        assert beating is not None
+        beating.cancel()
         await asyncio.sleep(1.5)
         await round_.finish(b"late")
 
@@ -238,9 +237,9 @@ def test_process_0_that_falls_silent_between_decision_and_outcome_leaves_it_unkn
 def test_a_process_that_falls_silent_is_named(engine: Engine) -> None:
     async def stops(round_: Round) -> Any:
         await asyncio.sleep(0.2)  # until it was heard once
-        pulse = round_.pulse
-        assert pulse._beating is not None
-        pulse._beating.cancel()
+        beating = round_.beats._beating
+        assert beating is not None
+        beating.cancel()
         await asyncio.sleep(1.5)
 
     results = play(engine, {0: lead, 1: stops, 2: follow}, silence_s=0.3)
@@ -359,7 +358,7 @@ def test_nobody_is_missed_after_the_decision_to_commit(engine: Engine) -> None:
 
     async def dies(round_: Round) -> Any:
         await round_.post("ready", b"me")
-        beating = round_.pulse._beating
+        beating = round_.beats._beating
         assert beating is not None
         beating.cancel()
         return await round_.outcome()
@@ -396,18 +395,18 @@ def test_a_round_that_begins_while_another_one_ends_is_heard(engine: Engine) -> 
     async def both() -> str:
         service = SingleCoordinator()
         group = Group(service, "a" * 32, 0, 2, ("h", "h"), "asyncckpt/x")
-        pulse = Pulse(engine, Beats(group, 20.0, every_s=0.05))
-        pulse.begin()
-        pulse.reached("save", 1)
-        ending = asyncio.create_task(pulse.end())
+        beats = Beats(engine, group, 20.0, every_s=0.05)
+        beats.begin()
+        beats.reached("save", 1)
+        ending = asyncio.create_task(beats.end())
         await asyncio.sleep(0)
-        pulse.begin()
-        pulse.reached("save", 2)
+        beats.begin()
+        beats.reached("save", 2)
         await ending
         await asyncio.sleep(0.2)
-        beats = await service.list(group.key("beat"))
-        await pulse.end()
-        return beats["0"].decode()
+        posted = await service.list(group.key("beat"))
+        await beats.end()
+        return posted["0"].decode()
 
     assert '{"save": 2}' in engine.submit(both).result()
 
@@ -418,8 +417,8 @@ def test_a_process_that_was_left_behind_learns_that_the_outcome_is_unknown(engin
         groups = [
             Group(service, "a" * 32, process, 2, ("h0", "h1"), "asyncckpt/x") for process in (0, 1)
         ]
-        ahead, behind = (Pulse(engine, Beats(group, 20.0, every_s=0.05)) for group in groups)
-        round_ = Round(groups[1], behind, "save", 7, arrival_s=20.0, silence_s=20.0)
+        ahead, behind = (Beats(engine, group, 20.0, every_s=0.05) for group in groups)
+        round_ = Round(behind, "save", 7, arrival_s=20.0, silence_s=20.0)
         ahead.begin()
         ahead.reached("save", 9)
         try:

@@ -19,37 +19,8 @@ from asyncckpt.ports import Bytes, CallIn
 AXIS = "process"
 
 
-class JaxGathers:
-    """The compiled all-gathers of a process, by members."""
-
-    def __init__(self) -> None:
-        self._gathers: dict[tuple[int, ...], Callable[[Bytes], Bytes]] = {}
-
-    def gather(self, process: int, members: tuple[int, ...], piece: Bytes) -> Bytes:
-        """Return the pieces of all members. Blocking; for the thread that launches collectives.
-
-        Raises:
-            ResourceError: a device has not enough memory for a batch.
-            StoreError: the runtime failed, as it does when another member has died.
-        """
-        if members not in self._gathers:
-            self._gathers[members] = _gather(process, members)
-        try:
-            return self._gathers[members](piece)
-        except jax.errors.JaxRuntimeError as error:
-            nbytes = len(members) * piece.nbytes
-            if "RESOURCE_EXHAUSTED" in str(error):
-                raise ResourceError(
-                    f"the exchange of a restore needs {nbytes + piece.nbytes} bytes on "
-                    f"{_devices()[process]}, which has not as many left: free memory there, or "
-                    "pass RestoreOptions(broadcast=False)",
-                    expected=nbytes + piece.nbytes,
-                ) from error
-            raise StoreError(
-                f"the exchange of a restore failed in JAX on process {process}: {error}; pass "
-                "RestoreOptions(broadcast=False) if the backend has no collectives",
-                retryable=True,
-            ) from error
+Gathers = dict[tuple[int, ...], Callable[[Bytes], Bytes]]
+"""The compiled all-gathers of a process, by members."""
 
 
 class JaxExchange:
@@ -57,20 +28,45 @@ class JaxExchange:
 
     Args:
         process: number of this process.
-        gathers: the compiled collectives.
+        gathers: compiled collectives, which belong to the coordinator.
         in_caller: calls them in the caller's thread.
     """
 
     binding = True
 
-    def __init__(self, process: int, gathers: JaxGathers, in_caller: CallIn) -> None:
+    def __init__(self, process: int, gathers: Gathers, in_caller: CallIn) -> None:
         self._process = process
         self._gathers = gathers
         self._in_caller = in_caller
 
     async def gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
-        """Return the pieces of all members, one after the other."""
-        return await self._in_caller(lambda: self._gathers.gather(self._process, members, piece))
+        """Return the pieces of all members, one after the other.
+
+        Raises:
+            ResourceError: a device has not enough memory for a batch.
+            StoreError: the runtime failed, as it does when another member has died.
+        """
+        return await self._in_caller(lambda: self._gather(members, piece))
+
+    def _gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
+        if members not in self._gathers:
+            self._gathers[members] = _compiled(self._process, members)
+        try:
+            return self._gathers[members](piece)
+        except jax.errors.JaxRuntimeError as error:
+            nbytes = len(members) * piece.nbytes
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise ResourceError(
+                    f"the exchange of a restore needs {nbytes + piece.nbytes} bytes on "
+                    f"{_devices()[self._process]}, which has not as many left: free memory there, "
+                    "or pass RestoreOptions(broadcast=False)",
+                    expected=nbytes + piece.nbytes,
+                ) from error
+            raise StoreError(
+                f"the exchange of a restore failed in JAX on process {self._process}: {error}; "
+                "pass RestoreOptions(broadcast=False) if the backend has no collectives",
+                retryable=True,
+            ) from error
 
     async def close(self) -> None:
         """Do nothing: the compiled collectives belong to the coordinator."""
@@ -83,7 +79,7 @@ def _devices() -> dict[int, jax.Device]:
     return {device.process_index: device for device in ordered}
 
 
-def _gather(process: int, members: tuple[int, ...]) -> Callable[[Bytes], Bytes]:
+def _compiled(process: int, members: tuple[int, ...]) -> Callable[[Bytes], Bytes]:
     """Return an all-gather of these processes."""
     devices = list(map(_devices().__getitem__, members))
     own = devices[members.index(process)]
