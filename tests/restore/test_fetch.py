@@ -34,7 +34,7 @@ class Files:
     location = LOCATION
 
     def __init__(self, data: bytes, **capabilities: Any) -> None:
-        self.capabilities = StoreCapabilities(buffer="any", **capabilities)
+        self.capabilities = StoreCapabilities(**capabilities)
         self.data = np.frombuffer(data, np.uint8)
         self.on_read: Callable[[int], Any] | None = None
         self.in_flight = self.most = self.calls = 0

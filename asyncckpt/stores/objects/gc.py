@@ -43,6 +43,7 @@ from asyncckpt.stores.objects.layout import (
     owner,
     probe_key,
 )
+from asyncckpt.stores.objects.listings import checkpoint_names, control_entries
 from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
@@ -64,12 +65,12 @@ async def remove_garbage(
 
     Raises:
         RequestError, StoreError: a request failed, or the store does not tell when objects were
-            written; removals until then are not undone.
+            written or has too many; removals until then are not undone.
     """
     requests = context.requests
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
-    listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
+    listed = await control_entries(requests)
     lists = superseded([entry.key.removeprefix(f"{CONTROL}/") for entry in listed])
     unused = {join(CONTROL, name) for name in lists}
     control = [
@@ -81,15 +82,12 @@ async def remove_garbage(
     if not dry_run:
         await requests.delete(control)
     removed += control
-    for entry in await requests.list("", recursive=False, limit=LISTED_MAX):
-        if entry.is_prefix and entry.key != CONTROL:
-            fenced: list[str] = []
-            if deletes:
-                fenced = await _fenced(context, entry.key, before_s, dry_run=dry_run)
-            removed += fenced
-            removed += await _checkpoint(
-                context, entry.key, before_s, fenced=bool(fenced), dry_run=dry_run
-            )
+    for name in await checkpoint_names(requests):
+        fenced: list[str] = []
+        if deletes:
+            fenced = await _fenced(context, name, before_s, dry_run=dry_run)
+        removed += fenced
+        removed += await _checkpoint(context, name, before_s, fenced=bool(fenced), dry_run=dry_run)
     return sorted(removed)
 
 
@@ -174,7 +172,7 @@ async def _store_now_s(context: Context) -> float:
     key = probe_key()
     await requests.replace(key, b"")
     try:
-        listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
+        listed = await control_entries(requests)
         now_s = next((entry.modified_s for entry in listed if entry.key == key), 0.0)
     finally:
         await requests.delete([key])

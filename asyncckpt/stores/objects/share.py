@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from asyncckpt.errors import UsageError
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, check_passed, is_mark_of, too_large
 from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
@@ -16,9 +14,8 @@ from asyncckpt.stores.objects.context import Context, owned, read_record
 from asyncckpt.stores.objects.datafile import ABORT_S, ObjectDataFile, Sending, open_file
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import exchange_path, join
+from asyncckpt.stores.objects.publish import bounded
 from asyncckpt.stores.paths import check_file
-
-log = logging.getLogger("asyncckpt.stores")
 
 
 class ObjectShare:
@@ -162,15 +159,11 @@ class ObjectJoinedAttempt(ObjectShare):
             self._context.background.tidy(self._remove_orphans())
 
     async def _remove_orphans(self) -> None:
-        try:
+        trouble = (
+            "objects that were sent twice could not be removed: %s; 'asyncckpt gc' does so later"
+        )
+        async with bounded(self.location, trouble):
             await self._context.requests.delete(sorted(self._sending.orphans))
-        except RequestError as error:
-            log.warning(
-                "%s: objects that were sent twice could not be removed: %s; 'asyncckpt gc' does "
-                "so later",
-                self.location,
-                error,
-            )
 
     async def _remove(self) -> None:
         # Process 0 should not publish, but a mistake about that would cost a checkpoint.

@@ -62,7 +62,8 @@ from asyncckpt.stores.claims import (
 )
 from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import LISTED_MAX, join
+from asyncckpt.stores.objects.layout import join
+from asyncckpt.stores.objects.listings import control_entries
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
 
@@ -154,7 +155,7 @@ class Claims:
 
     async def _listed(self) -> Seen:
         with reported("listing the claims", self._requests.location(CONTROL)):
-            listed = await self._requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
+            listed = await control_entries(self._requests)
         names = [entry.key.removeprefix(f"{CONTROL}/") for entry in listed]
         claims = sorted(int(found[1]) for name in names if (found := CLAIM.fullmatch(name)))
         lists = sorted(int(found[1]) for name in names if (found := INHERITED.fullmatch(name)))
