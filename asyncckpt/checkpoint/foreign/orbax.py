@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from asyncckpt.checkpoint.foreign.listing import (
-    MAX_FILES,
     damaged,
     list_files,
     located,
@@ -40,6 +39,7 @@ from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import METADATA_FILE
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
+from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
 
 MAX_ITEMS = 1 << 10
@@ -75,7 +75,7 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
             "another step",
             location=files.location,
         )
-    entries = await files.entries(max_entries=MAX_FILES)
+    entries = await files.entries(max_entries=MAX_ENTRIES)
     step = await _step_metadata(files)
     for name in step.handlers.keys() - {entry.name for entry in entries} - {""}:
         # Deleted, or a link, which must not be skipped silently.
@@ -148,7 +148,7 @@ async def _read(
     items: dict[str, Item] = {}
     for name in below:
         path = posixpath.join(directory, name)
-        inner = await files.entries(path, max_entries=MAX_FILES)
+        inner = await files.entries(path, max_entries=MAX_ENTRIES)
         if name == "d" and any(is_our_data(f"d/{entry.name}") for entry in inner):
             raise without_record(files.location, is_database=not directory)
         if {entry.name for entry in inner} & {ZARR2_NAME, ZARR3_NAME}:

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from asyncckpt.checkpoint.metadata import RECORD
-from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Entry, Reading
 from asyncckpt.restore.exchange.exchanger import Exchanger
 

@@ -27,9 +27,10 @@ least):
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from asyncckpt.format.record import Outline
-from asyncckpt.stores.objects.claims.counting import superseded
+from asyncckpt.stores.claims import inherited_name
 from asyncckpt.stores.objects.clients.client import Listed, RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context, read_record
 from asyncckpt.stores.objects.layout import (
@@ -53,13 +54,19 @@ KEYS_PER_DELETION = 1000
 
 
 async def remove_garbage(
-    context: Context, older_than_s: float, *, deletes: bool = False, dry_run: bool
+    context: Context,
+    older_than_s: float,
+    *,
+    lists: Sequence[int] = (),
+    deletes: bool = False,
+    dry_run: bool,
 ) -> list[str]:
     """Remove leftovers; return their keys, sorted, and for uploads ``key?upload``.
 
     Args:
         context: of the store.
         older_than_s: minimum age in seconds.
+        lists: epochs of the claims with a list, ascending, as `Seen.lists`.
         deletes: the store has conditional deletion.
         dry_run: remove nothing.
 
@@ -71,8 +78,8 @@ async def remove_garbage(
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
     listed = await control_entries(requests)
-    lists = superseded([entry.key.removeprefix(f"{CONTROL}/") for entry in listed])
-    unused = {join(CONTROL, name) for name in lists}
+    # The highest list alone decides.
+    unused = {join(CONTROL, inherited_name(epoch)) for epoch in lists[:-1]}
     control = [
         entry.key
         for entry in listed

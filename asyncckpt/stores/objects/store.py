@@ -355,10 +355,10 @@ class ObjectStore:
                 found=older_than_s,
             )
         with reported("removing leftovers", self.url):
-            claimed = bool((await self._context.claims.seen()).lists)
-            deletes = claimed and (await self._unlisting()).delete
+            lists = (await self._context.claims.seen()).lists
+            deletes = bool(lists) and (await self._unlisting()).delete
             removed = await remove_garbage(
-                self._context, older_than_s, deletes=deletes, dry_run=dry_run
+                self._context, older_than_s, lists=lists, deletes=deletes, dry_run=dry_run
             )
             for name in [] if dry_run else await self.names():
                 await repair_quietly(self._context, name)

@@ -42,7 +42,7 @@ import asyncio
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from asyncckpt.flow.shield import together
@@ -204,9 +204,3 @@ def _line(save_id: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
         line |= older
         found += older
     return line
-
-
-def superseded(names: Sequence[str]) -> list[str]:
-    """Return the lists among these names, except the highest, which alone decides."""
-    lists = [name for name in names if INHERITED.fullmatch(name)]
-    return sorted(lists, key=lambda name: int(name.rpartition("-")[2]))[:-1]
