@@ -55,6 +55,10 @@ NODE_NBYTES = 1 * MIB
 MAX_RECORD_NBYTES = 1 * GIB
 """A commit record beyond this is refused before it is read (100,000 leaves take about 10 MiB)."""
 
+MAX_ENTRIES = 1 << 20
+"""Files and directories of one checkpoint, and names in one of its directories, that are listed.
+Orbax without OCDBT has one per parameter."""
+
 MAX_PIECES = 4096
 """Arrays that one leaf may be stored as; a reader compares every pair of them."""
 

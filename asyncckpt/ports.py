@@ -45,8 +45,6 @@ class StoreCapabilities:
     """Abilities and requirements of a store.
 
     Attributes:
-        buffer: `aligned` if `DataFile.write` is fastest with address, offset and length that are
-            multiples of a page (others work too), else `any`.
         client_copies: copies of a buffer that the client makes while sending it.
         positional_writes: parts of a data file, of any size, may be written concurrently and in any
             order; otherwise this holds only for files created with `window_nbytes`.
@@ -61,7 +59,6 @@ class StoreCapabilities:
             `sweep` removes them.
     """
 
-    buffer: Literal["aligned", "any"]
     client_copies: int = 0
     positional_writes: bool = True
     conditional_create: bool = True
@@ -115,8 +112,9 @@ class DataFile(Protocol):
             Whether the memory of `data` may be reused at once. False if a request was abandoned
             and sent again: then it must not be reused while any view of it is alive.
 
-        Cancellation: raises once the store no longer reads `data`; unless `capabilities.buffer` is
-        ``"aligned"``, its memory must not be reused while any view of it is alive.
+        Cancellation: raises once the store no longer reads `data`; without
+        `capabilities.positional_writes`, its memory must not be reused while any view of it is
+        alive.
 
         Raises:
             StoreError: names the file and offset; the attempt cannot be continued.

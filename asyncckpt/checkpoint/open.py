@@ -21,10 +21,8 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import STEP_NAME
+from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
-
-MAX_ENTRIES = 1 << 20
-"""Names in one directory. Orbax without OCDBT has one per parameter."""
 
 PROBED_ITEMS = 8
 """Subdirectories inspected to recognise a directory without known names."""

@@ -16,13 +16,12 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import asyncckpt.blocking as blocking
-from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
-from asyncckpt.options import MIN_BUDGET_NBYTES
+from asyncckpt.options import MAX_ENTRIES, MIN_BUDGET_NBYTES
 from asyncckpt.ports import Claim, Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.runtime import Runtime

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncckpt.arguments import checked_metadata, guarded, typed
-from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.convert.as_save import capture_stored, write_checkpoint
 from asyncckpt.convert.destination import Target, format_of
 from asyncckpt.convert.safetensors_writer import write_files
@@ -32,7 +31,7 @@ from asyncckpt.errors import (
     SaveAbortedError,
     UsageError,
 )
-from asyncckpt.options import GIB, SaveOptions
+from asyncckpt.options import GIB, MAX_ENTRIES, SaveOptions
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import ConvertReport, Progress, nbytes_text
 from asyncckpt.save.commit import DATABASE

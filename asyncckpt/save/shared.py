@@ -50,16 +50,12 @@ from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.save import Save, no_claim, record_of
-from asyncckpt.save.shared_plan import KNOWN, SharedPlan
+from asyncckpt.save.shared_plan import KNOWN, VISIBLE_S, SharedPlan
 
 T = TypeVar("T")
 
 JOIN_S = 2.0
 """How long to look for the attempt before asking whether process 0 has begun it."""
-
-UNSHARED_S = 15.0
-"""How long an attempt that process 0 has begun may stay invisible: network file systems cache
-directories for some seconds."""
 
 NOTE_S = 1.0
 """How long noting an error may take: the program waits for it."""
@@ -274,7 +270,7 @@ class SharedSave(Save):
                     await self.round_.post(KNOWN, b"+")
                 if begun_at is None and self.round_.has_begun():
                     begun_at = time.monotonic()
-            if begun_at is not None and time.monotonic() - begun_at > UNSHARED_S:
+            if begun_at is not None and time.monotonic() - begun_at > VISIBLE_S:
                 raise UsageError(
                     f"{self._location}: {self._group.named(0)} has begun this save, and "
                     f"{self._group.named(self._group.process_index)} cannot see it: this is no "

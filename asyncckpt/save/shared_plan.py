@@ -43,7 +43,8 @@ KNOWN = "known"
 """Posted by a process that has a plan already, and waits for an attempt that does not appear."""
 
 VISIBLE_S = 15.0
-"""How long a passed-on file may stay invisible on a network file system."""
+"""How long a begun attempt or a passed-on file may stay invisible: network file systems cache
+directories for some seconds."""
 
 
 class Limits(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -124,27 +124,22 @@ class FaultStore:
 
     async def begin(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
         """Begin an attempt; abort it if the script fails the call after it was applied."""
+        return FaultAttempt(self, await self._open("begin", name, save_id, options))
+
+    async def join(self, name: str, save_id: str, **options: Any) -> FaultJoinedAttempt:
+        """Join an attempt; abort the share if the script fails the call after it was applied."""
+        return FaultJoinedAttempt(self, await self._open("join", name, save_id, options))
+
+    async def _open(self, kind: str, name: str, save_id: str, options: Mapping[str, Any]) -> Any:
         attempt = None
         try:
-            async with self.operation("begin", name):
-                attempt = await self.inner.begin(name, save_id, **options)
+            async with self.operation(kind, name):
+                attempt = await getattr(self.inner, kind)(name, save_id, **options)
         except BaseException:
             if attempt is not None:
                 await attempt.abort()
             raise
-        return FaultAttempt(self, attempt)
-
-    async def join(self, name: str, save_id: str, **options: Any) -> FaultJoinedAttempt:
-        """Join an attempt; abort the share if the script fails the call after it was applied."""
-        share = None
-        try:
-            async with self.operation("join", name):
-                share = await self.inner.join(name, save_id, **options)
-        except BaseException:
-            if share is not None:
-                await share.abort()
-            raise
-        return FaultJoinedAttempt(self, share)
+        return attempt
 
     def files(self, name: str) -> FaultFiles:
         """Return read access to a checkpoint; counted, but no fault applies."""

@@ -15,6 +15,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from asyncckpt.errors import StoreError, UsageError
@@ -26,6 +27,7 @@ from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.clients.urls import is_url
 from asyncckpt.stores.objects.failures import reported
+from asyncckpt.stores.objects.layout import retried
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.requests.sending import Direction
@@ -224,7 +226,7 @@ class Measurement:
         """Return the latencies of writing and reading, in seconds."""
         body = await self._body(SMALL_NBYTES)
         for number in range(SMALL_REQUESTS):
-            sent = await self._requests.put(_named(f"{self._below}/small-{number}"), body)
+            sent = await self._requests.put(partial(retried, f"{self._below}/small-{number}"), body)
             await self._requests.get(sent.key, 0, SMALL_NBYTES)
             self._moved(2 * SMALL_NBYTES)
         put, get = self._requests.controllers["put"], self._requests.controllers["get"]
@@ -238,7 +240,7 @@ class Measurement:
         keys: list[str] = []
 
         async def put(number: int) -> None:
-            sent = await self._requests.put(_named(f"{key}-{number}"), body)
+            sent = await self._requests.put(partial(retried, f"{key}-{number}"), body)
             keys.append(sent.key)
 
         async def get(number: int) -> None:
@@ -292,10 +294,6 @@ class Measurement:
 
 
 _SMALLEST = min(point.moved_nbytes for point in grid(1 << 60, 1 << 60, 0))
-
-
-def _named(key: str) -> Callable[[int], str]:
-    return lambda number: f"{key}.r{number}"
 
 
 def _random_body(nbytes: int) -> bytes:

@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncckpt.checkpoint.foreign.listing import side_by_side
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, read_index
-from asyncckpt.checkpoint.open import MAX_ENTRIES, open_any
+from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -23,6 +23,7 @@ from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import RECORD_NAME, CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES
+from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles
 from asyncckpt.reports import Damage, Progress, VerifyReport

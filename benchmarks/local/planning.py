@@ -46,7 +46,7 @@ BUDGET_NBYTES = 1 << 30
 
 SIZES = Sizes(options.DEFAULT_DATA_FILE_NBYTES, options.SLOT_NBYTES, options.LOCAL_CONCURRENCY)
 
-GAP_NBYTES = StoreCapabilities("aligned").read_gap_nbytes
+GAP_NBYTES = StoreCapabilities().read_gap_nbytes
 
 
 @dataclass(frozen=True, slots=True)

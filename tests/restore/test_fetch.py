@@ -33,7 +33,7 @@ class Files:
     location = LOCATION
 
     def __init__(self, data: bytes, concurrency: Callable[[], int], **capabilities: Any) -> None:
-        self.capabilities = StoreCapabilities("any", **{"read_gap_nbytes": GAP, **capabilities})
+        self.capabilities = StoreCapabilities(**{"read_gap_nbytes": GAP, **capabilities})
         self._concurrency = concurrency
         self.data = np.frombuffer(data, np.uint8)
         self.on_read: Callable[[int], Any] | None = None

@@ -582,7 +582,7 @@ def saved_on_two_disks(
     from asyncckpt.save import shared, shared_plan
 
     monkeypatch.setattr(shared, "JOIN_S", 0.2)
-    monkeypatch.setattr(shared, "UNSHARED_S", 0.5)
+    monkeypatch.setattr(shared, "VISIBLE_S", 0.5)
     monkeypatch.setattr(shared_plan, "VISIBLE_S", 0.5)
     job, written = Job(tmp_path, 2), []
     write = LocalDataFile.write

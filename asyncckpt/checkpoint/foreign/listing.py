@@ -23,11 +23,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import together
 from asyncckpt.format.damage import path_fault
+from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.planning.restore import coalesce
 from asyncckpt.ports import CheckpointFiles
-
-MAX_FILES = 1 << 20
-"""Files and directories of one checkpoint, and names in one directory."""
 
 MAX_DEPTH = 320
 """Deepest directory: the depth of a tree plus the dimensions of a chunk's key."""
@@ -174,7 +172,7 @@ class Listing:
 async def refuse_link(files: CheckpointFiles, path: str) -> None:
     """Raise if a path is or passes through a link."""
     with contextlib.suppress(CheckpointNotFoundError):
-        await files.entries(path, max_entries=MAX_FILES)
+        await files.entries(path, max_entries=MAX_ENTRIES)
 
 
 async def list_files(files: CheckpointFiles, directory: str) -> Listing:
@@ -188,15 +186,15 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
 
     async def look(path: str) -> list[str]:
         nonlocal count
-        entries = await files.entries(path, max_entries=MAX_FILES)
+        entries = await files.entries(path, max_entries=MAX_ENTRIES)
         count += len(entries)
-        if count > MAX_FILES or depth > MAX_DEPTH:
+        if count > MAX_ENTRIES or depth > MAX_DEPTH:
             raise damaged(
                 files,
                 path,
-                f"more than {MAX_FILES} files, or deeper than {MAX_DEPTH} directories; this is not "
-                "a checkpoint, or a hostile one",
-                expected=MAX_FILES,
+                f"more than {MAX_ENTRIES} files, or deeper than {MAX_DEPTH} directories; this is "
+                "not a checkpoint, or a hostile one",
+                expected=MAX_ENTRIES,
                 found=count,
             )
         below: list[str] = []
@@ -224,7 +222,7 @@ async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str
 
     async def look(directory: str) -> dict[str, int]:
         try:
-            entries = await files.entries(directory, max_entries=MAX_FILES)
+            entries = await files.entries(directory, max_entries=MAX_ENTRIES)
         except CheckpointNotFoundError as error:
             raise missing(files.location, first[directory]) from error
         return {posixpath.join(directory, e.name): e.nbytes for e in entries if not e.is_directory}

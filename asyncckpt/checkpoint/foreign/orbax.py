@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from asyncckpt.checkpoint.foreign.listing import MAX_FILES, damaged, list_files, refuse_link
+from asyncckpt.checkpoint.foreign.listing import damaged, list_files, refuse_link
 from asyncckpt.checkpoint.foreign.orbax_items import Item, read_document, read_tree
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
@@ -32,6 +32,7 @@ from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import METADATA_FILE
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
+from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
 
 MAX_ITEMS = 1 << 10
@@ -67,7 +68,7 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
             "another step",
             location=files.location,
         )
-    entries = await files.entries(max_entries=MAX_FILES)
+    entries = await files.entries(max_entries=MAX_ENTRIES)
     step = await _step_metadata(files)
     for name in step.handlers.keys() - {entry.name for entry in entries} - {""}:
         # Deleted, or a link, which must not be skipped silently.
@@ -135,7 +136,7 @@ async def _read(
     items: dict[str, Item] = {}
     for name in below:
         path = posixpath.join(directory, name)
-        inner = await files.entries(path, max_entries=MAX_FILES)
+        inner = await files.entries(path, max_entries=MAX_ENTRIES)
         if name == "d" and any(is_our_data(f"d/{entry.name}") for entry in inner):
             raise without_record(files.location, is_database=not directory)
         if {entry.name for entry in inner} & {ZARR2_NAME, ZARR3_NAME}:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import MAX_FILES, named, side_by_side, stored_files
+from asyncckpt.checkpoint.foreign.listing import named, side_by_side, stored_files
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -29,7 +29,7 @@ from asyncckpt.format.foreign.safetensors_set import (
 )
 from asyncckpt.format.foreign.safetensors_tree import DEFAULT_KIND, SavedTree, decode_tree
 from asyncckpt.format.record import JsonValue, LeafTable, Piece
-from asyncckpt.options import KIB
+from asyncckpt.options import KIB, MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.tree import Node, Structure
 
@@ -45,7 +45,7 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
     The location is the file, or a directory with either one such file or the index of a set. The
     tree is a dict of arrays by name, or the one that was converted to safetensors.
     """
-    entries = await files.entries(max_entries=MAX_FILES)
+    entries = await files.entries(max_entries=MAX_ENTRIES)
     regular = {entry.name: entry.nbytes for entry in entries if not entry.is_directory}
     indexes = [name for name in regular if name.endswith(INDEX_SUFFIX)]
     tensors = [name for name in regular if name.endswith(SUFFIX) or not name]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.record import RECORD_NAME
+from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Reading
 from asyncckpt.restore.exchange.exchanger import Exchanger
 

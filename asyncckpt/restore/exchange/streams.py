@@ -78,7 +78,7 @@ class StreamFiles:
         capabilities: those of memory.
     """
 
-    capabilities = StoreCapabilities("any", read_gap_nbytes=0)
+    capabilities = StoreCapabilities(read_gap_nbytes=0)
 
     def __init__(self, streams: Mapping[str, Incoming], workers: Workers) -> None:
         self._streams = streams

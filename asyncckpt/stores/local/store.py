@@ -84,7 +84,7 @@ class LocalStore:
                 "and no flush of directories; use WSL or an object store"
             )
         self.url = os.path.abspath(os.fsdecode(root))
-        self.capabilities = StoreCapabilities("any" if direct_io is False else "aligned")
+        self.capabilities = StoreCapabilities()
         self._layout = Layout(self.url)
         self._workers = workers
         self._context = Context(self._layout, workers, machine, DirectWrites(direct_io), is_valid)

@@ -192,8 +192,8 @@ class ObjectAttempt(ObjectShare):
     async def _end_exchange(self) -> None:
         """Remove the mark and the exchanged objects. Logs failures of the store."""
         trouble = (
-            "; what its processes have passed on could not be removed: %s; 'asyncckpt gc' does so "
-            "later"
+            "the checkpoint is committed; what its processes have passed on could not be removed: "
+            "%s; 'asyncckpt gc' does so later"
         )
         async with bounded(self.location, trouble):
             await self._context.requests.delete(sorted(self._exchanged))

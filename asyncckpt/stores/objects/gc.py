@@ -27,9 +27,10 @@ least):
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from asyncckpt.format.record import Outline
-from asyncckpt.stores.objects.claims.counting import superseded
+from asyncckpt.stores.claims import inherited_name
 from asyncckpt.stores.objects.clients.client import Listed, RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context, read_record
 from asyncckpt.stores.objects.layout import (
@@ -43,6 +44,7 @@ from asyncckpt.stores.objects.layout import (
     owner,
     probe_key,
 )
+from asyncckpt.stores.objects.listings import checkpoint_names, control_entries
 from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
@@ -52,26 +54,32 @@ KEYS_PER_DELETION = 1000
 
 
 async def remove_garbage(
-    context: Context, older_than_s: float, *, deletes: bool = False, dry_run: bool
+    context: Context,
+    older_than_s: float,
+    *,
+    lists: Sequence[int] = (),
+    deletes: bool = False,
+    dry_run: bool,
 ) -> list[str]:
     """Remove leftovers; return their keys, sorted, and for uploads ``key?upload``.
 
     Args:
         context: of the store.
         older_than_s: minimum age in seconds.
+        lists: epochs of the claims with a list, ascending, as `Seen.lists`.
         deletes: the store has conditional deletion.
         dry_run: remove nothing.
 
     Raises:
         RequestError, StoreError: a request failed, or the store does not tell when objects were
-            written; removals until then are not undone.
+            written or has too many; removals until then are not undone.
     """
     requests = context.requests
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
-    listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
-    lists = superseded([entry.key.removeprefix(f"{CONTROL}/") for entry in listed])
-    unused = {join(CONTROL, name) for name in lists}
+    listed = await control_entries(requests)
+    # The highest list alone decides.
+    unused = {join(CONTROL, inherited_name(epoch)) for epoch in lists[:-1]}
     control = [
         entry.key
         for entry in listed
@@ -81,15 +89,12 @@ async def remove_garbage(
     if not dry_run:
         await requests.delete(control)
     removed += control
-    for entry in await requests.list("", recursive=False, limit=LISTED_MAX):
-        if entry.is_prefix and entry.key != CONTROL:
-            fenced: list[str] = []
-            if deletes:
-                fenced = await _fenced(context, entry.key, before_s, dry_run=dry_run)
-            removed += fenced
-            removed += await _checkpoint(
-                context, entry.key, before_s, fenced=bool(fenced), dry_run=dry_run
-            )
+    for name in await checkpoint_names(requests):
+        fenced: list[str] = []
+        if deletes:
+            fenced = await _fenced(context, name, before_s, dry_run=dry_run)
+        removed += fenced
+        removed += await _checkpoint(context, name, before_s, fenced=bool(fenced), dry_run=dry_run)
     return sorted(removed)
 
 
@@ -174,7 +179,7 @@ async def _store_now_s(context: Context) -> float:
     key = probe_key()
     await requests.replace(key, b"")
     try:
-        listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
+        listed = await control_entries(requests)
         now_s = next((entry.modified_s for entry in listed if entry.key == key), 0.0)
     finally:
         await requests.delete([key])

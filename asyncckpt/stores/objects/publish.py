@@ -93,20 +93,19 @@ TURNS_MAX = 10
 """Turns that a save with `overwrite` loses to other saves before it gives up."""
 
 AFTER_S = 120.0
-"""Longest time for each step after the record: the save is durable, and repair or gc finishes the
-rest."""
+"""Longest time for each step on which no save depends: repair or gc finishes the rest."""
 
 
 @contextlib.asynccontextmanager
 async def bounded(location: str, trouble: str) -> AsyncIterator[None]:
-    """Bound the block, which follows a committed record, and log that it failed as `trouble`."""
+    """Bound the block, on which no save depends, and log that it failed as `trouble`."""
     try:
         async with asyncio.timeout(AFTER_S):
             yield
     except (RequestError, CorruptCheckpointError, TimeoutError) as error:
         late = isinstance(error, TimeoutError)
         why = f"not within {AFTER_S:g} s" if late else str(error)
-        log.warning("%s: the checkpoint is committed%s", location, trouble % why)
+        log.warning("%s: %s", location, trouble % why)
 
 
 @dataclass(eq=False, repr=False)
@@ -379,8 +378,8 @@ class Publication:
         finished = False
         async with bounded(
             self._location,
-            ", but files for other programs could not be written: %s; the next save, or "
-            "Checkpointer on this root, will try again",
+            "the checkpoint is committed, but files for other programs could not be written: %s; "
+            "the next save, or Checkpointer on this root, will try again",
         ):
             await together(
                 (
@@ -397,7 +396,8 @@ class Publication:
 
         Logs failures of the store: repair or gc finishes the rest.
         """
-        async with bounded(self._location, "; tidying up after it failed: %s"):
+        trouble = "the checkpoint is committed; tidying up after it failed: %s"
+        async with bounded(self._location, trouble):
             written = set(self.fixed)
             if replaced is not None and replaced.save_id not in (None, self.save_id):
                 written |= await self._remove(replaced)

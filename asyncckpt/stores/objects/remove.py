@@ -23,7 +23,7 @@ from functools import partial
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.ports import Removal
-from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
 from asyncckpt.stores.objects.context import (
     Context,
     Record,
@@ -55,11 +55,9 @@ async def read_version(
     """
     version = None
     if wanted:
-        try:
+        with unless_missing():
             version = await context.requests.version(join(name, RECORD))
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
+        if version is None:
             return None, None
     record = await read_record(context, name)
     return record, None if record is None else version

@@ -7,18 +7,15 @@
 
 from __future__ import annotations
 
-import logging
-
 from asyncckpt.errors import UsageError
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, check_passed, is_mark_of, too_large
-from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
+from asyncckpt.stores.objects.clients.client import Body, unless_missing
 from asyncckpt.stores.objects.context import Context, owned, read_record
 from asyncckpt.stores.objects.datafile import ABORT_S, ObjectDataFile, Sending, open_file
-from asyncckpt.stores.objects.failures import reported, store_error
+from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import exchange_path, join
+from asyncckpt.stores.objects.publish import bounded
 from asyncckpt.stores.paths import check_file
-
-log = logging.getLogger("asyncckpt.stores")
 
 
 class ObjectShare:
@@ -75,18 +72,14 @@ class ObjectShare:
         self._check_exchange(path)
         key = self._exchange_key(path)
         requests = self._context.requests
-        try:
+        location = requests.location(key)
+        with reported("reading what was passed on", location), unless_missing():
             data = await requests.read(key, max_nbytes=max_nbytes)
             if data is None:
-                nbytes = await requests.size(key)
-                raise too_large(path, self.location, nbytes, max_nbytes)
-        except RequestError as error:
-            if error.kind == "missing":
-                return None
-            location = requests.location(key)
-            raise store_error("reading what was passed on", location, error) from error
-        self._exchanged.add(key)
-        return data
+                raise too_large(path, self.location, await requests.size(key), max_nbytes)
+            self._exchanged.add(key)
+            return data
+        return None
 
     async def _exchange(self, path: str, data: Body) -> None:
         key = self._exchange_key(path)
@@ -162,15 +155,11 @@ class ObjectJoinedAttempt(ObjectShare):
             self._context.background.tidy(self._remove_orphans())
 
     async def _remove_orphans(self) -> None:
-        try:
+        trouble = (
+            "objects that were sent twice could not be removed: %s; 'asyncckpt gc' does so later"
+        )
+        async with bounded(self.location, trouble):
             await self._context.requests.delete(sorted(self._sending.orphans))
-        except RequestError as error:
-            log.warning(
-                "%s: objects that were sent twice could not be removed: %s; 'asyncckpt gc' does "
-                "so later",
-                self.location,
-                error,
-            )
 
     async def _remove(self) -> None:
         # Process 0 should not publish, but a mistake about that would cost a checkpoint.

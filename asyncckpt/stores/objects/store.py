@@ -15,7 +15,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from asyncckpt.errors import StoreError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.claim import Claim
@@ -33,7 +33,8 @@ from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.gc import remove_garbage
-from asyncckpt.stores.objects.layout import LISTED_MAX, check_key, check_save_id, is_note, note_key
+from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, note_key
+from asyncckpt.stores.objects.listings import checkpoint_names, control_entries
 from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -45,7 +46,7 @@ from asyncckpt.stores.objects.requests.sizes import (
     fits_chunk_nbytes,
 )
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
-from asyncckpt.stores.paths import CONTROL, NOTE_NBYTES, check_name
+from asyncckpt.stores.paths import NOTE_NBYTES, check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
 """Least age that `collect` accepts: longer than any save, and twice the age at which an attempt
@@ -98,7 +99,6 @@ class ObjectStore:
         traits = requests.traits
         self.url = requests.url
         self.capabilities = StoreCapabilities(
-            "any",
             client_copies=traits.put_copies,
             positional_writes=False,
             conditional_create=traits.conditional_create,
@@ -277,14 +277,7 @@ class ObjectStore:
     async def names(self) -> list[str]:
         """Return the prefixes below the root, in no order, including those of open attempts."""
         with reported("listing", self.url):
-            listed = await self._requests.list("", recursive=False, limit=LISTED_MAX)
-        if len(listed) > LISTED_MAX:
-            raise StoreError(
-                f"{self.url}: more than {LISTED_MAX} names; checkpoints need a prefix of their own",
-                location=self.url,
-                expected=LISTED_MAX,
-            )
-        return [e.key for e in listed if e.is_prefix and e.key not in ("", CONTROL)]
+            return await checkpoint_names(self._requests)
 
     def files(self, name: str) -> ObjectFiles:
         """Return read access to one checkpoint; nothing is requested yet."""
@@ -362,10 +355,10 @@ class ObjectStore:
                 found=older_than_s,
             )
         with reported("removing leftovers", self.url):
-            claimed = bool((await self._context.claims.seen()).lists)
-            deletes = claimed and (await self._unlisting()).delete
+            lists = (await self._context.claims.seen()).lists
+            deletes = bool(lists) and (await self._unlisting()).delete
             removed = await remove_garbage(
-                self._context, older_than_s, deletes=deletes, dry_run=dry_run
+                self._context, older_than_s, lists=lists, deletes=deletes, dry_run=dry_run
             )
             for name in [] if dry_run else await self.names():
                 await repair_quietly(self._context, name)
@@ -385,8 +378,7 @@ class ObjectStore:
         """Remove and return all notes, as `NotingStore.take_notes`."""
         requests = self._requests
         with reported("looking for errors of earlier jobs", self.url):
-            listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
-            keys = [entry.key for entry in listed if is_note(entry.key)]
+            keys = [e.key for e in await control_entries(requests) if is_note(e.key)]
             notes = [await requests.read(key, max_nbytes=NOTE_NBYTES) for key in keys]
             await requests.delete(keys)
         return [note for note in notes if note is not None]

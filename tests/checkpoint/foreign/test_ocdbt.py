@@ -277,7 +277,7 @@ def workers() -> Iterator[Workers]:
 
 
 async def opened(path: Path, workers: Workers) -> OpenCheckpoint:
-    return await open_ocdbt(LocalFiles(str(path), workers, StoreCapabilities("any")))
+    return await open_ocdbt(LocalFiles(str(path), workers, StoreCapabilities()))
 
 
 async def test_only_the_shards_of_wanted_arrays_are_read(tmp_path: Path, workers: Workers) -> None:

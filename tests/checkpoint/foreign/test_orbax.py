@@ -158,7 +158,7 @@ async def test_a_tree_of_flat_leaves_restores_into_its_targets(
 
 
 async def opened(path: Path, workers: Workers) -> OpenCheckpoint:
-    return await open_orbax(LocalFiles(str(path), workers, StoreCapabilities("any")))
+    return await open_orbax(LocalFiles(str(path), workers, StoreCapabilities()))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from asyncckpt.errors import (
     SaveOutcomeUnknownError,
     StoreError,
 )
-from asyncckpt.stores.objects import probe
+from asyncckpt.stores.objects import listings, probe
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import expect, expect_no_record, fill, identity, save
 from tests.simulator import Fault, Gate, Simulator
@@ -27,6 +27,7 @@ from tests.stores.objects.stores import ROOT, UNRACED, names, opened
 FOREVER = 1 << 30
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
+YEAR_S = 366 * DAY_S
 KINDS = ("obstore", "gcsfs")
 LISTS = {"kind": "put_object", "key": "*/inherited-*"}
 
@@ -433,3 +434,19 @@ async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
         await expect(other, "3", 3)
         kept = {f".asyncckpt/{name}" for name in ("claim-1", "claim-2", "inherited-2")}
         assert kept <= {*names(sim)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_too_many_names_below_the_control_prefix_are_an_error(
+    sim: Simulator, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim beyond the limit of a listing would be missed."""
+    async with opened(kind, sim) as store:
+        epoch = await claimed(store)
+        await save(store, "1", "a", epoch=epoch)
+        monkeypatch.setattr(listings, "LISTED_MAX", 1)
+        for call in (store.claims(), store.claim(), store.collect(YEAR_S), store.take_notes()):
+            with pytest.raises(StoreError, match=r"\.asyncckpt: more than 1 names"):
+                await call
+        monkeypatch.undo()
+        await expect(store, "1")

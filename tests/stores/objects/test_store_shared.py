@@ -153,13 +153,18 @@ async def test_objects_that_were_sent_twice_are_removed_when_a_process_leaves(
         await attempt.abort()
 
 
+@pytest.mark.parametrize("fault", [{"status": 403}, {"hang": True}])
 async def test_orphans_that_cannot_be_removed_are_logged(
-    sim: Simulator, caplog: pytest.LogCaptureFixture
+    sim: Simulator,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: dict[str, object],
 ) -> None:
+    monkeypatch.setattr(publish, "AFTER_S", 0.1)
     async with opened("obstore", sim) as store, opened("obstore", sim) as other:
         attempt, share = await shared(store, other)
         share._sending.orphans.add(f"1/{data_path(SAVE_ID, 'twice')}")
-        sim.faults.append(Fault(kind=DELETION, number=0, status=403))
+        sim.faults.append(Fault(kind=DELETION, number=0, **fault))
         with caplog.at_level(logging.WARNING):
             await share.leave()
             await other.close()

@@ -42,7 +42,7 @@ import asyncio
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from asyncckpt.flow.shield import together
@@ -62,7 +62,8 @@ from asyncckpt.stores.claims import (
 )
 from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import LISTED_MAX, join
+from asyncckpt.stores.objects.layout import join
+from asyncckpt.stores.objects.listings import control_entries
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
 
@@ -154,7 +155,7 @@ class Claims:
 
     async def _listed(self) -> Seen:
         with reported("listing the claims", self._requests.location(CONTROL)):
-            listed = await self._requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
+            listed = await control_entries(self._requests)
         names = [entry.key.removeprefix(f"{CONTROL}/") for entry in listed]
         claims = sorted(int(found[1]) for name in names if (found := CLAIM.fullmatch(name)))
         lists = sorted(int(found[1]) for name in names if (found := INHERITED.fullmatch(name)))
@@ -203,9 +204,3 @@ def _line(save_id: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
         line |= older
         found += older
     return line
-
-
-def superseded(names: Sequence[str]) -> list[str]:
-    """Return the lists among these names, except the highest, which alone decides."""
-    lists = [name for name in names if INHERITED.fullmatch(name)]
-    return sorted(lists, key=lambda name: int(name.rpartition("-")[2]))[:-1]

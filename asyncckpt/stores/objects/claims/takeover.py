@@ -17,7 +17,8 @@ from asyncckpt.format.record import STEP_NAME
 from asyncckpt.stores.claims import claim_name, inherited_name, lost_error, new_claim
 from asyncckpt.stores.objects.context import Context, read_head, read_record
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import LISTED_MAX, join
+from asyncckpt.stores.objects.layout import join
+from asyncckpt.stores.objects.listings import checkpoint_names
 from asyncckpt.stores.paths import CONTROL
 
 READS = 16
@@ -53,8 +54,7 @@ async def take_over(context: Context) -> Claim:
 
 async def _committed(context: Context) -> list[str]:
     """Return the save ids of the records of claimed epochs that count now."""
-    listed = await context.requests.list("", recursive=False, limit=LISTED_MAX)
-    names = iter([e.key for e in listed if e.is_prefix and STEP_NAME.fullmatch(e.key)])
+    names = iter(filter(STEP_NAME.fullmatch, await checkpoint_names(context.requests)))
     found: list[str] = []
 
     async def look() -> None:
