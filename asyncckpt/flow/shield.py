@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.driver import blocks_here
-from asyncckpt.flow.threads import Workers, finished, seen
+from asyncckpt.flow.threads import finished, seen
 from asyncckpt.options import CLEANUP_S
 
 T = TypeVar("T")
@@ -62,18 +62,6 @@ async def _shielded(coroutine: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T],
             await finished(task)
         return task, True
     return task, False
-
-
-async def run_all(workers: Workers, calls: list[Callable[[], None]]) -> None:
-    """Make all calls concurrently, each in a worker thread.
-
-    Raises:
-        StoreError: the first failure; the others are its notes.
-    """
-    if len(calls) == 1:
-        await workers.run(calls[0])
-        return
-    await together(workers.run(call) for call in calls)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -206,8 +206,7 @@ class LocalAttempt(AttemptTree):
         if record is None:
             await self._flush(".")
         else:
-            writing = self._write_file(RECORD_NAME, memoryview(record), flush=False)
-            await self._context.workers.complete(writing, f"writing {RECORD_NAME}")
+            await self._guard.run(self._write_file, RECORD_NAME, memoryview(record), False)
             await self._flush(RECORD_NAME, ".")
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0

@@ -17,13 +17,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import aiofiles
-
 from asyncckpt.errors import AsyncCheckpointError, UsageError
-from asyncckpt.flow.shield import run_all
+from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import check_passed, too_large
@@ -38,7 +35,7 @@ from asyncckpt.stores.local.owners import (
     remove_attempt,
     write_exchange,
 )
-from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file
+from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file, write_all
 from asyncckpt.stores.paths import Layout, check_file
 
 
@@ -116,32 +113,21 @@ class AttemptTree:
         """Write a small file, durably."""
         self._guard.check()
         check_file(path, self.location)
-        writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
-        with self._guard.step():
-            await self._context.workers.complete(writing, f"writing {path}")
+        await self._guard.run(self._write_file, path, memoryview(data).cast("B"), True)
 
-    async def _write_file(self, path: str, data: memoryview, *, flush: bool) -> None:
-        workers = self._context.workers
+    def _write_file(self, path: str, data: memoryview, flush: bool) -> None:
         with self._step(f"writing {len(data)} bytes", path) as directory:
-            if posixpath.dirname(path) not in self._directories | {""}:
-                await workers.run(self._make_parents, path, directory)
+            self._make_parents(path, directory)
             # O_EXCL also refuses a link.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            fd = await workers.run(os.open, path, flags, self._file_mode, dir_fd=directory)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            fd = os.open(path, flags, self._file_mode, dir_fd=directory)
             self._own.append(path)
             try:
-                file = await aiofiles.open(fd, "wb", buffering=0, closefd=False, executor=workers)
-                while len(data):
-                    data = data[await file.write(data) :]
+                write_all(fd, data, 0)
                 if flush:
-                    await workers.run(flush_file, fd)
-            except GeneratorExit:
-                os.close(fd)  # abandoned with a thread that is stuck: nothing is awaited any more
-                raise
-            except BaseException:
-                await workers.run(os.close, fd)
-                raise
-            await workers.run(os.close, fd)
+                    flush_file(fd)
+            finally:
+                os.close(fd)
 
     def _make_parents(self, path: str, directory: int) -> None:
         parts = path.split("/")
@@ -204,7 +190,7 @@ class AttemptTree:
 
     async def _flush(self, *paths: str) -> None:
         """Flush the record file and directories, all at the same time."""
-        await run_all(self._context.workers, [partial(self._flush_one, path) for path in paths])
+        await together(self._context.workers.run(self._flush_one, path) for path in paths)
 
     def _flush_one(self, path: str) -> None:
         if path != RECORD_NAME:
