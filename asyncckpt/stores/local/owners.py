@@ -36,7 +36,7 @@ from asyncckpt.stores.local.locks import (
     try_lock,
     unlock,
 )
-from asyncckpt.stores.local.posix import open_regular, remove_tree, write_all
+from asyncckpt.stores.local.posix import open_regular, read_at_most, remove_tree, write_all
 from asyncckpt.stores.paths import CONTROL, OWNER_SUFFIX
 
 EXCHANGE = f"{CONTROL}-exchange"
@@ -198,12 +198,9 @@ def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> No
 def read_exchange(directory: int, name: str, max_nbytes: int) -> bytes | int | None:
     """Return a passed-on file, its size if that exceeds `max_nbytes`, or None if it is absent."""
     try:
-        fd = open_regular(f"{EXCHANGE}/{name}", dir_fd=directory)
+        return read_at_most(open_regular(f"{EXCHANGE}/{name}", dir_fd=directory), max_nbytes)
     except FileNotFoundError:
         return None
-    with open(fd, "rb", buffering=0) as file:
-        nbytes = os.fstat(fd).st_size
-        return nbytes if nbytes > max_nbytes else file.readall()
 
 
 def has_mark(directory: int, save_id: str) -> bool:

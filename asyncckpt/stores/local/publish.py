@@ -42,6 +42,7 @@ from asyncckpt.stores.local.posix import (
     flush_directory,
     landed,
     open_regular,
+    read_at_most,
     remove_tree,
     rename_exchange,
     rename_noreplace,
@@ -125,10 +126,8 @@ def record_at(directory: str) -> bytes | None:
         if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENOTDIR):
             return None
         raise
-    with open(fd, "rb") as file:
-        # Python allocates as much as is asked for before it reads.
-        data = file.read(min(os.fstat(fd).st_size, MAX_RECORD_NBYTES) + 1)
-    return data if len(data) <= MAX_RECORD_NBYTES else None
+    data = read_at_most(fd, MAX_RECORD_NBYTES)
+    return data if isinstance(data, bytes) else None
 
 
 @dataclass(eq=False, repr=False)
