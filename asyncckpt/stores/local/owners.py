@@ -29,6 +29,7 @@ from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, is_mark_of
 from asyncckpt.stores.local.locks import (
     Machine,
+    Terms,
     fill_owner,
     leads_to,
     parse_owner,
@@ -66,9 +67,7 @@ class OwnerFile:
             os.close(fd)
 
 
-def make_owner_file(
-    attempt: str, process: int, machine: Machine, name: str, save_id: str, mode: int
-) -> OwnerFile | None:
+def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) -> OwnerFile | None:
     """Make and lock the owner file of a process; return None if it was swept meanwhile.
 
     Raises:
@@ -77,7 +76,7 @@ def make_owner_file(
     path = f"{attempt}{OWNER_SUFFIX}-{process}"
     try:
         # NFS locks only what is open for writing.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, terms.file_mode)
     except FileExistsError:
         raise UsageError(
             f"{path}: process {process} takes part in this attempt already; give every process a "
@@ -89,7 +88,7 @@ def make_owner_file(
     alive = False
     try:
         if try_lock(fd) is not False and leads_to(path, fd):
-            fill_owner(fd, machine, name, save_id)
+            fill_owner(fd, machine, terms)
             alive = True
     finally:
         if not alive:

@@ -26,7 +26,7 @@ from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import check_passed, too_large
 from asyncckpt.stores.local.datafile import DirectWrites, LocalDataFile
 from asyncckpt.stores.local.failures import Guard, reported
-from asyncckpt.stores.local.locks import Machine, leads_to, unlock
+from asyncckpt.stores.local.locks import Machine, Terms, leads_to, unlock
 from asyncckpt.stores.local.owners import (
     EXCHANGE,
     OwnerFile,
@@ -65,13 +65,10 @@ class AttemptTree:
     raises.
     """
 
-    def __init__(self, context: Context, name: str, save_id: str, *, private: bool) -> None:
-        self.location = context.layout.target(name)
+    def __init__(self, context: Context, terms: Terms) -> None:
+        self.location = context.layout.target(terms.name)
         self._context = context
-        self._name = name
-        self._save_id = save_id
-        self._file_mode = 0o600 if private else 0o666
-        self._directory_mode = 0o700 if private else 0o777
+        self._terms = terms
         self._guard = Guard(self.location, context.workers)
         self._path = ""
         self._directory: Descriptor | None = None
@@ -104,7 +101,7 @@ class AttemptTree:
     def _open_file(self, file: LocalDataFile, nbytes: int) -> None:
         with self._step("creating a data file", file.path) as directory:
             self._make_parents(file.path, directory)
-            file.open(directory, self._file_mode, nbytes)
+            file.open(directory, self._terms.file_mode, nbytes)
             self._own.append(file.path)
             if self._guard.ended:  # aborted meanwhile
                 file.close()
@@ -120,7 +117,7 @@ class AttemptTree:
             self._make_parents(path, directory)
             # O_EXCL also refuses a link.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            fd = os.open(path, flags, self._file_mode, dir_fd=directory)
+            fd = os.open(path, flags, self._terms.file_mode, dir_fd=directory)
             self._own.append(path)
             try:
                 write_all(fd, data, 0)
@@ -135,7 +132,7 @@ class AttemptTree:
             parent = "/".join(parts[:depth])
             if parent not in self._directories:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(parent, self._directory_mode, dir_fd=directory)
+                    os.mkdir(parent, self._terms.directory_mode, dir_fd=directory)
                 with self._lock:
                     self._directories.add(parent)
 
@@ -157,7 +154,7 @@ class AttemptTree:
     def _pass_on(self, path: str, data: memoryview) -> None:
         where = f"{EXCHANGE}/{path}"
         with self._step(f"passing on {len(data)} bytes", where) as directory:
-            write_exchange(directory, path, data, self._file_mode)
+            write_exchange(directory, path, data, self._terms.file_mode)
             self._own.append(where)
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
