@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
@@ -17,6 +17,7 @@ from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.threads import finished, seen
 from asyncckpt.options import CLEANUP_S
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -72,6 +73,24 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise leading_error(errors) from None
     return [task.result() for task in tasks]
+
+
+async def mapped(
+    function: Callable[[A], Awaitable[T]], items: Sequence[A], at_once: int
+) -> list[T]:
+    """Return the results of a function for all items, in order, up to `at_once` at a time.
+
+    Raises the leading error.
+    """
+    results: dict[int, T] = {}
+    waiting = iter(enumerate(items))
+
+    async def stream() -> None:
+        for number, item in waiting:
+            results[number] = await function(item)
+
+    await together(stream() for _ in range(min(at_once, len(items))))
+    return [results[number] for number in range(len(items))]
 
 
 async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:

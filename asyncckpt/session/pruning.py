@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -25,13 +25,13 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.flow.engine import Job, ended
-from asyncckpt.flow.shield import together
-from asyncckpt.format.record import RECORD_NAME, RECORD_TAIL_NBYTES, decode_record, is_record
-from asyncckpt.options import MAX_RECORD_NBYTES
+from asyncckpt.flow.shield import mapped, together
+from asyncckpt.format.record import RECORD_TAIL_NBYTES, decode_record
 from asyncckpt.ports import Removal
 from asyncckpt.reports import SaveReport
 from asyncckpt.retention import Retention, concerns, uses_metrics
 from asyncckpt.runtime import Runtime
+from asyncckpt.save.save import record_of
 from asyncckpt.session.root import Root
 from asyncckpt.session.steps import Steps
 
@@ -152,16 +152,13 @@ class Pruner:
         """Return the steps to delete, and what a person should know about the decision."""
         known: dict[int, Seen | None] = dict(self._seen)
 
-        async def read(steps: Iterator[int]) -> None:
-            for step in steps:
-                known[step] = await self._read(step)
+        async def read(step: int) -> None:
+            known[step] = await self._read(step)
 
-        found, _ = await together((self.steps.candidates(), read(iter((saved,)))))
+        found, _ = await together((self.steps.candidates(), read(saved)))
         candidates = found or []
         unread = [step for step in candidates if step not in known]
-        waiting = iter(unread)
-        reads = min(len(unread), self.root.store.capabilities.reads)
-        await together(read(waiting) for _ in range(reads))
+        await mapped(read, unread, self.root.store.capabilities.reads)
         seen = {step: one for step in candidates if (one := known[step]) is not None}
         self._seen = seen
         # Where a run has gone back to an earlier step, those that it saves are newer than the
@@ -187,15 +184,15 @@ class Pruner:
     async def _read(self, step: int) -> Seen | None:
         files = self.root.store.files(str(step))
         try:
-            data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
-            if not is_record(data):
+            data = await record_of(files)
+            if data is None:
                 return None
             metrics: Mapping[str, float] = {}
             if self._uses_metrics:
                 run = self.runtime.engine.compute.run
                 metrics = (await run(decode_record, data, location=files.location)).metrics
             return Seen(data[-RECORD_TAIL_NBYTES:], metrics)
-        except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
+        except (CorruptCheckpointError, UnsupportedFormatError):
             return None
         finally:
             await files.close()
