@@ -46,8 +46,7 @@ class Runtime:
         self._divides = host_memory_nbytes is None
         nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
         self.budget = ByteBudget(max(SLOT_NBYTES, nbytes))
-        self._pools: list[SlotPool] = []
-        self.pool = SlotPool(self.budget, self.engine.compute, _host_memory(), siblings=self._pools)
+        self.pool = SlotPool(self.budget, self.engine.compute, _host_memory())
         self._window_pool: SlotPool | None = None
         self._stores: list[Store] = []
 
@@ -81,7 +80,6 @@ class Runtime:
                 slot_nbytes=sizes.window_nbytes,
                 held_nbytes=held,
                 pipeline_slots=sizes.concurrency + SPARE_WINDOWS,
-                siblings=self._pools,
             )
         return pool
 
@@ -140,8 +138,9 @@ class Runtime:
                 for store in self._stores:
                     stores.push_async_callback(store.close)
         finally:
-            for pool in tuple(self._pools):
-                pool.close()
+            self.pool.close()
+            if self._window_pool is not None:
+                self._window_pool.close()
 
     async def aclose(self) -> None:
         """Release all resources and end all threads. Idempotent."""

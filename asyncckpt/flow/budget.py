@@ -13,6 +13,9 @@
 #   request that cannot be served before kept bytes are released is passed over, because a task that
 #   waits behind it may keep them; it stays in its place.
 #   (test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody)
+# Rule 5: idle memory of all accounts and the bytes in use together stay within the capacity: it
+#   makes way before anything is allocated for granted bytes.
+#   (test_idle_slots_and_memory_elsewhere_stay_within_the_budget)
 
 from __future__ import annotations
 
@@ -21,17 +24,25 @@ from collections import deque
 from dataclasses import dataclass
 
 
-@dataclass(slots=True, eq=False)
 class Account:
-    """The part of a budget that one pool uses, counted from the moment that it is granted.
+    """The part of a budget that one owner uses, and memory that it holds beyond that.
 
     Attributes:
-        in_use: bytes of the budget.
+        in_use: bytes of the budget, counted from the moment that they are granted.
         kept: those of them that are kept.
     """
 
-    in_use: int = 0
-    kept: int = 0
+    def __init__(self) -> None:
+        self.in_use = 0
+        self.kept = 0
+
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes of memory that no request was granted."""
+        return 0
+
+    def free_idle(self, nbytes: int) -> None:
+        """Free idle memory, `nbytes` of it if there is so much."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +58,11 @@ class ByteBudget:
     """A number of bytes, of which at most `capacity` are in use at any time.
 
     It belongs to one event loop. Attributes: `capacity`, `in_use` and `peak`, in bytes, and
-    `kept`, the part of `in_use` that is not released as long as others wait.
+    `kept`, the part of `in_use` that is not released as long as others wait; `accounts`, whose idle
+    memory makes way for bytes in use.
     """
 
-    __slots__ = ("_waiters", "capacity", "in_use", "kept", "peak")
+    __slots__ = ("_waiters", "accounts", "capacity", "in_use", "kept", "peak")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -59,6 +71,7 @@ class ByteBudget:
         self.in_use = 0
         self.peak = 0
         self.kept = 0
+        self.accounts: list[Account] = []
         self._waiters: deque[_Waiter] = deque()
 
     def __repr__(self) -> str:
@@ -148,6 +161,17 @@ class ByteBudget:
         if account is not None:
             account.kept += nbytes
         self._grant()
+
+    def make_way(self, account: Account | None = None) -> None:
+        """Free idle memory, that of `account` last, while it and bytes in use exceed the capacity.
+
+        For an account that was granted bytes or whose idle memory has grown.
+        """
+        for other in sorted(self.accounts, key=lambda other: other is account):
+            over = self.in_use + sum(a.idle_nbytes for a in self.accounts) - self.capacity
+            if over <= 0:
+                return
+            other.free_idle(over)
 
     def _must_wait(self, nbytes: int) -> bool:
         """Return whether `nbytes` cannot be free before kept bytes are released."""

@@ -8,7 +8,7 @@
 #   state touches only what it fills.
 # Rule 3: pools of one budget together hold no more memory than the budget: a pool that grows takes
 #   from idle slots of the others. A slot is idle only if no request was granted it: a granted slot
-#   is counted in the account before its task has popped it; otherwise two tasks would get one.
+#   is in use before its task has popped it; otherwise two tasks would get one.
 #   (test_pools_of_one_budget_hold_no_more_memory_than_it,
 #   test_those_who_are_granted_slots_at_once_find_them_idle)
 # Rule 4: bytes of the budget are acquired in one step with all that a request needs, before any of
@@ -139,7 +139,7 @@ def spans(slots: Iterable[Slot], start: int, nbytes: int) -> Iterator[Bytes]:
             yield part
 
 
-class SlotPool:
+class SlotPool(Account):
     """Slots of a `ByteBudget`, allocated at first use and kept.
 
     It belongs to one event loop; `memory` is used from worker threads.
@@ -152,7 +152,6 @@ class SlotPool:
         held_nbytes: bytes of the budget that a slot in use takes; more than its size if clients
             copy bodies.
         pipeline_slots: see `PIPELINE_SLOTS`.
-        siblings: pools of the same budget, this one included: one list, shared by all of them.
 
     Attributes:
         discarded: number of discarded slots whose memory is still held.
@@ -167,8 +166,8 @@ class SlotPool:
         slot_nbytes: int = SLOT_NBYTES,
         held_nbytes: int | None = None,
         pipeline_slots: int = PIPELINE_SLOTS,
-        siblings: list[SlotPool] | None = None,
     ) -> None:
+        super().__init__()
         self.budget = budget
         self.slot_nbytes = slot_nbytes
         self.held_nbytes = min(held_nbytes or slot_nbytes, budget.capacity)
@@ -177,14 +176,12 @@ class SlotPool:
         self._memory = memory
         self._free: list[Slot] = []
         self._allocated = 0
-        self._account = Account()
         self._quarantined: set[Slot] = set()
         self.discarded = 0
         self._look: asyncio.TimerHandle | None = None
         self._arrivals: list[asyncio.Future[None]] = []
-        self._siblings = [] if siblings is None else siblings
-        self._siblings.append(self)
         self._closed = False
+        budget.accounts.append(self)
 
     def __repr__(self) -> str:
         return f"SlotPool({self._allocated} allocated, {len(self._free)} free, {self.budget!r})"
@@ -198,6 +195,15 @@ class SlotPool:
     def allocated_nbytes(self) -> int:
         """Bytes of host memory that the pool holds."""
         return self._allocated * self.slot_nbytes
+
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes of slots, allocated or being so, that no request was granted."""
+        return max(0, self._allocated - self.in_use // self.held_nbytes) * self.slot_nbytes
+
+    def free_idle(self, nbytes: int) -> None:
+        """Free idle slots of `nbytes`, or all of them."""
+        self._shrink(-(-min(nbytes, self.idle_nbytes) // self.slot_nbytes))
 
     async def take(self, count: int = 1, *, grow: bool = True, extra: int = 0) -> list[Slot]:
         """Take `count` slots, each to be returned by `release` or `discard`.
@@ -215,10 +221,10 @@ class SlotPool:
         held = count * self.held_nbytes
         extra = min(extra, self.budget.capacity - held)
         limit = None if grow else max(self._allocated, self._pipeline_slots) * self.held_nbytes
-        await self.budget.acquire(held + extra, limit=limit, account=self._account, extra=extra)
+        await self.budget.acquire(held + extra, limit=limit, account=self, extra=extra)
         slots: list[Slot] = []
-        self.make_way()
         try:
+            self.budget.make_way(self)
             while len(slots) < count:
                 if self._free:
                     slots.append(self._free.pop())
@@ -230,7 +236,7 @@ class SlotPool:
                     await arrival
         except BaseException:
             self._free.extend(slots)
-            self.budget.release(held, account=self._account)
+            self.budget.release(held, account=self)
             self.budget.release(extra)
             raise
         return slots
@@ -241,30 +247,11 @@ class SlotPool:
         Idle slots are freed if both together exceed the budget. The bytes are returned by
         `budget.release`. Cancellation: nothing is held.
         """
-        await self.budget.acquire(nbytes)
-        self.make_way()
-
-    def make_way(self) -> None:
-        """Free idle slots of all pools while these and all bytes in use exceed the budget."""
-        if self._over() <= 0:
-            return
-        for pool in [*(p for p in self._siblings if p is not self), self]:
-            over = self._over()
-            if over > 0:
-                pool.shrink(min(-(-over // pool.slot_nbytes), pool._idle()))
-
-    def _idle(self) -> int:
-        """Return the number of slots, allocated or being so, that no request was granted."""
-        return max(0, self._allocated - self._account.in_use // self.held_nbytes)
-
-    def _over(self) -> int:
-        """Return the bytes by which those in use and all idle slots exceed the budget."""
-        idle = sum(pool._idle() * pool.slot_nbytes for pool in self._siblings)
-        return self.budget.in_use + idle - self.budget.capacity
+        await self.take(0, extra=nbytes)
 
     def keep(self, count: int) -> None:
         """Declare `count` more slots in use as kept (`ByteBudget.keep`); fewer, if negative."""
-        self.budget.keep(count * self.held_nbytes, account=self._account)
+        self.budget.keep(count * self.held_nbytes, account=self)
 
     def take_ready(self, most: int) -> list[Slot]:
         """Take up to `most` free slots; none if others wait in line."""
@@ -272,10 +259,10 @@ class SlotPool:
         while (
             len(slots) < most
             and self._free
-            and self.budget.try_acquire(self.held_nbytes, account=self._account)
+            and self.budget.try_acquire(self.held_nbytes, account=self)
         ):
             slots.append(self._free.pop())
-        self.make_way()  # the client's copies are in use now, too
+        self.budget.make_way(self)  # the client's copies are in use now, too
         return slots
 
     def release(self, slots: Iterable[Slot], error: BaseException | None = None) -> None:
@@ -315,7 +302,7 @@ class SlotPool:
             self.discarded += 1
             self._allocated -= 1
             if not keep:
-                self._account.in_use -= self.held_nbytes
+                self.in_use -= self.held_nbytes
                 self.budget.keep(self.held_nbytes)
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
@@ -345,19 +332,15 @@ class SlotPool:
 
     async def replacement(self) -> Slot:
         """Return a slot in place of one discarded with `keep`. Cancellation: nothing is held."""
-        self._allocated += 1
-        self.make_way()
         try:
-            buffer = await self._workers.run(self._allocate, False)
+            return await self._new()
         except BaseException:
-            self._allocated -= 1
             self.cancel_replacement()
             raise
-        return Slot(self, buffer)
 
     def cancel_replacement(self) -> None:
         """Release the budget of a slot discarded with `keep`, instead of replacing it."""
-        self.budget.release(self.held_nbytes, account=self._account)
+        self.budget.release(self.held_nbytes, account=self)
 
     async def prepare(self, count: int) -> None:
         """Allocate slots, every page touched, until there are `count` or the whole budget."""
@@ -368,53 +351,48 @@ class SlotPool:
     def close(self) -> None:
         """Free the pool's memory; that of slots in use is freed when they are released."""
         self._closed = True
-        self.shrink(len(self._free))
-        if self in self._siblings:
-            self._siblings.remove(self)
+        self._shrink(len(self._free))
+        if self in self.budget.accounts:
+            self.budget.accounts.remove(self)
 
-    def shrink(self, count: int) -> None:
-        """Free up to `count` idle slots."""
-        for _ in range(max(0, min(count, len(self._free)))):
+    def _shrink(self, count: int) -> None:
+        """Free up to `count` free slots."""
+        for _ in range(min(count, len(self._free))):
             self._memory.free(self._free.pop().buffer)
             self._allocated -= 1
 
     def _return(self, slot: Slot) -> None:
         self._free.append(slot)
-        self.budget.release(self.held_nbytes, account=self._account)
+        self.budget.release(self.held_nbytes, account=self)
         if self._closed:
-            self.shrink(1)
+            self._shrink(1)
 
     async def _grow_to(self, count: int) -> None:
+        budget = self.budget
         while self._allocated < count:
-            self._make_room()
-            if self._over() + self.slot_nbytes > 0:
+            if budget.in_use + self.idle_nbytes + self.slot_nbytes > budget.capacity:
                 return  # bytes in use leave no room for idle slots
             await self._add(touched=True)
-            self.make_way()  # for bytes that others were granted meanwhile
-
-    def _make_room(self) -> None:
-        """Free idle slots of other pools if the whole memory of the budget is allocated."""
-        for pool in self._siblings:
-            over = self.slot_nbytes - self.budget.capacity
-            for other in self._siblings:
-                over += (other._allocated + other.discarded) * other.slot_nbytes
-            if over > 0 and pool is not self:
-                pool.shrink(-(-over // pool.slot_nbytes))
+            budget.make_way(self)  # for bytes that others were granted meanwhile
 
     async def _add(self, *, touched: bool = False) -> None:
-        self._make_room()
-        self._allocated += 1
         try:
-            self._free.append(Slot(self, await self._workers.run(self._allocate, touched)))
-        except BaseException:
-            self._allocated -= 1
-            raise
+            self._free.append(await self._new(touched=touched))
         finally:
             # Wake those who wait for this slot, after a failure too: they may then allocate it.
             for waiter in self._arrivals:
                 if not waiter.done():
                     waiter.set_result(None)
             self._arrivals.clear()
+
+    async def _new(self, *, touched: bool = False) -> Slot:
+        self._allocated += 1
+        self.budget.make_way(self)
+        try:
+            return Slot(self, await self._workers.run(self._allocate, touched))
+        except BaseException:
+            self._allocated -= 1
+            raise
 
     def _allocate(self, touched: bool) -> Bytes:
         with allocating(self.slot_nbytes):

@@ -262,8 +262,7 @@ class Engine:
         self.check()  # before the lock, which a forked child may find locked for ever
         job: Job[T] = Job(self)
         with self._lock:
-            if self._closed:
-                raise ClosedError(f"{self._name} is closed; create a new Checkpointer")
+            self.check()
             self._start_locked()
             assert self._loop is not None
             self._jobs.add(job)

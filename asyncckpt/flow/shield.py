@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.driver import blocks_here
-from asyncckpt.flow.threads import Workers, finished, seen
+from asyncckpt.flow.threads import finished, seen
 from asyncckpt.options import CLEANUP_S
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -64,18 +65,6 @@ async def _shielded(coroutine: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T],
     return task, False
 
 
-async def run_all(workers: Workers, calls: list[Callable[[], None]]) -> None:
-    """Make all calls concurrently, each in a worker thread.
-
-    Raises:
-        StoreError: the first failure; the others are its notes.
-    """
-    if len(calls) == 1:
-        await workers.run(calls[0])
-        return
-    await together(workers.run(call) for call in calls)
-
-
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results; raise the leading error."""
     try:
@@ -84,6 +73,24 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise leading_error(errors) from None
     return [task.result() for task in tasks]
+
+
+async def mapped(
+    function: Callable[[A], Awaitable[T]], items: Sequence[A], at_once: int
+) -> list[T]:
+    """Return the results of a function for all items, in order, up to `at_once` at a time.
+
+    Raises the leading error.
+    """
+    results: dict[int, T] = {}
+    waiting = iter(enumerate(items))
+
+    async def stream() -> None:
+        for number, item in waiting:
+            results[number] = await function(item)
+
+    await together(stream() for _ in range(min(at_once, len(items))))
+    return [results[number] for number in range(len(items))]
 
 
 async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:

@@ -18,8 +18,8 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor, Future
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -46,11 +46,8 @@ class ThreadAbandonedError(SaveError):
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class Workers(Executor):
-    """A fixed number of daemon threads, `count`, that serve one first-in, first-out queue.
-
-    It is an `Executor` because aiofiles runs its calls in one.
-    """
+class Workers:
+    """A fixed number of daemon threads, `count`, that serve one first-in, first-out queue."""
 
     def __init__(self, count: int, name: str, *, abandon_s: float = ABANDON_S) -> None:
         self._name = name
@@ -113,43 +110,16 @@ class Workers(Executor):
             ThreadAbandonedError: the call did not end within `abandon_s`. It goes on if it can.
         """
         future = self.submit(call)
-        await self._outlast(asyncio.wrap_future(future), future, call, limited=True)
-
-    async def complete(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-        """Return the result of a coroutine whose own awaits abandon their threads when cancelled.
-
-        A cancelled `aiofiles.open` returns while its thread goes on to open the file. Inside this
-        method such a coroutine is not cancelled: it goes on until it has closed what it opened.
-
-        Cancellation: waits for the coroutine, then raises `CancelledError`.
-
-        Raises:
-            ThreadAbandonedError: cancelled, and the coroutine did not end within `abandon_s`.
-        """
-        task = asyncio.create_task(coroutine)
-        ended: Future[None] = Future()
-        task.add_done_callback(lambda _: ended.set_result(None))
-        await self._outlast(task, ended, name, limited=False)
-        return task.result()
-
-    async def _outlast(
-        self,
-        waiter: asyncio.Future[Any],
-        future: Future[Any],
-        what: str | Callable[..., Any],
-        *,
-        limited: bool,
-    ) -> None:
-        """Wait for the end; once cancelled, or from the start if `limited`, for `abandon_s`."""
+        waiter = asyncio.wrap_future(future)
         cancelled = False
         try:
-            await asyncio.wait((waiter,), timeout=self._abandon_s if limited else None)
+            await asyncio.wait((waiter,), timeout=self._abandon_s)
         except asyncio.CancelledError:
             cancelled = True
             await finished(waiter, timeout_s=self._abandon_s)
         if not waiter.done():
             since = "it was cancelled" if cancelled else "clean-up began"
-            raise self._abandoned_error(future, waiter, what, since)
+            raise self._abandoned_error(future, waiter, call, since)
         if cancelled:
             seen(waiter)
             raise asyncio.CancelledError
@@ -159,13 +129,13 @@ class Workers(Executor):
         self,
         future: Future[Any],
         waiter: asyncio.Future[Any],
-        what: str | Callable[..., Any],
+        call: Callable[..., Any],
         since: str,
     ) -> ThreadAbandonedError:
         self.abandon(future)
         waiter.add_done_callback(seen)
         error = ThreadAbandonedError(
-            f"{self._name}: a thread was stuck in {called(what)} for {self._abandon_s:.0f} s after "
+            f"{self._name}: a thread was stuck in {called(call)} for {self._abandon_s:.0f} s after "
             f"{since}; it was abandoned and its buffers are not used again. The file system does "
             "not answer: check the mount. A later sweep removes the leftovers"
         )
@@ -184,7 +154,7 @@ class Workers(Executor):
                         self._start_thread()
             future.add_done_callback(self._retire_thread)
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(self, *, wait: bool = True) -> None:
         """Refuse further work, make the queued calls, and with `wait` join the threads.
 
         Stuck threads end with the process: once one was abandoned, each is joined for
@@ -252,10 +222,8 @@ def thread_error(name: str, error: Exception) -> ResourceError:
     )
 
 
-def called(function: str | Callable[..., Any]) -> str:
+def called(function: Callable[..., Any]) -> str:
     """Return the name of a call, without the values that a partial holds: possibly credentials."""
-    if isinstance(function, str):
-        return function
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", type(function).__name__))

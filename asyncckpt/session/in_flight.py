@@ -134,4 +134,4 @@ def skipped(kind: type[PendingSave], engine: Engine, report: SaveReport) -> Pend
     job.future.set_result(report)
     staged: Future[None] = Future()
     staged.set_result(None)
-    return kind(job, staged, SaveState(), location=report.location, step=report.step, skipped=True)
+    return kind(job, staged, SaveState(), location=report.location, step=report.step)

@@ -32,7 +32,6 @@ class PendingSave:
     Attributes:
         location: path or URL of the new checkpoint.
         step: its step, None for one-shot saves.
-        skipped: nothing is saved, because another save was in flight (`on_overlap="skip"`).
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class PendingSave:
         *,
         location: str,
         step: int | None,
-        skipped: bool = False,
     ) -> None:
         self._job = job
         self._staged = staged
@@ -52,7 +50,6 @@ class PendingSave:
         self._listeners: set[object] = set()
         self.location = location
         self.step = step
-        self.skipped = skipped
 
     def __repr__(self) -> str:
         name = f"step {self.step}" if self.step is not None else self.location
@@ -73,9 +70,11 @@ class PendingSave:
         """
         return self._wait().__await__()
 
-    def _note_skipped(self, job: Future[SaveReport]) -> None:
-        """Note whether all processes skipped the save."""
-        self.skipped = job.exception() is None and job.result().skipped
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was saved, because another save was in flight (`on_overlap="skip"`)."""
+        future = self._job.future
+        return future.done() and future.exception() is None and future.result().skipped
 
     def done(self) -> bool:
         """Return whether the save has ended, in success or failure."""

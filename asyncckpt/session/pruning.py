@@ -27,13 +27,13 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.flow.engine import Job, ended
-from asyncckpt.flow.shield import together
-from asyncckpt.format.record import RECORD_NAME, RECORD_TAIL_NBYTES, decode_record, is_record
-from asyncckpt.options import MAX_RECORD_NBYTES
+from asyncckpt.flow.shield import mapped
+from asyncckpt.format.record import RECORD_TAIL_NBYTES, decode_record
 from asyncckpt.ports import Removal
 from asyncckpt.reports import SaveReport
 from asyncckpt.retention import Retention, concerns, uses_metrics
 from asyncckpt.runtime import Runtime
+from asyncckpt.save.save import record_of
 from asyncckpt.session.root import Root
 from asyncckpt.session.steps import Steps
 
@@ -170,15 +170,12 @@ class Pruner:
         looking, self._looking = self._looking, None
         listed = await (self.steps.candidates() if looking is None else looking.wait())
         candidates = sorted({*listed, saved})
+
+        async def read(step: int) -> None:
+            known[step] = await self._read(step)
+
         unread = [step for step in candidates if step not in known]
-        waiting = iter(unread)
-
-        async def read() -> None:
-            for step in waiting:
-                known[step] = await self._read(step)
-
-        reads = min(len(unread), self.root.store.capabilities.reads)
-        await together(read() for _ in range(reads))
+        await mapped(read, unread, self.root.store.capabilities.reads)
         seen = {step: one for step in candidates if (one := known[step]) is not None}
         self._seen = seen
         # Where a run has gone back to an earlier step, those that it saves are newer than the
@@ -204,9 +201,9 @@ class Pruner:
     async def _read(self, step: int) -> Seen | None:
         files = self.root.store.files(str(step))
         try:
-            data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
-            return await self._described(data, files.location) if is_record(data) else None
-        except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
+            data = await record_of(files)
+            return None if data is None else await self._described(data, files.location)
+        except (CorruptCheckpointError, UnsupportedFormatError):
             return None
         finally:
             await files.close()

@@ -276,12 +276,9 @@ class Session:
         if number is not None and request.stall_first and request.options.on_overlap != "wait":
             busy = bool(self.saves.pending())  # process 0 decides by its own
         job = self.call(partial(self._save, request, state, let_go, number, busy))
-        pending = kind(job, staged, state, location=location, step=request.step)
-        if busy is not None:
-            job.future.add_done_callback(pending._note_skipped)
         # Whatever ends the job also ends the wait for staging.
         job.future.add_done_callback(let_go)
-        return pending
+        return kind(job, staged, state, location=location, step=request.step)
 
     def _checked(self, options: SaveOptions | None) -> SaveOptions:
         """Refuse options that all saves of the session share, so that one save cannot set them."""

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from asyncckpt.flow.shield import together
+from asyncckpt.flow.shield import mapped, together
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles, Removal
@@ -64,14 +65,9 @@ class Steps:
     async def found(self) -> list[int]:
         """Return the steps with a valid commit record, ascending."""
         store = self._root.store
-        waiting = iter(await self.candidates())
-        found: list[int] = []
-
-        async def look() -> None:
-            found.extend([step for step in waiting if await exists(store, str(step))])
-
-        await together(look() for _ in range(store.capabilities.reads))
-        return sorted(found)
+        steps = await self.candidates()
+        valid = await mapped(lambda step: exists(store, str(step)), steps, store.capabilities.reads)
+        return list(itertools.compress(steps, valid))
 
     async def latest(self) -> int | None:
         """Return the highest step with a valid commit record."""

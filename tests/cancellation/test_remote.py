@@ -143,13 +143,13 @@ class Remote:
         for _ in range(200):
             # What a cancelled request held goes with its connection.
             held = await self._held()
-            if held == self._before and not any(pool.discarded for pool in runtime._pools):
+            if held == self._before and not any(pool.discarded for pool in runtime.budget.accounts):
                 break
             await asyncio.sleep(0.005)
         assert held == self._before
         assert runtime.budget.in_use == 0
         assert runtime.budget.waiting == 0
-        for pool in runtime._pools:
+        for pool in runtime.budget.accounts:
             assert pool.discarded == 0
             assert not pool._quarantined
             assert len(pool._free) == pool._allocated

@@ -28,7 +28,7 @@ from tests.watch import nothing_left_behind
 POINTS_MIN = 120
 """A save of `state()` suspends about 200 times; far fewer would mean that something is not seen."""
 
-SITES_MIN = 20
+SITES_MIN = 13
 """Places in the code at which it does."""
 
 

@@ -19,7 +19,7 @@ import pytest
 import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.session.gc import COLLECT_MIN_S
-from asyncckpt.stores.local.locks import Machine, this_machine, write_owner
+from asyncckpt.stores.local.locks import Machine, Terms, this_machine, write_owner
 from asyncckpt.stores.objects import store as objects
 from tests.cli.ran import Ran, Run
 from tests.simulator import Simulator, simulator
@@ -46,7 +46,7 @@ def attempt(root: Path, name: str, *, days: float, machine: Machine = ELSEWHERE)
     path = root / ".asyncckpt" / "epoch-0" / f"{name}-{uuid.uuid4().hex}"
     (path / "default" / "d").mkdir(parents=True)
     (path / "default" / "d" / "data").write_bytes(b"x" * 1000)
-    write_owner(str(path), machine, name, path.name[-32:], 0o600)
+    write_owner(str(path), machine, Terms(name, path.name[-32:], private=True))
     age(path, days)
     return path
 
@@ -112,13 +112,13 @@ async def test_every_kind_of_leftover_goes_and_nothing_else(root: Path) -> None:
     control = root / ".asyncckpt"
     old = attempt(root, "2", days=8)
     orphan = control / "epoch-0" / "3-x"
-    write_owner(str(orphan), ELSEWHERE, "3", "x", 0o600)
+    write_owner(str(orphan), ELSEWHERE, Terms("3", "x", private=True))
     age(orphan, 8)
     blocking.save(root / "aside", TREE)
     for name in ("trash-4-x", "old-1-x", "aside-5-x"):
         blocking.save(root / "tmp", TREE)
         (root / "tmp").rename(control / name)
-        write_owner(str(control / name), ELSEWHERE, name.split("-")[1], "x", 0o600)
+        write_owner(str(control / name), ELSEWHERE, Terms(name.split("-")[1], "x", private=True))
         age(control / name, 8)
     stranger = control / "epoch-0" / "notes.txt"
     stranger.write_text("mine")
@@ -134,7 +134,7 @@ async def test_a_checkpoint_whose_successor_never_came_is_put_back(
 ) -> None:
     old = root / ".asyncckpt" / "old-1-x"
     old.parent.mkdir(exist_ok=True)
-    write_owner(str(old), ELSEWHERE, "1", "x", 0o600)
+    write_owner(str(old), ELSEWHERE, Terms("1", "x", private=True))
     (root / "1").rename(old)
     age(old, 30)
     assert await asyncckpt.collect_garbage(root, dry_run=dry_run) == []
@@ -149,7 +149,7 @@ async def test_an_old_checkpoint_that_nobody_knows_the_name_of_stays(root: Path)
         path.parent.mkdir(exist_ok=True)
         (root / "tmp").rename(path)
         if owner is not None:
-            write_owner(str(path), this_machine(), owner, "x", 0o600)
+            write_owner(str(path), this_machine(), Terms(owner, "x", private=True))
         age(path, 30)
     assert await asyncckpt.collect_garbage(root) == []
     assert left(root) == ["old-8-x", "old-8-x.owner", "old-9-x"]

@@ -390,11 +390,9 @@ async def test_a_replacement_takes_the_part_of_what_was_discarded(workers: Worke
 
 
 async def test_pools_of_one_budget_hold_no_more_memory_than_it(workers: Workers) -> None:
-    budget, siblings = ByteBudget(4 * SLOT_NBYTES), list[SlotPool]()
-    small = SlotPool(budget, workers, CountingMemory(), slot_nbytes=SLOT_NBYTES, siblings=siblings)
-    large = SlotPool(
-        budget, workers, CountingMemory(), slot_nbytes=2 * SLOT_NBYTES, siblings=siblings
-    )
+    budget = ByteBudget(4 * SLOT_NBYTES)
+    small = SlotPool(budget, workers, CountingMemory(), slot_nbytes=SLOT_NBYTES)
+    large = SlotPool(budget, workers, CountingMemory(), slot_nbytes=2 * SLOT_NBYTES)
     for pool, count in ((small, 4), (large, 2), (small, 3), (large, 1)):
         pool.release(await pool.take(count))
         assert small.allocated_nbytes + large.allocated_nbytes <= 4 * SLOT_NBYTES
@@ -408,7 +406,6 @@ class Pools:
     def __init__(
         self, capacity: int, workers: Workers, *, held: int = 2, pipeline_slots: int = 2
     ) -> None:
-        siblings: list[SlotPool] = []
         self.budget = ByteBudget(capacity * SLOT_NBYTES)
         self.elsewhere = 0
         self.memory = CountingMemory()
@@ -420,7 +417,6 @@ class Pools:
                 slot_nbytes=slots * SLOT_NBYTES,
                 held_nbytes=held * SLOT_NBYTES,
                 pipeline_slots=pipeline_slots,
-                siblings=siblings,
             )
             for slots, held in ((1, 1), (2, held))
         )
@@ -512,8 +508,7 @@ async def test_memory_taken_while_slots_are_prepared_stays_within_the_budget(
     pools.memory.gate = threading.Event()
     preparing = asyncio.create_task(pools.small.prepare(4))
     await asyncio.to_thread(pools.memory.entered.wait, 30)
-    await pools.small.budget.acquire(3 * SLOT_NBYTES)
-    pools.small.make_way()
+    await pools.small.acquire(3 * SLOT_NBYTES)
     pools.elsewhere = 3
     pools.memory.gate.set()
     await preparing

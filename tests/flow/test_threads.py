@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
-import aiofiles
 import pytest
 
 from asyncckpt.errors import ResourceError
@@ -245,39 +242,6 @@ async def test_a_cancelled_clean_up_returns_after_its_thread() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     workers.shutdown()
-
-
-@pytest.mark.parametrize("opens", [True, False])
-async def test_what_a_cancelled_open_opens_after_all_is_closed(
-    workers: Workers, tmp_path: Path, opens: bool
-) -> None:
-    """`aiofiles.open` alone returns at once when it is cancelled, and its thread goes on."""
-    held = Held()
-    fds: list[int] = []
-
-    def opener(path: str, flags: int) -> int:
-        held()
-        if not opens:
-            raise FileExistsError(path)
-        fds.append(os.open(path, flags, 0o600))
-        return fds[0]
-
-    async def write() -> None:
-        file = await aiofiles.open(tmp_path / "x", "xb", opener=opener, executor=workers)
-        await file.write(b"data")
-        await file.close()
-
-    task = asyncio.create_task(workers.complete(write(), "writing x"))
-    await asyncio.to_thread(held.started.wait, 30)
-    with pytest.raises(ThreadAbandonedError, match="stuck in writing x") as caught:
-        task.cancel()
-        await task
-    held.go.set()
-    await asyncio.wrap_future(caught.value.future)
-    if opens:
-        assert (tmp_path / "x").read_bytes() == b"data"
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fds[0])
 
 
 def test_threads_that_cannot_start_are_a_clear_error_and_not_missed_where_there_are_others(

@@ -246,7 +246,7 @@ class Matrix:
         tasks = await self._count_tasks()
         if tasks > self._tasks:
             self._wrong(point, f"{tasks - self._tasks} tasks are left on the engine's loop")
-        pools = runtime._pools
+        pools = runtime.budget.accounts
         # What a request that was given up still held goes with its connection.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LET_GO_S):

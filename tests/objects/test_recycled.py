@@ -118,7 +118,7 @@ class Watched:
         """No memory is held for requests."""
         runtime = self.core.runtime
         async with asyncio.timeout(20):
-            while runtime.budget.in_use or any(pool.discarded for pool in runtime._pools):
+            while runtime.budget.in_use or any(pool.discarded for pool in runtime.budget.accounts):
                 await asyncio.sleep(0.01)
 
     def wrong(self) -> list[str]:
@@ -151,7 +151,7 @@ async def test_what_a_request_that_ran_out_of_time_may_still_send_is_not_used_ag
         await made.ckpt.save(1, large(1))
         assert gate.reached.is_set
         assert any(key.endswith(".r1") for key in made.client.sent)
-        assert any(pool.discarded for pool in made.core.runtime._pools)
+        assert any(pool.discarded for pool in made.core.runtime.budget.accounts)
         await made.ckpt.save(2, large(2))  # which needs all memory again and again
         gate.release()
         await made.wait_until_free()

@@ -100,7 +100,7 @@ async def test_a_state_larger_than_the_budget_comes_back(
         assert equal(await ckpt.restore(), state)
         assert (await ckpt.verify()).ok
         await at_rest(pool)
-        held = sum(each.allocated_nbytes for each in pool._pools)
+        held = sum(each.allocated_nbytes for each in pool.budget.accounts)
         assert held <= (options.host_memory_nbytes or 0)
     if client != "memory":
         for stored in sim.objects("bucket"):

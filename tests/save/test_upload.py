@@ -143,8 +143,7 @@ async def test_a_packer_whose_slots_were_discarded_leaves_the_pool_as_it_was(
     assert not packed.pool.budget.try_acquire(1)
     packed.pool.release(slots)
     assert packed.pool.allocated_nbytes == 16 * SLOT
-    account = packed.pool._account
-    assert (account.in_use, account.kept) == (0, 0)
+    assert (packed.pool.in_use, packed.pool.kept) == (0, 0)
 
 
 # -------------------------------------------------------------------------- files of windows

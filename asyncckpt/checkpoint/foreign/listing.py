@@ -21,7 +21,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from asyncckpt.flow.shield import together
+from asyncckpt.flow.shield import mapped
 from asyncckpt.format.damage import path_fault
 from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.planning.restore import coalesce
@@ -56,16 +56,7 @@ async def side_by_side(
 
     Raises the first failure.
     """
-    found: dict[int, R] = {}
-    waiting = iter(enumerate(items))
-
-    async def stream() -> None:
-        for number, item in waiting:
-            found[number] = await work(item)
-
-    streams = min(len(items), max(CONCURRENCY, files.capabilities.reads))
-    await together(stream() for _ in range(streams))
-    return [found[number] for number in range(len(items))]
+    return await mapped(work, items, max(CONCURRENCY, files.capabilities.reads))
 
 
 def batches(items: Iterable[A], nbytes_of: Callable[[A], int]) -> Iterator[list[A]]:

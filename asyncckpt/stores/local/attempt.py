@@ -33,7 +33,7 @@ from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unloc
 from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_exchange
 from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
 from asyncckpt.stores.local.publish import Publication, check_place
-from asyncckpt.stores.local.tree import AttemptTree, Context
+from asyncckpt.stores.local.tree import AttemptTree
 
 BIRTH_ROUNDS = 100
 """Directories that sweepers may remove before they are locked, in a window of microseconds."""
@@ -42,20 +42,7 @@ BIRTH_ROUNDS = 100
 class LocalAttempt(AttemptTree):
     """An attempt, made by `LocalStore.begin`, or by `LocalStore.begin_export` for plain files."""
 
-    def __init__(
-        self,
-        context: Context,
-        name: str,
-        save_id: str,
-        *,
-        epoch: int,
-        overwrite: bool,
-        private: bool,
-    ) -> None:
-        super().__init__(context, name, save_id, private=private)
-        self._epoch = epoch
-        self._overwrite = overwrite
-        self._keep = False
+    _keep = False
 
     # ------------------------------------------------------------------------------------ begin
 
@@ -72,21 +59,22 @@ class LocalAttempt(AttemptTree):
             UsageError: the save id was used before.
             StoreError: the directory cannot be made.
         """
-        layout, epoch = self._context.layout, self._epoch
-        base = layout.attempt(epoch, self._name, self._save_id)
+        layout, terms = self._context.layout, self._terms
+        epoch = terms.epoch
+        base = layout.attempt(epoch, terms.name, terms.save_id)
         with (
             reported("beginning a save", self.location),
             writing(layout, epoch, self.location),
         ):
             if not exports:
                 # `publish` checks again under the lock; this saves callers from staging in vain.
-                check_place(self.location, overwrite=self._overwrite)
-            make_directories(layout.root, self._directory_mode)
+                check_place(self.location, overwrite=terms.overwrite)
+            make_directories(layout.root, terms.directory_mode)
             for number in range(BIRTH_ROUNDS):
                 path = f"{base}.{number}" if number else base
                 try:
                     if not epoch:
-                        make_directories(layout.epoch(epoch), self._directory_mode)
+                        make_directories(layout.epoch(epoch), terms.directory_mode)
                     elif not os.path.isdir(layout.epoch(epoch)):
                         raise fenced(layout, epoch, self.location)
                     fd = self._make_locked(path)
@@ -109,7 +97,7 @@ class LocalAttempt(AttemptTree):
     def _make_locked(self, path: str) -> int | None:
         """Return a locked descriptor of a new directory with an owner; None if it was swept."""
         try:
-            os.mkdir(path, self._directory_mode)
+            os.mkdir(path, self._terms.directory_mode)
         except FileExistsError:
             raise UsageError(
                 f"{path}: an attempt of this save id exists; a save id is used once", location=path
@@ -118,8 +106,7 @@ class LocalAttempt(AttemptTree):
         alive = False
         try:
             if try_lock(fd) is not False and leads_to(path, fd):
-                machine = self._context.machine()
-                write_owner(path, machine, self._name, self._save_id, self._file_mode)
+                write_owner(path, self._context.machine(), self._terms)
                 # Where locks do not reach other hosts, one of these may have swept meanwhile.
                 alive = leads_to(path, fd)
         except BaseException:
@@ -135,8 +122,8 @@ class LocalAttempt(AttemptTree):
 
     def _share_attempt(self, directory: int) -> None:
         """Let other processes join: make an owner file like theirs, then the mark."""
-        machine, mode = self._context.machine(), self._file_mode
-        self._owner_file = make_owner_file(self._path, 0, machine, self._name, self._save_id, mode)
+        terms, machine = self._terms, self._context.machine()
+        self._owner_file = make_owner_file(self._path, 0, machine, terms)
         if self._owner_file is None:
             raise StoreError(
                 f"{self._path}: another process has removed the owner file that was being made; "
@@ -144,9 +131,9 @@ class LocalAttempt(AttemptTree):
                 retryable=True,
                 location=self._path,
             )
-        os.mkdir(EXCHANGE, self._directory_mode, dir_fd=directory)
-        mark = mark_of(self._save_id, machine.host)
-        write_exchange(directory, MARK, memoryview(mark), mode)
+        os.mkdir(EXCHANGE, terms.directory_mode, dir_fd=directory)
+        mark = mark_of(terms.save_id, machine.host)
+        write_exchange(directory, MARK, memoryview(mark), terms.file_mode)
         self._own.append(f"{EXCHANGE}/{MARK}")
 
     def source(self, path: str) -> str | None:
@@ -180,16 +167,7 @@ class LocalAttempt(AttemptTree):
         self, kind: type[Publication], record: bytes | None, path: str = ""
     ) -> None:
         """Publish, or leave nothing of the attempt."""
-        publication = kind(
-            self._context,
-            self._path,
-            path,
-            self._name,
-            self._save_id,
-            epoch=self._epoch,
-            overwrite=self._overwrite,
-            mode=self._file_mode,
-        )
+        publication = kind(self._context, self._terms, self._path, path)
         try:
             with self._guard.step():
                 await self._publish(publication, record)
@@ -206,8 +184,7 @@ class LocalAttempt(AttemptTree):
         if record is None:
             await self._flush(".")
         else:
-            writing = self._write_file(RECORD_NAME, memoryview(record), flush=False)
-            await self._context.workers.complete(writing, f"writing {RECORD_NAME}")
+            await self._guard.run(self._write_file, RECORD_NAME, memoryview(record), False)
             await self._flush(RECORD_NAME, ".")
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0

@@ -43,6 +43,7 @@ from asyncckpt.stores.local.posix import (
     landed,
     make_directories,
     open_regular,
+    read_at_most,
     write_all,
 )
 from asyncckpt.stores.local.sweep import put_back
@@ -198,8 +199,8 @@ def _read(layout: Layout, epoch: int) -> Claim | None:
         fd = open_regular(_path(layout, epoch))
     except OSError:
         return None
-    with open(fd, "rb", buffering=0) as file:
-        found = decode_claim(file.read(CLAIM_NBYTES + 1) or b"")
+    data = read_at_most(fd, CLAIM_NBYTES)
+    found = decode_claim(data) if isinstance(data, bytes) else None
     return found if found is not None and found.epoch == epoch else None
 
 

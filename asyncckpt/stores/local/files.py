@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-import aiofiles
-
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -33,6 +31,7 @@ from asyncckpt.stores.local.posix import (
     cached,
     checked_regular,
     open_below,
+    read_at_most,
 )
 from asyncckpt.stores.paths import read_parts
 
@@ -68,32 +67,20 @@ class LocalFiles:
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
-        return await self._workers.complete(self._read(path, max_nbytes), f"reading {path}")
+        return await self._workers.run(self._read, path, max_nbytes)
 
-    async def _read(self, path: str, max_nbytes: int) -> bytes:
-        size = 0
-
-        def opener(_: str, __: int) -> int:
-            nonlocal size
-            fd = self._open_file(path)
-            size = os.fstat(fd).st_size
-            return fd
-
+    def _read(self, path: str, max_nbytes: int) -> bytes:
+        fd = self._open_file(path)
         with reported("reading", self._full(path)):
-            file = await aiofiles.open(self.location, "rb", opener=opener, executor=self._workers)
-            try:
-                data = b"" if size > max_nbytes else await file.read(size + 1)
-            finally:
-                await file.close()  # `async with` would close it in a thread that is not ours
-        found = max(size, len(data))
-        if found > max_nbytes:
+            data = read_at_most(fd, max_nbytes)
+        if isinstance(data, int):
             raise CorruptCheckpointError(
-                f"{self._full(path)}: {found} bytes, expected at most {max_nbytes}; "
+                f"{self._full(path)}: {data} bytes, expected at most {max_nbytes}; "
                 "the file is damaged or of another kind: use another checkpoint",
                 file=path,
                 location=self.location,
                 expected=max_nbytes,
-                found=found,
+                found=data,
             )
         return data
 

@@ -28,7 +28,8 @@ class LocalJoinedAttempt(AttemptTree):
             UsageError: a process of this number takes part already.
             StoreError: the root cannot be read, or the owner file not be written.
         """
-        name = f"{clipped(self._name)}-{self._save_id}"
+        save_id = self._terms.save_id
+        name = f"{clipped(self._terms.name)}-{save_id}"
         with reported("joining a save", self.location):
             for path in _attempts(self._context.layout, name):
                 try:
@@ -37,7 +38,7 @@ class LocalJoinedAttempt(AttemptTree):
                     continue
                 directory = Descriptor(fd)
                 try:
-                    if has_mark(fd, self._save_id) and self._take_part(path, directory, process):
+                    if has_mark(fd, save_id) and self._take_part(path, directory, process):
                         return True
                 finally:
                     if self._directory is not directory:
@@ -46,18 +47,16 @@ class LocalJoinedAttempt(AttemptTree):
 
     def _take_part(self, path: str, directory: Descriptor, process: int) -> bool:
         """Make an owner file; return False if the attempt was removed meanwhile."""
-        context = self._context
+        terms, machine = self._terms, self._context.machine()
         try:
-            owner_file = make_owner_file(
-                path, process, context.machine(), self._name, self._save_id, self._file_mode
-            )
+            owner_file = make_owner_file(path, process, machine, terms)
         except FileNotFoundError:  # the epoch's directory was tidied up
             return False
         if owner_file is None:
             return False
         self._path, self._directory, self._owner_file = path, directory, owner_file
         with directory.use() as fd:
-            if has_mark(fd, self._save_id) and leads_to(path, fd):
+            if has_mark(fd, terms.save_id) and leads_to(path, fd):
                 if self._guard.ended:  # this thread was abandoned, and has returned
                     self._remove()
                 return True

@@ -70,6 +70,27 @@ def _first_line(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """What a process asks of an attempt, as `Store.begin` takes it."""
+
+    name: str
+    save_id: str
+    epoch: int = 0
+    overwrite: bool = False
+    private: bool = False
+
+    @property
+    def file_mode(self) -> int:
+        """Mode of created files, before the umask."""
+        return 0o600 if self.private else 0o666
+
+    @property
+    def directory_mode(self) -> int:
+        """Mode of created directories, before the umask."""
+        return 0o700 if self.private else 0o777
+
+
+@dataclass(frozen=True, slots=True)
 class Owner:
     """The part of an owner file that the library uses; the rest is for people."""
 
@@ -91,16 +112,16 @@ class Owner:
         return locked is not False and rebooted and is_certainly_local(root)
 
 
-def write_owner(path: str, machine: Machine, name: str, save_id: str, mode: int) -> None:
+def write_owner(path: str, machine: Machine, terms: Terms) -> None:
     """Write `<path>.owner`, durably: this process owns `path`."""
-    fd = os.open(path + OWNER_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    fd = os.open(path + OWNER_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, terms.file_mode)
     try:
-        fill_owner(fd, machine, name, save_id)
+        fill_owner(fd, machine, terms)
     finally:
         os.close(fd)
 
 
-def fill_owner(fd: int, machine: Machine, name: str, save_id: str) -> None:
+def fill_owner(fd: int, machine: Machine, terms: Terms) -> None:
     """Write the content of an owner file, durably: this process is the owner."""
     text = json.dumps(
         {
@@ -108,8 +129,8 @@ def fill_owner(fd: int, machine: Machine, name: str, save_id: str) -> None:
             "boot_id": machine.boot_id,
             "pid": os.getpid(),
             "created_ns": time.time_ns(),
-            "name": name,
-            "save_id": save_id,
+            "name": terms.name,
+            "save_id": terms.save_id,
         }
     )
     write_all(fd, memoryview(text.encode()), 0)

@@ -29,6 +29,7 @@ from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, is_mark_of
 from asyncckpt.stores.local.locks import (
     Machine,
+    Terms,
     fill_owner,
     leads_to,
     parse_owner,
@@ -36,7 +37,7 @@ from asyncckpt.stores.local.locks import (
     try_lock,
     unlock,
 )
-from asyncckpt.stores.local.posix import open_regular, remove_tree, write_all
+from asyncckpt.stores.local.posix import open_regular, read_at_most, remove_tree, write_all
 from asyncckpt.stores.paths import CONTROL, OWNER_SUFFIX
 
 EXCHANGE = f"{CONTROL}-exchange"
@@ -66,9 +67,7 @@ class OwnerFile:
             os.close(fd)
 
 
-def make_owner_file(
-    attempt: str, process: int, machine: Machine, name: str, save_id: str, mode: int
-) -> OwnerFile | None:
+def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) -> OwnerFile | None:
     """Make and lock the owner file of a process; return None if it was swept meanwhile.
 
     Raises:
@@ -77,7 +76,7 @@ def make_owner_file(
     path = f"{attempt}{OWNER_SUFFIX}-{process}"
     try:
         # NFS locks only what is open for writing.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, terms.file_mode)
     except FileExistsError:
         raise UsageError(
             f"{path}: process {process} takes part in this attempt already; give every process a "
@@ -89,7 +88,7 @@ def make_owner_file(
     alive = False
     try:
         if try_lock(fd) is not False and leads_to(path, fd):
-            fill_owner(fd, machine, name, save_id)
+            fill_owner(fd, machine, terms)
             alive = True
     finally:
         if not alive:
@@ -198,12 +197,9 @@ def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> No
 def read_exchange(directory: int, name: str, max_nbytes: int) -> bytes | int | None:
     """Return a passed-on file, its size if that exceeds `max_nbytes`, or None if it is absent."""
     try:
-        fd = open_regular(f"{EXCHANGE}/{name}", dir_fd=directory)
+        return read_at_most(open_regular(f"{EXCHANGE}/{name}", dir_fd=directory), max_nbytes)
     except FileNotFoundError:
         return None
-    with open(fd, "rb", buffering=0) as file:
-        nbytes = os.fstat(fd).st_size
-        return nbytes if nbytes > max_nbytes else file.readall()
 
 
 def has_mark(directory: int, save_id: str) -> bool:

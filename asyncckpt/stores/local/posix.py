@@ -267,6 +267,16 @@ def checked_regular(fd: int) -> int:
     return fd
 
 
+def read_at_most(fd: int, nbytes: int) -> bytes | int:
+    """Return the content of an open file, or its size if that exceeds `nbytes`; close it."""
+    with open(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        # Python allocates as much as is asked for before it reads. The file may be growing.
+        data = file.read(size + 1) if size <= nbytes else b""
+    size = max(size, len(data))
+    return size if size > nbytes else data
+
+
 def cached(fd: int, offset: int, nbytes: int) -> bool:
     """Return whether at least half of a page-aligned run of the file is in the page cache.
 

@@ -27,7 +27,7 @@ import errno
 import logging
 import os
 import stat
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
@@ -36,12 +36,13 @@ from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.failures import reported
-from asyncckpt.stores.local.locks import leads_to, remove_owner, root_lock, write_owner
+from asyncckpt.stores.local.locks import Terms, leads_to, remove_owner, root_lock, write_owner
 from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
     flush_directory,
     landed,
     open_regular,
+    read_at_most,
     remove_tree,
     rename_exchange,
     rename_noreplace,
@@ -125,10 +126,8 @@ def record_at(directory: str) -> bytes | None:
         if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENOTDIR):
             return None
         raise
-    with open(fd, "rb") as file:
-        # Python allocates as much as is asked for before it reads.
-        data = file.read(min(os.fstat(fd).st_size, MAX_RECORD_NBYTES) + 1)
-    return data if len(data) <= MAX_RECORD_NBYTES else None
+    data = read_at_most(fd, MAX_RECORD_NBYTES)
+    return data if isinstance(data, bytes) else None
 
 
 @dataclass(eq=False, repr=False)
@@ -137,32 +136,23 @@ class Publication:
 
     Attributes:
         context: of the store.
+        terms: of the attempt.
         attempt: path of the attempt's directory.
         file: for exports, the only file in it that is published; empty for the whole directory.
-        name: under which it is published.
-        save_id: of the attempt.
-        epoch: the claim under which it writes.
-        overwrite: replace a checkpoint.
-        mode: of created files.
         started: the rename may have been issued; from then on the outcome must be awaited.
         error: why it failed, or None.
         keep_source: the attempt's path now holds a checkpoint that may be needed again.
     """
 
     context: Context
+    terms: Terms
     attempt: str
     file: str
-    name: str
-    save_id: str
-    _: KW_ONLY
-    epoch: int
-    overwrite: bool
-    mode: int
 
     def __post_init__(self) -> None:
         self._layout = self.context.layout
         self._source = os.path.join(self.attempt, self.file) if self.file else self.attempt
-        self._target = self.context.layout.target(self.name)
+        self._target = self.context.layout.target(self.terms.name)
         self._directory = -1
         self.started = False
         self.error: BaseException | None = None
@@ -188,7 +178,7 @@ class Publication:
         try:
             with (
                 reported("publishing the checkpoint", self._target),
-                writing(self._layout, self.epoch, self._target),
+                writing(self._layout, self.terms.epoch, self._target),
             ):
                 # After a takeover the path leads nowhere.
                 if not leads_to(self.attempt, directory):
@@ -204,8 +194,8 @@ class Publication:
                     old = self._publish_locked()
                 else:
                     self._flush_root(None, locked=False)
-            if self.epoch and not os.path.isdir(self._layout.epoch(self.epoch)):
-                raise fenced(self._layout, self.epoch, self._target, visible=True)
+            if self.terms.epoch and not os.path.isdir(self._layout.epoch(self.terms.epoch)):
+                raise fenced(self._layout, self.terms.epoch, self._target, visible=True)
         except BaseException as error:
             self.error = error
             raise
@@ -218,12 +208,12 @@ class Publication:
         with root_lock(self._layout):
             while True:
                 found = self._find()
-                if found == "other" or (found == "checkpoint" and not self.overwrite):
+                if found == "other" or (found == "checkpoint" and not self.terms.overwrite):
                     raise self._exists_error(found)
                 if found == "checkpoint":
                     return self._replace()
                 if found == "directory":
-                    if not self.overwrite:
+                    if not self.terms.overwrite:
                         refuse_unrelated(self._target)
                     self._clear_target()
                 try:
@@ -267,9 +257,9 @@ class Publication:
 
     def _replace_in_two_steps(self) -> str:
         # A crash between the two renames: `sweep` finds the owner file and puts the old one back.
-        old = self._layout.leftover("old", self.name, self.save_id, self.epoch)
+        old = self._layout.leftover("old", self.terms.name, self.terms.save_id, self.terms.epoch)
         try:
-            write_owner(old, self.context.machine(), self.name, self.save_id, self.mode)
+            write_owner(old, self.context.machine(), self.terms)
             flush_directory(os.path.dirname(old))
             landed(os.rename, self._target, old)
         except OSError:
@@ -289,7 +279,7 @@ class Publication:
         with contextlib.suppress(OSError):
             os.rmdir(self._target)  # fails unless it is empty
             return
-        aside = self._layout.leftover("aside", self.name, self.save_id)
+        aside = self._layout.leftover("aside", self.terms.name, self.terms.save_id)
         if os.path.lexists(aside):
             raise FileExistsError(errno.EEXIST, "File exists", aside)
         landed(os.rename, self._target, aside)

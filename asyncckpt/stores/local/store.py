@@ -33,6 +33,7 @@ from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.stores.local.joined import LocalJoinedAttempt
 from asyncckpt.stores.local.locks import (
     Machine,
+    Terms,
     remove_owner,
     root_lock,
     this_machine,
@@ -150,9 +151,8 @@ class LocalStore:
         check_name(name)
         check_save_id(save_id)
         check_epoch(epoch)
-        attempt = LocalAttempt(
-            self._context, name, save_id, epoch=epoch, overwrite=overwrite, private=private
-        )
+        terms = Terms(name, save_id, epoch, overwrite, private)
+        attempt = LocalAttempt(self._context, terms)
         self._wrote = True
         try:
             await self._workers.run(attempt.open, exports=exports, shared=shared)
@@ -184,7 +184,7 @@ class LocalStore:
         check_name(name)
         check_save_id(save_id)
         check_process(process)
-        attempt = LocalJoinedAttempt(self._context, name, save_id, private=private)
+        attempt = LocalJoinedAttempt(self._context, Terms(name, save_id, private=private))
         self._wrote = True
         try:
             await find_mark(
@@ -266,7 +266,7 @@ class LocalStore:
             with reported("deleting", target), root_lock(self._layout):
                 if seal and not (record_at(target) or b"").endswith(seal):
                     raise absent
-                write_owner(trash, self._context.machine(), name, "", 0o600)
+                write_owner(trash, self._context.machine(), Terms(name, "", private=True))
                 try:
                     # The lock, or that of a living publisher, keeps sweepers away.
                     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)

@@ -17,19 +17,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import aiofiles
-
 from asyncckpt.errors import AsyncCheckpointError, UsageError
-from asyncckpt.flow.shield import run_all
+from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import check_passed, too_large
 from asyncckpt.stores.local.datafile import DirectWrites, LocalDataFile
 from asyncckpt.stores.local.failures import Guard, reported
-from asyncckpt.stores.local.locks import Machine, leads_to, unlock
+from asyncckpt.stores.local.locks import Machine, Terms, leads_to, unlock
 from asyncckpt.stores.local.owners import (
     EXCHANGE,
     OwnerFile,
@@ -38,7 +35,7 @@ from asyncckpt.stores.local.owners import (
     remove_attempt,
     write_exchange,
 )
-from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file
+from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file, write_all
 from asyncckpt.stores.paths import Layout, check_file
 
 
@@ -68,13 +65,10 @@ class AttemptTree:
     raises.
     """
 
-    def __init__(self, context: Context, name: str, save_id: str, *, private: bool) -> None:
-        self.location = context.layout.target(name)
+    def __init__(self, context: Context, terms: Terms) -> None:
+        self.location = context.layout.target(terms.name)
         self._context = context
-        self._name = name
-        self._save_id = save_id
-        self._file_mode = 0o600 if private else 0o666
-        self._directory_mode = 0o700 if private else 0o777
+        self._terms = terms
         self._guard = Guard(self.location, context.workers)
         self._path = ""
         self._directory: Descriptor | None = None
@@ -107,7 +101,7 @@ class AttemptTree:
     def _open_file(self, file: LocalDataFile, nbytes: int) -> None:
         with self._step("creating a data file", file.path) as directory:
             self._make_parents(file.path, directory)
-            file.open(directory, self._file_mode, nbytes)
+            file.open(directory, self._terms.file_mode, nbytes)
             self._own.append(file.path)
             if self._guard.ended:  # aborted meanwhile
                 file.close()
@@ -116,32 +110,21 @@ class AttemptTree:
         """Write a small file, durably."""
         self._guard.check()
         check_file(path, self.location)
-        writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
-        with self._guard.step():
-            await self._context.workers.complete(writing, f"writing {path}")
+        await self._guard.run(self._write_file, path, memoryview(data).cast("B"), True)
 
-    async def _write_file(self, path: str, data: memoryview, *, flush: bool) -> None:
-        workers = self._context.workers
+    def _write_file(self, path: str, data: memoryview, flush: bool) -> None:
         with self._step(f"writing {len(data)} bytes", path) as directory:
-            if posixpath.dirname(path) not in self._directories | {""}:
-                await workers.run(self._make_parents, path, directory)
+            self._make_parents(path, directory)
             # O_EXCL also refuses a link.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            fd = await workers.run(os.open, path, flags, self._file_mode, dir_fd=directory)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            fd = os.open(path, flags, self._terms.file_mode, dir_fd=directory)
             self._own.append(path)
             try:
-                file = await aiofiles.open(fd, "wb", buffering=0, closefd=False, executor=workers)
-                while len(data):
-                    data = data[await file.write(data) :]
+                write_all(fd, data, 0)
                 if flush:
-                    await workers.run(flush_file, fd)
-            except GeneratorExit:
-                os.close(fd)  # abandoned with a thread that is stuck: nothing is awaited any more
-                raise
-            except BaseException:
-                await workers.run(os.close, fd)
-                raise
-            await workers.run(os.close, fd)
+                    flush_file(fd)
+            finally:
+                os.close(fd)
 
     def _make_parents(self, path: str, directory: int) -> None:
         parts = path.split("/")
@@ -149,7 +132,7 @@ class AttemptTree:
             parent = "/".join(parts[:depth])
             if parent not in self._directories:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(parent, self._directory_mode, dir_fd=directory)
+                    os.mkdir(parent, self._terms.directory_mode, dir_fd=directory)
                 with self._lock:
                     self._directories.add(parent)
 
@@ -171,7 +154,7 @@ class AttemptTree:
     def _pass_on(self, path: str, data: memoryview) -> None:
         where = f"{EXCHANGE}/{path}"
         with self._step(f"passing on {len(data)} bytes", where) as directory:
-            write_exchange(directory, path, data, self._file_mode)
+            write_exchange(directory, path, data, self._terms.file_mode)
             self._own.append(where)
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
@@ -204,7 +187,7 @@ class AttemptTree:
 
     async def _flush(self, *paths: str) -> None:
         """Flush the record file and directories, all at the same time."""
-        await run_all(self._context.workers, [partial(self._flush_one, path) for path in paths])
+        await together(self._context.workers.run(self._flush_one, path) for path in paths)
 
     def _flush_one(self, path: str) -> None:
         if path != RECORD_NAME:

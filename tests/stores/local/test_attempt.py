@@ -742,7 +742,7 @@ async def test_whole_pages_are_written_past_the_page_cache(
     writes = Writes(monkeypatch, lambda number, nbytes: None)
     assert await saved_bytes(store, data) == data.tobytes()
     assert writes.direct == 8
-    assert writes.buffered == 1  # the owner file
+    assert writes.buffered == 2  # the owner file and the record
 
 
 async def test_a_short_direct_write_is_finished_through_the_page_cache(

@@ -14,7 +14,7 @@ import pytest
 from asyncckpt.errors import FencedError, StoreError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local import epochs
-from asyncckpt.stores.local.locks import write_owner
+from asyncckpt.stores.local.locks import Terms, write_owner
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import expect, fill, identity, save
 from tests.crash.faults import ForkServer
@@ -227,7 +227,7 @@ async def test_a_step_that_was_being_replaced_in_two_steps_is_put_back(
     await store.claim()
     await save(store, "1", "a", 1, epoch=1)
     old = store._layout.leftover("old", "1", identity("b"), 1)
-    write_owner(old, store._context.machine(), "1", identity("b"), 0o666)
+    write_owner(old, store._context.machine(), Terms("1", identity("b")))
     os.rename(tmp_path / "1", old)
     await other.claim()
     await expect(other, "1", 1)

@@ -20,7 +20,7 @@ from asyncckpt.errors import (
     StoreError,
 )
 from asyncckpt.flow.buffers import map_pages
-from asyncckpt.flow.threads import Workers
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.ports import DIRECT, Reading
 from asyncckpt.stores.local import files as module
 from asyncckpt.stores.local.store import LocalStore
@@ -178,6 +178,42 @@ async def test_a_slow_open_that_was_cancelled_leaves_no_descriptor(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("call", ["read", "put"])
+async def test_what_an_abandoned_thread_opens_after_all_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    workers = Workers(2, "test-stuck", abandon_s=0.05)
+    store = LocalStore(tmp_path, workers)
+    await save(store, "1", "a")
+    files, attempt = store.files("1"), await store.begin("2", "b")
+    own, reached, go_on = os.open, threading.Event(), threading.Event()
+    fds: list[int] = []
+
+    def slow(path: Any, *args: Any, **kwargs: Any) -> int:
+        if not str(path).endswith("small"):
+            return own(path, *args, **kwargs)
+        reached.set()
+        assert go_on.wait(30)
+        fds.append(own(path, *args, **kwargs))
+        return fds[0]
+
+    monkeypatch.setattr(os, "open", slow)
+    reading, path = call == "read", "default/small"
+    work: Any = files.read(path, max_nbytes=100) if reading else attempt.put(path, b"data")
+    task = asyncio.create_task(work)
+    await asyncio.to_thread(reached.wait, 30)
+    task.cancel()
+    with pytest.raises(ThreadAbandonedError, match="was stuck in") as caught:
+        await task
+    go_on.set()
+    await asyncio.wait([asyncio.wrap_future(caught.value.future)])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fds[0])
+    await attempt.abort()
+    await store.close()
+    workers.shutdown()
 
 
 async def test_closing_waits_for_nobody_and_pulls_no_descriptor_away(

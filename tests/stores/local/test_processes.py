@@ -14,7 +14,7 @@ import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.local.locks import Machine, this_machine, write_owner
+from asyncckpt.stores.local.locks import Machine, Terms, this_machine, write_owner
 from asyncckpt.stores.local.store import LocalStore
 from tests.stores.checkpoints import expect, save
 from tests.stores.children import answer, end, start, tell
@@ -219,7 +219,7 @@ async def test_an_unfinished_deletion_is_finished_by_the_sweep(
     trash = control / "trash-1-0"
     (tmp_path / "1").rename(trash)
     assert await store.sweep() == []  # nobody's: it is for a person to remove
-    write_owner(str(trash), this_machine(), "1", "", 0o600)
+    write_owner(str(trash), this_machine(), Terms("1", "", private=True))
     assert await store.sweep() == ["trash-1-0"]
     assert left(tmp_path) == []
 
@@ -228,7 +228,7 @@ async def test_an_interrupted_replacement_is_put_back(tmp_path: Path, store: Loc
     await save(store, "1", "a", 1)
     old = tmp_path / ".asyncckpt" / "old-1-b"
     old.parent.mkdir(exist_ok=True)
-    write_owner(str(old), this_machine(), "1", "b", 0o600)
+    write_owner(str(old), this_machine(), Terms("1", "b", private=True))
     (tmp_path / "1").rename(old)
     assert await store.sweep() == []
     await expect(store, "1", 1)
@@ -241,7 +241,7 @@ async def test_a_finished_replacement_loses_its_old_checkpoint(
     await save(store, "1", "a", 1)
     old = tmp_path / ".asyncckpt" / "old-1-b"
     old.parent.mkdir(exist_ok=True)
-    write_owner(str(old), this_machine(), "1", "b", 0o600)
+    write_owner(str(old), this_machine(), Terms("1", "b", private=True))
     (tmp_path / "1").rename(old)
     await save(store, "1", "b", 2)
     assert await store.sweep() == ["old-1-b"]
@@ -255,7 +255,7 @@ async def test_a_hostile_owner_file_moves_nothing_out_of_the_root(
     root = tmp_path / "root"
     old = root / ".asyncckpt" / "old-1-b"
     old.mkdir(parents=True)
-    write_owner(str(old), this_machine(), "../escaped", "b", 0o600)
+    write_owner(str(old), this_machine(), Terms("../escaped", "b", private=True))
     store = LocalStore(root, workers)
     assert await store.sweep() == []
     assert not (tmp_path / "escaped").exists()
@@ -271,7 +271,7 @@ async def test_an_empty_directory_without_owner_is_swept_and_a_full_one_kept(
     (epoch / "full-x" / "data").write_bytes(b"x")
     (epoch / "torn-x").mkdir()
     (epoch / "torn-x.owner").write_bytes(b'{"host": ')
-    write_owner(str(epoch / "orphan-x"), this_machine(), "orphan", "x", 0o600)
+    write_owner(str(epoch / "orphan-x"), this_machine(), Terms("orphan", "x", private=True))
     assert sorted(await store.sweep()) == ["epoch-0/empty-x", "epoch-0/torn-x"]
     assert left(tmp_path) == ["epoch-0/full-x"]
 

@@ -25,7 +25,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import JoinedAttempt
 from asyncckpt.stores.local import attempt as attempts
 from asyncckpt.stores.local import joined, locks, owners, publish
-from asyncckpt.stores.local.locks import Machine, this_machine
+from asyncckpt.stores.local.locks import Machine, Terms, this_machine
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, pattern
 from tests.stores.checkpoints import DATA, expect, save, write_file
@@ -358,7 +358,7 @@ async def test_a_process_that_joins_while_the_attempt_is_removed_notices_it(
 
 
 def share_of(store: LocalStore) -> joined.LocalJoinedAttempt:
-    return joined.LocalJoinedAttempt(store._context, "1", ID, private=False)
+    return joined.LocalJoinedAttempt(store._context, Terms("1", ID))
 
 
 async def test_an_owner_file_that_is_swept_while_it_is_made_is_made_again(
