@@ -44,7 +44,7 @@ from asyncckpt.stores.objects.layout import (
     owner,
     probe_key,
 )
-from asyncckpt.stores.objects.listings import checkpoint_names, control_entries
+from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
 from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")

@@ -34,10 +34,10 @@ from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.gc import remove_garbage
 from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, note_key
-from asyncckpt.stores.objects.listings import checkpoint_names, control_entries
 from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
+from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.requests.sizes import (
     PUT_THRESHOLD_NBYTES,

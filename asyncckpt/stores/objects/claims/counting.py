@@ -63,7 +63,7 @@ from asyncckpt.stores.claims import (
 from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import join
-from asyncckpt.stores.objects.listings import control_entries
+from asyncckpt.stores.objects.requests.listings import control_entries
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
 

@@ -18,7 +18,7 @@ from asyncckpt.stores.claims import claim_name, inherited_name, lost_error, new_
 from asyncckpt.stores.objects.context import Context, read_head, read_record
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import join
-from asyncckpt.stores.objects.listings import checkpoint_names
+from asyncckpt.stores.objects.requests.listings import checkpoint_names
 from asyncckpt.stores.paths import CONTROL
 
 READS = 16
