@@ -40,7 +40,7 @@ Removal = Callable[[], Coroutine[Any, Any, None]]
 # --------------------------------------------------------------------------------------- stores
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCapabilities:
     """Abilities and requirements of a store.
 
