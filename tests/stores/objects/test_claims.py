@@ -18,7 +18,8 @@ from asyncckpt.errors import (
     SaveOutcomeUnknownError,
     StoreError,
 )
-from asyncckpt.stores.objects import listings, probe
+from asyncckpt.stores.objects import probe
+from asyncckpt.stores.objects.requests import listings
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import expect, expect_no_record, fill, identity, save
 from tests.simulator import Fault, Gate, Simulator
