@@ -142,9 +142,9 @@ class ObjectAttempt(ObjectShare):
         await self._check_claim()
         self._sending.ended = True
         background = self._context.background
-        background.name(self._name, self._finish(publication, replaced))
+        background.begin(self._finish(publication, replaced), naming=self._name)
         if self._exchanged:
-            background.tidy(self._end_exchange())
+            background.begin(self._end_exchange())
 
     async def _finish(self, publication: Publication, replaced: Record | None) -> None:
         """Write the fixed names, then those that earlier saves could not write."""
@@ -155,7 +155,7 @@ class ObjectAttempt(ObjectShare):
                 return
             background.unnamed.discard(self._name)
             if replaced is None:
-                background.tidy(publication.settle(None))
+                background.begin(publication.settle(None))
             else:
                 await publication.settle(replaced)
             while background.unnamed:

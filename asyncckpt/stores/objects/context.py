@@ -39,30 +39,29 @@ class Background:
 
     def __init__(self) -> None:
         self.unnamed: set[str] = set()
-        self._naming: list[tuple[str, BackgroundTask[None]]] = []
-        self._tidying: list[BackgroundTask[None]] = []
+        self._tasks: list[tuple[BackgroundTask[None], str | None]] = []
 
-    def name(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Begin to write the fixed names of a checkpoint."""
-        self._naming = [other for other in self._naming if not other[1].done]
-        self._naming.append((name, BackgroundTask(work)))
+    def begin(self, work: Coroutine[Any, Any, None], *, naming: str | None = None) -> None:
+        """Begin work that `ended` waits for; if it writes the fixed names of a checkpoint, `named`.
 
-    def tidy(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin work that only `ended` waits for."""
-        self._tidying = [other for other in self._tidying if not other.done]
-        self._tidying.append(BackgroundTask(work))
+        Args:
+            work: what to run.
+            naming: the checkpoint whose fixed names it writes.
+        """
+        self._tasks = [other for other in self._tasks if not other[0].done]
+        self._tasks.append((BackgroundTask(work), naming))
 
     async def named(self, name: str | None = None) -> None:
         """Wait until no fixed names are being written, of this checkpoint or of any."""
-        for other, work in tuple(self._naming):
-            if name in (None, other):
-                await work.settled()
+        for task, naming in tuple(self._tasks):
+            if naming is not None and name in (None, naming):
+                await task.settled()
 
     async def ended(self) -> None:
-        """Wait until all work has ended."""
-        await self.named()
-        while self._tidying:
-            await self._tidying.pop().settled()
+        """Wait until all work has ended, including what it begins."""
+        while self._tasks:
+            await self._tasks[0][0].settled()
+            self._tasks = [other for other in self._tasks if not other[0].done]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
-from asyncckpt.flow.shield import together
+from asyncckpt.flow.shield import mapped
 from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.objects.clients.client import Body, RequestError
@@ -123,16 +123,10 @@ class ObjectFiles:
         if len(spans) == 1:
             await self._range(path, key, destination, *spans[0], how.check)
             return
-        waiting = iter(spans)
-        streams = min(RANGES_AT_ONCE, len(spans))
+        streams = RANGES_AT_ONCE
         if how.ahead_nbytes is not None:
             streams = max(1, min(streams, how.ahead_nbytes // RANGE_NBYTES))
-
-        async def stream() -> None:
-            for start, stop in waiting:
-                await self._range(path, key, destination, start, stop)
-
-        await together(stream() for _ in range(streams))
+        await mapped(lambda span: self._range(path, key, destination, *span), spans, streams)
 
     async def _range(
         self,

@@ -152,7 +152,7 @@ class ObjectJoinedAttempt(ObjectShare):
             return
         self._sending.ended = True
         if self._sending.orphans:
-            self._context.background.tidy(self._remove_orphans())
+            self._context.background.begin(self._remove_orphans())
 
     async def _remove_orphans(self) -> None:
         trouble = (

@@ -4,15 +4,14 @@
 #   stores/objects/claims/counting.py.
 # Rule 2: a deletion removes the record before the bytes that it refers to, and finds those by the
 #   record's save id, so that another attempt at the same name loses nothing.
-# Rule 3: between calls only the results of probes are kept, and for repairs the names that this
-#   process used and the checkpoints that it could not complete.
+# Rule 3: between calls only the results of probes are kept, and for repairs the checkpoints that
+#   this process could not complete.
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import socket
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from asyncckpt.errors import UsageError
@@ -54,9 +53,6 @@ refuses to publish."""
 
 REPAIRED_STEPS = 3
 """Newest steps that `sweep` repairs: a crash leaves these unfinished, and people look at them."""
-
-REPAIRED_NAMES = 4
-"""One-shot checkpoints, last used by this process, that `sweep` repairs."""
 
 READ_GAP_NBYTES = 512 * KIB
 """What a stream of 85 MB/s reads in 6 ms, a fifth of the latency of a request."""
@@ -113,8 +109,7 @@ class ObjectStore:
             requests, workers, save_id_of, outline_of, epoch_of, Claims(requests), google
         )
         self._probes = Probes(requests, google=google)
-        self._used: OrderedDict[str, None] = OrderedDict()
-        self._choices: OrderedDict[int, Choice] = OrderedDict()
+        self._choices: dict[int, Choice] = {}
         self._noted: set[int] = set()
 
     def __repr__(self) -> str:
@@ -150,12 +145,11 @@ class ObjectStore:
             chunk_nbytes=chunk_nbytes,
             data_file_nbytes=data_file_nbytes,
             put_max_nbytes=put_max_nbytes,
-            last=self._choices.get(nbytes),
+            last=self._choices.pop(nbytes, None),
         )
         self._choices[nbytes] = choice
-        self._choices.move_to_end(nbytes)
         if len(self._choices) > CHOICES_MAX:
-            self._choices.popitem(last=False)
+            del self._choices[next(iter(self._choices))]
         return Sizes(
             choice.data_file_nbytes,
             choice.window_nbytes,
@@ -187,7 +181,6 @@ class ObjectStore:
         """
         self._check(name, save_id)
         check_epoch(epoch)
-        self._use(name)
         self._probes.begin()
         attempt = ObjectAttempt(
             self._context,
@@ -261,13 +254,6 @@ class ObjectStore:
         )
         return conditions
 
-    def _use(self, name: str) -> None:
-        if not STEP_NAME.fullmatch(name):
-            self._used[name] = None
-            self._used.move_to_end(name)
-            while len(self._used) > REPAIRED_NAMES:
-                self._used.popitem(last=False)
-
     async def settled(self) -> None:
         """Wait until no fixed names are being written. As `Store.settled`."""
         await self._context.background.named()
@@ -281,8 +267,7 @@ class ObjectStore:
 
     def files(self, name: str) -> ObjectFiles:
         """Return read access to one checkpoint; nothing is requested yet."""
-        self._use(check_name(name))
-        return ObjectFiles(self._context, name, self.capabilities)
+        return ObjectFiles(self._context, check_name(name), self.capabilities)
 
     # ------------------------------------------------------------------------------------ claims
 
@@ -332,12 +317,12 @@ class ObjectStore:
     async def sweep(self) -> Sequence[str]:
         """Repair fixed names that a committed save could not write; remove nothing.
 
-        Looks at the newest steps and at names that this process used. Leftovers stay, since a
-        living attempt looks like a dead one: see `collect`.
+        Looks at the newest steps. Leftovers stay, since a living attempt looks like a dead one: see
+        `collect`.
         """
         steps = sorted((n for n in await self.names() if STEP_NAME.fullmatch(n)), key=int)
         async with asyncio.TaskGroup() as group:
-            for name in [*steps[-REPAIRED_STEPS:], *self._used]:
+            for name in steps[-REPAIRED_STEPS:]:
                 group.create_task(repair_quietly(self._context, name))
         return ()
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from asyncckpt.flow.shield import together
+from asyncckpt.flow.shield import mapped
 from asyncckpt.format.claim import (
     CLAIM_NBYTES,
     Claim,
@@ -54,17 +54,15 @@ async def take_over(context: Context) -> Claim:
 
 async def _committed(context: Context) -> list[str]:
     """Return the save ids of the records of claimed epochs that count now."""
-    names = iter(filter(STEP_NAME.fullmatch, await checkpoint_names(context.requests)))
-    found: list[str] = []
 
-    async def look() -> None:
-        for name in names:
-            identity = await _identity(context, name)
-            if identity is not None and identity[1] and await context.claims.counts(*identity):
-                found.append(identity[0])
+    async def look(name: str) -> str | None:
+        identity = await _identity(context, name)
+        if identity is None or not identity[1] or not await context.claims.counts(*identity):
+            return None
+        return identity[0]
 
-    await together(look() for _ in range(READS))
-    return found
+    steps = list(filter(STEP_NAME.fullmatch, await checkpoint_names(context.requests)))
+    return [save_id for save_id in await mapped(look, steps, READS) if save_id is not None]
 
 
 async def _identity(context: Context, name: str) -> tuple[str, int] | None:
