@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.claims import inherited_name
-from asyncckpt.stores.objects.clients.client import Listed, RequestError, unless_missing
+from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context, read_record
 from asyncckpt.stores.objects.layout import (
     LISTED_MAX,
@@ -44,6 +44,7 @@ from asyncckpt.stores.objects.layout import (
     owner,
     probe_key,
 )
+from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
 from asyncckpt.stores.paths import CONTROL
 
@@ -90,39 +91,21 @@ async def remove_garbage(
         await requests.delete(control)
     removed += control
     for name in await checkpoint_names(requests):
-        fenced: list[str] = []
-        if deletes:
-            fenced = await _fenced(context, name, before_s, dry_run=dry_run)
-        removed += fenced
-        removed += await _checkpoint(context, name, before_s, fenced=bool(fenced), dry_run=dry_run)
+        removed += await _checkpoint(context, name, before_s, deletes=deletes, dry_run=dry_run)
     return sorted(removed)
 
 
-async def _fenced(context: Context, name: str, before_s: float, *, dry_run: bool) -> list[str]:
-    """Remove a record that does not count, so that its objects belong to none; return its key."""
-    requests, key = context.requests, join(name, RECORD)
-    # The version is read first: what replaces the record later is not deleted.
-    version = record = None
-    with unless_missing():
-        version = await requests.version(key)
-        record = await read_record(context, name)
-    if version is None or record is None or await record.counts(context):
-        return []
-    listed = await requests.list(name, recursive=False, limit=LISTED_MAX)
-    if not any(entry.key == key and _is_older(entry, before_s) for entry in listed):
-        return []
-    if not dry_run:
-        await requests.delete_version(key, version)
-    return [key]
-
-
 async def _checkpoint(
-    context: Context, name: str, before_s: float, *, fenced: bool, dry_run: bool
+    context: Context, name: str, before_s: float, *, deletes: bool, dry_run: bool
 ) -> list[str]:
-    """Remove objects without a record; with `fenced`, one that does not count is none."""
+    """Remove a record that does not count, and objects to which no record refers."""
     requests = context.requests
-    listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     removed: list[str] = []
+    record = version = None
+    if deletes:
+        # The version is read before the listing, so what replaces the record later stays.
+        record, version = await read_version(context, name, wanted=True)
+    listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     if len(listed) > LISTED_MAX:
         log.warning(
             "%s: more than %d objects, which no checkpoint has; skipped",
@@ -131,6 +114,12 @@ async def _checkpoint(
         )
         return removed
     old = [entry.key for entry in listed if _is_older(entry, before_s)]
+    key = join(name, RECORD)
+    fenced = record is not None and key in old and not await record.counts(context)
+    if fenced:
+        if not dry_run:
+            await delete_record(context, name, version)
+        removed.append(key)
     ours = [key for key in old if owner(key.removeprefix(f"{name}/")) is not None]
     for first in range(0, len(ours), KEYS_PER_DELETION):
         record = await read_record(context, name)
