@@ -124,27 +124,24 @@ def shared_paths(outline: Outline) -> frozenset[str]:
     return frozenset(path for path in outline.paths if owner(path) is None)
 
 
-async def read_record(context: Context, name: str) -> Record | None:
-    """Return what is at the record's key now; None if nothing is. Raises `RequestError`."""
-    with unless_missing():
-        return await read_present(context, name, max_nbytes=MAX_RECORD_NBYTES)
-    return None
-
-
-async def read_present(context: Context, name: str, *, max_nbytes: int) -> Record:
-    """Return what is at the record's key. Raises `RequestError`, also if it is missing.
+async def read_record(
+    context: Context, name: str, *, max_nbytes: int = MAX_RECORD_NBYTES
+) -> Record | None:
+    """Return what is at the record's key now; None if nothing is. Raises `RequestError`.
 
     A record that takes several requests may be replaced between them; it is then read again.
     """
-    for _ in range(READS_MAX):
-        data = await context.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
-        if data is None:
-            return Record(None, None)
-        save_id = await run_sized(context, context.save_id_of, data)
-        if save_id is not None or len(data) <= context.requests.policy.first_read_nbytes:
-            break
-    epoch = context.epoch_of(data) if data and save_id is not None else None
-    return Record(data, save_id, epoch or 0)
+    with unless_missing():
+        for _ in range(READS_MAX):
+            data = await context.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
+            if data is None:
+                return Record(None, None)
+            save_id = await run_sized(context, context.save_id_of, data)
+            if save_id is not None or len(data) <= context.requests.policy.first_read_nbytes:
+                break
+        epoch = context.epoch_of(data) if data and save_id is not None else None
+        return Record(data, save_id, epoch or 0)
+    return None
 
 
 async def read_head(context: Context, name: str) -> bytes | None:

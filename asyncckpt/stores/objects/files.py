@@ -24,11 +24,9 @@ from asyncckpt.stores.objects.context import (
     HEAD_NBYTES,
     INLINE_NBYTES,
     Context,
-    Record,
     as_view,
     load_fixed,
     read_head,
-    read_present,
     read_record,
 )
 from asyncckpt.stores.objects.failures import reported, store_error
@@ -70,17 +68,15 @@ class ObjectFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)
-        record: Record | None = None
         data: bytes | None
-        try:
-            if path == RECORD:
-                record = await read_present(self._context, self._name, max_nbytes=max_nbytes)
-                data = record.data
-            else:
+        if path == RECORD:
+            data = await self._read_record(max_nbytes)
+        else:
+            try:
                 data = await self._requests.read(key, max_nbytes=max_nbytes)
-        except RequestError as error:
-            content = await self._content(path, error)
-            data = content if len(content) <= max_nbytes else None
+            except RequestError as error:
+                content = await self._content(path, error)
+                data = content if len(content) <= max_nbytes else None
         if data is None:
             raise CorruptCheckpointError(
                 f"{self._full(path)}: more than {max_nbytes} bytes, expected at most that; "
@@ -89,15 +85,19 @@ class ObjectFiles:
                 location=self.location,
                 expected=max_nbytes,
             )
-        # A record that is damaged now may only have been damaged in transit: `changed` ignores it.
-        if record is not None and record.save_id is not None:
-            await self._check_counts(record)
-            if self._head is None:
-                self._head = data[:HEAD_NBYTES]
         return data
 
-    async def _check_counts(self, record: Record) -> None:
-        """Raise `CheckpointNotFoundError` for a record whose writer had been taken over before."""
+    async def _read_record(self, max_nbytes: int) -> bytes | None:
+        """Return the record, or None if it is longer than `max_nbytes`.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or its writer had been taken over before.
+            StoreError: the read failed for another reason.
+        """
+        with reported("reading", self._full(RECORD)):
+            record = await read_record(self._context, self._name, max_nbytes=max_nbytes)
+        if record is None:
+            raise self._missing(RECORD)
         if not await record.counts(self._context):
             raise CheckpointNotFoundError(
                 f"{self.location}: the record here does not count: its writer (epoch "
@@ -105,6 +105,18 @@ class ObjectFiles:
                 location=self.location,
                 found=record.save_id,
             )
+        # A record that is damaged now may only have been damaged in transit: `changed` ignores it.
+        if self._head is None and record.save_id is not None and record.data is not None:
+            self._head = record.data[:HEAD_NBYTES]
+        return record.data
+
+    def _missing(self, path: str) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"{self._full(path)}: no such object; there is no checkpoint here, or it was deleted "
+            "while it was being read",
+            location=self.location,
+            found=path,
+        )
 
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
@@ -170,23 +182,16 @@ class ObjectFiles:
         if error.kind != "missing":
             raise store_error("reading", self._full(path), error) from error
         if path not in ("", RECORD) and path not in self._contents:
-            try:
+            with reported("reading", self._full(path)):
                 record = await read_record(self._context, self._name)
                 if record is not None:
                     outline = await record.outline(self._context)
                     fixed = [one for one in outline.fixed if one.path == path]
                     self._contents |= outline.contents
                     self._contents |= await load_fixed(self._context, self._name, outline, fixed)
-            except RequestError as second:
-                raise store_error("reading", self._full(path), second) from second
         if path in self._contents:
             return self._contents[path]
-        raise CheckpointNotFoundError(
-            f"{self._full(path)}: no such object; there is no checkpoint here, or it was deleted "
-            "while it was being read",
-            location=self.location,
-            found=path,
-        ) from error
+        raise self._missing(path) from error
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List one level of the checkpoint, never from a cache. As `CheckpointFiles.entries`."""

@@ -101,10 +101,8 @@ async def _checkpoint(
     """Remove a record that does not count, and objects to which no record refers."""
     requests = context.requests
     removed: list[str] = []
-    record = version = None
-    if deletes:
-        # The version is read before the listing, so what replaces the record later stays.
-        record, version = await read_version(context, name, wanted=True)
+    # The version is read before the listing, so what replaces the record later stays.
+    record, version = await read_version(context, name, wanted=True) if deletes else (None, None)
     listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     if len(listed) > LISTED_MAX:
         log.warning(

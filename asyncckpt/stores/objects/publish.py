@@ -81,7 +81,7 @@ from asyncckpt.stores.objects.context import (
     read_record,
     shared_paths,
 )
-from asyncckpt.stores.objects.failures import store_error
+from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.remove import delete_record, read_version
@@ -308,11 +308,8 @@ class Publication:
     # ------------------------------------------------------------------------------------- reads
 
     async def _read_before(self) -> tuple[Record | None, str | None]:
-        try:
+        with reported("reading the record", self._requests.location(self._key), stage="commit"):
             return await read_version(self.context, self.name, wanted=self.conditions.replace)
-        except RequestError as error:
-            url = self._requests.location(self._key)
-            raise store_error("reading the record", url, error, stage="commit") from error
 
     async def _read_back(self, error: RequestError | None) -> Record | None:
         try:
