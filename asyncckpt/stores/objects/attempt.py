@@ -22,7 +22,7 @@ from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.objects.context import Context, Record, owned
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.probe import Conditions
-from asyncckpt.stores.objects.publish import Publication, bounded
+from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
@@ -143,8 +143,8 @@ class ObjectAttempt(ObjectShare):
         self._sending.ended = True
         background = self._context.background
         background.begin(self._finish(publication, replaced), naming=self._name)
-        if self._exchanged:
-            background.begin(self._end_exchange())
+        passed = "the checkpoint is committed; what its processes have passed on"
+        self._remove_later(self._exchanged, passed)
 
     async def _finish(self, publication: Publication, replaced: Record | None) -> None:
         """Write the fixed names, then those that earlier saves could not write."""
@@ -189,15 +189,6 @@ class ObjectAttempt(ObjectShare):
                 location=self.location,
             ) from error
 
-    async def _end_exchange(self) -> None:
-        """Remove the mark and the exchanged objects. Logs failures of the store."""
-        trouble = (
-            "the checkpoint is committed; what its processes have passed on could not be removed: "
-            "%s; 'asyncckpt gc' does so later"
-        )
-        async with bounded(self.location, trouble):
-            await self._context.requests.delete(sorted(self._exchanged))
-
     def _check_age(self) -> None:
         monotonic, wall = self._begun
         # A suspended machine stops the first clock; a person may set the second.
@@ -214,5 +205,5 @@ class ObjectAttempt(ObjectShare):
                 found=age_s,
             )
 
-    def _removed(self) -> set[str]:
+    async def _removable(self) -> set[str]:
         return self._sending.keys | self._exchanged
