@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
 
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError
 from asyncckpt.flow.shield import cleaned_up, to_completion
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.objects.context import Context, Record, owned
 from asyncckpt.stores.objects.layout import fixed_path, join
-from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.share import ObjectShare
@@ -36,8 +34,6 @@ class ObjectAttempt(ObjectShare):
     Args:
         epoch: the claim under which it writes, 0 for none.
         max_age_s: an attempt older than this does not publish.
-        conditions: returns which conditional requests the store honours; with ``versions=True``
-            those on versions too.
         shared: other processes may join it once `mark` has returned.
     """
 
@@ -50,14 +46,12 @@ class ObjectAttempt(ObjectShare):
         epoch: int,
         overwrite: bool,
         max_age_s: float,
-        conditions: Callable[..., Awaitable[Conditions]],
         shared: bool,
     ) -> None:
         super().__init__(context, name, save_id, shared=shared)
         self._epoch = epoch
         self._overwrite = overwrite
         self._max_age_s = max_age_s
-        self._conditions = conditions
         self._begun = time.monotonic(), time.time()
         self._sources: dict[str, str] = {}
         self._fixed: dict[str, bytes] = {}
@@ -113,7 +107,7 @@ class ObjectAttempt(ObjectShare):
     async def _publication_of(self, record: bytes) -> Publication:
         """Find out which conditions the store obeys, and return the publication."""
         self._sending.check_sealed(self._files)
-        conditions = await self._conditions(versions=self._overwrite)
+        conditions = await self._context.probes.conditions(versions=self._overwrite)
         self._check_age()
         witness = join(self._name, self._files[-1].path) if self._files else None
         return Publication(
@@ -138,7 +132,7 @@ class ObjectAttempt(ObjectShare):
             raise
 
     async def _publish(self, publication: Publication) -> None:
-        replaced = await self._put_record(publication)
+        replaced = await publication.commit(overwrite=self._overwrite)
         await self._check_claim()
         self._sending.ended = True
         background = self._context.background
@@ -162,19 +156,6 @@ class ObjectAttempt(ObjectShare):
                 await repair_quietly(self._context, background.unnamed.pop())
         except Exception:  # in the background: no caller would see it
             log.exception("%s: completing a committed checkpoint failed", self.location)
-
-    async def _put_record(self, publication: Publication) -> Record | None:
-        """Put the record in its place; return the one that it has replaced."""
-        if self._overwrite:
-            return await publication.replace()
-        found = await publication.create()
-        if found is None:
-            return None
-        if await found.counts(self._context):
-            # A process that was taken over must learn that first.
-            await self._context.claims.check(self._epoch, self.location)
-            raise publication.exists(found)
-        return await publication.replace(await self._conditions(versions=True))
 
     async def _check_claim(self) -> None:
         """Check that the claim was not taken over before the record was put."""

@@ -15,6 +15,7 @@ from asyncckpt.options import KIB, MAX_RECORD_NBYTES
 from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import Body, unless_missing
 from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join, owner
+from asyncckpt.stores.objects.probe import Probes
 from asyncckpt.stores.objects.requests.requests import Requests
 
 T = TypeVar("T")
@@ -64,19 +65,22 @@ class Background:
             self._tasks = [other for other in self._tasks if not other[0].done]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Context:
-    """State that all attempts and readers of a store share.
+    """State that a store shares with its attempts and readers.
 
     Attributes:
-        requests: makes every request.
+        requests: makes every request; closed with the store.
         workers: threads for copies and checks of more than `INLINE_NBYTES`.
-        save_id_of: returns the save id in a commit record, or None for anything else.
-        outline_of: returns the outline of a commit record, or None for anything else; with
-            ``head=True``, from the beginning of a record, unchecked.
+        save_id_of: returns the save id in a commit record, or None for anything else, as
+            `asyncckpt.format.record.save_id_of`.
+        outline_of: returns the outline of a commit record, or None for anything else, as
+            `asyncckpt.format.record.outline_of`; with ``head=True``, from the beginning of a
+            record, unchecked. It and `save_id_of` are called in `workers` for long records.
         epoch_of: returns the epoch in a commit record or its beginning, or None.
+        google: write `commit_success.txt` last, which Orbax expects on Google's store.
         claims: decide which records count.
-        google: write Orbax's mark last.
+        probes: know which conditional requests work.
         background: background tasks.
     """
 
@@ -85,9 +89,14 @@ class Context:
     save_id_of: Callable[[bytes], str | None]
     outline_of: Callable[..., Outline | None]
     epoch_of: Callable[[bytes], int | None]
-    claims: Claims
     google: bool = False
-    background: Background = field(default_factory=Background)
+    claims: Claims = field(init=False)
+    probes: Probes = field(init=False)
+    background: Background = field(init=False, default_factory=Background)
+
+    def __post_init__(self) -> None:
+        self.claims = Claims(self.requests)
+        self.probes = Probes(self.requests, google=self.google)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ least):
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.claims import inherited_name
@@ -54,21 +53,12 @@ KEYS_PER_DELETION = 1000
 """Keys per deletion request of S3; the record is read again before each."""
 
 
-async def remove_garbage(
-    context: Context,
-    older_than_s: float,
-    *,
-    lists: Sequence[int] = (),
-    deletes: bool = False,
-    dry_run: bool,
-) -> list[str]:
+async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool) -> list[str]:
     """Remove leftovers; return their keys, sorted, and for uploads ``key?upload``.
 
     Args:
         context: of the store.
         older_than_s: minimum age in seconds.
-        lists: epochs of the claims with a list, ascending, as `Seen.lists`.
-        deletes: the store has conditional deletion.
         dry_run: remove nothing.
 
     Raises:
@@ -76,6 +66,8 @@ async def remove_garbage(
             written or has too many; removals until then are not undone.
     """
     requests = context.requests
+    lists = (await context.claims.seen()).lists
+    deletes = bool(lists) and (await context.probes.conditions(create=False, versions=True)).delete
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
     listed = await control_entries(requests)

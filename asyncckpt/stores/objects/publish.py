@@ -138,14 +138,30 @@ class Publication:
 
     # ------------------------------------------------------------------------------------ commit
 
+    async def commit(self, *, overwrite: bool) -> Record | None:
+        """Put the record in its place; return the one that it replaced.
+
+        Without `overwrite`, it replaces only a record that does not count.
+
+        Raises:
+            CheckpointExistsError: the record that is there stays.
+            FencedError: the claim of this process was taken over.
+            StoreError: the present record could not be read; nothing was replaced.
+            SaveError: the outcome is unknown, or another process was faster.
+        """
+        if not overwrite:
+            found = await self.create()
+            if found is None:
+                return None
+            await self._check_fenced(found)
+            self.conditions = await self.context.probes.conditions(versions=True)
+        return await self._replace(overwrite)
+
     async def create(self) -> Record | None:
         """Create the record; return the object that was there instead, or None.
 
         Without conditional creation, two attempts that look at the same time may both believe that
         they have won; the later one has.
-
-        Raises:
-            SaveError: the outcome is unknown, or the checkpoint was deleted meanwhile.
         """
         if self.conditions.create:
             return await self._create()
@@ -159,24 +175,14 @@ class Publication:
                 return None
         return found
 
-    async def replace(self, fenced_only: Conditions | None = None) -> Record | None:
-        """Put the record in place of what is there; return what it replaced.
-
-        Args:
-            fenced_only: replace only a record that does not count, on these conditions.
-
-        Raises:
-            CheckpointExistsError: with `fenced_only`, the present record counts; left untouched.
-            StoreError: the present record could not be read; nothing was replaced.
-            SaveError: the outcome is unknown, or another save was faster.
-        """
-        self.conditions = fenced_only or self.conditions
+    async def _replace(self, overwrite: bool) -> Record | None:
+        """Put the record in place of what is there; return what it replaced."""
         for _ in range(TURNS_MAX):
             old, version = await self._read_before()
             if old is not None and old.data == self.record:
                 return None  # from an earlier try of ours, whose response was lost
-            if fenced_only and old is not None and await old.counts(self.context):
-                raise self.exists(old)
+            if old is not None and not overwrite:
+                await self._check_fenced(old)
             if old is not None and old.save_id is not None:
                 claims, location = self.context.claims, self._location
                 await claims.begin_replacing(old.save_id, self.save_id, self.epoch, location)
@@ -192,6 +198,13 @@ class Publication:
             f"other saves with overwrite=True were faster {TURNS_MAX} times; nothing of this save "
             "is visible. Let one process save a step"
         )
+
+    async def _check_fenced(self, found: Record) -> None:
+        """Raise if the record that is there counts: it stays."""
+        if await found.counts(self.context):
+            # A process that was taken over must learn that first.
+            await self.context.claims.check(self.epoch, self._location)
+            raise self._exists(found)
 
     async def _create(self) -> Record | None:
         """Create the record; return the object that was there instead, or None."""
@@ -321,7 +334,7 @@ class Publication:
         text = f"{self._location}: {why}"
         return SaveError(text, location=self._location, stage="commit")
 
-    def exists(self, found: Record) -> CheckpointExistsError:
+    def _exists(self, found: Record) -> CheckpointExistsError:
         """Return the error for an object that is there and stays."""
         if found.save_id is not None:
             return CheckpointExistsError(

@@ -34,7 +34,6 @@ from asyncckpt.stores.objects.context import (
 )
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import RECORD, join, marks
-from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.repair import follow_record
 
 log = logging.getLogger("asyncckpt.stores")
@@ -80,9 +79,7 @@ async def delete_record(context: Context, name: str, version: str | None) -> Non
             raise
 
 
-async def unlist(
-    context: Context, name: str, conditions: Conditions, epoch: int, seal: bytes
-) -> Removal:
+async def unlist(context: Context, name: str, epoch: int, seal: bytes = b"") -> Removal:
     """Delete the record, after what other programs look for; the result removes the bytes.
 
     What belonged to a damaged record is unknown: gc removes that by its age.
@@ -93,6 +90,8 @@ async def unlist(
         StoreError: the error says whether the checkpoint is still there.
     """
     location = context.requests.location(name)
+    await context.background.named(name)
+    conditions = await context.probes.conditions(create=False, versions=True)
     with reported("deleting", location):
         record, version = await read_version(context, name, wanted=conditions.delete)
         if record is None or not (record.data or b"").endswith(seal):

@@ -10,22 +10,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
-from asyncckpt.flow.threads import Workers
 from asyncckpt.format.claim import Claim
-from asyncckpt.format.record import STEP_NAME, Outline
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
 from asyncckpt.reports import nbytes_text
 from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.claims.takeover import take_over
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
@@ -33,11 +30,9 @@ from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.gc import remove_garbage
 from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, note_key
-from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
-from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.requests.sizes import (
     PUT_THRESHOLD_NBYTES,
     Choice,
@@ -71,49 +66,32 @@ class ObjectStore:
     """A prefix of a bucket that holds checkpoints by name.
 
     All methods run on the event loop of the client.
-
-    Args:
-        requests: makes every request; closed with the store.
-        save_id_of: as `asyncckpt.format.record.save_id_of`.
-        outline_of: as `asyncckpt.format.record.outline_of`. Both are called in worker threads for
-            records of more than 64 KiB.
-        epoch_of: as `asyncckpt.format.record.epoch_of`.
-        workers: threads for copies and checks.
-        google: write `commit_success.txt` last, which Orbax expects on Google's store.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        *,
-        save_id_of: Callable[[bytes], str | None],
-        outline_of: Callable[..., Outline | None],
-        workers: Workers,
-        epoch_of: Callable[[bytes], int | None],
-        google: bool = False,
-    ) -> None:
-        traits = requests.traits
-        self.url = requests.url
-        self.capabilities = StoreCapabilities(
+    def __init__(self, context: Context) -> None:
+        self.url = context.requests.url
+        self._context = context
+        self._requests = context.requests
+        self._choices: dict[int, Choice] = {}
+        self._noted: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """As `Store.capabilities`."""
+        traits = self._requests.traits
+        return StoreCapabilities(
             client_copies=traits.put_copies,
             positional_writes=False,
-            conditional_create=traits.conditional_create,
+            conditional_create=self._context.probes.creates,
             read_copies=traits.get_copies,
             read_gap_nbytes=READ_GAP_NBYTES,
             reads=READS,
             shared_link=True,
             proves_dead=False,
         )
-        self._requests = requests
-        self._context = Context(
-            requests, workers, save_id_of, outline_of, epoch_of, Claims(requests), google
-        )
-        self._probes = Probes(requests, google=google)
-        self._choices: dict[int, Choice] = {}
-        self._noted: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
 
     # -------------------------------------------------------------------------------------- save
 
@@ -181,7 +159,7 @@ class ObjectStore:
         """
         self._check(name, save_id)
         check_epoch(epoch)
-        self._probes.begin()
+        self._context.probes.begin()
         attempt = ObjectAttempt(
             self._context,
             name,
@@ -189,7 +167,6 @@ class ObjectStore:
             epoch=epoch,
             overwrite=overwrite,
             max_age_s=COLLECT_MIN_S / 2,
-            conditions=self._conditions,
             shared=shared,
         )
         if shared:
@@ -244,15 +221,8 @@ class ObjectStore:
         """
         check_name(name)
         check_key(self._requests.location(name))
-        conditions = await self._conditions(versions=False)
+        conditions = await self._context.probes.conditions(versions=False)
         return ObjectExport(self._context, name, overwrite=overwrite, conditional=conditions.create)
-
-    async def _conditions(self, *, versions: bool) -> Conditions:
-        conditions = await self._probes.conditions(versions=versions)
-        self.capabilities = dataclasses.replace(
-            self.capabilities, conditional_create=conditions.create
-        )
-        return conditions
 
     async def settled(self) -> None:
         """Wait until no fixed names are being written. As `Store.settled`."""
@@ -273,7 +243,7 @@ class ObjectStore:
 
     async def claim(self) -> Claim | None:
         """Take over the root (stores/objects/claims/takeover.py). As `Store.claim`."""
-        conditions = await self._conditions(versions=False)
+        conditions = await self._context.probes.conditions(versions=False)
         return await take_over(self._context) if conditions.create else None
 
     async def claims(self) -> Sequence[Claim]:
@@ -297,7 +267,7 @@ class ObjectStore:
         check_epoch(epoch)
 
         async def delete() -> None:
-            await (await self._unlist(name, epoch))()
+            await (await unlist(self._context, name, epoch))()
 
         await uninterrupted(delete())
 
@@ -305,14 +275,7 @@ class ObjectStore:
         """Delete a checkpoint as `delete` does, but leave its bytes to the result."""
         check_name(name)
         check_epoch(epoch)
-        return await uninterrupted(self._unlist(name, epoch, seal))
-
-    async def _unlist(self, name: str, epoch: int, seal: bytes = b"") -> Removal:
-        await self._context.background.named(name)
-        return await unlist(self._context, name, await self._unlisting(), epoch, seal)
-
-    async def _unlisting(self) -> Conditions:
-        return await self._probes.conditions(create=False, versions=True)
+        return await uninterrupted(unlist(self._context, name, epoch, seal))
 
     async def sweep(self) -> Sequence[str]:
         """Repair fixed names that a committed save could not write; remove nothing.
@@ -340,11 +303,7 @@ class ObjectStore:
                 found=older_than_s,
             )
         with reported("removing leftovers", self.url):
-            lists = (await self._context.claims.seen()).lists
-            deletes = bool(lists) and (await self._unlisting()).delete
-            removed = await remove_garbage(
-                self._context, older_than_s, lists=lists, deletes=deletes, dry_run=dry_run
-            )
+            removed = await remove_garbage(self._context, older_than_s, dry_run=dry_run)
             for name in [] if dry_run else await self.names():
                 await repair_quietly(self._context, name)
             return removed
@@ -377,7 +336,7 @@ class ObjectStore:
 
     async def _close(self) -> None:
         await self._context.background.ended()
-        await self._probes.close()
+        await self._context.probes.close()
         await self._requests.close()
 
 

@@ -11,7 +11,6 @@ import pytest
 from asyncckpt.errors import CheckpointExistsError, SaveError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects import publish
-from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import READS_MAX, Context, read_record
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
@@ -174,7 +173,7 @@ def uniform(data: bytes) -> str | None:
 
 def context_of(store: Requests, workers: Workers) -> Context:
     """The context of readers of such records."""
-    return Context(store, workers, uniform, outline_of, epoch_of, Claims(store))
+    return Context(store, workers, uniform, outline_of, epoch_of)
 
 
 async def test_a_long_record_that_is_replaced_between_its_reads_is_read_again() -> None:
