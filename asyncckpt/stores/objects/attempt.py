@@ -18,7 +18,7 @@ import time
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError
 from asyncckpt.flow.shield import cleaned_up, to_completion
 from asyncckpt.stores.exchange import MARK, mark_of
-from asyncckpt.stores.objects.context import Context, Record, owned
+from asyncckpt.stores.objects.context import Context, Record
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -77,7 +77,7 @@ class ObjectAttempt(ObjectShare):
         """
         self._sending.check()
         check_file(path, self.location)
-        content = await owned(self._context, data)
+        content = await self._context.owned(data)
         source = self.source(path)
         if source is None or not in_record:
             await self._sending.send_named(join(self._name, source or path), content)

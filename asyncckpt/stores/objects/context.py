@@ -98,6 +98,98 @@ class Context:
         self.claims = Claims(self.requests)
         self.probes = Probes(self.requests)
 
+    async def read_record(self, name: str, *, max_nbytes: int = MAX_RECORD_NBYTES) -> Record | None:
+        """Return what is at the record's key now; None if nothing is. Raises `RequestError`.
+
+        A record that takes several requests may be replaced between them; it is then read again.
+        """
+        with unless_missing():
+            for _ in range(READS_MAX):
+                data = await self.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
+                if data is None:
+                    return Record(None, None)
+                save_id = await self.run_sized(self.save_id_of, data)
+                if save_id is not None or len(data) <= self.requests.policy.first_read_nbytes:
+                    break
+            epoch = self.epoch_of(data) if data and save_id is not None else None
+            return Record(data, save_id, epoch or 0)
+        return None
+
+    async def counts(self, record: Record) -> bool:
+        """Return whether its writer had not been taken over; true if it is not a valid record.
+
+        Raises `StoreError`.
+        """
+        return record.save_id is None or await self.claims.counts(record.save_id, record.epoch)
+
+    async def outline(self, record: Record | None) -> Outline:
+        """Return the outline of a record, which is empty if there is none or it is not valid."""
+        if record is None or record.data is None or record.save_id is None:
+            return Outline("")
+        return await self.run_sized(self.outline_of, record.data) or Outline(record.save_id)
+
+    async def read_head(self, name: str) -> bytes | None:
+        """Return the first `HEAD_NBYTES` of the record, None if it is missing.
+
+        They differ between saves. Raises `RequestError`.
+        """
+        with unless_missing():
+            return bytes(await self.requests.get(join(name, RECORD), 0, HEAD_NBYTES))
+        return None
+
+    async def paths_of(self, name: str, save_id: str | None) -> list[str]:
+        """Return the paths below a checkpoint that carry this save id. Raises `RequestError`."""
+        listed = await self.requests.list(name, recursive=True, limit=LISTED_MAX)
+        paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
+        return [path for path in paths if owner(path) == save_id]
+
+    async def delete_paths(self, name: str, paths: Iterable[str]) -> None:
+        """Delete these paths of a checkpoint. Raises `RequestError`."""
+        await self.requests.delete([join(name, path) for path in paths])
+
+    async def load_fixed(
+        self, name: str, outline: Outline, names: Iterable[FixedName]
+    ) -> dict[str, bytes]:
+        """Return the contents of these fixed names, from the record and the attempt's objects.
+
+        Raises:
+            CorruptCheckpointError: one is missing or damaged.
+            RequestError: one could not be read.
+        """
+        location = self.requests.location(name)
+
+        async def load(fixed: FixedName) -> tuple[str, bytes]:
+            data = outline.contents.get(fixed.path)
+            if data is None and fixed.object is not None:
+                with unless_missing():
+                    key = join(name, fixed.object)
+                    data = await self.requests.read(key, max_nbytes=fixed.nbytes)
+            if data is None or not await self.run_sized(fixed.matches, data):
+                raise CorruptCheckpointError(
+                    f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "
+                    "damaged; only other programs need that file, and the checkpoint itself does "
+                    "not",
+                    file=fixed.object or RECORD,
+                    location=location,
+                    expected=f"{fixed.nbytes} bytes with CRC-32C {fixed.crc32c:08x}",
+                    found=None if data is None else f"{len(data)} bytes",
+                )
+            return fixed.path, data
+
+        return dict(await together(load(fixed) for fixed in names))
+
+    async def run_sized(self, work: Callable[[SizedT], T], data: SizedT) -> T:
+        """Return `work(data)`, run in a worker thread if the data are large."""
+        if len(data) <= INLINE_NBYTES:
+            return work(data)
+        return await self.workers.run(work, data)
+
+    async def owned(self, data: Body) -> bytes:
+        """Return a copy of the bytes that never changes."""
+        if isinstance(data, bytes):
+            return data
+        return await self.run_sized(bytes, as_view(data))
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -113,113 +205,12 @@ class Record:
     save_id: str | None
     epoch: int = 0
 
-    async def counts(self, context: Context) -> bool:
-        """Return whether its writer had not been taken over; true if it is not a valid record.
-
-        Raises `StoreError`.
-        """
-        return self.save_id is None or await context.claims.counts(self.save_id, self.epoch)
-
-    async def outline(self, context: Context) -> Outline:
-        """Return its outline, which is empty if it is not a valid record."""
-        found = None
-        if self.data is not None and self.save_id is not None:
-            found = await run_sized(context, context.outline_of, self.data)
-        return found or Outline(self.save_id or "")
-
 
 def shared_paths(outline: Outline) -> frozenset[str]:
     """Return the files of a checkpoint that have no save id in their names."""
     return frozenset(path for path in outline.paths if owner(path) is None)
 
 
-async def read_record(
-    context: Context, name: str, *, max_nbytes: int = MAX_RECORD_NBYTES
-) -> Record | None:
-    """Return what is at the record's key now; None if nothing is. Raises `RequestError`.
-
-    A record that takes several requests may be replaced between them; it is then read again.
-    """
-    with unless_missing():
-        for _ in range(READS_MAX):
-            data = await context.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
-            if data is None:
-                return Record(None, None)
-            save_id = await run_sized(context, context.save_id_of, data)
-            if save_id is not None or len(data) <= context.requests.policy.first_read_nbytes:
-                break
-        epoch = context.epoch_of(data) if data and save_id is not None else None
-        return Record(data, save_id, epoch or 0)
-    return None
-
-
-async def read_head(context: Context, name: str) -> bytes | None:
-    """Return the first `HEAD_NBYTES` of the record, which differ between saves; None if missing.
-
-    Raises `RequestError`.
-    """
-    with unless_missing():
-        return bytes(await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES))
-    return None
-
-
-async def paths_of(context: Context, name: str, save_id: str | None) -> list[str]:
-    """Return the paths below a checkpoint that carry this save id. Raises `RequestError`."""
-    listed = await context.requests.list(name, recursive=True, limit=LISTED_MAX)
-    paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
-    return [path for path in paths if owner(path) == save_id]
-
-
-async def delete_paths(context: Context, name: str, paths: Iterable[str]) -> None:
-    """Delete these paths of a checkpoint. Raises `RequestError`."""
-    await context.requests.delete([join(name, path) for path in paths])
-
-
-async def load_fixed(
-    context: Context, name: str, outline: Outline, names: Iterable[FixedName]
-) -> dict[str, bytes]:
-    """Return the contents of these fixed names, from the record and the attempt's objects.
-
-    Raises:
-        CorruptCheckpointError: one is missing or damaged.
-        RequestError: one could not be read.
-    """
-    location = context.requests.location(name)
-
-    async def load(fixed: FixedName) -> tuple[str, bytes]:
-        data = outline.contents.get(fixed.path)
-        if data is None and fixed.object is not None:
-            with unless_missing():
-                key = join(name, fixed.object)
-                data = await context.requests.read(key, max_nbytes=fixed.nbytes)
-        if data is None or not await run_sized(context, fixed.matches, data):
-            raise CorruptCheckpointError(
-                f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "
-                "damaged; only other programs need that file, and the checkpoint itself does not",
-                file=fixed.object or RECORD,
-                location=location,
-                expected=f"{fixed.nbytes} bytes with CRC-32C {fixed.crc32c:08x}",
-                found=None if data is None else f"{len(data)} bytes",
-            )
-        return fixed.path, data
-
-    return dict(await together(load(fixed) for fixed in names))
-
-
-async def run_sized(context: Context, work: Callable[[SizedT], T], data: SizedT) -> T:
-    """Return `work(data)`, run in a worker thread if the data are large."""
-    if len(data) <= INLINE_NBYTES:
-        return work(data)
-    return await context.workers.run(work, data)
-
-
 def as_view(data: Body) -> memoryview:
     """Return the bytes of any buffer."""
     return memoryview(data).cast("B")
-
-
-async def owned(context: Context, data: Body) -> bytes:
-    """Return a copy of the bytes that never changes."""
-    if isinstance(data, bytes):
-        return data
-    return await run_sized(context, bytes, as_view(data))

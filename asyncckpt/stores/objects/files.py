@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -25,9 +24,6 @@ from asyncckpt.stores.objects.context import (
     INLINE_NBYTES,
     Context,
     as_view,
-    load_fixed,
-    read_head,
-    read_record,
 )
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
@@ -95,10 +91,10 @@ class ObjectFiles:
             StoreError: the read failed for another reason.
         """
         with reported("reading", self._full(RECORD)):
-            record = await read_record(self._context, self._name, max_nbytes=max_nbytes)
+            record = await self._context.read_record(self._name, max_nbytes=max_nbytes)
         if record is None:
             raise self._missing(RECORD)
-        if not await record.counts(self._context):
+        if not await self._context.counts(record):
             raise CheckpointNotFoundError(
                 f"{self.location}: the record here does not count: its writer (epoch "
                 f"{record.epoch}) had been taken over before. A save of this step replaces it",
@@ -181,14 +177,13 @@ class ObjectFiles:
         """
         if error.kind != "missing":
             raise store_error("reading", self._full(path), error) from error
+        context = self._context
         if path not in ("", RECORD) and path not in self._contents:
             with reported("reading", self._full(path)):
-                record = await read_record(self._context, self._name)
-                if record is not None:
-                    outline = await record.outline(self._context)
-                    fixed = [one for one in outline.fixed if one.path == path]
-                    self._contents |= outline.contents
-                    self._contents |= await load_fixed(self._context, self._name, outline, fixed)
+                outline = await context.outline(await context.read_record(self._name))
+                fixed = [one for one in outline.fixed if one.path == path]
+                self._contents |= outline.contents
+                self._contents |= await context.load_fixed(self._name, outline, fixed)
         if path in self._contents:
             return self._contents[path]
         raise self._missing(path) from error
@@ -236,7 +231,7 @@ class ObjectFiles:
         if self._head is None:
             return None
         with reported("reading the record", self._full(RECORD)):
-            head = await read_head(self._context, self._name)
+            head = await self._context.read_head(self._name)
         if head is None:
             return "deleted"
         return None if head == self._head else "replaced"
@@ -256,7 +251,7 @@ class ObjectFiles:
         return join(self._name, path)
 
     def _full(self, path: str) -> str:
-        return posixpath.join(self.location, path) if path else self.location
+        return self._requests.location(join(self._name, path))
 
 
 class _Destination:

@@ -31,7 +31,7 @@ import logging
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.claims import inherited_name
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
-from asyncckpt.stores.objects.context import Context, read_record
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import (
     LISTED_MAX,
     RECORD,
@@ -105,22 +105,23 @@ async def _checkpoint(
         return removed
     old = [entry.key for entry in listed if _is_older(entry, before_s)]
     key = join(name, RECORD)
-    fenced = record is not None and key in old and not await record.counts(context)
+    fenced = record is not None and key in old and not await context.counts(record)
     if fenced:
         if not dry_run:
             await delete_record(context, name, version)
         removed.append(key)
     ours = [key for key in old if owner(key.removeprefix(f"{name}/")) is not None]
     for first in range(0, len(ours), KEYS_PER_DELETION):
-        record = await read_record(context, name)
+        record = await context.read_record(name)
         if record is not None and record.save_id is None:
             log.warning(
                 "%s: its commit record is damaged or of a newer release; nothing was removed",
                 requests.location(name),
             )
             break
-        gone = record is None or (fenced and not await record.counts(context))
-        outline = Outline("") if record is None or gone else await record.outline(context)
+        if record is not None and fenced and not await context.counts(record):
+            record = None
+        outline = await context.outline(record)
         some = ours[first : first + KEYS_PER_DELETION]
         dead = [key for key in some if _is_dead(key.removeprefix(f"{name}/"), outline)]
         if not dry_run:

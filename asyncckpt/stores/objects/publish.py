@@ -75,10 +75,6 @@ from asyncckpt.stores.objects.context import (
     HEAD_NBYTES,
     Context,
     Record,
-    delete_paths,
-    paths_of,
-    read_head,
-    read_record,
     shared_paths,
 )
 from asyncckpt.stores.objects.failures import reported, store_error
@@ -201,7 +197,7 @@ class Publication:
 
     async def _check_fenced(self, found: Record) -> None:
         """Raise if the record that is there counts: it stays."""
-        if await found.counts(self.context):
+        if await self.context.counts(found):
             # A process that was taken over must learn that first.
             await self.context.claims.check(self.epoch, self._location)
             raise self._exists(found)
@@ -288,7 +284,7 @@ class Publication:
         removed: another try would bring back a record without data.
         """
         self._retried = True
-        found = await read_record(self.context, self.name)
+        found = await self.context.read_record(self.name)
         if (found and found.data) != (old and old.data):
             return False
         self._deleted = found is None and not await self._has_witness()
@@ -326,7 +322,7 @@ class Publication:
 
     async def _read_back(self, error: RequestError | None) -> Record | None:
         try:
-            return await read_record(self.context, self.name)
+            return await self.context.read_record(self.name)
         except RequestError as second:
             raise self._unresolved(error, f"that failed too ({second})") from second
 
@@ -412,18 +408,18 @@ class Publication:
                 written |= await self._remove(replaced)
                 claims, old = self.context.claims, replaced.save_id
                 await claims.end_replacing(old, self.save_id, self.epoch)
-            head = await read_head(self.context, self.name)
+            head = await self.context.read_head(self.name)
             if head != self.record[:HEAD_NBYTES]:
                 await follow_record(self.context, self.name, self.save_id, written)
 
     async def _remove(self, replaced: Record) -> set[str]:
         """Remove the objects of a replaced save; return its fixed names that ours lacks."""
         context, name = self.context, self.name
-        stale = shared_paths(await replaced.outline(context)) - set(self.fixed)
-        dead = await paths_of(context, name, replaced.save_id)
+        stale = shared_paths(await context.outline(replaced)) - set(self.fixed)
+        dead = await context.paths_of(name, replaced.save_id)
         if not self.conditions.replace:
-            present = await read_record(context, name)
+            present = await context.read_record(name)
             if present is None or present.save_id in (None, replaced.save_id):
                 return set()
-        await delete_paths(context, name, [*sorted(stale), *dead])
+        await context.delete_paths(name, [*sorted(stale), *dead])
         return set(stale)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from asyncckpt.errors import UsageError
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, check_passed, is_mark_of, too_large
 from asyncckpt.stores.objects.clients.client import Body, unless_missing
-from asyncckpt.stores.objects.context import Context, owned, read_record
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import (
     ABORT_S,
     ObjectDataFile,
@@ -75,7 +75,7 @@ class ObjectShare:
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
         """Store an object for the other processes. As `AttemptFiles.pass_on`."""
         self._check_exchange(path)
-        await self._exchange(path, await owned(self._context, data))
+        await self._exchange(path, await self._context.owned(data))
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
         """Return what a process has passed on, or None. As `AttemptFiles.taken`."""
@@ -160,7 +160,7 @@ class ObjectJoinedAttempt(ObjectShare):
         self._sending.check()
         check_file(path, self.location)
         self._check_own(path)
-        await self._sending.send_named(join(self._name, path), await owned(self._context, data))
+        await self._sending.send_named(join(self._name, path), await self._context.owned(data))
 
     async def settle(self) -> None:
         """Check that every own file is sealed, and so durable. As `JoinedAttempt.settle`."""
@@ -174,6 +174,6 @@ class ObjectJoinedAttempt(ObjectShare):
 
     async def _removable(self) -> set[str]:
         # Process 0 should not publish, but a mistake about that would cost a checkpoint.
-        record = await read_record(self._context, self._name)
+        record = await self._context.read_record(self._name)
         committed = record is not None and record.save_id == self._save_id
         return set() if committed else self._sending.keys

@@ -15,7 +15,7 @@ from asyncckpt.format.claim import (
 )
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.stores.claims import claim_name, inherited_name, lost_error, new_claim
-from asyncckpt.stores.objects.context import Context, read_head, read_record
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.requests.listings import checkpoint_names
@@ -67,13 +67,13 @@ async def _committed(context: Context) -> list[str]:
 
 async def _identity(context: Context, name: str) -> tuple[str, int] | None:
     """Return save id and epoch of the record; None if there is none."""
-    head = await read_head(context, name)
+    head = await context.read_head(name)
     if head is None:
         return None
     # A list may name too much: readers check whether a record is valid.
     outline, epoch = context.outline_of(head, head=True), context.epoch_of(head)
     if outline is None or epoch is None:
-        record = await read_record(context, name)
+        record = await context.read_record(name)
         if record is None or record.save_id is None:
             return None
         return record.save_id, record.epoch
