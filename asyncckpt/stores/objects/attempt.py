@@ -13,12 +13,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError
 from asyncckpt.flow.shield import cleaned_up, to_completion
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.objects.context import Context, Record
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -27,13 +29,15 @@ from asyncckpt.stores.paths import check_file
 
 log = logging.getLogger("asyncckpt.stores")
 
+MAX_AGE_S = COLLECT_MIN_S / 2
+"""Age after which an attempt does not publish: gc, rule 2."""
+
 
 class ObjectAttempt(ObjectShare):
     """An attempt, made by `ObjectStore.begin`.
 
     Args:
         epoch: the claim under which it writes, 0 for none.
-        max_age_s: an attempt older than this does not publish.
         shared: other processes may join it once `mark` has returned.
     """
 
@@ -45,20 +49,18 @@ class ObjectAttempt(ObjectShare):
         *,
         epoch: int,
         overwrite: bool,
-        max_age_s: float,
         shared: bool,
     ) -> None:
         super().__init__(context, name, save_id, shared=shared)
         self._epoch = epoch
         self._overwrite = overwrite
-        self._max_age_s = max_age_s
         self._begun = time.monotonic(), time.time()
         self._sources: dict[str, str] = {}
         self._fixed: dict[str, bytes] = {}
 
-    async def mark(self, host: str) -> None:
+    async def mark(self) -> None:
         """Let other processes join the attempt."""
-        await self._exchange(MARK, mark_of(self._save_id, host))
+        await self._exchange(MARK, mark_of(self._save_id, socket.gethostname()))
 
     # ------------------------------------------------------------------------------------- files
 
@@ -174,15 +176,15 @@ class ObjectAttempt(ObjectShare):
         monotonic, wall = self._begun
         # A suspended machine stops the first clock; a person may set the second.
         age_s = max(time.monotonic() - monotonic, time.time() - wall)
-        if age_s > self._max_age_s:
+        if age_s > MAX_AGE_S:
             raise SaveError(
                 f"{self.location}: this save began {age_s / 3600:.1f} hours ago, and one that is "
-                f"older than {self._max_age_s / 3600:.1f} hours is not committed, because "
+                f"older than {MAX_AGE_S / 3600:.1f} hours is not committed, because "
                 "'asyncckpt gc' may have removed its data as leftovers; nothing of it is visible. "
                 "Save again",
                 stage="commit",
                 location=self.location,
-                expected=self._max_age_s,
+                expected=MAX_AGE_S,
                 found=age_s,
             )
 

@@ -49,6 +49,10 @@ from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
 
+COLLECT_MIN_S = 7 * 24 * 3600.0
+"""Least age of what is removed: longer than any save, and twice the age at which an attempt refuses
+to publish."""
+
 KEYS_PER_DELETION = 1000
 """Keys per deletion request of S3; the record is read again before each."""
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 
 from asyncckpt.errors import UsageError
@@ -28,7 +27,7 @@ from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.gc import remove_garbage
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S, remove_garbage
 from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, note_key
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -41,10 +40,6 @@ from asyncckpt.stores.objects.requests.sizes import (
 )
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
 from asyncckpt.stores.paths import NOTE_NBYTES, check_name
-
-COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Least age that `collect` accepts: longer than any save, and twice the age at which an attempt
-refuses to publish."""
 
 REPAIRED_STEPS = 3
 """Newest steps that `sweep` repairs: a crash leaves these unfinished, and people look at them."""
@@ -166,12 +161,11 @@ class ObjectStore:
             save_id,
             epoch=epoch,
             overwrite=overwrite,
-            max_age_s=COLLECT_MIN_S / 2,
             shared=shared,
         )
         if shared:
             try:
-                await attempt.mark(socket.gethostname())
+                await attempt.mark()
             except BaseException:
                 await attempt.abort()
                 raise
