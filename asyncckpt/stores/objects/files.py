@@ -18,13 +18,8 @@ from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckp
 from asyncckpt.flow.shield import mapped
 from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
-from asyncckpt.stores.objects.clients.client import Body, RequestError
-from asyncckpt.stores.objects.context import (
-    HEAD_NBYTES,
-    INLINE_NBYTES,
-    Context,
-    as_view,
-)
+from asyncckpt.stores.objects.clients.client import Body, Listed, RequestError, unless_missing
+from asyncckpt.stores.objects.context import HEAD_NBYTES, INLINE_NBYTES, Context, as_view
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.paths import path_parts, read_parts
@@ -191,19 +186,18 @@ class ObjectFiles:
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List one level of the checkpoint, never from a cache. As `CheckpointFiles.entries`."""
         key = self._key(path)
-        try:
+        listed: list[Listed] = []
+        with reported("listing", self._full(path)), unless_missing():
             listed = await self._requests.list(key, recursive=False, limit=max_entries)
             if not listed:
                 return [Entry("", await self._requests.size(key), False)]
-        except RequestError as error:
-            if error.kind != "missing":
-                raise store_error("listing", self._full(path), error) from error
+        if not listed:
             raise CheckpointNotFoundError(
                 f"{self._full(path)}: nothing is stored there; there is no checkpoint here, or it "
                 "was deleted while it was being read",
                 location=self.location,
                 found=path,
-            ) from error
+            )
         if len(listed) > max_entries:
             raise CorruptCheckpointError(
                 f"{self._full(path)}: more than {max_entries} entries; this is not a checkpoint, "

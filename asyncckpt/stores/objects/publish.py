@@ -71,12 +71,7 @@ from functools import partial
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
 from asyncckpt.flow.shield import together
 from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
-from asyncckpt.stores.objects.context import (
-    HEAD_NBYTES,
-    Context,
-    Record,
-    shared_paths,
-)
+from asyncckpt.stores.objects.context import HEAD_NBYTES, Context, Record, shared_paths
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.probe import Conditions

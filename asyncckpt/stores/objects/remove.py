@@ -24,11 +24,7 @@ from functools import partial
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.ports import Removal
 from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
-from asyncckpt.stores.objects.context import (
-    Context,
-    Record,
-    shared_paths,
-)
+from asyncckpt.stores.objects.context import Context, Record, shared_paths
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import RECORD, join, marks
 from asyncckpt.stores.objects.repair import follow_record

@@ -21,9 +21,7 @@ from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
-from asyncckpt.stores.objects.context import (
-    Context,
-)
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks
 
 log = logging.getLogger("asyncckpt.stores")
@@ -101,8 +99,7 @@ async def repair(context: Context, name: str) -> bool:
         return False
     outline = context.outline_of(head, head=True)
     if outline is None:  # not a record, or one with a long list
-        record = await context.read_record(name)
-        outline = await context.outline(record)
+        outline = await context.outline(await context.read_record(name))
     if not outline.fixed:
         return False
     for directory in {fixed.path.rpartition("/")[0] for fixed in outline.fixed} - {""}:

@@ -106,9 +106,6 @@ class ObjectStore:
         """
         traits, requests = self._requests.traits, self._requests
         put_max_nbytes = min(traits.put_max_nbytes, PUT_THRESHOLD_NBYTES)
-        wanted = data_file_nbytes
-        if wanted is not None:
-            data_file_nbytes = min(wanted, put_max_nbytes)
         requests.fix_streams("put", concurrency)
         choice = choose(
             nbytes,
@@ -131,7 +128,7 @@ class ObjectStore:
             # A file is one request, and a chunk is in one file.
             chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,
-            notes=_clamped(wanted, choice.window_nbytes, put_max_nbytes),
+            notes=_clamped(data_file_nbytes, choice.window_nbytes, put_max_nbytes),
         )
 
     async def begin(
