@@ -43,11 +43,11 @@ class Background:
         self._tasks: list[tuple[BackgroundTask[None], str | None]] = []
 
     def begin(self, work: Coroutine[Any, Any, None], *, naming: str | None = None) -> None:
-        """Begin work that `ended` waits for; if it writes the fixed names of a checkpoint, `named`.
+        """Begin work, for which `ended` waits.
 
         Args:
             work: what to run.
-            naming: the checkpoint whose fixed names it writes.
+            naming: the checkpoint whose fixed names it writes: `named` waits for it, too.
         """
         self._tasks = [other for other in self._tasks if not other[0].done]
         self._tasks.append((BackgroundTask(work), naming))
