@@ -377,7 +377,11 @@ class Store(Protocol):
     """
 
     url: str
-    capabilities: StoreCapabilities
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """Abilities and requirements, as far as they are known."""
+        ...
 
     def sizes(
         self,
