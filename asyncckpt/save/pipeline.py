@@ -44,9 +44,9 @@ from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.save.upload import (
     ChunkAppender,
     ChunkPacker,
+    CompressedFiles,
     DataFiles,
     FileWindow,
-    Placed,
 )
 
 
@@ -103,7 +103,7 @@ class Pipeline:
         self._files = DataFiles(
             self.attempt, self.stem, sizes.window_nbytes, self.written, positional=positional
         )
-        self._sink: ChunkAppender | ChunkPacker | None = None  # of compressed chunks
+        self._sink: CompressedFiles | None = None  # of compressed chunks
         first, target_nbytes = len(plan.file_nbytes), sizes.data_file_nbytes
         self._packing = 0  # windows that compressed chunks make, at most
         if plan.compressed and positional:
@@ -297,7 +297,7 @@ class Pipeline:
             self.staging.written,
         )
 
-    async def _compress(self, sink: ChunkAppender | ChunkPacker) -> None:
+    async def _compress(self, sink: CompressedFiles) -> None:
         """Compress staged chunks, several at a time, and hand them to the sink in plan order."""
         compressor = Compressor()
         plan, arrays = self._plan, self._plan.arrays
@@ -325,23 +325,20 @@ class Pipeline:
 
     async def _place(
         self,
-        sink: ChunkAppender | ChunkPacker,
+        sink: CompressedFiles,
         chunks: StagedChunks,
         task: asyncio.Task[list[Compressed]],
     ) -> None:
         made = await task
         self.staging.give(chunks.slots)
-        extents = self._extents
-        placed: list[Placed] = []
-        for row, raw_nbytes, stored in zip(chunks.rows, chunks.nbytes, made, strict=True):
-            file, offset = sink.place(stored.nbytes)
-            extents.file[row], extents.offset[row] = file, offset
-            extents.nbytes[row], extents.crc32c[row] = stored.nbytes, stored.crc
-            placed.append(Placed(file, offset, stored, raw_nbytes))
         stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
         with self._recorder.span(stage, sum(stored.nbytes for stored in made)):
-            await sink.write(placed)
-        self.written(sum(chunks.nbytes) + len(placed) * CRC_NBYTES)
+            places = await sink.write(made)
+        extents = self._extents
+        for row, place, stored in zip(chunks.rows, places, made, strict=True):
+            extents.file[row], extents.offset[row] = place
+            extents.nbytes[row], extents.crc32c[row] = stored.nbytes, stored.crc
+        self.written(sum(chunks.nbytes) + len(made) * CRC_NBYTES)
         # These bytes stand for the compressor's output, which is gone only now.
         self.staging.give((), chunks.extra_nbytes)
 

@@ -12,7 +12,7 @@ from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.save.serialize import Compressed
-from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow, Placed
+from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow
 
 SLOT = 64 << 10
 
@@ -27,8 +27,7 @@ class Packed:
 
     async def add(self, nbytes: int) -> None:
         blocks = [b"x" * (nbytes - 4), b"crc!"]
-        file, offset = self.packer.place(nbytes)
-        await self.packer.write([Placed(file, offset, Compressed(blocks, nbytes, 0), nbytes)])
+        await self.packer.write([Compressed(blocks, nbytes, 0)])
 
     async def send_for_good(self, count: int) -> None:
         """So many full slots were sent, none of which can be used again."""
