@@ -214,21 +214,12 @@ class Pipeline:
             # After mutable leaves were copied: their copies are kept, and what is kept counts.
             streams = min(self.sizes.concurrency, self._packing)
             await self._sink.reserve(streams + 1, beside=staging.most_nbytes)
-        early: list[StagedWindow] = []
-
-        def flush() -> None:
-            for item in early:
-                self._final.put_nowait(item)
-            early.clear()
-
         if staging.grow:
-            # While the caller waits and memory lasts, copying has the processors and the memory
-            # bandwidth to itself; checksums and writes follow as soon as either ends. When memory
-            # runs out, `flush` starts the writes that free it; nothing else would.
-            await staging.windows(early.append, flush)
-            flush()
+            # While the caller waits and memory lasts, nothing is done but copying; checksums and
+            # writes follow as soon as either ends.
+            await staging.windows(self._final.put_nowait)
         else:
-            await staging.windows(self._emit, flush, self._checksums.seal)
+            await staging.windows(self._emit, self._checksums.seal)
         if self._sink is not None:
             await staging.chunks(self._chunks.put_nowait)
         self._chunks.put_nowait(None)

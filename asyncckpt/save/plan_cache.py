@@ -238,8 +238,8 @@ def tree_key(snapshot: Snapshot) -> list[object]:
     return [
         snapshot.paths,
         snapshot.kinds,
-        snapshot.array_leaf,
-        [*snapshot.sources.specs],  # which grows when scalars are added as arrays
+        [*snapshot.array_leaf],  # which grows when scalars are added as arrays
+        [*snapshot.sources.specs],  # likewise
         divisions,
         snapshot.tied,
         snapshot.extra,
@@ -254,6 +254,7 @@ def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:
         values = np.asarray(snapshot.scalars[leaf], DTYPES[spec.dtype])
         snapshot.sources.append_plain(spec, values)
         snapshot.adapters.append(_NUMPY)
+        snapshot.array_leaf.append(leaf)
 
 
 _NUMPY = NumpyAdapter()

@@ -321,14 +321,11 @@ class Save:
         snapshot, compute = request.snapshot, runtime.engine.compute
         # Scalars that Orbax wants as arrays are staged after the arrays of the tree.
         add_mirrors(snapshot, layout.mirrors)
-        window_pool = runtime.window_pool(store.capabilities, sizes)
         staging = Staging(
-            layout.plan,
-            snapshot.sources,
-            snapshot.adapters,
-            [*map(snapshot.paths.__getitem__, [*snapshot.array_leaf, *layout.mirrors])],
+            layout,
+            snapshot,
             runtime.pool,
-            window_pool,
+            runtime.window_pool(store.capabilities, sizes),
             compute,
             grow=request.stall_first,
             recorder=self._recorder,

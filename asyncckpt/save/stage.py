@@ -24,7 +24,6 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.sources import Sources
 from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
@@ -36,9 +35,10 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.options import CACHED_NBYTES, MIB
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window
-from asyncckpt.planning.save import SavePlan
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
+from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.serialize import CopyPart, WindowSums
+from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, Box
 
 T = TypeVar("T")
@@ -107,10 +107,8 @@ class Staging:
     """Copies the leaves of one save into slots.
 
     Attributes:
-        plan: places of all chunks.
-        sources: the leaves.
-        adapters: the adapter of each leaf.
-        paths: the path of each leaf, for errors.
+        layout: places of all chunks.
+        snapshot: the leaves.
         pool: slots of chunks that are compressed.
         window_pool: slots of windows.
         compute: threads that copy.
@@ -119,10 +117,8 @@ class Staging:
         referenced_nbytes: bytes of leaves that are held instead of copied.
     """
 
-    plan: SavePlan
-    sources: Sources
-    adapters: Sequence[ArrayAdapter]
-    paths: Sequence[str]
+    layout: Layout
+    snapshot: Snapshot
     pool: SlotPool
     window_pool: SlotPool
     compute: Workers
@@ -131,6 +127,8 @@ class Staging:
     recorder: Recorder
 
     def __post_init__(self) -> None:
+        self.plan = self.layout.plan
+        self.sources = self.snapshot.sources
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
@@ -153,15 +151,14 @@ class Staging:
     async def windows(
         self,
         emit: Callable[[StagedWindow], None],
-        flush: Callable[[], None],
         seal: Seal | None = None,
     ) -> None:
         """Stage every window, and hand them to `emit` in plan order.
 
         With `seal`, which computes checksums of what it has copied, each window is copied and
-        sealed by one call of a worker; without it, windows are only copied.
-
-        Calls `flush` before it waits for a slot that only the consumer can free.
+        sealed by one call of a worker. Without it, windows are only copied, and kept back until all
+        are or a slot is missing that only the consumer can free: copying has the processors and the
+        memory bandwidth to itself.
 
         Cancellation: waits for copies that are running; `release` releases the slots still held.
 
@@ -177,6 +174,8 @@ class Staging:
             most = 1  # the first write begins after the first call
         # Copies run ahead of `emit`, as far as there are slots, but end in any order.
         running: deque[asyncio.Task[list[StagedWindow]]] = deque()
+        early: deque[StagedWindow] = deque()
+        give = early.append if seal is None else emit
         async with asyncio.TaskGroup() as group:
             if self.grow and windows:
                 group.create_task(pool.prepare(len(windows)))
@@ -186,10 +185,11 @@ class Staging:
                 if not slots and running:
                     # A running copy may free nothing, but its windows may be all that the
                     # consumer lacks: waiting for a slot first could wait for ever.
-                    await _emit_oldest(running, emit)
+                    await _emit_oldest(running, give)
                     continue
                 if not slots:
-                    flush()
+                    while early:
+                        emit(early.popleft())
                     slots = await pool.take(1, grow=self.grow)
                 self.held.update(slots)
                 part = windows[done : done + len(slots)]
@@ -197,9 +197,11 @@ class Staging:
                 copy = self.use(slots, self._copy_windows, part, slots, seal)
                 running.append(group.create_task(copy))
                 if len(running) > self.compute.count:
-                    await _emit_oldest(running, emit)
+                    await _emit_oldest(running, give)
             while running:
-                await _emit_oldest(running, emit)
+                await _emit_oldest(running, give)
+        while early:
+            emit(early.popleft())
 
     async def chunks(self, emit: Callable[[StagedChunks], None]) -> None:
         """Stage every chunk that will be compressed, and hand them to `emit` in plan order.
@@ -377,7 +379,7 @@ class Staging:
         since = time.perf_counter()
         arena = Arena(nbytes)
         for leaf in leaves:
-            source, adapter = self.sources[leaf], self.adapters[leaf]
+            source, adapter = self.sources[leaf], self.snapshot.adapters[leaf]
             try:
                 if source.shards is None:
                     whole = Box.whole(source.spec.shape)
@@ -502,10 +504,7 @@ class Staging:
     def _inline_payload(self, array: int, row: int) -> Bytes:
         """Copy the only chunk of an array."""
         payload = np.empty(int(self.plan.row_payload[row]), np.uint8)
-        try:
-            self._gather(self._reader(array), array, row, 0, payload.nbytes, payload)
-        except Exception as error:
-            raise self._failed(self._leaf_of[array], error) from error
+        self._copy(array, row, 0, payload.nbytes, payload)
         return payload
 
     def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:
@@ -525,21 +524,25 @@ class Staging:
         if reader is None:
             reader = ArrayReader(
                 self.sources[leaf],
-                self.adapters[leaf],
+                self.snapshot.adapters[leaf],
                 self.plan.arrays.of(array).spec.dtype,
-                path=self.paths[leaf],
+                path=self._path(leaf),
             )
             self._readers[leaf] = reader
         return reader
 
+    def _path(self, leaf: int) -> str:
+        return self.snapshot.paths[self.snapshot.array_leaf[leaf]]
+
     def _failed(self, leaf: int, error: Exception) -> AsyncCheckpointError:
         if isinstance(error, AsyncCheckpointError):
             return error
+        path = self._path(leaf)
         return StagingError(
-            f"{self.paths[leaf]}: copying {self.sources[leaf].spec} to host memory failed: "
+            f"{path}: copying {self.sources[leaf].spec} to host memory failed: "
             f"{type(error).__name__}: {error}; the save was aborted, earlier checkpoints are "
             "intact",
-            path=self.paths[leaf],
+            path=path,
             stage="stage",
         )
 

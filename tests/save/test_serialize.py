@@ -45,7 +45,7 @@ async def test_checksums_of_chunks_and_files_are_those_of_their_bytes(
     checksums = WindowChecksums(crcs, len(plan.file_nbytes))
     items: list[StagedWindow] = []
     seal = checksums.seal if at_once else None
-    await staged.staging.windows(items.append, lambda: None, seal)
+    await staged.staging.windows(items.append, seal)
     # Sealed in any order, and folded in that of the plan.
     sums = [item.sums or checksums.seal(item.window, item.slot.buffer) for item in reversed(items)]
     files = [bytearray(nbytes) for nbytes in plan.file_nbytes]
