@@ -31,8 +31,8 @@ from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import AttemptFiles, Sizes
-from asyncckpt.save.commit import DATABASE, Commit, Committable
+from asyncckpt.ports import Sizes
+from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
 from asyncckpt.save.index import Payload
 from asyncckpt.save.serialize import (
     Compressed,
@@ -58,7 +58,7 @@ class Pipeline:
         staging: copies leaves into slots, for as long as all stages run.
         commit: writes the index, or passes this process' entries on.
         checked: rows whose checksums are compared with those of other processes.
-        attempt: where the files go.
+        attempt: returns where the files go, once that is open.
         stem: prefix of the names of its files, which contains the save id.
         positional: the store has `StoreCapabilities.positional_writes`.
         sizes: sizes of files and windows, and writes in flight.
@@ -70,7 +70,7 @@ class Pipeline:
     staging: Staging
     commit: Commit
     checked: Column
-    attempt: AttemptFiles
+    attempt: Opened
     stem: str
     positional: bool
     sizes: Sizes

@@ -13,7 +13,7 @@ import asyncio
 import base64
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,7 @@ from asyncckpt.planning.schema import (
 )
 from asyncckpt.ports import AttemptFiles, Sizes, Store
 from asyncckpt.runtime import Runtime
+from asyncckpt.save.commit import Opened
 from asyncckpt.save.plan_cache import (
     Layout,
     LayoutCache,
@@ -92,12 +93,12 @@ class SharedPlan:
     Attributes:
         round_: messages of the processes about this save.
         request: what is saved.
-        attempt: returns the files of the attempt, once it is begun.
+        attempt: returns the files of the attempt, once that is open.
     """
 
     round_: Round
     request: SaveRequest
-    attempt: Callable[[], Awaitable[AttemptFiles]]
+    attempt: Opened
 
     async def agree(
         self, sizes: Sizes, *, runtime: Runtime, store: Store, cache: LayoutCache

@@ -24,8 +24,8 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import combine, crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import PAGE_NBYTES
-from asyncckpt.ports import AttemptFiles, DataFile
-from asyncckpt.save.commit import DATABASE
+from asyncckpt.ports import DataFile
+from asyncckpt.save.commit import DATABASE, Opened
 from asyncckpt.save.serialize import Compressed
 
 Done = Callable[[Slot, BaseException | None, bool], None]
@@ -68,7 +68,7 @@ class DataFiles:
     """Data files of one attempt, written window by window and sealed after the last window.
 
     Attributes:
-        attempt: where the files go.
+        attempt: returns where the files go, once that is open.
         stem: prefix of the names of the files, which contains the attempt's save id.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
@@ -78,7 +78,7 @@ class DataFiles:
         renamed: called after each.
     """
 
-    attempt: AttemptFiles
+    attempt: Opened
     stem: str
     window_nbytes: int
     written: Callable[[int], None]
@@ -103,7 +103,8 @@ class DataFiles:
             opened = self._files[file] = _Open(-(-nbytes // self.window_nbytes), self.path(file))
         async with opened.lock:
             if opened.file is None:
-                opened.file = await self.attempt.create(
+                attempt = await self.attempt()
+                opened.file = await attempt.create(
                     opened.path,
                     nbytes=nbytes,
                     window_nbytes=None if self.positional else self.window_nbytes,
@@ -210,7 +211,8 @@ class ChunkAppender(CompressedFiles):
         if self._open is None:
             path = self._files.path(self._first_file + self._index)
             nbytes = min(self._target_nbytes, sum(chunk.nbytes for chunk in chunks))
-            self._open = await self._files.attempt.create(path, nbytes=nbytes)
+            attempt = await self._files.attempt()
+            self._open = await attempt.create(path, nbytes=nbytes)
         blocks = _blocks(chunks)
         if len(chunks) > 1:
             blocks = [b"".join(blocks)]  # small ones: a write costs more than a copy

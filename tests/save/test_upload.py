@@ -188,8 +188,11 @@ class Windows:
         self.done: list[tuple[BaseException | None, bool]] = []
         self.progress: list[int] = []
 
+    async def opened(self) -> Any:
+        return self.attempt
+
     def files(self, stem: str, *, positional: bool) -> DataFiles:
-        return DataFiles(self.attempt, stem, SLOT, self.progress.append, positional=positional)
+        return DataFiles(self.opened, stem, SLOT, self.progress.append, positional=positional)
 
     async def of(self, file: int, numbers: Sequence[int]) -> list[FileWindow]:
         slots = await self.pool.take(len(numbers))
@@ -250,7 +253,7 @@ async def test_a_file_that_was_sent_under_another_name_is_told_with_its_path(
     workers: Workers,
 ) -> None:
     made = Windows(workers)
-    files = DataFiles(made.attempt, "x", 5 * SLOT // 2, made.progress.append, positional=False)
+    files = DataFiles(made.opened, "x", 5 * SLOT // 2, made.progress.append, positional=False)
     told: list[str] = []
     files.renamed = lambda: told.append(files.path(0))
     made.attempt.renamed = ".r1"
