@@ -168,19 +168,14 @@ class Pipeline:
         Such a file may be sealed during or after the write of the index. The record refers to the
         index of the last call, which has the final names.
         """
-        files = self._files
-        changed = asyncio.Event()
-        files.renamed = changed.set
-        for task in uploads:
-            task.add_done_callback(lambda _: changed.set())
+        files, running = self._files, set(uploads)
         while True:
             renames = files.renames
             made = await self._indexed()
             while files.renames == renames:
-                if all([task.done() for task in uploads]):
+                if not running:
                     return made
-                changed.clear()  # no await between the check and this
-                await changed.wait()
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
 
     async def _indexed(self) -> Committable:
         """Write the index of places and checksums as they are now."""

@@ -75,7 +75,6 @@ class DataFiles:
         positional: the store has `StoreCapabilities.positional_writes`; otherwise each window of a
             file is one request, whose body is the slot itself.
         renames: number of files that a store has sent again under another name.
-        renamed: called after each.
     """
 
     attempt: Opened
@@ -88,7 +87,6 @@ class DataFiles:
     def __post_init__(self) -> None:
         self._files: dict[int, _Open] = {}
         self.renames = 0
-        self.renamed: Callable[[], None] | None = None
 
     def path(self, file: int) -> str:
         """Return the file's path, which is final once it is sealed."""
@@ -139,8 +137,6 @@ class DataFiles:
             if opened.file.path != opened.path:
                 opened.path = opened.file.path
                 self.renames += 1
-                if self.renamed is not None:
-                    self.renamed()
 
 
 class CompressedFiles(abc.ABC):
