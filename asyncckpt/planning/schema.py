@@ -82,12 +82,29 @@ def schema_digest(schema: Schema) -> str:
 
 
 def encode_schema(schema: Schema) -> bytes:
-    """Return the schema as bytes for other processes; equal schemas have equal bytes."""
-    document = _document(schema)
+    """Return the schema as bytes for other processes; equal schemas have equal bytes.
+
+    Equal leaves, as most are, are written once, and referred to by number.
+    """
+    kinds: dict[SchemaLeaf, int] = {}
+    numbers = [kinds.setdefault(leaf, len(kinds)) for leaf in schema.leaves]
+    document = {
+        "version": SCHEMA_VERSION,
+        "planner": PLANNER_VERSION,
+        "options": dict(schema.options),
+        "tree": schema.structure.to_json(),
+        "leaves": numbers,
+        "kinds": list(kinds),
+    }
     text = json.dumps(
         document, default=_fields, sort_keys=True, separators=(",", ":"), allow_nan=False
     )
     return text.encode()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, for JSON."""
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
 
 
 def decode_schema(data: bytes, *, file: str) -> Schema:
@@ -108,31 +125,6 @@ def decode_schema(data: bytes, *, file: str) -> Schema:
         return _schema(json.loads(data))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, UsageError) as error:
         raise fault(f"{type(error).__name__}: {error}"[:200]) from None
-
-
-# ------------------------------------------------------------------------------------ documents
-
-
-def _document(schema: Schema) -> dict[str, Any]:
-    """Return the schema as values of JSON, and dataclasses that `_fields` makes such.
-
-    Equal leaves, as most are, are written once, and referred to by number.
-    """
-    kinds: dict[SchemaLeaf, int] = {}
-    numbers = [kinds.setdefault(leaf, len(kinds)) for leaf in schema.leaves]
-    return {
-        "version": SCHEMA_VERSION,
-        "planner": PLANNER_VERSION,
-        "options": dict(schema.options),
-        "tree": schema.structure.to_json(),
-        "leaves": numbers,
-        "kinds": list(kinds),
-    }
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass."""
-    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
 
 
 def _schema(document: Any) -> Schema:
