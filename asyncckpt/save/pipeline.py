@@ -231,8 +231,7 @@ class Pipeline:
             return
         process = self._recorder.process
         elsewhere = (plan.row_writer[checked] != process) | np.isin(checked, plan.compressed)
-        rows = checked[elsewhere].tolist()
-        self._checked_crc = dict(zip(rows, await self.staging.checksums(rows), strict=True))
+        self._checked_crc = await self.staging.checksums(checked[elsewhere].tolist())
 
     # -- serialize
 

@@ -14,7 +14,6 @@ donate or free every leaf.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -244,8 +243,8 @@ class Staging:
         if rows:
             yield rows, starts, sizes
 
-    async def checksums(self, rows: Sequence[int]) -> list[int]:
-        """Return the CRC-32C of the payloads of these rows, which need not be written here.
+    async def checksums(self, rows: Sequence[int]) -> dict[int, int]:
+        """Return the CRC-32C of the payload of each of these rows, which need not be written here.
 
         Cancellation, errors: as `windows`.
         """
@@ -253,14 +252,15 @@ class Staging:
         count = min(self.compute.count, len(rows), max(1, self.pool.capacity // 4))
         slots = await self.pool.take(count, grow=self.grow) if count else []
         self.held.update(slots)
-        shares = [rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count)]
         calls = [
-            self.use([slot], self._checksum, slot, share)
-            for slot, share in zip(slots, shares, strict=True)
+            self.use([slot], self._checksum, slot, rows[first::count])
+            for first, slot in enumerate(slots)
         ]
-        crcs = await together(calls)
+        found: dict[int, int] = {}
+        for crcs in await together(calls):
+            found |= crcs
         self.give(slots)
-        return list(itertools.chain.from_iterable(crcs))
+        return found
 
     async def parts(self) -> list[tuple[HeldBox, bytes]]:
         """Copy the boxes that this process holds of small leaves that no process holds whole.
@@ -431,8 +431,8 @@ class Staging:
                 start += len(out)
         self.recorder.add("stage", since, sum(chunks.nbytes))
 
-    def _checksum(self, slot: Slot, rows: Sequence[int]) -> list[int]:
-        crcs: list[int] = []
+    def _checksum(self, slot: Slot, rows: Sequence[int]) -> dict[int, int]:
+        crcs: dict[int, int] = {}
         size = slot.buffer.size
         for row in rows:
             array, nbytes = int(self.plan.row_array[row]), int(self.plan.row_payload[row])
@@ -441,7 +441,7 @@ class Staging:
                 out = slot.buffer[: min(size, nbytes - start)]
                 self._copy(array, row, start, start + out.size, out)
                 crc = crc32c(memoryview(out), crc)
-            crcs.append(crc)
+            crcs[row] = crc
         return crcs
 
     def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
