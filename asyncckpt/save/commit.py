@@ -31,9 +31,10 @@ from asyncckpt.format.record import (
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB
+from asyncckpt.planning.table import Column
 from asyncckpt.ports import Attempt, AttemptFiles
 from asyncckpt.reports import ProcessPart, Timeline
-from asyncckpt.save.index import Index, Payload, encode_index
+from asyncckpt.save.index import NO_ROWS, Index, Payload, encode_index
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.version import VERSION
@@ -85,6 +86,7 @@ class Commit:
         epoch: the claim under which they do.
         after_data: where files keep their names, `put_index` is called once the data are durable:
             consent is asked for when this process has written its part.
+        checked: rows whose checksums are compared with those of replicas in other processes.
     """
 
     attempt: Attempt | None
@@ -99,6 +101,7 @@ class Commit:
     def __post_init__(self) -> None:
         self._metadata = self.request.metadata
         self.after_data = self.request.consent is not None
+        self.checked: Column = NO_ROWS
         self._numbers = itertools.count()
         self._orbax: list[tuple[str, bytes]] = []
         for name, data in (self.layout.orbax or {}).items():

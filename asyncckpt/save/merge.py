@@ -33,6 +33,7 @@ from asyncckpt.format.entries import (
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
+from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.reports import Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
 from asyncckpt.save.contribution import entries_of, part_of
@@ -67,6 +68,7 @@ class SharedCommit(Commit):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.after_data |= not self.round_.leads
+        self.checked = checked_rows(self.layout.plan, self.round_.number, whole=self.layout.fresh)
         self._others: list[Entries] | None = None
 
     async def put_index(self, payload: Payload) -> Committable:

@@ -30,9 +30,8 @@ from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.held import HeldBox
-from asyncckpt.planning.table import Column
 from asyncckpt.ports import Sizes
-from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
+from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.index import Payload
 from asyncckpt.save.serialize import (
     Compressed,
@@ -57,26 +56,18 @@ class Pipeline:
     Attributes:
         staging: copies leaves into slots, for as long as all stages run.
         commit: writes the index, or passes this process' entries on.
-        checked: rows whose checksums are compared with those of other processes.
-        attempt: returns where the files go, once that is open.
-        stem: prefix of the names of its files, which contains the save id.
-        positional: the store has `StoreCapabilities.positional_writes`.
+        files: where the bytes go.
         sizes: sizes of files and windows, and writes in flight.
         reference: hold immutable leaves instead of copying them.
         staged: called when every leaf may be mutated.
-        written: called with bytes of progress.
     """
 
     staging: Staging
     commit: Commit
-    checked: Column
-    attempt: Opened
-    stem: str
-    positional: bool
+    files: DataFiles
     sizes: Sizes
     reference: bool
     staged: Callable[[], None]
-    written: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self._plan = plan = self.staging.plan
@@ -99,15 +90,12 @@ class Pipeline:
         if not plan.windows:
             self._folded.set()
         self._turn: asyncio.Event | None = None  # the window taken last by an upload is folded
-        sizes, pool, positional = self.sizes, self.staging.window_pool, self.positional
-        self._files = DataFiles(
-            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=positional
-        )
+        sizes, pool = self.sizes, self.staging.window_pool
         self._sink: CompressedFiles | None = None  # of compressed chunks
         first, target_nbytes = len(plan.file_nbytes), sizes.data_file_nbytes
         self._packing = 0  # windows that compressed chunks make, at most
-        if plan.compressed and positional:
-            self._sink = ChunkAppender(self._files, first, target_nbytes)
+        if plan.compressed and self.files.positional:
+            self._sink = ChunkAppender(self.files, first, target_nbytes)
         elif plan.compressed:
             nbytes = int(plan.row_payload[list(plan.compressed)].sum())
             self._packing = max(1, -(-nbytes // pool.slot_nbytes))
@@ -129,7 +117,7 @@ class Pipeline:
         """
         try:
             async with self._data() as uploads:
-                if uploads and self.positional and self.commit.after_data:
+                if uploads and self.files.positional and self.commit.after_data:
                     await asyncio.wait(uploads)
                 return await self._put_index(uploads)
         finally:
@@ -147,9 +135,9 @@ class Pipeline:
                 uploads: list[asyncio.Task[None]] = []
                 while len(uploads) < self._streams:
                     uploads.append(group.create_task(self._upload()))
-                if self.positional and self._plan.windows:
+                if self.files.positional and self._plan.windows:
                     # Creating a file and its blocks takes about as long as copying a window.
-                    group.create_task(self._files.open(0, self._plan.file_nbytes[0]))
+                    group.create_task(self.files.open(0, self._plan.file_nbytes[0]))
                 if self._sink is not None:
                     compressing = group.create_task(self._compress(self._sink))
                 await self._stage()
@@ -168,7 +156,7 @@ class Pipeline:
         Such a file may be sealed during or after the write of the index. The record refers to the
         index of the last call, which has the final names.
         """
-        files, running = self._files, set(uploads)
+        files, running = self.files, set(uploads)
         while True:
             renames = files.renames
             made = await self._indexed()
@@ -184,14 +172,14 @@ class Pipeline:
             files += zip(self._sink.file_nbytes, self._sink.file_crcs, strict=True)
         rows: list[WrittenFile] = []
         for file, (nbytes, crc) in enumerate(files):
-            path = self._files.path(file).removeprefix(f"{DATABASE}/")
+            path = self.files.path(file).removeprefix(f"{DATABASE}/")
             rows.append(WrittenFile(path, nbytes, crc))
-        checked = self.checked
-        crcs = self._extents.crc32c[checked]
-        for number, row in enumerate(checked.tolist()):
-            crcs[number] = self._checked_crc.get(row, crcs[number])
+        checked, crcs = self.commit.checked, self._extents.crc32c.copy()
+        crcs[list(self._checked_crc)] = list(self._checked_crc.values())
         timeline = self._recorder.timeline()
-        payload = Payload(self._extents, self._inline, rows, self._parts, checked, crcs, timeline)
+        payload = Payload(
+            self._extents, self._inline, rows, self._parts, checked, crcs[checked], timeline
+        )
         with self._recorder.span("index"):
             return await self.commit.put_index(payload)
 
@@ -226,7 +214,7 @@ class Pipeline:
 
     async def _check_replicas(self) -> None:
         """Compute the checksums of replicas that this process does not write, or compresses."""
-        plan, checked = self._plan, self.checked
+        plan, checked = self._plan, self.commit.checked
         if not checked.size:
             return
         process = self._recorder.process
@@ -323,7 +311,7 @@ class Pipeline:
         for row, place, stored in zip(chunks.rows, places, made, strict=True):
             extents.file[row], extents.offset[row] = place
             extents.nbytes[row], extents.crc32c[row] = stored.nbytes, stored.crc
-        self.written(sum(chunks.nbytes) + len(made) * CRC_NBYTES)
+        self.files.written(sum(chunks.nbytes) + len(made) * CRC_NBYTES)
         # These bytes stand for the compressor's output, which is gone only now.
         self.staging.give((), chunks.extra_nbytes)
 
@@ -336,6 +324,6 @@ class Pipeline:
             # checksums take only the processor time that the device leaves.
             window = item if isinstance(item, FileWindow) else await self._seal(item)
             with self._recorder.span("upload", window.nbytes):
-                await self._files.write(window)
+                await self.files.write(window)
             # A view in this frame would keep a client from sending the buffer as it is.
             del item, window

@@ -29,16 +29,15 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.format.record import RECORD_NAME, is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.planning.table import Column
 from asyncckpt.ports import Attempt, AttemptFiles, CheckpointFiles, Sizes, Store
 from asyncckpt.reports import Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
-from asyncckpt.save.index import NO_ROWS
 from asyncckpt.save.pipeline import Pipeline
 from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
+from asyncckpt.save.upload import DataFiles
 
 ABORT_S = 30.0
 """Limit for the clean-up of an aborted save: a store that does not answer would delay the error of
@@ -290,10 +289,6 @@ class Save:
             epoch=self._epoch,
         )
 
-    def _checked(self, layout: Layout) -> Column:
-        """Return the rows to compare with replicas in other processes."""
-        return NO_ROWS
-
     async def _conclude(self, made: Committable) -> Committable:
         """Publish the checkpoint; return its final sizes."""
         assert self._attempt is not None
@@ -339,14 +334,16 @@ class Save:
         pipeline = Pipeline(
             staging=staging,
             commit=commit,
-            checked=self._checked(layout),
-            attempt=self._files,
-            stem=self._stem,
-            positional=store.capabilities.positional_writes,
+            files=DataFiles(
+                self._files,
+                self._stem,
+                sizes.window_nbytes,
+                self._written,
+                positional=store.capabilities.positional_writes,
+            ),
             sizes=sizes,
             reference=request.options.snapshot == "reference",
             staged=copied.set,
-            written=self._written,
         )
         self.state.stage = "stage"
         async with asyncio.TaskGroup() as group:

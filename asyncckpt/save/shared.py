@@ -40,8 +40,6 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
-from asyncckpt.planning.replicas import checked_rows
-from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, JoinedAttempt, NotingStore, Sizes
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
@@ -262,9 +260,6 @@ class SharedSave(Save):
     def _times(self) -> tuple[float, float]:
         """Return the seconds until all was staged, and until now."""
         return self.state.blocked_s, time.perf_counter() - self.request.begun
-
-    def _checked(self, layout: Layout) -> Column:
-        return checked_rows(layout.plan, self.round_.number, whole=layout.fresh)
 
     async def _conclude(self, made: Committable) -> Committable:
         if self.round_.leads:
