@@ -385,12 +385,10 @@ class Staging:
                     whole = Box.whole(source.spec.shape)
                     source.view = _copied(arena, source, adapter, whole, source.view)
                     continue
-                # Equal shards are copied once.
-                copies: dict[Box, npt.NDArray[Any]] = {}
-                for shard, view in zip(source.shards, source.views, strict=True):
-                    if shard.box not in copies:
-                        copies[shard.box] = _copied(arena, source, adapter, shard.box, view)
-                source.views = tuple([copies[shard.box] for shard in source.shards])
+                shards = zip(source.shards, source.views, strict=True)
+                source.views = tuple(
+                    [_copied(arena, source, adapter, shard.box, view) for shard, view in shards]
+                )
             except Exception as error:
                 raise self._failed(leaf, error) from error
         self.recorder.add("stage", since, nbytes)
@@ -560,11 +558,10 @@ async def _emit_oldest(
 
 
 def _held_nbytes(source: Source) -> int:
-    """Return the bytes of a leaf that this process can read, replicas counted once."""
+    """Return the bytes of a leaf that this process can read."""
     if source.shards is None:
         return source.spec.nbytes
-    boxes = {shard.box for shard in source.shards}
-    return sum(box.size for box in boxes) * source.spec.itemsize
+    return sum(shard.box.size for shard in source.shards) * source.spec.itemsize
 
 
 def _copied(
