@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from operator import add
@@ -39,6 +40,7 @@ from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
+from asyncckpt.save.save import SaveState
 from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES
@@ -55,7 +57,7 @@ class SharedCommit(Commit):
     Attributes:
         round_: messages of the processes about this save.
         files: returns where the files of this process go, once that is open.
-        times: returns the seconds until all was staged, and until now.
+        state: when all was staged.
         Others: as `Commit`; `after_data` always where this process passes its entries on, because
             they say when its files were durable.
     """
@@ -63,7 +65,7 @@ class SharedCommit(Commit):
     _: KW_ONLY
     round_: Round
     files: Opened
-    times: Callable[[], tuple[float, float]]
+    state: SaveState
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +113,7 @@ class SharedCommit(Commit):
             self.request.snapshot,
             save_id=self.save_id,
             process=self.round_.group.process_index,
-            times=self.times(),
+            times=(self.state.blocked_s, time.perf_counter() - self.request.begun),
         )
 
     async def _pass_on(self, entries: Entries) -> Committable:

@@ -254,12 +254,8 @@ class SharedSave(Save):
             epoch=self._epoch,
             round_=self.round_,
             files=self._files,
-            times=self._times,
+            state=self.state,
         )
-
-    def _times(self) -> tuple[float, float]:
-        """Return the seconds until all was staged, and until now."""
-        return self.state.blocked_s, time.perf_counter() - self.request.begun
 
     async def _conclude(self, made: Committable) -> Committable:
         if self.round_.leads:

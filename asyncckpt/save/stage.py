@@ -281,15 +281,11 @@ class Staging:
         inline = set(plan.arrays.inline.tolist())
         held = {*np.unique(plan.row_array).tolist(), *(part.array for part in plan.parts)}
         owned = {self._leaf_of[array] for array in held - inline}
-        mutable = []
-        held_nbytes = 0
-        for leaf in sorted(owned):
-            source = self.sources[leaf]
-            if source.framework in IMMUTABLE_FRAMEWORKS:
-                held_nbytes += _held_nbytes(source)
-            else:
-                mutable.append(leaf)
-        nbytes = sum(_held_nbytes(self.sources[leaf]) for leaf in mutable)
+        nbytes_of = {leaf: _held_nbytes(self.sources[leaf]) for leaf in sorted(owned)}
+        mutable = [
+            leaf for leaf in nbytes_of if self.sources[leaf].framework not in IMMUTABLE_FRAMEWORKS
+        ]
+        nbytes = sum(nbytes_of[leaf] for leaf in mutable)
         budget = self.pool.budget
         # Slots that compressed chunks are packed into are kept for as long.
         packing = self.window_pool.held_nbytes if plan.compressed else 0
@@ -303,7 +299,7 @@ class Staging:
             self._copies_nbytes = nbytes
             await self.compute.run(self._copy_mutable, mutable, nbytes)
             self._readers.clear()
-        self.referenced_nbytes = held_nbytes
+        self.referenced_nbytes = sum(nbytes_of.values()) - nbytes
         self.grow = False
         return True
 
