@@ -82,7 +82,7 @@ class Pipeline:
             nbytes=plan.row_payload + CRC_NBYTES,
             crc32c=np.zeros(len(plan.row_payload), np.uint32),
         )
-        self._checksums = WindowChecksums(self._extents.crc32c, len(plan.file_nbytes))
+        self._checksums = WindowChecksums(self._extents.crc32c, self.files.crcs)
         self._chunks: asyncio.Queue[StagedChunks | None] = asyncio.Queue()
         self._final: asyncio.Queue[FileWindow | StagedWindow | None] = asyncio.Queue()
         self._unfolded = len(plan.windows)
@@ -92,15 +92,15 @@ class Pipeline:
         self._turn: asyncio.Event | None = None  # the window taken last by an upload is folded
         sizes, pool = self.sizes, self.staging.window_pool
         self._sink: CompressedFiles | None = None  # of compressed chunks
-        first, target_nbytes = len(plan.file_nbytes), sizes.data_file_nbytes
+        target_nbytes = sizes.data_file_nbytes
         self._packing = 0  # windows that compressed chunks make, at most
         if plan.compressed and self.files.positional:
-            self._sink = ChunkAppender(self.files, first, target_nbytes)
+            self._sink = ChunkAppender(self.files, target_nbytes)
         elif plan.compressed:
             nbytes = int(plan.row_payload[list(plan.compressed)].sum())
             self._packing = max(1, -(-nbytes // pool.slot_nbytes))
             self._sink = ChunkPacker(
-                first, target_nbytes, pool, self._compute, emit=self._final.put_nowait
+                self.files, target_nbytes, pool, self._compute, emit=self._final.put_nowait
             )
         self._streams = min(sizes.concurrency, len(plan.windows) + self._packing)
 
@@ -137,7 +137,7 @@ class Pipeline:
                     uploads.append(group.create_task(self._upload()))
                 if self.files.positional and self._plan.windows:
                     # Creating a file and its blocks takes about as long as copying a window.
-                    group.create_task(self.files.open(0, self._plan.file_nbytes[0]))
+                    group.create_task(self.files.open(0))
                 if self._sink is not None:
                     compressing = group.create_task(self._compress(self._sink))
                 await self._stage()
@@ -167,11 +167,8 @@ class Pipeline:
 
     async def _indexed(self) -> Committable:
         """Write the index of places and checksums as they are now."""
-        files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
-        if self._sink is not None:
-            files += zip(self._sink.file_nbytes, self._sink.file_crcs, strict=True)
         rows: list[WrittenFile] = []
-        for file, (nbytes, crc) in enumerate(files):
+        for file, (nbytes, crc) in enumerate(zip(self.files.nbytes, self.files.crcs, strict=True)):
             path = self.files.path(file).removeprefix(f"{DATABASE}/")
             rows.append(WrittenFile(path, nbytes, crc))
         checked, crcs = self.commit.checked, self._extents.crc32c.copy()
@@ -264,7 +261,6 @@ class Pipeline:
             window.file,
             window.offset,
             window.nbytes,
-            self._plan.file_nbytes[window.file],
             slot,
             window.nbytes,
             self.staging.written,

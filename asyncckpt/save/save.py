@@ -337,6 +337,7 @@ class Save:
             files=DataFiles(
                 self._files,
                 self._stem,
+                list(layout.plan.file_nbytes),
                 sizes.window_nbytes,
                 self._written,
                 positional=store.capabilities.positional_writes,

@@ -40,7 +40,6 @@ class FileWindow:
         file: number of the file.
         offset: where the window begins in it.
         nbytes: its length.
-        file_nbytes: length of the whole file.
         slot: where the bytes are.
         counted_nbytes: bytes reported as progress once it is written.
         done: called once with the slot.
@@ -49,7 +48,6 @@ class FileWindow:
     file: int
     offset: int
     nbytes: int
-    file_nbytes: int
     slot: Slot
     counted_nbytes: int
     done: Done
@@ -70,6 +68,8 @@ class DataFiles:
     Attributes:
         attempt: returns where the files go, once that is open.
         stem: prefix of the names of the files, which contains the attempt's save id.
+        nbytes: length of each file; that of one with windows is final before the first is written.
+        crcs: CRC-32C of each file.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
         positional: the store has `StoreCapabilities.positional_writes`; otherwise each window of a
@@ -79,12 +79,14 @@ class DataFiles:
 
     attempt: Opened
     stem: str
+    nbytes: list[int]
     window_nbytes: int
     written: Callable[[int], None]
     _: KW_ONLY
     positional: bool
 
     def __post_init__(self) -> None:
+        self.crcs = [0] * len(self.nbytes)
         self._files: dict[int, _Open] = {}
         self.renames = 0
 
@@ -94,9 +96,9 @@ class DataFiles:
         # Unique to this attempt.
         return f"{DATABASE}/d/{self.stem}-{file}" if opened is None else opened.path
 
-    async def open(self, file: int, nbytes: int) -> _Open:
-        """Create a file of this length, once: further callers wait for the first."""
-        opened = self._files.get(file)
+    async def open(self, file: int) -> _Open:
+        """Create a file, once: further callers wait for the first."""
+        opened, nbytes = self._files.get(file), self.nbytes[file]
         if opened is None:
             opened = self._files[file] = _Open(-(-nbytes // self.window_nbytes), self.path(file))
         async with opened.lock:
@@ -117,7 +119,7 @@ class DataFiles:
         Cancellation: waits for the write, as `DataFile.write` does.
         """
         try:
-            opened = await self.open(window.file, window.file_nbytes)
+            opened = await self.open(window.file)
             assert opened.file is not None
             nbytes = window.nbytes
             if self.positional:
@@ -133,55 +135,51 @@ class DataFiles:
         self.written(window.counted_nbytes)
         opened.left -= 1
         if opened.left == 0:
-            await opened.file.seal(window.file_nbytes)
+            await opened.file.seal(self.nbytes[window.file])
             if opened.file.path != opened.path:
                 opened.path = opened.file.path
                 self.renames += 1
 
 
 class CompressedFiles(abc.ABC):
-    """Data files of compressed chunks, which are placed one after the other in plan order.
+    """Files of compressed chunks, which follow those of windows, and each other in plan order.
 
     Args:
-        first_file: number of the first file.
+        files: data files of the attempt.
         target_nbytes: size at which a file ends.
-
-    Attributes:
-        file_nbytes: length of each file.
-        file_crcs: CRC-32C of each file.
     """
 
-    def __init__(self, first_file: int, target_nbytes: int) -> None:
-        self._first_file = first_file
+    def __init__(self, files: DataFiles, target_nbytes: int) -> None:
+        self._files = files
         self._target_nbytes = target_nbytes
-        self._index = -1  # of the file that was begun last
-        self.file_nbytes: list[int] = []
-        self.file_crcs: list[int] = []
+        self._planned = len(files.nbytes)
+        self._file = -1  # the one that was begun last
 
     async def write(self, chunks: Sequence[Compressed]) -> list[tuple[int, int]]:
         """Write the next chunks; return file number and offset of each, which are final."""
+        lengths, crcs = self._files.nbytes, self._files.crcs
         places: list[tuple[int, int]] = []
         for chunk in chunks:
-            if not self.file_nbytes or not self._fits(chunk.nbytes):
-                self.file_nbytes.append(0)
-                self.file_crcs.append(0)
-            places.append((len(self.file_nbytes) - 1, self.file_nbytes[-1]))
-            self.file_nbytes[-1] += chunk.nbytes
+            if len(lengths) == self._planned or not self._fits(lengths[-1], chunk.nbytes):
+                lengths.append(0)
+                crcs.append(0)
+            places.append((len(lengths) - 1, lengths[-1]))
+            lengths[-1] += chunk.nbytes
         placed = zip(places, chunks, strict=True)
-        for index, run in itertools.groupby(placed, key=lambda one: one[0][0]):
+        for file, run in itertools.groupby(placed, key=lambda one: one[0][0]):
             ((_, offset), *_), stored = zip(*run, strict=True)
             if offset == 0:
                 await self.finish()
-                self._index = index
+                self._file = file
             await self._write(offset, stored)
             for chunk in stored:
-                crc = combine(self.file_crcs[index], chunk.crc, chunk.nbytes - CRC_NBYTES)
-                self.file_crcs[index] = crc32c(chunk.blocks[-1], crc)
-        return [(self._first_file + index, offset) for index, offset in places]
+                crc = combine(crcs[file], chunk.crc, chunk.nbytes - CRC_NBYTES)
+                crcs[file] = crc32c(chunk.blocks[-1], crc)
+        return places
 
     @abc.abstractmethod
-    def _fits(self, nbytes: int) -> bool:
-        """Return whether the last file has room for a chunk."""
+    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
+        """Return whether a file of this length has room for a chunk."""
 
     @abc.abstractmethod
     async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
@@ -195,17 +193,16 @@ class CompressedFiles(abc.ABC):
 class ChunkAppender(CompressedFiles):
     """Appends compressed chunks to the data files of an attempt."""
 
-    def __init__(self, files: DataFiles, first_file: int, target_nbytes: int) -> None:
-        super().__init__(first_file, target_nbytes)
-        self._files = files
+    def __init__(self, files: DataFiles, target_nbytes: int) -> None:
+        super().__init__(files, target_nbytes)
         self._open: DataFile | None = None
 
-    def _fits(self, nbytes: int) -> bool:
-        return self.file_nbytes[-1] < self._target_nbytes
+    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
+        return file_nbytes < self._target_nbytes
 
     async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
         if self._open is None:
-            path = self._files.path(self._first_file + self._index)
+            path = self._files.path(self._file)
             nbytes = min(self._target_nbytes, sum(chunk.nbytes for chunk in chunks))
             attempt = await self._files.attempt()
             self._open = await attempt.create(path, nbytes=nbytes)
@@ -220,7 +217,7 @@ class ChunkAppender(CompressedFiles):
         """Seal the open file, if any."""
         if self._open is not None:
             open_file, self._open = self._open, None
-            await open_file.seal(self.file_nbytes[self._index])
+            await open_file.seal(self._files.nbytes[self._file])
 
 
 class ChunkPacker(CompressedFiles):
@@ -230,7 +227,7 @@ class ChunkPacker(CompressedFiles):
     own, in several windows.
 
     Args:
-        first_file: number of the first file.
+        files: data files of the attempt.
         target_nbytes: size at which a file ends, if that is below the size of a slot.
         pool: where slots come from.
         compute: threads that copy.
@@ -243,14 +240,14 @@ class ChunkPacker(CompressedFiles):
 
     def __init__(
         self,
-        first_file: int,
+        files: DataFiles,
         target_nbytes: int,
         pool: SlotPool,
         compute: Workers,
         *,
         emit: Callable[[FileWindow], None],
     ) -> None:
-        super().__init__(first_file, min(target_nbytes, pool.slot_nbytes))
+        super().__init__(files, min(target_nbytes, pool.slot_nbytes))
         self._pool = pool
         self._compute = compute
         self._emit = emit
@@ -297,8 +294,8 @@ class ChunkPacker(CompressedFiles):
             self._keep(-1)  # a discarded slot is counted by the pool
         self._pool.discard([slot], keep=error is None)
 
-    def _fits(self, nbytes: int) -> bool:
-        return self.file_nbytes[-1] + nbytes <= self._target_nbytes
+    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
+        return file_nbytes + nbytes <= self._target_nbytes
 
     async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
         """Copy the chunks into slots, and emit those that are full."""
@@ -310,7 +307,7 @@ class ChunkPacker(CompressedFiles):
             start = offset % size
             blocks, end = await self._compute.run(_fill, self._slot, start, blocks)
             offset += end - start
-            if end == size and self.file_nbytes[self._index] > size:
+            if end == size and self._files.nbytes[self._file] > size:
                 # A file of several slots holds a single chunk: its length is final.
                 self._emit_slot(offset - end, end)
 
@@ -324,16 +321,15 @@ class ChunkPacker(CompressedFiles):
     async def finish(self) -> None:
         """Emit the slot that is not full yet, if any."""
         if self._slot is not None:
-            nbytes, size = self.file_nbytes[self._index], self._pool.slot_nbytes
+            nbytes, size = self._files.nbytes[self._file], self._pool.slot_nbytes
             start = (nbytes - 1) // size * size
             self._emit_slot(start, nbytes - start)
 
     def _emit_slot(self, offset: int, nbytes: int) -> None:
         slot, self._slot = self._slot, None
         assert slot is not None
-        file, file_nbytes = self._first_file + self._index, self.file_nbytes[self._index]
         # Its bytes were counted when the chunks were packed.
-        self._emit(FileWindow(file, offset, nbytes, file_nbytes, slot, 0, self.done))
+        self._emit(FileWindow(self._file, offset, nbytes, slot, 0, self.done))
 
 
 def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int]:
