@@ -15,11 +15,11 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import UsageError
-from asyncckpt.planning.merge import Merged, merge_schemas
+from asyncckpt.planning.merge import merge_schemas
 from asyncckpt.planning.schema import (
     MAX_SCHEMA_NBYTES,
     Schema,
@@ -32,8 +32,10 @@ from asyncckpt.ports import AttemptFiles, Sizes, Store
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Opened
 from asyncckpt.save.plan_cache import (
+    Agreement,
     Layout,
     LayoutCache,
+    Limits,
     layout_of,
     options_of_leaf,
     tree_key,
@@ -46,44 +48,6 @@ KNOWN = "known"
 VISIBLE_S = 15.0
 """How long a begun attempt or a passed-on file may stay invisible: network file systems cache
 directories for some seconds."""
-
-
-class Limits(NamedTuple):
-    """Limits of a process' memory and store for chunks, in bytes.
-
-    Attributes:
-        budget_nbytes: memory for chunks that are held whole.
-        chunk_nbytes: target size at most, None for no limit.
-        chunk_limit_nbytes: largest chunk that can be stored, None for no limit.
-    """
-
-    budget_nbytes: int
-    chunk_nbytes: int | None
-    chunk_limit_nbytes: int | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Agreement:
-    """Agreement of all processes on one schema.
-
-    Attributes:
-        run_id: of the group whose processes agreed.
-        own: digest of this process' schema.
-        partial: this process holds only a part of some leaf.
-        limits: the lowest of all processes.
-        merged: the tree of all processes; None where their schemas are equal.
-    """
-
-    run_id: str
-    own: str
-    partial: bool
-    limits: Limits
-    merged: Merged | None = None
-
-    @property
-    def digest(self) -> str:
-        """Digest of the schema, or of all that were merged and the processes that have them."""
-        return self.own if self.merged is None else self.merged.digest
 
 
 @dataclass(eq=False, repr=False)
@@ -111,7 +75,7 @@ class SharedPlan:
         """
         request, group = self.request, self.round_.group
         key = schema_key(request)
-        agreed: Agreement | None = cache.agreement(key)
+        agreed = cache.agreement(key)
         fresh = agreed is None or agreed.run_id != group.run_id
         if agreed is None or fresh:
             change = "" if agreed is not None else first_change(cache.latest_agreed(), key)

@@ -26,7 +26,14 @@ from asyncckpt.planning.restore import (
 )
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
-from asyncckpt.save.plan_cache import LayoutCache, Terms, layout_key, make_layout
+from asyncckpt.save.plan_cache import (
+    Agreement,
+    LayoutCache,
+    Limits,
+    Terms,
+    layout_key,
+    make_layout,
+)
 from asyncckpt.save.shared_plan import schema_key
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from asyncckpt.spec import Box, ChunkGrid, Partition, Shard, array_spec
@@ -215,7 +222,8 @@ def _agreed(tree: Tree) -> Planned:
 
     first, second = request(), request()
     layouts = LayoutCache()
-    layouts.agree(schema_key(first), given)
+    limits = Limits(BUDGET_NBYTES, None, None)
+    layouts.agree(schema_key(first), Agreement("run", "schema", False, limits))
     layout = make_layout(first.snapshot, Terms(given, BUDGET_NBYTES, SIZES, *processes))
     layouts.keep(key(first), layout)
 
