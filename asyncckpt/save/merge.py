@@ -124,7 +124,7 @@ class SharedCommit(Commit):
         return Committable(path.encode(), part.written_nbytes, part.file_count, (part,))
 
     async def _read(self, one: tuple[int, bytes]) -> Entries:
-        """Return the entries of a process that is ready, with their path."""
+        """Return the entries of one process, given its number and their path."""
         process, path = one[0], one[1].decode()
         attempt = await self.files()
         data = await taken(attempt, path, self.round_, max_nbytes=MAX_ENTRIES_NBYTES)
