@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from operator import add
@@ -211,7 +211,7 @@ class BoxesOfParts:
 
 
 def merge(
-    layout: Layout, entries: Sequence[Entries], boxes: BoxesOfParts, named: Any
+    layout: Layout, entries: Sequence[Entries], boxes: BoxesOfParts, named: Callable[[int], str]
 ) -> tuple[Payload, dict[int, bytes]]:
     """Return places and checksums of all chunks, and the stored bytes of those without a place.
 
@@ -269,7 +269,7 @@ def compare(
     snapshot: Snapshot,
     entries: Sequence[Entries],
     boxes: BoxesOfParts,
-    named: Any,
+    named: Callable[[int], str],
 ) -> None:
     """Check that replicas and local values are equal on all processes.
 
@@ -297,7 +297,7 @@ def compare(
 
 
 def _first_difference(
-    entries: Sequence[Entries], what: str, count: int, named: Any
+    entries: Sequence[Entries], what: str, count: int, named: Callable[[int], str]
 ) -> tuple[int, int, int] | None:
     """Return the lowest number with different checksums, and two processes that have them.
 

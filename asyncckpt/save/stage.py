@@ -315,8 +315,7 @@ class Staging:
 
     def forget(self) -> None:
         """Drop all references to leaves: what the caller drops is freed at once."""
-        if self._copies_nbytes:
-            self._give_copies()
+        self._give_copies()
         self._readers.clear()
         self.sources.forget()
 
@@ -335,14 +334,8 @@ class Staging:
 
     def release(self) -> None:
         """Release everything that is still held."""
-        for slot in self.held:
-            slot.pool.release([slot])
-        self.held.clear()
-        if self._copies_nbytes:
-            self._give_copies()
-        if self.extra_nbytes:
-            self.pool.budget.release(self.extra_nbytes)
-            self.extra_nbytes = 0
+        self._give_copies()
+        self.give([*self.held], self.extra_nbytes)
         self._readers.clear()
 
     def give(
