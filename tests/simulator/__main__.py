@@ -7,17 +7,15 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from tests.simulator.faults import Fault
 from tests.simulator.http import MIB
 from tests.simulator.profiles import Profile, profile_of, with_overrides
 from tests.simulator.running import Simulator
 
 SHAPING = frozenset(f.name for f in fields(Profile))
-FAULTS = frozenset(f.name for f in fields(Fault) if f.init) - {"gate", "hook", "when"}
 SPARE_NBYTES = 2048 * MIB
 """By default a process of its own keeps so much memory of deleted objects for new ones."""
 
@@ -43,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 def options_of(texts: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `Simulator` that the command line names."""
-    found: dict[str, Any] = {"spare_nbytes": SPARE_NBYTES, "own_process": True}
+    found: dict[str, Any] = {"spare_nbytes": SPARE_NBYTES}
     for text in texts:
         name, _, value = text.partition("=")
         try:
@@ -55,49 +53,24 @@ def options_of(texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-class Commands:
-    """Commands of a parent process; each public method is one, and returns plain values."""
+def commands(simulator: Simulator) -> dict[str, Callable[..., Any]]:
+    """Return the commands of a parent process; each returns plain values."""
+    return {
+        "stats": lambda: asdict(simulator.stats()),
+        "requests": lambda: [logged.as_dict() for logged in simulator.requests],
+        "objects": lambda bucket: {k: item.nbytes for k, item in simulator.stored(bucket).items()},
+        "reset": simulator.reset,
+        "clear": simulator.clear,
+    }
 
-    def __init__(self, simulator: Simulator) -> None:
-        self._simulator = simulator
-        self.reset = simulator.reset
-        self.clear = simulator.clear
-        self.create_bucket = simulator.create_bucket
 
-    def stats(self) -> dict[str, Any]:
-        """Return counters."""
-        return asdict(self._simulator.stats())
-
-    def requests(self) -> list[dict[str, Any]]:
-        """Return the log."""
-        return [logged.as_dict() for logged in self._simulator.requests]
-
-    def objects(self, bucket: str) -> dict[str, int]:
-        """Return sizes by key."""
-        return {key: item.nbytes for key, item in self._simulator.stored(bucket).items()}
-
-    def uploads(self) -> list[str]:
-        """Return bucket and key of each open upload."""
-        return [f"{upload.bucket}/{upload.key}" for upload in self._simulator.uploads]
-
-    def set_faults(self, faults: list[dict[str, Any]]) -> None:
-        """Replace the script."""
-        script = []
-        for values in faults:
-            if unknown := values.keys() - FAULTS:
-                raise ValueError(f"not a plain value of a fault: {', '.join(sorted(unknown))}")
-            if isinstance(values.get("kind"), list):
-                values["kind"] = tuple(values["kind"])
-            script.append(Fault(**values))
-        self._simulator.faults[:] = script
-
-    def answer(self, line: bytes) -> str:
-        """Execute one line, a command's name and its arguments, and return its answer."""
-        try:
-            name, *arguments = json.loads(line)
-            return json.dumps({"result": getattr(self, name)(*arguments)})
-        except Exception as error:
-            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+def answer(known: Mapping[str, Callable[..., Any]], line: bytes) -> str:
+    """Execute one line, a command's name and its arguments, and return its answer."""
+    try:
+        name, *arguments = json.loads(line)
+        return json.dumps({"result": known[name](*arguments)})
+    except Exception as error:
+        return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -114,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         endpoints = [simulator.s3_endpoint, simulator.gcs_endpoint, simulator.region]
         print(json.dumps(endpoints), flush=True)
         if asked.until_eof:
-            commands = Commands(simulator)
+            known = commands(simulator)
             for line in sys.stdin.buffer:
-                print(commands.answer(line), flush=True)
+                print(answer(known, line), flush=True)
         else:
             stopped.wait()
 

@@ -82,19 +82,16 @@ class Gate:
 class Fault:
     """A fault that happens to one request, or to several.
 
-    Requests that fit all of `service`, `kind`, `method`, `bucket`, `key` and `when` are counted
-    from 1, and the fault happens to `times` of them from the one with `number` on.
+    Requests that fit all of `kind`, `key` and `when` are counted from 1, and the fault happens to
+    `times` of them from the one with `number` on.
 
-    In this order: `gate` and `delay_s` hold the request, `hook` is called, then the request takes
-    effect if `applied`, and then one of `status`, `reset`, `close`, `hang` happens instead of its
-    response. Without any of those four it takes effect and is answered, changed by `flip`,
-    `truncate` or `stall`.
+    In this order: `gate` holds the request, `hook` is called, then the request takes effect if
+    `applied`, and then one of `status`, `reset`, `close`, `hang` happens instead of its response.
+    Without any of those four it takes effect and is answered, changed by `flip`, `truncate` or
+    `stall`.
 
     Attributes:
-        service: ``"s3"`` or ``"gcs"``, or None for both.
         kind: see `requests.Kind`, or None for all; or a tuple of kinds.
-        method: of HTTP, or None.
-        bucket: name, or None.
         key: shell pattern whose ``*`` matches slashes too, or None.
         when: called last with the request; decides whether it counts.
         number: first request it happens to; 0 for every one.
@@ -102,8 +99,8 @@ class Fault:
         early: it happens after the head, before the body is received. With `status`, `reset`,
             `close` or `hang` the body is never received.
         gate: holds the request.
-        delay_s: delays the request.
-        hook: called on the server's thread; its result is awaited if it is awaitable.
+        hook: called on the server's thread; its result is awaited if it is awaitable, like that
+            of `asyncio.sleep`, which delays the request.
         status: sent instead of the true response.
         code: of that response's error; by default the usual one of the status.
         message: of that response's error.
@@ -123,17 +120,13 @@ class Fault:
         happened: to how many of them it happened.
     """
 
-    service: str | None = None
     kind: str | tuple[str, ...] | None = None
-    method: str | None = None
-    bucket: str | None = None
     key: str | None = None
     when: Callable[[Request], bool] | None = None
     number: int = 1
     times: int = 1
     early: bool = False
     gate: Gate | None = None
-    delay_s: float = 0.0
     hook: Hook | None = None
     status: int | None = None
     code: str | None = None
@@ -159,21 +152,18 @@ class Fault:
         """Whether the true response never comes."""
         return self.status is not None or self.reset or self.close or self.hang
 
-    def fits(self, service: str, request: Request) -> bool:
+    def fits(self, request: Request) -> bool:
         """Return whether the request counts."""
         kinds = (self.kind,) if isinstance(self.kind, str) else self.kind
         return (
-            (self.service is None or self.service == service)
-            and (kinds is None or request.kind in kinds)
-            and (self.method is None or self.method == request.method)
-            and (self.bucket is None or self.bucket == request.bucket)
+            (kinds is None or request.kind in kinds)
             and (self.key is None or fnmatchcase(request.key, self.key))
             and (self.when is None or self.when(request))
         )
 
-    def takes(self, service: str, request: Request) -> bool:
+    def takes(self, request: Request) -> bool:
         """Count the request; return whether the fault happens to it."""
-        if not self.fits(service, request):
+        if not self.fits(request):
             return False
         self.met += 1
         if self.number and not self.number <= self.met < self.number + self.times:
@@ -182,11 +172,9 @@ class Fault:
         return True
 
     async def before(self, request: Request) -> None:
-        """Pass gate, delay and hook."""
+        """Pass gate and hook."""
         if self.gate is not None:
             await self.gate.hold()
-        if self.delay_s:
-            await asyncio.sleep(self.delay_s)
         if self.hook is not None:
             waiting = self.hook(request)
             if inspect.isawaitable(waiting):

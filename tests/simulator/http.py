@@ -1,7 +1,7 @@
 """HTTP/1.1 on one connection: heads, bodies into their buffers, responses.
 
-Bodies of known length are received into the buffer in which they are stored; chunked ones, and the
-`aws-chunked` bodies inside them, are decoded with one copy.
+Bodies are received into the buffer in which they are stored; `aws-chunked` ones are decoded with
+one copy. A body of unknown length is refused: no client in use sends one.
 """
 
 # Rule 1: one coroutine per connection reads a request, answers it, and reads the next one.
@@ -30,6 +30,7 @@ KIB = 1024
 MIB = 1024 * KIB
 HEAD_MAX_NBYTES = 64 * KIB
 BODY_MAX_NBYTES = 5 * 1024 * MIB
+LINE_MAX_NBYTES = KIB
 SCRATCH_NBYTES = 64 * KIB
 """Heads and bytes that nobody waits for yet are received in pieces of this size."""
 
@@ -108,19 +109,14 @@ class Buffers:
 
 
 class Inbox:
-    """Bytes in the order in which a client sends them.
+    """Bytes in the order in which a client sends them; `resume` makes its connection read on."""
 
-    An inbox without a connection serves bytes in memory, for bodies that are encoded twice.
-    """
-
-    def __init__(
-        self, resume: Callable[[], None] | None = None, ahead: bytes | bytearray = b""
-    ) -> None:
+    def __init__(self, resume: Callable[[], None]) -> None:
         self._resume = resume
-        self._ahead = bytearray(ahead)
-        self._ended = resume is None
+        self._ahead = bytearray()
+        self._ended = False
         self._discards = False
-        self._scratch = memoryview(bytearray(SCRATCH_NBYTES if resume else 0))
+        self._scratch = memoryview(bytearray(SCRATCH_NBYTES))
         self._target: memoryview | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._rate: float | None = None
@@ -155,8 +151,7 @@ class Inbox:
         """Drop what was received and what will be."""
         self._discards = True
         self._ahead.clear()
-        if self._resume is not None:
-            self._resume()
+        self._resume()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -165,7 +160,7 @@ class Inbox:
     # The reader's side; every method raises EOFError if the bytes end before
 
     async def _more(self) -> None:
-        if self._ended or self._resume is None:
+        if self._ended:
             raise EOFError
         self._waiter = asyncio.get_running_loop().create_future()
         self._resume()
@@ -183,7 +178,7 @@ class Inbox:
         """Return the bytes before `mark`, and drop the mark."""
         while (end := self._ahead.find(mark)) < 0:
             if len(self._ahead) > HEAD_MAX_NBYTES:
-                raise BadRequest("a head or a line without an end")
+                raise BadRequest("a head without an end")
             await self._more()
         found = bytes(self._ahead[:end])
         del self._ahead[: end + len(mark)]
@@ -406,26 +401,19 @@ def encode_head(response: Response, *, keep_alive: bool) -> bytes:
 
 
 async def receive_body(inbox: Inbox, request: Request, buffers: Buffers) -> None:
-    """Receive and decode the body of the request, and its trailers."""
+    """Receive the body of the request, and decode it and its trailers if it is `aws-chunked`."""
     headers = request.headers
-    is_chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-    is_aws = "aws-chunked" in headers.get("content-encoding", "") or headers.get(
-        "x-amz-content-sha256", ""
-    ).startswith("STREAMING-")
-    nbytes = _length(headers.get("content-length", "0"))
-    if not is_chunked and not is_aws:
-        request.body = buffers.get(nbytes)
-        return await inbox.into(request.body)
-    body, request.trailers = await decode_chunks(inbox)
-    if is_chunked and is_aws:
-        try:
-            body, request.trailers = await decode_chunks(Inbox(ahead=body))
-        except EOFError:
-            raise BadRequest("a body that ends within a chunk") from None
-    wanted = headers.get("x-amz-decoded-content-length") if is_aws else None
-    if wanted is not None and _length(wanted) != len(body):
-        raise BadRequest(f"a body of {len(body)} bytes, not {wanted}")
-    request.body = memoryview(body)
+    if "transfer-encoding" in headers:
+        raise BadRequest("a body of unknown length")
+    request.body = buffers.get(_length(headers.get("content-length", "0")))
+    await inbox.into(request.body)
+    sha256 = headers.get("x-amz-content-sha256", "")
+    if "aws-chunked" in headers.get("content-encoding", "") or sha256.startswith("STREAMING-"):
+        body, request.trailers = decode_chunks(request.body)
+        wanted = headers.get("x-amz-decoded-content-length")
+        if wanted is not None and _length(wanted) != len(body):
+            raise BadRequest(f"a body of {len(body)} bytes, not {wanted}")
+        request.body = memoryview(body)
 
 
 def _length(text: str) -> int:
@@ -434,26 +422,34 @@ def _length(text: str) -> int:
     return int(text)
 
 
-async def decode_chunks(inbox: Inbox) -> tuple[bytearray, dict[str, str]]:
+def decode_chunks(text: memoryview) -> tuple[bytearray, dict[str, str]]:
     """Decode a chunked body: size, data and so on, then trailers. Returns body and trailers."""
     body = bytearray()
+    at = 0
+
+    def line() -> bytes:
+        nonlocal at
+        found, newline, _ = bytes(text[at : at + LINE_MAX_NBYTES]).partition(b"\n")
+        if not newline:
+            raise BadRequest("a line without an end")
+        at += len(found) + 1
+        return found.strip()
+
     while True:
-        line = await inbox.until(b"\n")
+        size = line()
         try:
-            nbytes = int(line.partition(b";")[0], 16)
+            nbytes = int(size.partition(b";")[0], 16)
         except ValueError:
-            raise BadRequest(f"no length of a chunk: {line[:40]!r}") from None
-        if not 0 <= nbytes <= BODY_MAX_NBYTES - len(body):
-            raise BadRequest("a body without an end")
+            raise BadRequest(f"no length of a chunk: {size[:40]!r}") from None
         if not nbytes:
             break
-        chunk = bytearray(nbytes)
-        await inbox.into(memoryview(chunk))
+        chunk = text[at : at + max(nbytes, 0)]
         body += chunk
-        if (await inbox.until(b"\n")).strip():
-            raise BadRequest("a chunk longer than it said")
+        at += len(chunk)
+        if len(chunk) != nbytes or line():
+            raise BadRequest("a chunk of another length than it said")
     trailers = {}
-    while line := (await inbox.until(b"\n")).strip():
-        name, _, value = line.decode("latin-1").partition(":")
+    while trailer := line():
+        name, _, value = trailer.decode("latin-1").partition(":")
         trailers[name.strip().lower()] = value.strip()
     return body, trailers

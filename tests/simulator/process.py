@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -41,7 +41,7 @@ class SimulatorProcess(Endpoints):
         return self._process.stdout.readline()
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Call a command of `__main__.Commands`. Raises ValueError where it refuses."""
+        """Call one of the `commands` of `__main__`. Raises ValueError where it refuses."""
         assert self._process.stdin is not None
         with self._lock:
             self._process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
@@ -65,19 +65,6 @@ class SimulatorProcess(Endpoints):
         """Return sizes of the objects of a bucket by key."""
         found: dict[str, int] = self._ask("objects", bucket)
         return found
-
-    def uploads(self) -> list[str]:
-        """Return bucket and key of each open upload."""
-        found: list[str] = self._ask("uploads")
-        return found
-
-    def create_bucket(self, name: str) -> None:
-        """Create a bucket."""
-        self._ask("create_bucket", name)
-
-    def set_faults(self, faults: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the script; each fault has attributes of a `Fault` that are plain values."""
-        self._ask("set_faults", [dict(fault) for fault in faults])
 
     def reset(self) -> None:
         """Do as `Simulator.reset`."""

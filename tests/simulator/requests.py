@@ -12,17 +12,13 @@ Kind = Literal[
     "abort_upload",
     "complete_upload",
     "copy_object",
-    "create_bucket",
     "create_upload",
-    "delete_bucket",
     "delete_object",
     "delete_objects",
     "get_bucket",
     "get_object",
     "head_object",
-    "list_buckets",
     "list_objects",
-    "list_parts",
     "list_uploads",
     "put_object",
     "put_part",
@@ -32,8 +28,7 @@ Kind = Literal[
 """What a request does; the same word for the same thing in S3 and GCS."""
 
 READS: frozenset[str] = frozenset(
-    "get_bucket get_object head_object list_buckets list_objects list_parts list_uploads "
-    "query_upload unknown".split()
+    "get_bucket get_object head_object list_objects list_uploads query_upload unknown".split()
 )
 """Kinds that change nothing. All others have the latency and the rate limit of writes."""
 

@@ -60,7 +60,6 @@ class Simulator(Endpoints):
         s3_port: int = 0,
         gcs_port: int = 0,
         spare_nbytes: int = 64 * MIB,
-        own_process: bool = False,
     ) -> None:
         self.profile = profile_of(profile)
         self.faults = list(faults)
@@ -85,7 +84,6 @@ class Simulator(Endpoints):
         self._stop: Callable[[], None] = lambda: None
         self._started: Future[None] = Future()
         self._ended: Future[None] = Future()
-        self._own_process = own_process
         self._cpu_base_s = 0.0
 
     def __repr__(self) -> str:
@@ -163,20 +161,12 @@ class Simulator(Endpoints):
                     stack.callback(server.close)
                     number = server.sockets[0].getsockname()[1]
                     setattr(self, f"{name}_endpoint", f"http://{HOST}:{number}")
-                self._cpu_base_s = self._cpu_s()
+                self._cpu_base_s = time.process_time()
                 self._started.set_result(None)
                 await stop.wait()
                 raise _Stopped
         except* _Stopped:
             pass
-
-    def _cpu_s(self) -> float:
-        thread = self._thread
-        if self._own_process or thread is None or thread.ident is None:
-            return time.process_time()
-        if not hasattr(time, "pthread_getcpuclockid"):
-            return time.process_time()
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
     # What it has seen
 
@@ -215,7 +205,7 @@ class Simulator(Endpoints):
             objects=len(stored),
             stored_nbytes=sum(item.nbytes for item in stored),
             uploads=len(self.state.uploads),
-            cpu_s=self._cpu_s() - self._cpu_base_s,
+            cpu_s=time.process_time() - self._cpu_base_s,
         )
 
     # What it shall do; none of this is logged
@@ -246,7 +236,7 @@ class Simulator(Endpoints):
     def reset(self) -> None:
         """Empty log and counters; faults count from the start, objects remain."""
         self._traffic.clear()
-        self._cpu_base_s = self._cpu_s()
+        self._cpu_base_s = time.process_time()
 
     def clear(self) -> None:
         """Empty all buckets and drop all uploads, and `reset`."""

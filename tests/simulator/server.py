@@ -34,7 +34,7 @@ class Stats:
         objects: stored now.
         stored_nbytes: their bytes.
         uploads: open now.
-        cpu_s: CPU time of the simulator's thread, or of its process.
+        cpu_s: CPU time of the simulator's process.
     """
 
     requests: int = 0
@@ -57,7 +57,7 @@ class Traffic:
 
     Attributes:
         faults: the script; faults happen to a request in its order.
-        keep_log: whether requests are request.
+        keep_log: whether requests are logged.
         log: of requests, in the order of their heads.
         stats: counters.
         errors: of the simulator itself, or of hooks.
@@ -158,7 +158,7 @@ class Port:
             connection.close()
 
     async def _exchange(self, connection: Connection, request: Request) -> None:
-        faults = [fault for fault in self._traffic.faults if fault.takes(self.name, request)]
+        faults = [fault for fault in self._traffic.faults if fault.takes(request)]
         request.faults = tuple(fault.name for fault in faults)
         shape = self._shaper.shape(request)
         for fault in faults:

@@ -141,7 +141,6 @@ class Part(NamedTuple):
 
     content: Content
     digests: Digests
-    modified_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -208,13 +207,6 @@ class State:
                 raise Refused("BucketAlreadyOwnedByYou", BucketName=name)
             bucket = self.buckets[name] = Bucket(name, region)
             return bucket
-
-    def delete_bucket(self, name: str) -> None:
-        """Delete an empty bucket. Raises `Refused` if it does not exist or is not empty."""
-        with self._lock:
-            if self.bucket(name).objects:
-                raise Refused("BucketNotEmpty", BucketName=name)
-            del self.buckets[name]
 
     def bucket(self, name: str) -> Bucket:
         """Return the bucket. Raises `Refused` if it does not exist."""

@@ -57,7 +57,9 @@ def test_a_status_comes_instead_of_the_effect(sim: Simulator, status: int, code:
 
 
 def test_errors_of_gcs_are_json(sim: Simulator) -> None:
-    sim.faults.append(Fault(service="gcs", status=503, number=0, message="later"))
+    sim.faults.append(
+        Fault(when=lambda r: r.service == "gcs", status=503, number=0, message="later")
+    )
     answer = ask(sim.gcs_endpoint, "GET", "/storage/v1/b/bucket/o")
     assert answer.json["error"]["errors"][0]["reason"] == "backendError"
     assert answer.json["error"] | {"errors": []} == {"code": 503, "message": "later", "errors": []}
@@ -155,7 +157,7 @@ def test_a_gate_may_be_waited_for_without_a_loop() -> None:
 
 
 def test_an_answer_is_delayed(sim: Simulator) -> None:
-    sim.faults.append(Fault(delay_s=0.1))
+    sim.faults.append(Fault(hook=lambda _: asyncio.sleep(0.1)))
     put(sim, "a")
     assert sim.requests[0].ended_s - sim.requests[0].received_s >= 0.1
 
@@ -255,7 +257,7 @@ def test_requests_are_counted_as_the_fault_sees_them(sim: Simulator) -> None:
     faults = [
         Fault(kind="put_object", key="b*", number=2, times=2, status=503, name="second and third"),
         Fault(kind=("get_object", "head_object"), number=0, status=500, name="every"),
-        Fault(method="DELETE", when=lambda request: request.key == "b2", status=403),
+        Fault(kind="delete_object", when=lambda request: request.key == "b2", status=403),
         Fault(number=3, status=429, name="third of all"),
     ]
     sim.faults.extend(faults)

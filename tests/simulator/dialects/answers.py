@@ -20,8 +20,6 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "Anonymous": (401, "required", "Anonymous caller does not have storage access."),
     "AuthorizationHeaderMalformed": (400, "invalid", "The authorization header is malformed."),
     "BadDigest": (400, "invalid", "The checksum you specified did not match the content."),
-    "BucketAlreadyOwnedByYou": (409, "conflict", "You already own the bucket."),
-    "BucketNotEmpty": (409, "conflict", "The bucket you tried to delete is not empty."),
     "ConditionalRequestConflict": (409, "conflict", "A conflicting operation occurred. Try again."),
     "EntityTooSmall": (400, "invalid", "A part is smaller than the minimum allowed size."),
     "ExpiredToken": (400, "invalid", "The provided token has expired."),

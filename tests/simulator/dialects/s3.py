@@ -28,12 +28,7 @@ from tests.simulator.state import Content, Precondition, Refused, StoredObject
 LIST_MAX = 1000
 DELETE_MAX = 1000
 
-ON_BUCKETS: dict[str, Kind] = {
-    "GET": "list_objects",
-    "PUT": "create_bucket",
-    "HEAD": "get_bucket",
-    "DELETE": "delete_bucket",
-}
+ON_BUCKETS: dict[str, Kind] = {"GET": "list_objects", "HEAD": "get_bucket"}
 ON_OBJECTS: dict[str, Kind] = {
     "PUT": "put_object",
     "GET": "get_object",
@@ -44,7 +39,6 @@ ON_UPLOADS: dict[str, Kind] = {
     "PUT": "put_part",
     "POST": "complete_upload",
     "DELETE": "abort_upload",
-    "GET": "list_parts",
 }
 
 PARAMETERS: dict[str, frozenset[str]] = {
@@ -57,7 +51,6 @@ PARAMETERS: dict[str, frozenset[str]] = {
         "get_bucket": "location versioning",
         "list_objects": "continuation-token delimiter encoding-type fetch-owner list-type marker "
         "max-keys prefix start-after",
-        "list_parts": "max-parts part-number-marker uploadId",
         "list_uploads": "encoding-type key-marker max-uploads prefix upload-id-marker uploads",
         "put_part": "partNumber uploadId",
     }.items()
@@ -74,9 +67,7 @@ class S3(Uploads):
         request.bucket, _, request.key = request.path.lstrip("/").partition("/")
         method, query = request.method, request.query
         kind: Kind = "unknown"
-        if not request.bucket:
-            kind = "list_buckets" if method == "GET" else "unknown"
-        elif not request.key:
+        if request.bucket and not request.key:
             kind = ON_BUCKETS.get(method, "unknown")
             if method == "GET" and "uploads" in query:
                 kind = "list_uploads"
@@ -84,6 +75,8 @@ class S3(Uploads):
                 kind = "get_bucket"
             elif method == "POST" and "delete" in query:
                 kind = "delete_objects"
+        elif not request.bucket:
+            pass
         elif "uploadId" in query:
             kind = ON_UPLOADS.get(method, "unknown")
         elif method == "POST":
@@ -140,14 +133,14 @@ class S3(Uploads):
                 raise Refused("NotImplemented", f"The simulator does not know ?{name} here.")
         # A copy has no body, and Amazon's own clients send no length with it.
         if request.method == "PUT" and request.key and _copy_source(request) is None:
-            if not request.headers.keys() & {"content-length", "transfer-encoding"}:
+            if "content-length" not in request.headers:
                 raise Refused("MissingContentLength")
 
     # Buckets
 
     def _check_region(self, request: Request) -> None:
         bucket = self._state.buckets.get(request.bucket)
-        if bucket is None or bucket.region is None or request.kind == "create_bucket":
+        if bucket is None or bucket.region is None:
             return
         used = scope_region(request)
         if used is not None and used != bucket.region:
@@ -157,11 +150,6 @@ class S3(Uploads):
                 Endpoint=f"{bucket.name}.s3.{bucket.region}.amazonaws.com",
                 Region=bucket.region,
             )
-
-    async def create_bucket(self, request: Request) -> Response:
-        """Create a bucket."""
-        self._state.create_bucket(request.bucket)
-        return Response(200, {"Location": f"/{request.bucket}"})
 
     async def get_bucket(self, request: Request) -> Response:
         """Return the region of a bucket."""
@@ -174,20 +162,6 @@ class S3(Uploads):
             found = document("VersioningConfiguration")
         found.headers["x-amz-bucket-region"] = region
         return found
-
-    async def delete_bucket(self, request: Request) -> Response:
-        """Delete an empty bucket."""
-        self._state.delete_bucket(request.bucket)
-        return Response(204)
-
-    async def list_buckets(self, request: Request) -> Response:
-        """List all buckets."""
-        owner = xml("Owner", xml("ID", "simulated"), xml("DisplayName", "simulated"))
-        buckets = (
-            xml("Bucket", xml("Name", b.name), xml("CreationDate", iso(b.created_s)))
-            for b in self._state.buckets.values()
-        )
-        return document("ListAllMyBucketsResult", owner, xml("Buckets", *buckets))
 
     # Objects
 

@@ -75,7 +75,7 @@ class Uploads(Dialect):
             raise Refused("InvalidArgument", f"Part numbers are from 1 to {PARTS_MAX}.")
         content = request.stored = Content(request.body)
         digests = await self._service.digests(request, content)
-        part = self._upload(request).parts[number] = Part(content, digests, time.time())
+        part = self._upload(request).parts[number] = Part(content, digests)
         return Response(200, {"ETag": f'"{digests.etag}"'} | checksum_headers(part))
 
     async def complete_upload(self, request: Request) -> Response:
@@ -153,34 +153,6 @@ class Uploads(Dialect):
         """Drop an upload and its parts."""
         self._state.abort_upload(self._upload(request))
         return Response(204)
-
-    async def list_parts(self, request: Request) -> Response:
-        """List a page of the parts of an upload."""
-        upload, query = self._upload(request), request.query
-        limit = min(int(query.get("max-parts") or LIST_MAX), LIST_MAX)
-        after = int(query.get("part-number-marker") or 0)
-        numbers = sorted(number for number in list(upload.parts) if number > after)
-        listed = [(number, upload.parts[number]) for number in numbers[:limit]]
-        return document(
-            "ListPartsResult",
-            xml("Bucket", request.bucket),
-            xml("Key", request.key),
-            xml("UploadId", upload.id),
-            xml("PartNumberMarker", after),
-            xml("NextPartNumberMarker", listed[-1][0] if listed else 0),
-            xml("MaxParts", limit),
-            xml("IsTruncated", str(len(numbers) > limit).lower()),
-            *(
-                xml(
-                    "Part",
-                    xml("PartNumber", number),
-                    xml("LastModified", iso(part.modified_s)),
-                    xml("ETag", f'"{part.digests.etag}"'),
-                    xml("Size", part.content.nbytes),
-                )
-                for number, part in listed
-            ),
-        )
 
     async def list_uploads(self, request: Request) -> Response:
         """List a page of the open uploads of a bucket, by key and then by age."""
