@@ -188,7 +188,7 @@ class ObjectClient(Protocol):
         """Store `body` as the object, durable and visible; with `create`, only if there is none.
 
         Raises:
-            RequestError: `exists` and `conflict` only with `create`.
+            RequestError: with `create` `exists` if there is one, `conflict` as in `replace`.
         """
         ...
 

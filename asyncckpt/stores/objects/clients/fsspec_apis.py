@@ -190,12 +190,12 @@ class S3Client(FsspecClient):
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
         data = await self._as_bytes(body)
-        await self._s3("put_object", key, Body=data, IfMatch=version, conditional=True)
+        await self._s3("put_object", key, Body=data, IfMatch=version)
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
         with unless_missing():
-            await self._s3("delete_object", key, IfMatch=version, conditional=True)
+            await self._s3("delete_object", key, IfMatch=version)
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         return str((await self._s3("create_multipart_upload", key))["UploadId"])
@@ -218,11 +218,9 @@ class S3Client(FsspecClient):
                 response was lost completed it.
         """
         parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(tags, 1)]
-        whole = {"Parts": parts}
-        condition: dict[str, Any] = {"IfNoneMatch": "*", "conditional": True} if create else {}
-        await self._s3(
-            "complete_multipart_upload", key, UploadId=upload, MultipartUpload=whole, **condition
-        )
+        whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
+        condition = {"IfNoneMatch": "*"} if create else {}
+        await self._s3("complete_multipart_upload", key, **whole, **condition)
 
     async def abort_parts(self, key: str, upload: str) -> None:
         with unless_missing():
@@ -345,19 +343,18 @@ class GcsClient(FsspecClient):
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `_pipe_file` would copy the body twice, on the event loop."""
         where = {"ifGenerationMatch": "0"} if create else {}
-        await self._upload(key, "media", data=memoryview(body), conditional=create, **where)
+        await self._upload(key, "media", data=memoryview(body), **where)
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by generation."""
-        where = {"ifGenerationMatch": version}
-        await self._upload(key, "media", data=memoryview(body), conditional=True, **where)
+        await self._upload(key, "media", data=memoryview(body), ifGenerationMatch=version)
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by generation."""
         request = ("_call", "DELETE", "b/{}/o/{}", self._bucket, self._prefix + key)
         with unless_missing():
             try:
-                await self._call(*request, ifGenerationMatch=version, conditional=True)
+                await self._call(*request, ifGenerationMatch=version)
             except RequestError as error:
                 if error.kind == "exists":
                     # For GCS a missing object has another generation.
@@ -390,7 +387,7 @@ class GcsClient(FsspecClient):
         offset, tail = self._tails.get(upload, (0, b""))
         end = offset + len(tail)
         span = f"{offset}-{end - 1}" if tail else "*"
-        stored = await self._chunk(upload, tail, f"bytes {span}/{end}", conditional=create)
+        stored = await self._chunk(upload, tail, f"bytes {span}/{end}")
         if stored is not None:
             raise RequestError("short", f"the store holds {stored} of {end} bytes")
         self._tails.pop(upload, None)
@@ -411,14 +408,10 @@ class GcsClient(FsspecClient):
             "_call", "POST", url, uploadType=kind, name=name, headers=headers, **more
         )
 
-    async def _chunk(
-        self, upload: str, body: bytes | memoryview, span: str, *, conditional: bool = False
-    ) -> int | None:
+    async def _chunk(self, upload: str, body: bytes | memoryview, span: str) -> int | None:
         """Send a chunk; return the number of bytes stored so far, or None for a finished object."""
         headers = {"Content-Range": span, "Content-Length": str(len(body))}
-        found, content = await self._call(
-            "_call", "PUT", upload, headers=headers, data=body, conditional=conditional
-        )
+        found, content = await self._call("_call", "PUT", upload, headers=headers, data=body)
         if content.startswith(b"{"):
             return None
         return int(found.get("Range", "bytes=0--1").partition("-")[2]) + 1

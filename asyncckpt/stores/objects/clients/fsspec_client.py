@@ -35,9 +35,6 @@ DELETES = 32
 INLINE_NBYTES = 64 * KIB
 """Bodies up to this size are copied on the event loop; a thread would cost more."""
 
-UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "unavailable"}
-"""What these kinds mean for a request without a condition: other trouble of the server."""
-
 LOCATED: frozenset[Kind] = frozenset(("connection", "timeout", "endpoint"))
 """Failures whose detail names the endpoint."""
 
@@ -92,7 +89,7 @@ class FsspecClient(ObjectClient):
                 self.traits.name,
             )
         data = await self._as_bytes(body)
-        await self._request(self._put(key, data, create), conditional=create)
+        await self._request(self._put(key, data, create))
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         try:
@@ -152,22 +149,17 @@ class FsspecClient(ObjectClient):
             return bytes(view)
         return await self._session.in_thread(bytes, view)
 
-    async def _call(
-        self, name: str, /, *args: Any, conditional: bool = False, **kwargs: Any
-    ) -> Any:
+    async def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a method of the filesystem; its errors become `RequestError`."""
-        call = self._session.call(name, *args, **kwargs)
-        return await self._request(call, conditional=conditional)
+        return await self._request(self._session.call(name, *args, **kwargs))
 
-    async def _request(self, call: Awaitable[T], *, conditional: bool = False) -> T:
+    async def _request(self, call: Awaitable[T]) -> T:
         try:
             return await call
         except AsyncCheckpointError:
             raise
         except Exception as error:
             failure = request_error(error, self._hidden)
-            if not conditional:
-                failure.kind = UNCONDITIONAL.get(failure.kind, failure.kind)
             # Frames of the library hold the body, and s3fs keeps its error in one.
             clear_frames(error.__traceback__)
         # Outside of `except`: the library's error must not be the context of ours.

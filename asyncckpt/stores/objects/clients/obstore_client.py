@@ -30,7 +30,7 @@ from asyncckpt.stores.objects.clients.client import (
     RequestError,
     unless_missing,
 )
-from asyncckpt.stores.objects.clients.fsspec_client import LOCATED, UNCONDITIONAL, each
+from asyncckpt.stores.objects.clients.fsspec_client import LOCATED, each
 from asyncckpt.stores.objects.clients.obstore_options import StoreOptions
 
 if TYPE_CHECKING:
@@ -178,12 +178,7 @@ class ObstoreClient(ObjectClient):
         Cancellation: ends at once. obstore may read `body` until the connection is closed, usually
         for some milliseconds; it holds the passed object, whose collection frees the memory.
         """
-        try:
-            await self._put(key, body, "create" if create else "overwrite")
-        except RequestError as error:
-            if not create:
-                error.kind = UNCONDITIONAL.get(error.kind, error.kind)
-            raise
+        await self._put(key, body, "create" if create else "overwrite")
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         """See `ObjectClient`; returns the read-only buffer in which obstore received the bytes."""

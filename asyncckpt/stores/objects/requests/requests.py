@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncckpt.stores.objects.clients.client import (
     RETRYABLE,
@@ -20,7 +20,7 @@ from asyncckpt.stores.objects.clients.client import (
     RequestError,
 )
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
-from asyncckpt.stores.objects.requests.sending import REPEATED, Sender, Try
+from asyncckpt.stores.objects.requests.sending import Sender, Try
 
 
 class Sent(NamedTuple):
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 
 # `Requests.list` hides the type in its class.
 Keys = list[str]
-Tried = list[Try]
+Tried = list[Try[Any]]
 Listing = list[Listed]
 
 
@@ -123,7 +123,7 @@ class Requests(Sender):
         """
         put = partial(self.client.put, key, body, create=True)
         try:
-            await self.send(put, direction="put", nbytes=len(body), retried=RETRYABLE, again=again)
+            await self.send(put, direction="put", nbytes=len(body), conditional=True, again=again)
         except RequestError as error:
             if error.kind != "exists":
                 raise
@@ -142,11 +142,13 @@ class Requests(Sender):
 
         With `again`, as in `create`, False raises `exists`.
         """
-        if version is None:
-            put, retried = partial(self.client.put, key, body), REPEATED
-        else:
-            put, retried = partial(self.client.replace, key, body, version=version), RETRYABLE
-        await self.send(put, direction="put", nbytes=len(body), retried=retried, again=again)
+        conditional = version is not None
+        put = partial(self.client.put, key, body)
+        if version is not None:
+            put = partial(self.client.replace, key, body, version=version)
+        await self.send(
+            put, direction="put", nbytes=len(body), conditional=conditional, again=again
+        )
 
     async def version(self, key: str) -> str:
         """Return the version of the object, as `ObjectClient.version`."""
@@ -154,7 +156,7 @@ class Requests(Sender):
 
     async def delete_version(self, key: str, version: str) -> None:
         """Delete the object if it has this version; a missing one is no error."""
-        await self.send(partial(self.client.delete_version, key, version=version))
+        await self.send(partial(self.client.delete_version, key, version=version), conditional=True)
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         """Return bytes `start` to `stop` of the object, fewer only where it ends before."""
@@ -217,7 +219,7 @@ class Requests(Sender):
                 )
                 return
             except RequestError as error:
-                if error.kind not in REPEATED or len(left) == before:
+                if not error.retryable or len(left) == before:
                     raise
 
     async def begin_parts(self, key: str, *, create: bool = False) -> tuple[str, bool]:
@@ -228,7 +230,7 @@ class Requests(Sender):
         """
         failed: Tried = []
         begin = partial(self.client.begin_parts, key, create=create)
-        return await self.send(begin, failed=failed), bool(failed)
+        return await self.send(begin, conditional=create, failed=failed), bool(failed)
 
     async def put_part(
         self, key: str, upload: str, number: int, offset: int, body: Body
@@ -263,7 +265,7 @@ class Requests(Sender):
             except RequestError as error:
                 if not failed:
                     raise
-                if error.kind == "exists":
+                if create and error.kind == "exists":
                     pending = await self.client.pending_parts(key.rpartition("/")[0])
                     if upload not in [found.upload for found in pending]:
                         return  # an upload whose completion was refused stays open
@@ -274,7 +276,9 @@ class Requests(Sender):
                 except RequestError as second:
                     raise (error if second.kind == "missing" else second) from None
 
-        await self.send(complete, failed=failed)
+        # After a conflict S3 wants all parts anew.
+        retried = RETRYABLE - {"conflict"}
+        await self.send(complete, conditional=create, retried=retried, failed=failed)
 
     async def abort_parts(self, key: str, upload: str) -> None:
         """Abort the upload and delete its parts."""

@@ -3,6 +3,8 @@
 # Rule 1: a request that waits before its next try holds no permit.
 # Rule 2: the coroutine that takes a permit releases it, not a task that may never have run.
 # Rule 3: only tries that were answered are measured, and time in the queue does not count.
+# Rule 4: `exists` and `conflict` answer a condition. To a request without one they are trouble of
+#   the server, like `unavailable`.
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sized
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.stores.objects.clients.client import RETRYABLE, Kind, RequestError
@@ -26,9 +28,6 @@ Direction = Literal["put", "get"]
 
 logger = logging.getLogger(__name__)
 
-REPEATED: frozenset[Kind] = RETRYABLE - {"conflict"}
-"""Failures after which a request is tried again unless it says otherwise."""
-
 LONGEST = 8
 """Times the deadline of the first try that a try gets at most, after others ran out of time."""
 
@@ -38,18 +37,30 @@ deadline does not wait for minutes; garbage collection removes the rest later.""
 
 
 @dataclass(slots=True, eq=False)
-class Try:
+class Try(Generic[T]):
     """One try of a request.
 
     Attributes:
+        call: makes the request.
+        direction: of a transfer, which is measured; None if it moves no data worth measuring.
+        nbytes: length of the body or of the range.
+        hedged: a slow transfer may be raced by a second one, made by another `call()`.
         deadline_s: seconds that it may take once it has its permit.
         begun_s: when it got the permit.
         abandoned: it ran out of time, and the client may still be sending its body.
     """
 
+    call: Callable[[], Awaitable[T]]
+    direction: Direction | None
+    nbytes: int
+    hedged: bool
     deadline_s: float
     begun_s: float = 0.0
     abandoned: bool = False
+
+    def moved_nbytes(self, answer: T) -> int:
+        """Return the bytes of the body: what a read asks for may end past the object's end."""
+        return len(answer) if self.direction == "get" and isinstance(answer, Sized) else self.nbytes
 
 
 class Sender:
@@ -112,18 +123,20 @@ class Sender:
         nbytes: int = 0,
         hedged: bool = False,
         deadline_s: float | None = None,
-        retried: frozenset[Kind] = REPEATED,
+        conditional: bool = False,
+        retried: frozenset[Kind] = RETRYABLE,
         again: Callable[[], Awaitable[bool]] | None = None,
-        failed: list[Try] | None = None,
+        failed: list[Try[T]] | None = None,
     ) -> T:
         """Return the result of the first try that succeeds.
 
         Args:
             call: makes one request.
-            direction: of a transfer, which is measured; None if it moves no data worth measuring.
-            nbytes: length of the body, which gives the deadline unless `deadline_s` does.
-            hedged: a slow transfer may be raced by a second one, made by another `call()`.
+            direction: as `Try.direction`.
+            nbytes: as `Try.nbytes`; gives the deadline unless `deadline_s` does.
+            hedged: as `Try.hedged`.
             deadline_s: seconds that the first try gets.
+            conditional: the request has a condition, which may not hold.
             retried: failures after which there is another try.
             again: called before every try but the first; False ends them with `exists`.
             failed: receives the tries that failed.
@@ -132,14 +145,17 @@ class Sender:
         base_s = self.policy.deadline_s(nbytes) if deadline_s is None else deadline_s
         spent_s = 0.0
         while True:
+            if failed and again is not None and not await again():
+                raise RequestError("exists", "another object was put there since the last try")
             abandoned = sum(this.abandoned for this in failed)
-            this = Try(base_s * min(2**abandoned, LONGEST))
+            deadline_s = base_s * min(2**abandoned, LONGEST)
+            this = Try(call, direction, nbytes, hedged, deadline_s)
             try:
-                if failed and again is not None and not await again():
-                    raise RequestError("exists", "another object was put there since the last try")
-                return await self._tried(this, direction, nbytes, call, hedged)
+                return await self._tried(this)
             except RequestError as error:
                 failed.append(this)
+                if not conditional and error.kind in ("exists", "conflict"):
+                    error.kind = "unavailable"
                 if error.kind not in retried:
                     raise
                 spent_s += self._now() - this.begun_s
@@ -160,40 +176,25 @@ class Sender:
                 )  # fmt: skip
             await asyncio.sleep(wait_s)
 
-    async def _tried(
-        self,
-        this: Try,
-        direction: Direction | None,
-        nbytes: int,
-        call: Callable[[], Awaitable[T]],
-        hedged: bool,
-    ) -> T:
+    async def _tried(self, this: Try[T]) -> T:
         """Send one try, once it has its permits."""
-        if direction is None:
+        if this.direction is None:
             with await self.limiter.acquire() as permit:
                 this.begun_s = self._now()
-                return await self._sent(this, permit, call)
-        gate = self.controllers[direction].gate
-        with await gate.acquire(), await self.limiter.acquire() as permit:
+                return await self._sent(this, permit)
+        controller = self.controllers[this.direction]
+        with await controller.gate.acquire(), await self.limiter.acquire() as permit:
             this.begun_s = self._now()
-            send = self._raced if hedged else self._measured
-            return await send(this, permit, direction, nbytes, call)
+            send = self._raced if this.hedged else self._measured
+            return await send(this, permit, controller)
 
-    async def _raced(
-        self,
-        this: Try,
-        permit: Permit,
-        direction: Direction,
-        nbytes: int,
-        call: Callable[[], Awaitable[T]],
-    ) -> T:
+    async def _raced(self, this: Try[T], permit: Permit, controller: ConcurrencyController) -> T:
         """Send one try of a transfer, hedged where it is slow and another request is allowed."""
-        controller = self.controllers[direction]
         extra: Permit | None = None
         answered: set[Permit] = set()
 
         async def run(permit: Permit) -> T:
-            answer = await self._measured(this, permit, direction, nbytes, call)
+            answer = await self._measured(this, permit, controller)
             answered.add(permit)
             return answer
 
@@ -211,7 +212,7 @@ class Sender:
 
         controller.earn_hedge()
         try:
-            answer = await race(lambda: run(permit), controller.delays_s(nbytes), second)
+            answer = await race(lambda: run(permit), controller.delays_s(this.nbytes), second)
         finally:
             if extra is not None:
                 extra.release()
@@ -219,37 +220,28 @@ class Sender:
         if permit not in answered:
             # It would have taken longer still; without it slow requests would seem not to exist,
             # and ever faster ones be hedged.
-            moved = _moved_nbytes(direction, nbytes, answer)
-            controller.estimate.observe(moved, self._now() - this.begun_s)
+            controller.estimate.observe(this.moved_nbytes(answer), self._now() - this.begun_s)
         return answer
 
-    async def _measured(
-        self,
-        this: Try,
-        permit: Permit,
-        direction: Direction,
-        nbytes: int,
-        call: Callable[[], Awaitable[T]],
-    ) -> T:
-        """Return the answer to one request that moves `nbytes`, and measure it."""
-        controller = self.controllers[direction]
+    async def _measured(self, this: Try[T], permit: Permit, controller: ConcurrencyController) -> T:
+        """Return the answer to one request of a transfer, and measure it."""
         begun_s = self._now()
         moved = 0
         controller.began(begun_s)
         try:
-            answer = await self._sent(this, permit, call)
-            moved = _moved_nbytes(direction, nbytes, answer)
+            answer = await self._sent(this, permit)
+            moved = this.moved_nbytes(answer)
             controller.estimate.observe(moved, self._now() - begun_s)
             return answer
         finally:
             controller.ended(self._now(), moved)
 
-    async def _sent(self, this: Try, permit: Permit, call: Callable[[], Awaitable[T]]) -> T:
+    async def _sent(self, this: Try[T], permit: Permit) -> T:
         """Return the answer to one request, which gets `this.deadline_s`."""
         late = False
         try:
             async with asyncio.timeout(this.deadline_s):
-                answer = await call()
+                answer = await this.call()
         except TimeoutError:
             this.abandoned = late = True
             self.limiter.throttled(permit)
@@ -271,8 +263,3 @@ class Sender:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _moved_nbytes(direction: Direction, nbytes: int, answer: object) -> int:
-    # What a read asked for may end past the object's end.
-    return len(answer) if direction == "get" and isinstance(answer, Sized) else nbytes

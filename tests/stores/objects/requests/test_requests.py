@@ -95,14 +95,40 @@ async def test_a_create_whose_answer_was_lost_finds_what_it_left() -> None:
     assert len(client.requests) == 2
 
 
-async def test_a_conflict_is_tried_again_by_a_create_alone() -> None:
+async def test_a_conflict_is_tried_again_but_not_by_a_conditional_completion() -> None:
     store, client = requests(Fails("conflict"), Fails("conflict"))
     assert await store.create("record", b"mine")
-    store, client = requests(Fails("conflict"))
+    assert len(client.requests) == 3
+    upload, _ = await store.begin_parts("big", create=True)
+    client.script = [Fails("conflict")]
     with pytest.raises(RequestError) as caught:
-        await store.replace("manifest", b"body")
+        await store.complete_parts("big", upload, ["tag"], create=True)
     assert caught.value.kind == "conflict"
-    assert len(client.requests) == 1
+    assert client.requests[-1:] == ["complete big"]
+
+
+@pytest.mark.parametrize("kind", ["exists", "conflict"])
+async def test_without_a_condition_what_contradicts_one_is_trouble_of_the_server(
+    kind: Kind,
+) -> None:
+    store, client = requests(Fails(kind))
+    await store.replace("manifest", b"body")
+    assert client.objects == {"manifest": b"body"}
+    store, client = requests(*[Fails(kind)] * 4)
+    with pytest.raises(RequestError) as caught:
+        await store.put(name, b"body")
+    assert (caught.value.kind, len(client.requests)) == ("unavailable", 4)
+
+
+async def test_a_look_that_fails_before_another_try_is_raised_as_it_is() -> None:
+    store, _ = requests(Fails("connection"))
+
+    async def look() -> bool:
+        raise RequestError("unavailable", "the look failed")
+
+    with pytest.raises(RequestError) as caught:
+        await store.create("record", b"mine", again=look)
+    assert caught.value.detail == "the look failed"
 
 
 # -------------------------------------------------------------------------------------------- tries
