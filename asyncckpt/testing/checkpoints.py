@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,27 +136,31 @@ async def save(
     await store.settled()
 
 
-async def expect(store: Store, name: str, seed: int = 0) -> None:
-    """Check that the checkpoint is what `save` published with this seed."""
+@asynccontextmanager
+async def reading(store: Store, name: str) -> AsyncIterator[CheckpointFiles]:
+    """Read a checkpoint in the block, and close it at its end."""
     files = store.files(name)
     try:
+        yield files
+    finally:
+        await files.close()
+
+
+async def expect(store: Store, name: str, seed: int = 0) -> None:
+    """Check that the checkpoint is what `save` published with this seed."""
+    async with reading(store, name) as files:
         record = await files.read(RECORD, max_nbytes=1000)
         assert save_id_of(record) is not None and record.split()[1] == b"%d" % seed
         assert await files.read("default/small", max_nbytes=100) == b"small %d" % seed
         buffer = np.empty(PAGE + 1, np.uint8)
         await files.read_into(record.split()[3].decode(), 0, [buffer])
         assert np.array_equal(buffer, pattern(PAGE + 1, seed))
-    finally:
-        await files.close()
 
 
 async def content(store: Store, name: str, path: str, nbytes: int) -> bytes:
     """Return the content of a file that has at most `nbytes`."""
-    files = store.files(name)
-    try:
+    async with reading(store, name) as files:
         return await files.read(path, max_nbytes=nbytes)
-    finally:
-        await files.close()
 
 
 async def save_file(store: Store, data: Bytes) -> str:
@@ -172,9 +179,16 @@ async def data_paths(files: CheckpointFiles) -> list[str]:
 
 async def expect_no_record(store: Store, name: str) -> None:
     """Check that there is no checkpoint of this name."""
-    files = store.files(name)
-    try:
+    async with reading(store, name) as files:
         with pytest.raises(CheckpointNotFoundError):
             await files.read(RECORD, max_nbytes=1000)
-    finally:
-        await files.close()
+
+
+async def cancelled_after(turns: int, call: Coroutine[Any, Any, object]) -> bool:
+    """Cancel a call after some turns of the loop; return whether it was cancelled at its end."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(call)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+    return task.cancelled()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from asyncckpt.testing.checkpoints import (
+    cancelled_after,
     content,
     data_path,
     expect,
     fill,
     identity,
     pattern,
+    reading,
     record_of,
     save_file,
 )
@@ -33,11 +33,7 @@ class Cancelling(StoreLaws):
             buffer, final = pattern(nbytes), pattern(nbytes, 1)
             for turns in range(20):
                 buffer[:] = 1
-                async with asyncio.TaskGroup() as group:
-                    task = group.create_task(file.write(0, buffer))
-                    for _ in range(turns % 5):
-                        await asyncio.sleep(0)
-                    task.cancel()
+                await cancelled_after(turns % 5, file.write(0, buffer))
                 buffer[:] = 2
                 if not store.capabilities.positional_writes:
                     break
@@ -57,16 +53,7 @@ class Cancelling(StoreLaws):
                 name = str(turns)
                 attempt = await store.begin(name, identity(f"a{turns}"))
                 record = await fill(attempt, identity(f"a{turns}"))
-                cancelled = False
-                async with asyncio.TaskGroup() as group:
-                    task = group.create_task(attempt.publish(record))
-                    for _ in range(turns):
-                        await asyncio.sleep(0)
-                    task.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await asyncio.wait((task,))
-                    cancelled = task.cancelled()
-                if cancelled:
+                if await cancelled_after(turns, attempt.publish(record)):
                     await self.expect_nothing(store, name)
                 else:
                     await expect(store, name)
@@ -78,15 +65,10 @@ class Cancelling(StoreLaws):
         async with self.opened(tmp_path) as store:
             data = pattern(4 << 20)
             path = await save_file(store, data)
-            files = store.files("1")
             buffer, other = np.empty_like(data), np.empty_like(data)
-            for turns in range(10):
-                async with asyncio.TaskGroup() as group:
-                    task = group.create_task(files.read_into(path, 0, [buffer]))
-                    for _ in range(turns % 5):
-                        await asyncio.sleep(0)
-                    task.cancel()
-                buffer[:] = 7
-                await files.read_into(path, 0, [other])
-                assert int(buffer.min()) == int(buffer.max()) == 7
-            await files.close()
+            async with reading(store, "1") as files:
+                for turns in range(10):
+                    await cancelled_after(turns % 5, files.read_into(path, 0, [buffer]))
+                    buffer[:] = 7
+                    await files.read_into(path, 0, [other])
+                    assert int(buffer.min()) == int(buffer.max()) == 7

@@ -17,6 +17,7 @@ from asyncckpt.testing.checkpoints import (
     data_paths,
     identity,
     pattern,
+    reading,
     record_of,
     save,
     save_file,
@@ -46,60 +47,56 @@ class Reading(StoreLaws):
         """The bound holds exactly."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
-            files = store.files("1")
-            (path,) = await data_paths(files)
-            assert len(await files.read(path, max_nbytes=PAGE + 1)) == PAGE + 1
-            with pytest.raises(CorruptCheckpointError):
-                await files.read(path, max_nbytes=PAGE)
-            await files.close()
+            async with reading(store, "1") as files:
+                (path,) = await data_paths(files)
+                assert len(await files.read(path, max_nbytes=PAGE + 1)) == PAGE + 1
+                with pytest.raises(CorruptCheckpointError):
+                    await files.read(path, max_nbytes=PAGE)
 
     async def test_reading_past_the_end_is_corruption(self, tmp_path: Path) -> None:
         """The error names the file; the last byte can be read, the next cannot."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
-            files = store.files("1")
-            (path,) = await data_paths(files)
-            buffer = np.empty(2, np.uint8)
-            await files.read_into(path, PAGE, [buffer[:1]])
-            assert buffer[0] == pattern(PAGE + 1)[PAGE]
-            for offset in (PAGE, PAGE + 1, 10 * PAGE):
-                with pytest.raises(CorruptCheckpointError) as caught:
-                    await files.read_into(path, offset, [buffer])
-                assert caught.value.file == path
-            await files.close()
+            async with reading(store, "1") as files:
+                (path,) = await data_paths(files)
+                buffer = np.empty(2, np.uint8)
+                await files.read_into(path, PAGE, [buffer[:1]])
+                assert buffer[0] == pattern(PAGE + 1)[PAGE]
+                for offset in (PAGE, PAGE + 1, 10 * PAGE):
+                    with pytest.raises(CorruptCheckpointError) as caught:
+                        await files.read_into(path, offset, [buffer])
+                    assert caught.value.file == path
 
     async def test_entries_are_one_level_of_a_directory(self, tmp_path: Path) -> None:
         """Files have sizes; a missing directory and too many entries raise."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
-            files = store.files("1")
-            top = {entry.name: entry for entry in await files.entries(max_entries=100)}
-            assert top["default"].is_directory
-            assert not top[RECORD].is_directory and top[RECORD].nbytes > 0
-            (data,) = await files.entries("default/d", max_entries=1)
-            (path,) = await data_paths(files)
-            assert data == (path.rpartition("/")[2], PAGE + 1, False)
-            assert await files.entries(path, max_entries=1) == [("", PAGE + 1, False)]
-            with pytest.raises(CheckpointNotFoundError):
-                await files.entries("none", max_entries=1)
-            with pytest.raises(CorruptCheckpointError):
-                await files.entries(max_entries=len(top) - 1)
-            await files.close()
+            async with reading(store, "1") as files:
+                top = {entry.name: entry for entry in await files.entries(max_entries=100)}
+                assert top["default"].is_directory
+                assert not top[RECORD].is_directory and top[RECORD].nbytes > 0
+                (data,) = await files.entries("default/d", max_entries=1)
+                (path,) = await data_paths(files)
+                assert data == (path.rpartition("/")[2], PAGE + 1, False)
+                assert await files.entries(path, max_entries=1) == [("", PAGE + 1, False)]
+                with pytest.raises(CheckpointNotFoundError):
+                    await files.entries("none", max_entries=1)
+                with pytest.raises(CorruptCheckpointError):
+                    await files.entries(max_entries=len(top) - 1)
 
     async def test_one_run_fills_many_buffers(self, tmp_path: Path) -> None:
         """Buffers have any lengths and offsets, and are more than one system call takes."""
         async with self.opened(tmp_path) as store:
             data = pattern(1 << 20)
             path = await save_file(store, data)
-            files = store.files("1")
-            lengths = np.random.default_rng(1).integers(0, 400, 2500).tolist()
-            for offset in (0, 1, PAGE):
-                buffers = [np.zeros(length, np.uint8) for length in lengths]
-                await files.read_into(path, offset, buffers)
-                expected = data[offset : offset + sum(lengths)]
-                assert np.array_equal(np.concatenate(buffers), expected)
-            await files.read_into(path, data.size, [])
-            await files.close()
+            async with reading(store, "1") as files:
+                lengths = np.random.default_rng(1).integers(0, 400, 2500).tolist()
+                for offset in (0, 1, PAGE):
+                    buffers = [np.zeros(length, np.uint8) for length in lengths]
+                    await files.read_into(path, offset, buffers)
+                    expected = data[offset : offset + sum(lengths)]
+                    assert np.array_equal(np.concatenate(buffers), expected)
+                await files.read_into(path, data.size, [])
 
     async def test_reads_run_at_once(self, tmp_path: Path) -> None:
         """Reads of one file and of several files run concurrently."""
@@ -112,13 +109,12 @@ class Reading(StoreLaws):
                 for i in range(4)
             ]
             await attempt.publish(record_of(identity("a")))
-            files = store.files("1")
-            found = [np.zeros(300 * KIB, np.uint8) for _ in range(4)]
-            async with asyncio.TaskGroup() as group:
+            async with reading(store, "1") as files:
+                found = [np.zeros(300 * KIB, np.uint8) for _ in range(4)]
+                async with asyncio.TaskGroup() as group:
+                    for i in range(4):
+                        for start in range(0, 300 * KIB, 100 * KIB):
+                            part = found[i][start : start + 100 * KIB]
+                            group.create_task(files.read_into(paths[i], start, [part]))
                 for i in range(4):
-                    for start in range(0, 300 * KIB, 100 * KIB):
-                        part = found[i][start : start + 100 * KIB]
-                        group.create_task(files.read_into(paths[i], start, [part]))
-            for i in range(4):
-                assert np.array_equal(found[i], pattern(300 * KIB, i))
-            await files.close()
+                    assert np.array_equal(found[i], pattern(300 * KIB, i))

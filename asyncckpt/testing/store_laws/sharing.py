@@ -12,12 +12,14 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Us
 from asyncckpt.ports import AttemptFiles, JoinedAttempt, Store
 from asyncckpt.testing.checkpoints import (
     PAGE,
+    cancelled_after,
     content,
     data_path,
     expect,
     identity,
     pattern,
     put,
+    reading,
     record_of,
     save,
     write_file,
@@ -45,11 +47,8 @@ async def write_own(attempt: AttemptFiles, process: int) -> str:
 
 async def names_in(store: Store, name: str, save_id: str) -> set[str]:
     """Return the names at the top of a checkpoint, without its save id."""
-    files = store.files(name)
-    try:
+    async with reading(store, name) as files:
         entries = await files.entries(max_entries=99)
-    finally:
-        await files.close()
     return {entry.name.replace(save_id, "id") for entry in entries}
 
 
@@ -118,12 +117,7 @@ class Sharing(StoreLaws):
         """The attempt goes on without it, and the process may join again."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             for turns in range(8):
-                async with asyncio.TaskGroup() as group:
-                    task = group.create_task(join(other))
-                    for _ in range(turns):
-                        await asyncio.sleep(0)
-                    task.cancel()
-                assert task.cancelled()
+                assert await cancelled_after(turns, join(other))
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)
             await share.leave()
