@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.errors import StoreError, UsageError
-from asyncckpt.flow.shield import to_completion, together, uninterrupted
+from asyncckpt.flow.shield import cleaned_up, to_completion, together, uninterrupted
 from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, default_budget_nbytes
 from asyncckpt.reports import Progress, nbytes_text
 from asyncckpt.runtime import Runtime
@@ -169,10 +169,7 @@ class Measurement:
             with reported("measuring", self.prefix):
                 report = await self._measure()
         except BaseException as error:
-            try:
-                await to_completion(self._remove())
-            except StoreError as second:
-                error.add_note(str(second))  # the caller gets the first error
+            await cleaned_up(to_completion(self._remove()), error)
             raise
         await to_completion(self._remove())
         return report

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Self
 
 from tests.simulator.clients import REGION, Endpoints
@@ -26,7 +27,7 @@ from tests.simulator.faults import Fault
 from tests.simulator.http import MIB, Buffers
 from tests.simulator.profiles import Profile, Shaper, profile_of
 from tests.simulator.requests import Request
-from tests.simulator.server import Port, Stats, Traffic
+from tests.simulator.server import Server, Stats
 from tests.simulator.state import Bucket, Content, State, StoredObject, Upload
 
 HOST = "127.0.0.1"
@@ -67,10 +68,9 @@ class Simulator(Endpoints):
         self.region = region or REGION
         for name in buckets:
             self.state.create_bucket(name)
-        self._traffic = Traffic(self.faults, keep_log=keep_log)
         self._buffers = Buffers(spare_nbytes)
         self._threads = ThreadPoolExecutor(DIGEST_THREADS, "simulator-digests")
-        self._service = Service(
+        service = Service(
             self.state,
             self._threads,
             credentials,
@@ -78,6 +78,13 @@ class Simulator(Endpoints):
             part_min_nbytes,
             md5_max_nbytes,
             verify_checksums,
+        )
+        self._server = Server(
+            {"s3": S3(service), "gcs": GCS(service)},
+            Shaper(self.profile),
+            self._buffers,
+            self.faults,
+            keep_log=keep_log,
         )
         self._ports = {"s3": s3_port, "gcs": gcs_port}
         self._thread: threading.Thread | None = None
@@ -131,8 +138,8 @@ class Simulator(Endpoints):
             failure = error
             while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
                 failure = failure.exceptions[0]
-        if failure is None and self._traffic.errors:
-            failure = ExceptionGroup("the simulator or a hook failed", self._traffic.errors)
+        if failure is None and self._server.errors:
+            failure = ExceptionGroup("the simulator or a hook failed", self._server.errors)
         self._threads.shutdown()
         self._buffers.close()
         for future in (self._started, self._ended):
@@ -148,16 +155,12 @@ class Simulator(Endpoints):
                 loop.call_soon_threadsafe(stop.set)
 
         self._stop = request_stop
-        shaper = Shaper(self.profile)
-        dialects = {"s3": S3(self._service), "gcs": GCS(self._service)}
         try:
             async with asyncio.TaskGroup() as group, contextlib.AsyncExitStack() as stack:
-                for name, dialect in dialects.items():
-                    port = Port(name, dialect, self._traffic, shaper, self._buffers, group)
-                    server = await loop.create_server(
-                        port.connection, HOST, self._ports[name], backlog=BACKLOG
-                    )
-                    stack.callback(port.close)
+                stack.callback(self._server.close)
+                for name, port in self._ports.items():
+                    connection = partial(self._server.connection, name, group)
+                    server = await loop.create_server(connection, HOST, port, backlog=BACKLOG)
                     stack.callback(server.close)
                     number = server.sockets[0].getsockname()[1]
                     setattr(self, f"{name}_endpoint", f"http://{HOST}:{number}")
@@ -173,7 +176,7 @@ class Simulator(Endpoints):
     @property
     def requests(self) -> list[Request]:
         """The log, in the order in which the heads came."""
-        return self._traffic.log
+        return self._server.log
 
     @property
     def uploads(self) -> list[Upload]:
@@ -196,7 +199,7 @@ class Simulator(Endpoints):
 
     def stats(self) -> Stats:
         """Return counters since the beginning or the last `reset`, and what is stored now."""
-        stats = self._traffic.stats
+        stats = self._server.stats
         stored = [item for b in list(self.buckets.values()) for item in list(b.objects.values())]
         return dataclasses.replace(
             stats,
@@ -235,7 +238,7 @@ class Simulator(Endpoints):
 
     def reset(self) -> None:
         """Empty log and counters; faults count from the start, objects remain."""
-        self._traffic.clear()
+        self._server.clear()
         self._cpu_base_s = time.process_time()
 
     def clear(self) -> None:

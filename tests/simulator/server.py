@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.simulator.dialects.service import Dialect
@@ -51,23 +52,34 @@ class Stats:
     cpu_s: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
-class Traffic:
-    """Requests and responses of all listening ports.
+class Server:
+    """Serves the clients of all listening ports, and keeps the log of their requests.
 
     Attributes:
         faults: the script; faults happen to a request in its order.
-        keep_log: whether requests are logged.
         log: of requests, in the order of their heads.
         stats: counters.
         errors: of the simulator itself, or of hooks.
     """
 
-    faults: list[Fault]
-    keep_log: bool = True
-    log: list[Request] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
-    errors: list[Exception] = field(default_factory=list)
+    def __init__(
+        self,
+        dialects: Mapping[str, Dialect],
+        shaper: Shaper,
+        buffers: Buffers,
+        faults: list[Fault],
+        *,
+        keep_log: bool,
+    ) -> None:
+        self.faults = faults
+        self.log: list[Request] = []
+        self.stats = Stats()
+        self.errors: list[Exception] = []
+        self._dialects = dialects
+        self._shaper = shaper
+        self._buffers = buffers
+        self._keep_log = keep_log
+        self._open: set[Connection] = set()
 
     def clear(self) -> None:
         """Empty log and counters; the faults remain, and count from the start."""
@@ -79,7 +91,7 @@ class Traffic:
         for fault in self.faults:
             fault.met = fault.happened = 0
 
-    def begin(self, request: Request) -> None:
+    def _begin(self, request: Request) -> None:
         """Count and log a request whose head has come."""
         stats = self.stats
         stats.requests += 1
@@ -88,10 +100,10 @@ class Traffic:
         stats.max_in_flight = max(stats.max_in_flight, stats.in_flight)
         request.number = stats.requests
         request.began_s = time.monotonic()
-        if self.keep_log:
+        if self._keep_log:
             self.log.append(request)
 
-    def end(self, request: Request) -> None:
+    def _end(self, request: Request) -> None:
         """Count the end of a request, and drop what the log does not keep."""
         request.ended_s = time.monotonic()
         request.body, request.stored, request.secrets = memoryview(b""), None, {}
@@ -99,66 +111,45 @@ class Traffic:
         self.stats.by_status[request.status] += 1
         self.stats.sent_nbytes += request.answered_nbytes
 
+    def connection(self, service: str, group: asyncio.TaskGroup) -> Connection:
+        """Return the protocol of a new client of a service, which a task of the group serves."""
 
-class Port:
-    """Serves the connections of one listening port."""
+        def begin(connection: Connection) -> None:
+            self._open.add(connection)
+            group.create_task(self._serve(service, connection))
 
-    def __init__(
-        self,
-        name: str,
-        dialect: Dialect,
-        traffic: Traffic,
-        shaper: Shaper,
-        buffers: Buffers,
-        group: asyncio.TaskGroup,
-    ) -> None:
-        self.name = name
-        self._dialect = dialect
-        self._traffic = traffic
-        self._shaper = shaper
-        self._buffers = buffers
-        self._group = group
-        self._open: set[Connection] = set()
-
-    def connection(self) -> Connection:
-        """Return the protocol of a new client."""
-        self._traffic.stats.connections += 1
-        number = self._traffic.stats.connections
-        return Connection(self._begin, number, asyncio.get_running_loop())
+        self.stats.connections += 1
+        return Connection(begin, self.stats.connections, asyncio.get_running_loop())
 
     def close(self) -> None:
         """Reset every connection."""
         for connection in self._open:
             connection.reset()
 
-    def _begin(self, connection: Connection) -> None:
-        self._open.add(connection)
-        self._group.create_task(self._serve(connection))
-
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, service: str, connection: Connection) -> None:
         try:
             while connection.keep_alive:
                 request = await connection.head()
-                request.service, request.connection = self.name, connection.number
-                self._dialect.classify(request)
-                self._traffic.begin(request)
+                request.service, request.connection = service, connection.number
+                self._dialects[service].classify(request)
+                self._begin(request)
                 try:
                     await self._exchange(connection, request)
                 finally:
-                    self._traffic.end(request)
+                    self._end(request)
         except EOFError:
             pass  # the client is gone
         except BadRequest as error:
             await connection.refuse(str(error))
         except Exception as error:  # of the simulator or a hook; raised when the simulator ends
-            self._traffic.errors.append(error)
+            self.errors.append(error)
             connection.reset()
         finally:
             self._open.discard(connection)
             connection.close()
 
     async def _exchange(self, connection: Connection, request: Request) -> None:
-        faults = [fault for fault in self._traffic.faults if fault.takes(request)]
+        faults = [fault for fault in self.faults if fault.takes(request)]
         request.faults = tuple(fault.name for fault in faults)
         shape = self._shaper.shape(request)
         for fault in faults:
@@ -170,7 +161,7 @@ class Port:
         await connection.body(request, self._buffers, shape.put_bandwidth)
         request.received_s = time.monotonic()
         request.nbytes = len(request.body)
-        self._traffic.stats.received_nbytes += request.nbytes
+        self.stats.received_nbytes += request.nbytes
         if shape.latency_s:
             await asyncio.sleep(shape.latency_s)
         for fault in faults:
@@ -181,14 +172,14 @@ class Port:
                         await self._apply(request, faults)
                     return await self._fail(connection, request, fault)
         if shape.refusal is not None:
-            response = self._dialect.error(request, shape.refusal)
+            response = self._dialects[request.service].error(request, shape.refusal)
         else:
             response = await self._apply(request, faults)
         await self._answer(connection, request, response, faults, shape.get_bandwidth)
 
     async def _apply(self, request: Request, faults: list[Fault]) -> Response:
         flips = [fault.flip for fault in faults if fault.flip is not None]
-        response = await self._dialect.handle(request)
+        response = await self._dialects[request.service].handle(request)
         changed = request.stored
         if changed is None and flips and response.body:
             changed = Content(bytearray(b"".join(response.body)))
@@ -222,7 +213,8 @@ class Port:
 
     async def _fail(self, connection: Connection, request: Request, fault: Fault) -> None:
         if fault.status is not None:
-            response = self._dialect.failure(request, fault.status, fault.code, fault.message)
+            dialect = self._dialects[request.service]
+            response = dialect.failure(request, fault.status, fault.code, fault.message)
             if fault.retry_after_s is not None:
                 after = {"Retry-After": f"{fault.retry_after_s:g}"}
                 response.headers = response.headers | after  # which responses may share

@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from asyncckpt.flow.threads import seen
+
 T = TypeVar("T")
 
 
@@ -67,7 +69,6 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
         except asyncio.CancelledError:
             cancelled = True
     for task in tasks:
-        if not task.cancelled():
-            task.exception()  # retrieved: only the winner or the cancellation counts
+        seen(task)  # only the winner or the cancellation counts
     if cancelled:
         raise asyncio.CancelledError
