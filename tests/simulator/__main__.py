@@ -8,14 +8,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from tests.simulator.http import MIB
-from tests.simulator.profiles import Profile, profile_of, with_overrides
+from tests.simulator.profiles import Profile
 from tests.simulator.running import Simulator
 
-SHAPING = frozenset(f.name for f in fields(Profile))
 SPARE_NBYTES = 2048 * MIB
 """By default a process of its own keeps so much memory of deleted objects for new ones."""
 
@@ -28,10 +27,10 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "options",
-        metavar="NAME=VALUE",
-        nargs="*",
-        help="profile=loopback|s3|gcs, a field of the profile such as put_latency_s=0.1, or "
-        'another argument of Simulator such as buckets=["a","b"]; values are JSON, or text',
+        nargs="?",
+        default="{}",
+        help="arguments of Simulator as JSON, such as "
+        '\'{"profile": "s3", "buckets": ["a", "b"]}\'; a profile is a name or has fields',
     )
     found.add_argument(
         "--until-eof", action="store_true", help="take commands from the standard input"
@@ -39,17 +38,11 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def options_of(texts: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of `Simulator` that the command line names."""
-    found: dict[str, Any] = {"spare_nbytes": SPARE_NBYTES}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    shaping = {name: found.pop(name) for name in SHAPING & found.keys()}
-    found["profile"] = with_overrides(profile_of(found.get("profile", "loopback")), shaping)
+def options_of(text: str) -> dict[str, Any]:
+    """Return the arguments of `Simulator` that the command line holds."""
+    found = {"spare_nbytes": SPARE_NBYTES, **json.loads(text)}
+    if isinstance(profile := found.get("profile"), dict):
+        found["profile"] = Profile(**profile)
     return found
 
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -75,21 +75,15 @@ class SimulatorProcess(Endpoints):
         self._ask("clear")
 
 
-def arguments(profile: Profile | str, options: Mapping[str, Any]) -> list[str]:
-    """Return the command line that makes this simulator."""
-    values = asdict(profile) if isinstance(profile, Profile) else {"profile": profile}
-    return [f"{name}={json.dumps(value)}" for name, value in (values | dict(options)).items()]
-
-
 @contextmanager
 def simulator_process(
     profile: Profile | str = "loopback", **options: Any
 ) -> Iterator[SimulatorProcess]:
     """Serve in a process of its own until the block ends; `options` are those of `Simulator`."""
+    plain = asdict(profile) if isinstance(profile, Profile) else profile
     command = [sys.executable, "-m", "tests.simulator", "--until-eof"]
-    process = subprocess.Popen(
-        command + arguments(profile, options), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command.append(json.dumps({"profile": plain, **options}))
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     try:
         yield SimulatorProcess(process)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from tests.simulator.requests import COMMITS, Request
 
@@ -99,14 +99,6 @@ def profile_of(value: Profile | str) -> Profile:
     if value not in PROFILES:
         raise ValueError(f"no profile {value!r}; there are {', '.join(sorted(PROFILES))}")
     return PROFILES[value]
-
-
-def with_overrides(profile: Profile, overrides: Mapping[str, Any]) -> Profile:
-    """Return the profile with some fields changed."""
-    known = {f.name for f in fields(Profile)}
-    if unknown := overrides.keys() - known:
-        raise ValueError(f"a profile has no {min(unknown)!r}; it has {', '.join(sorted(known))}")
-    return replace(profile, **overrides)
 
 
 class TokenBucket:

@@ -177,7 +177,8 @@ def test_heads_and_bodies_are_received_however_they_are_cut(data: bytes, cuts: l
             taken = text[at : at + min(next(pieces, len(text)), len(room))]
             room[: len(taken)] = taken
             at += len(taken)
-            inbox.received(len(taken))
+            if inbox.received(len(taken)) and at < len(text):
+                resume()
 
         def resume() -> None:
             loop.call_soon(receive)

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from tests.simulator import S3, SimulatorProcess, simulator_process
 from tests.simulator.__main__ import options_of
-from tests.simulator.process import arguments
 from tests.simulator_tests.asking import ask
 
 COMMAND = [sys.executable, "-m", "tests.simulator"]
@@ -63,13 +62,16 @@ def test_it_ends_with_a_failure_where_it_cannot_begin() -> None:
 
 def test_arguments_make_the_same_simulator() -> None:
     profile = replace(S3, name="mine", seed=9, get_bandwidth=None)
-    given = options_of(arguments(profile, {"keep_log": False, "buckets": ["a", "b"]}))
-    assert (given["profile"], given["keep_log"], given["buckets"]) == (profile, False, ["a", "b"])
+    given = options_of(json.dumps({"profile": asdict(profile), "buckets": ["a", "b"]}))
+    assert (given["profile"], given["buckets"]) == (profile, ["a", "b"])
+    assert options_of('{"profile": "s3"}')["profile"] == "s3"
+    with pytest.raises(TypeError, match="latency"):
+        options_of('{"profile": {"latency": 1}}')
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_interrupted(number: signal.Signals) -> None:
-    with subprocess.Popen([*COMMAND, "put_latency_s=0.01"], stdout=-1) as process:
+    with subprocess.Popen([*COMMAND, '{"profile": {"put_latency_s": 0.01}}'], stdout=-1) as process:
         assert process.stdout is not None
         endpoints = json.loads(process.stdout.readline())
         assert ask(endpoints[0], "PUT", "/bucket/a", b"x").status == 200

@@ -16,7 +16,6 @@ from tests.simulator.profiles import (
     Shaper,
     TokenBucket,
     profile_of,
-    with_overrides,
 )
 from tests.simulator.requests import Kind
 from tests.simulator_tests.asking import ask
@@ -141,12 +140,8 @@ def test_a_connection_has_its_bandwidth(kernel: bool, monkeypatch: pytest.Monkey
         assert 4.19 / 16 * 0.8 < get_s < 5.0
 
 
-def test_profiles_are_found_by_name_and_changed() -> None:
+def test_profiles_are_found_by_name() -> None:
     assert profile_of("s3") is S3
     assert profile_of(GCS) is GCS
-    changed = with_overrides(S3, {"put_latency_s": 0.5, "get_bandwidth": None, "seed": 3})
-    assert changed == replace(S3, put_latency_s=0.5, get_bandwidth=None, seed=3)
     with pytest.raises(ValueError, match="no profile 'azure'; there are gcs, loopback, s3"):
         profile_of("azure")
-    with pytest.raises(ValueError, match="a profile has no 'latency'"):
-        with_overrides(S3, {"latency": 1})
