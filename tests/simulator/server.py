@@ -131,10 +131,10 @@ class Server:
             while connection.keep_alive:
                 request = await connection.head()
                 request.service, request.connection = service, connection.number
-                self._dialects[service].classify(request)
+                dialect = self._dialects[service].classify(request)
                 self._begin(request)
                 try:
-                    await self._exchange(connection, request)
+                    await self._exchange(connection, request, dialect)
                 finally:
                     self._end(request)
         except EOFError:
@@ -148,7 +148,7 @@ class Server:
             self._open.discard(connection)
             connection.close()
 
-    async def _exchange(self, connection: Connection, request: Request) -> None:
+    async def _exchange(self, connection: Connection, request: Request, dialect: Dialect) -> None:
         faults = [fault for fault in self.faults if fault.takes(request)]
         request.faults = tuple(fault.name for fault in faults)
         shape = self._shaper.shape(request)
@@ -157,7 +157,7 @@ class Server:
                 await fault.before(request)
                 if fault.replaces:
                     connection.keep_alive = False  # the body is still on its way
-                    return await self._fail(connection, request, fault)
+                    return await self._fail(connection, request, dialect, fault)
         await connection.body(request, self._buffers, shape.put_bandwidth)
         request.received_s = time.monotonic()
         request.nbytes = len(request.body)
@@ -169,17 +169,17 @@ class Server:
                 await fault.before(request)
                 if fault.replaces:
                     if fault.applied:
-                        await self._apply(request, faults)
-                    return await self._fail(connection, request, fault)
+                        await self._apply(request, dialect, faults)
+                    return await self._fail(connection, request, dialect, fault)
         if shape.refusal is not None:
-            response = self._dialects[request.service].error(request, shape.refusal)
+            response = dialect.error(request, shape.refusal)
         else:
-            response = await self._apply(request, faults)
+            response = await self._apply(request, dialect, faults)
         await self._answer(connection, request, response, faults, shape.get_bandwidth)
 
-    async def _apply(self, request: Request, faults: list[Fault]) -> Response:
+    async def _apply(self, request: Request, dialect: Dialect, faults: list[Fault]) -> Response:
         flips = [fault.flip for fault in faults if fault.flip is not None]
-        response = await self._dialects[request.service].handle(request)
+        response = await dialect.handle(request)
         changed = request.stored
         if changed is None and flips and response.body:
             changed = Content(bytearray(b"".join(response.body)))
@@ -211,9 +211,10 @@ class Server:
         elif request.answered_nbytes < response.nbytes:
             await connection.wait_closed()
 
-    async def _fail(self, connection: Connection, request: Request, fault: Fault) -> None:
+    async def _fail(
+        self, connection: Connection, request: Request, dialect: Dialect, fault: Fault
+    ) -> None:
         if fault.status is not None:
-            dialect = self._dialects[request.service]
             response = dialect.failure(request, fault.status, fault.code, fault.message)
             if fault.retry_after_s is not None:
                 after = {"Retry-After": f"{fault.retry_after_s:g}"}

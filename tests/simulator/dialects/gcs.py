@@ -18,7 +18,7 @@ from tests.simulator.dialects.gcs_uploads import (
     resource_of,
 )
 from tests.simulator.dialects.s3 import S3
-from tests.simulator.dialects.service import NONE, Service
+from tests.simulator.dialects.service import NONE, Dialect, Service
 from tests.simulator.requests import Kind, Request, Response
 from tests.simulator.state import Content, Precondition, Refused, StoredObject
 
@@ -36,16 +36,15 @@ class GCS(Uploads):
         super().__init__(service)
         self._xml = S3(service, google=True)
 
-    def classify(self, request: Request) -> None:
-        """Set kind, bucket and key of the request."""
+    def classify(self, request: Request) -> Dialect:
+        """Set kind, bucket and key of the request; return the API that it belongs to."""
         raw = request.raw_path
         if raw.rstrip("/") == BATCH:
             request.kind = "delete_objects"
-            return
+            return self
         found = API.match(raw)
         if found is None:
-            self._xml.classify(request)
-            return
+            return self._xml.classify(request)
         bucket, _, tail = raw[found.end() :].strip("/").partition("/")
         request.bucket = unquote(bucket)
         if not tail:
@@ -62,6 +61,7 @@ class GCS(Uploads):
             request.kind = _kind(request, verb)
         elif tail == "storageLayout" and request.method == "GET":
             request.kind = "get_bucket"
+        return self
 
     def _classify_upload(self, request: Request) -> None:
         query = request.query
@@ -75,33 +75,19 @@ class GCS(Uploads):
             resumable = query.get("uploadType") == "resumable"
             request.kind = "create_upload" if resumable else "put_object"
 
-    def _is_xml(self, request: Request) -> bool:
-        raw = request.raw_path
-        return raw.rstrip("/") != BATCH and API.match(raw) is None
-
     def authorize(self, request: Request) -> None:
         """Raise `Refused` unless the request may be made."""
         self._service.authorize_gcs(request)
-
-    async def handle(self, request: Request) -> Response:
-        """Apply the request and return its response."""
-        if self._is_xml(request):
-            return await self._xml.handle(request)
-        return await super().handle(request)
 
     def error(
         self, request: Request, code: str, message: str = "", fields: Mapping[str, str] = NONE
     ) -> Response:
         """Return the response that names an error."""
-        if self._is_xml(request):
-            return self._xml.error(request, code, message, fields)
         status, reason, usual_message = ERRORS.get(code, (400, code, code))
         return failed(429 if code == "SlowDown" else status, reason, message or usual_message)
 
     def failure(self, request: Request, status: int, code: str | None, message: str) -> Response:
         """Return the response of a fault."""
-        if self._is_xml(request):
-            return self._xml.failure(request, status, code, message)
         return failed(status, code or USUAL.get(status, ("", "internalError"))[1], message)
 
     # Buckets
@@ -230,8 +216,7 @@ class GCS(Uploads):
             if asked is None:
                 raise Refused("InvalidArgument", "A part of a batch without a request line.")
             inner = Request(asked.group(1), asked.group(2), {})
-            self.classify(inner)
-            if inner.kind == "delete_object" and not self._is_xml(inner):
+            if self.classify(inner) is self and inner.kind == "delete_object":
                 inner.secrets = request.secrets
                 found = await self.handle(inner)
             else:

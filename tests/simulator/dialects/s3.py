@@ -21,7 +21,7 @@ from tests.simulator.dialects.answers import (
 )
 from tests.simulator.dialects.credentials import scope_region
 from tests.simulator.dialects.s3_uploads import Uploads
-from tests.simulator.dialects.service import NONE, base64_of, sent_checksums, verify
+from tests.simulator.dialects.service import NONE, Dialect, base64_of, sent_checksums, verify
 from tests.simulator.requests import Kind, Request, Response
 from tests.simulator.state import Content, Precondition, Refused, StoredObject
 
@@ -62,7 +62,7 @@ a request means something else, so that it gets 501 and must not run as the plai
 class S3(Uploads):
     """The API of one listening port."""
 
-    def classify(self, request: Request) -> None:
+    def classify(self, request: Request) -> Dialect:
         """Set kind, bucket and key of the request."""
         request.bucket, _, request.key = request.path.lstrip("/").partition("/")
         method, query = request.method, request.query
@@ -86,6 +86,7 @@ class S3(Uploads):
         else:
             kind = ON_OBJECTS.get(method, "unknown")
         request.kind = kind
+        return self
 
     def authorize(self, request: Request) -> None:
         """Raise `Refused` unless the request may be made and means what its kind says."""

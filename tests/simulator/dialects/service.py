@@ -188,8 +188,8 @@ class Dialect:
         self._service = service
         self._state = service.state
 
-    def classify(self, request: Request) -> None:
-        """Set kind, bucket and key of the request."""
+    def classify(self, request: Request) -> Dialect:
+        """Set kind, bucket and key of the request; return the API that it belongs to."""
         raise NotImplementedError
 
     def authorize(self, request: Request) -> None:
