@@ -137,9 +137,6 @@ class Shape(NamedTuple):
     refusal: str | None
 
 
-UNSHAPED = Shape(0.0, None, None, None)
-
-
 class Shaper:
     """Draws the shape of each request, in the order in which they come."""
 
@@ -152,12 +149,9 @@ class Shaper:
         self._writes = profile.writes_per_s and TokenBucket(profile.writes_per_s, burst_s)
         self._written: dict[tuple[str, str], float] = {}
         self._link_free_s = 0.0
-        self._shapeless = profile == Profile(name=profile.name, seed=profile.seed)
 
     def shape(self, request: Request) -> Shape:
         """Draw the shape of this request."""
-        if self._shapeless:
-            return UNSHAPED
         profile = self.profile
         median_s = profile.put_latency_s if request.is_write else profile.get_latency_s
         latency_s = median_s * math.exp(self._random.gauss(0.0, profile.latency_sigma))

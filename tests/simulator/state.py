@@ -273,7 +273,30 @@ class State:
         Keys are from `start` on and before `end`; empty strings do not limit.
         """
         with self._lock:
-            return _page(self.bucket(bucket), prefix, delimiter, after, start, end, limit)
+            found = self.bucket(bucket)
+            keys = found.keys
+            objects: list[StoredObject] = []
+            prefixes: list[str] = []
+            last: str | None = None
+            at = bisect.bisect_left(keys, max(prefix, start))
+            stop = bisect.bisect_left(keys, end) if end else len(keys)
+            if after:
+                below = delimiter and after.startswith(prefix) and after.endswith(delimiter)
+                at = max(at, bisect.bisect_right(keys, after + LAST if below else after))
+            while at < stop and keys[at].startswith(prefix):
+                if len(objects) + len(prefixes) == limit:
+                    return Page(objects, prefixes, last)
+                key = keys[at]
+                cut = key.find(delimiter, len(prefix)) if delimiter else -1
+                if cut < 0:
+                    objects.append(found.objects[key])
+                    last = key
+                    at += 1
+                else:
+                    last = key[: cut + len(delimiter)]
+                    prefixes.append(last)
+                    at = bisect.bisect_right(keys, last + LAST, lo=at)
+            return Page(objects, prefixes, None)
 
     def begin_upload(self, upload: Upload) -> Upload:
         """Open the upload."""
@@ -314,31 +337,3 @@ class State:
 def _check_key(key: str) -> None:
     if len(key.encode()) > KEY_MAX_NBYTES:
         raise Refused("KeyTooLongError", MaxSizeAllowed=str(KEY_MAX_NBYTES))
-
-
-def _page(
-    bucket: Bucket, prefix: str, delimiter: str, after: str, start: str, end: str, limit: int
-) -> Page:
-    keys = bucket.keys
-    objects: list[StoredObject] = []
-    prefixes: list[str] = []
-    last: str | None = None
-    at = bisect.bisect_left(keys, max(prefix, start))
-    stop = bisect.bisect_left(keys, end) if end else len(keys)
-    if after:
-        is_prefix = bool(delimiter) and after.startswith(prefix) and after.endswith(delimiter)
-        at = max(at, bisect.bisect_right(keys, after + LAST if is_prefix else after))
-    while at < stop and keys[at].startswith(prefix):
-        if len(objects) + len(prefixes) == limit:
-            return Page(objects, prefixes, last)
-        key = keys[at]
-        cut = key.find(delimiter, len(prefix)) if delimiter else -1
-        if cut < 0:
-            objects.append(bucket.objects[key])
-            last = key
-            at += 1
-        else:
-            last = key[: cut + len(delimiter)]
-            prefixes.append(last)
-            at = bisect.bisect_right(keys, last + LAST, lo=at)
-    return Page(objects, prefixes, None)

@@ -11,7 +11,6 @@ import pytest
 from tests.simulator import GCS, LOOPBACK, S3, Profile, Request, simulator
 from tests.simulator import http as protocol
 from tests.simulator.profiles import (
-    UNSHAPED,
     Shape,
     Shaper,
     TokenBucket,
@@ -58,8 +57,9 @@ def test_a_seed_decides_what_is_drawn() -> None:
 
 
 def test_loopback_shapes_nothing() -> None:
-    assert draw(LOOPBACK, "put_object", 1) == [UNSHAPED]
-    assert draw(replace(LOOPBACK, seed=5, name="mine"), "put_object", 1) == [UNSHAPED]
+    unshaped = Shape(0.0, None, None, None)
+    assert draw(LOOPBACK, "put_object", 1) == [unshaped]
+    assert draw(replace(LOOPBACK, seed=5, name="mine"), "put_object", 1) == [unshaped]
 
 
 def test_a_token_bucket_gives_its_rate() -> None:
