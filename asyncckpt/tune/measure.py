@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.errors import StoreError, UsageError
-from asyncckpt.flow.shield import cleaned_up, to_completion, together, uninterrupted
+from asyncckpt.flow.shield import cleaned_up, mapped, to_completion, uninterrupted
 from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, default_budget_nbytes
 from asyncckpt.reports import Progress, nbytes_text
 from asyncckpt.runtime import Runtime
@@ -255,17 +255,15 @@ class Measurement:
     ) -> None:
         """Measure the bytes per second of a point's streams together, while all are busy."""
         self._requests.fix_streams(direction, point.streams)
-        numbers = iter(range(point.requests))
-        seconds: list[float] = []
 
-        async def stream() -> None:
-            for number in numbers:
-                begun_s = time.perf_counter()
-                await request(number)
-                seconds.append(time.perf_counter() - begun_s)
-                self._moved(point.nbytes)
+        async def timed(number: int) -> float:
+            begun_s = time.perf_counter()
+            await request(number)
+            taken_s = time.perf_counter() - begun_s
+            self._moved(point.nbytes)
+            return taken_s
 
-        await together(stream() for _ in range(point.streams))
+        seconds = await mapped(timed, range(point.requests), point.streams)
         # The median: with the maximum or the mean, a single slow request in a hundred would decide
         # the result of a point of sixteen requests.
         rate = point.streams * point.nbytes / statistics.median(seconds)

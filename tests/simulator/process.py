@@ -53,18 +53,15 @@ class SimulatorProcess(Endpoints):
 
     def stats(self) -> dict[str, Any]:
         """Return `Simulator.stats()` as a dictionary."""
-        found: dict[str, Any] = self._ask("stats")
-        return found
+        return self._ask("stats")
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the log, each entry as a dictionary."""
-        found: list[dict[str, Any]] = self._ask("requests")
-        return found
+        return self._ask("requests")
 
     def objects(self, bucket: str = "bucket") -> dict[str, int]:
         """Return sizes of the objects of a bucket by key."""
-        found: dict[str, int] = self._ask("objects", bucket)
-        return found
+        return self._ask("objects", bucket)
 
     def reset(self) -> None:
         """Do as `Simulator.reset`."""
