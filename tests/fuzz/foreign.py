@@ -307,9 +307,9 @@ def _orbax() -> Target:
         kind = data[0] % len(decoders) if data else 0
         return decoders[kind](data[1:], file="_METADATA")
 
-    key = OrbaxLeaf((("key", False),), "jax", "key", (2,), (2,), "cpu:0", "threefry2x32")
+    key = OrbaxLeaf((("key", False),), "jax.Array", "key", (2,), (2,), "cpu:0", "threefry2x32")
     leaves = [
-        OrbaxLeaf((("w", False), ("0", True)), "array", "w.0"),
+        OrbaxLeaf((("w", False), ("0", True)), "np.ndarray", "w.0"),
         OrbaxLeaf((("step", False),), "scalar", "step"),
         OrbaxLeaf((("name/of~1it", False),), "string", text="x"),
         OrbaxLeaf((("none", False),), "None"),
