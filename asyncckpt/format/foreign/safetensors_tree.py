@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from asyncckpt.errors import UnsupportedFormatError, UsageError
-from asyncckpt.format.damage import corrupt
+from asyncckpt.errors import UsageError
+from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.fields import check_form, parse_object
 from asyncckpt.format.foreign.safetensors import MAX_HEADER_NBYTES
 from asyncckpt.format.record import LeafTable
@@ -129,9 +129,9 @@ def decode_tree(
     text = "".join(parts).encode()
     document = parse_object(text, _WHAT, file=file, most_nbytes=MAX_HEADER_NBYTES)
     if type(document.get("version")) is int and document["version"] > _VERSION:
-        raise UnsupportedFormatError(
-            f"{file}: the tree beside the tensors has version {document['version']}, this release "
-            f"reads {_VERSION}; use a newer release",
+        raise unsupported(
+            f"the tree beside the tensors has version {document['version']}, this release reads "
+            f"{_VERSION}; use a newer release",
             file=file,
             expected=_VERSION,
             found=document["version"],

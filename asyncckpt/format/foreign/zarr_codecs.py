@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.codecs import Bytes, ChunkError, Codec, decompress_zstd
 from asyncckpt.format.crc import crc32c
+from asyncckpt.format.damage import unsupported
 from asyncckpt.format.foreign.sharding import unshard
 from asyncckpt.format.zarr import Chain
 from asyncckpt.format.zarr3 import CRC_NBYTES
@@ -52,8 +52,8 @@ def make_codec(
     known = {**_UNPACK, **(more or {})}
     for name in packing:
         if name not in known:
-            raise UnsupportedFormatError(
-                f"{file}: chunks packed with {name} are not read here; rewrite the array with zstd",
+            raise unsupported(
+                f"chunks packed with {name} are not read here; rewrite the array with zstd",
                 file=file,
                 expected=sorted(known),
                 found=name,

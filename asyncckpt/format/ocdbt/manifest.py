@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.damage import unsupported
 from asyncckpt.format.ocdbt.btree import EncodedTree
 from asyncckpt.format.ocdbt.datafiles import (
     MISSING,
@@ -188,9 +188,9 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
         reader.end()
         return Manifest(uuid, config, numbered=True)
     if kind:
-        raise UnsupportedFormatError(
-            f"{file}: the OCDBT database has manifests of kind {kind}, this release reads kinds 0 "
-            "and 1; read it with a newer release",
+        raise unsupported(
+            f"the OCDBT database has manifests of kind {kind}, this release reads kinds 0 and 1; "
+            "read it with a newer release",
             file=file,
             expected=(0, 1),
             found=kind,

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.damage import corrupt, path_fault
+from asyncckpt.format.damage import corrupt, path_fault, unsupported
 from asyncckpt.format.foreign.foreign_tree import Branch, add
 from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
@@ -88,18 +87,18 @@ class _Decoder:
     def entries(self, value: object) -> list[Entry]:
         if not isinstance(value, Metadata):
             self._fault(f"it is a {type(value).__name__}")
-        version = getattr(value, "version", None)
+        version, paths = value.version, value.planner_data
         if version is not None and (
             type(version) is not str or version.partition(".")[0] != str(VERSION)
         ):
-            raise self._unsupported(
+            raise unsupported(
                 f"{_WHAT} has version {_shown(version)}, this release reads version {VERSION}",
-                VERSION,
-                _shown(version),
+                file=self._file,
+                expected=VERSION,
+                found=_shown(version),
             )
-        described = self._dict(getattr(value, "state_dict_metadata", None), "state_dict_metadata")
-        places = self._places(getattr(value, "storage_data", None))
-        paths = getattr(value, "planner_data", None)
+        described = self._dict(value.state_dict_metadata, "state_dict_metadata")
+        places = self._places(value.storage_data)
         paths = self._dict({} if paths is None else paths, "planner_data")
         # Ranks append their shards; planner_data has the order of the state dict.
         order = [key for key in paths if key in described]
@@ -113,7 +112,7 @@ class _Decoder:
     def _places(self, value: object) -> dict[tuple[str, object], StorageInfo]:
         places: dict[tuple[str, object], StorageInfo] = {}
         for index, info in self._dict(value, "storage_data", MetadataIndex).items():
-            fqn, offset = getattr(index, "fqn", None), getattr(index, "offset", None)
+            fqn, offset = index.fqn, index.offset
             if type(fqn) is not str:
                 self._fault("an index of storage_data has no name")
             if offset is not None:
@@ -140,26 +139,26 @@ class _Decoder:
             return Entry(key, path, None, "", (), (item,))
         if not isinstance(value, TensorStorageMetadata):
             self._fault(f"{where} is a {type(value).__name__}")
-        properties, shape = getattr(value, "properties", None), getattr(value, "size", None)
-        dtype = getattr(properties, "dtype", None)
-        if not isinstance(properties, TensorProperties) or not isinstance(dtype, Dtype):
+        properties = value.properties
+        if not isinstance(properties, TensorProperties) or not isinstance(properties.dtype, Dtype):
             self._fault(f"{where} has no dtype")
+        dtype = properties.dtype.name
         if properties.layout != "torch.strided":
-            raise self._unsupported(
+            raise unsupported(
                 f"{where} has the layout {_shown(properties.layout)}; save it as a dense tensor",
-                "torch.strided",
-                _shown(properties.layout),
+                file=self._file,
+                expected="torch.strided",
+                found=_shown(properties.layout),
             )
-        shape = self._extents(shape, f"the size of {where}")
+        shape = self._extents(value.size, f"the size of {where}")
         if math.prod(max(1, n) for n in shape) >= MAX_ELEMENTS:
             self._fault(f"the size of {where} is {list(shape)}, which no tensor has")
-        if DTYPES[dtype.name] is None and 0 in shape:
-            raise self._unsupported(
-                f"{where} has the dtype {dtype.name}", tuple(DTYPES), dtype.name
-            )
-        boxes = self._boxes(getattr(value, "chunks", None), len(shape), where)
+        if DTYPES[dtype] is None and 0 in shape:
+            reason = f"{where} has the dtype {dtype}"
+            raise unsupported(reason, file=self._file, expected=tuple(DTYPES), found=dtype)
+        boxes = self._boxes(value.chunks, len(shape), where)
         items = [self._item(places.get((key, box.offset)), where) for box in boxes]
-        return Entry(key, path, shape, dtype.name, boxes, tuple(items))
+        return Entry(key, path, shape, dtype, boxes, tuple(items))
 
     def _boxes(self, chunks: object, rank: int, where: str) -> tuple[Box, ...]:
         """Return the shards that hold elements."""
@@ -169,8 +168,8 @@ class _Decoder:
         for chunk in chunks:
             if not isinstance(chunk, ChunkStorageMetadata):
                 self._fault(f"a shard of {where} is a {type(chunk).__name__}")
-            offset = self._extents(getattr(chunk, "offsets", None), f"the offset of {where}")
-            sizes = self._extents(getattr(chunk, "sizes", None), f"the size of a shard of {where}")
+            offset = self._extents(chunk.offsets, f"the offset of {where}")
+            sizes = self._extents(chunk.sizes, f"the size of a shard of {where}")
             if not len(offset) == len(sizes) == rank:
                 self._fault(f"a shard of {where} is not of rank {rank}")
             if all(sizes):
@@ -180,9 +179,7 @@ class _Decoder:
     def _item(self, info: StorageInfo | None, where: str) -> Item:
         if info is None:
             self._fault(f"storage_data does not locate a shard of {where}")
-        path, offset, nbytes = (
-            getattr(info, name, None) for name in ("relative_path", "offset", "length")
-        )
+        path, offset, nbytes = info.relative_path, info.offset, info.length
         if type(path) is not str or type(offset) is not int or type(nbytes) is not int:
             self._fault(f"the location of {where} has no file, offset and length")
         if not 0 <= offset <= MAX_FILE_NBYTES or not 0 < nbytes <= MAX_FILE_NBYTES:
@@ -191,13 +188,14 @@ class _Decoder:
             reason = path_fault(path)
             if reason is not None:
                 self._fault(f"{where} is in the file {path[:200]!r}, which {reason}")
-        extensions = getattr(info, "transform_descriptors", None)
+        extensions = info.transform_descriptors
         if extensions:
             first = _shown(extensions[0] if type(extensions) is list else extensions)
-            raise self._unsupported(
+            raise unsupported(
                 f"{where} is stored through the extension {first}; save it without extensions",
-                "no extensions",
-                first,
+                file=self._file,
+                expected="no extensions",
+                found=first,
             )
         return Item(self._files.setdefault(path, path), offset, nbytes)
 
@@ -229,11 +227,6 @@ class _Decoder:
 
     def _fault(self, reason: str) -> NoReturn:
         raise corrupt(_WHAT, reason, file=self._file)
-
-    def _unsupported(self, reason: str, expected: object, found: object) -> UnsupportedFormatError:
-        return UnsupportedFormatError(
-            f"{self._file}: {reason}", file=self._file, expected=expected, found=found
-        )
 
 
 def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key, object]:
