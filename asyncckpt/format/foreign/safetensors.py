@@ -125,7 +125,8 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
                 raise ValueError(f"a tensor cannot be named {name[:80]!a}")
             where = f"of tensor {name[:200]!r}"
             _check_members(tensor, where)
-            code, begin, end = tensor["dtype"], *tensor["data_offsets"]
+            code: str = tensor["dtype"]
+            begin, end = tensor["data_offsets"]
             dtype = DTYPES.get(code)
             if dtype is None:
                 known = "cannot be restored" if code in DTYPES else "is unknown to this release"

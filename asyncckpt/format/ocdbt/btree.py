@@ -266,7 +266,7 @@ def _encode_values(
         in_file.astype(np.uint8).tobytes(),
         encode_varints(local.reshape(-1).astype(np.int64)),
         encode_varints(values.offset[rows][in_file]),
-        *filter(None, values.inline[rows]),
+        *(value for value in values.inline[rows] if value),
     ]
 
 
