@@ -25,6 +25,23 @@ ENTRY_NBYTES = 16
 _MISSING = (1 << 64) - 1
 
 
+def without_crc32c(data: Bytes, what: str = "a CRC-32C") -> Bytes:
+    """Return the bytes before their CRC-32C, called `what` in errors.
+
+    Raises:
+        ChunkError: it is missing or differs.
+    """
+    end = data.nbytes - CRC_NBYTES
+    if end < 0:
+        raise ChunkError(f"{data.nbytes} bytes hold no checksum")
+    stored, crc = int.from_bytes(data[end:].tobytes(), "little"), crc32c(data[:end])
+    if crc != stored:
+        raise ChunkError(
+            f"{what} is {crc:08x}, the stored one {stored:08x}", expected=stored, found=crc
+        )
+    return data[:end]
+
+
 def decode_index(
     data: Bytes, shards: Shards, shard_shape: Sequence[int]
 ) -> list[tuple[int, int] | None]:
@@ -43,17 +60,11 @@ def decode_index(
             found=data.nbytes,
         )
     start = 0 if shards.index_at_start else data.nbytes - nbytes
-    index = data[start : start + nbytes].tobytes()
-    table = index[: nbytes - crc_nbytes]
+    index = data[start : start + nbytes]
     if shards.index_crc32c:
-        stored, crc = int.from_bytes(index[-CRC_NBYTES:], "little"), crc32c(table)
-        if crc != stored:
-            raise ChunkError(
-                f"the CRC-32C of the shard's index is {crc:08x}, the stored one {stored:08x}",
-                expected=stored,
-                found=crc,
-            )
-    entries = np.frombuffer(table, ">u8" if shards.index_big_endian else "<u8").tolist()
+        index = without_crc32c(index, "the CRC-32C of the shard's index")
+    kind = ">u8" if shards.index_big_endian else "<u8"
+    entries = np.frombuffer(index.tobytes(), kind).tolist()
     places: list[tuple[int, int] | None] = []
     for number, (offset, length) in enumerate(zip(entries[::2], entries[1::2], strict=True)):
         if offset == length == _MISSING:

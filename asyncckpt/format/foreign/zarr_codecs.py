@@ -14,11 +14,9 @@ import numpy as np
 import zstandard
 
 from asyncckpt.format.codecs import Bytes, ChunkError, Codec, decompress_zstd
-from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import unsupported
-from asyncckpt.format.foreign.sharding import unshard
+from asyncckpt.format.foreign.sharding import unshard, without_crc32c
 from asyncckpt.format.zarr import Chain
-from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.spec import ITEMSIZES
 
 Unpack = Callable[[Bytes, int], Bytes]
@@ -100,7 +98,7 @@ def _decoder(codec: Codec) -> Callable[[Bytes, int], Bytes]:
 
     def decode(data: Bytes, nbytes: int) -> Bytes:
         if codec.crc32c:
-            data = _check_crc32c(data, data.nbytes)
+            data = without_crc32c(data)
         if codec.decode is not None:
             data = codec.decode([data], nbytes)
         _check_nbytes(data, nbytes)
@@ -168,22 +166,10 @@ def _within(unpacked: bytes, name: str, limit: int) -> Bytes:
     return np.frombuffer(unpacked, np.uint8)
 
 
-def _check_crc32c(data: Bytes, _: int) -> Bytes:
-    end = data.nbytes - CRC_NBYTES
-    if end < 0:
-        raise ChunkError(f"{data.nbytes} bytes hold no checksum")
-    stored, crc = int.from_bytes(data[end:].tobytes(), "little"), crc32c(data[:end])
-    if crc != stored:
-        raise ChunkError(
-            f"a CRC-32C is {crc:08x}, the stored one {stored:08x}", expected=stored, found=crc
-        )
-    return data[:end]
-
-
 _UNPACK: dict[str, Unpack] = {
     "zstd": _unpack_zstd,
     "gzip": _stream("gzip", lambda: zlib.decompressobj(31)),
     "zlib": _stream("zlib", lambda: zlib.decompressobj(15)),
     "bz2": _stream("bz2", bz2.BZ2Decompressor),
-    "crc32c": _check_crc32c,
+    "crc32c": lambda data, _: without_crc32c(data),
 }
