@@ -68,12 +68,10 @@ _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 class Header:
     """Tensors of a safetensors file in the order of its header, and its strings by name.
 
-    `offsets` has the first byte of each tensor in the file.
+    `tensors` has shape and dtype of each, and its first byte in the file.
     """
 
-    names: Sequence[str]
-    specs: Sequence[ArraySpec]
-    offsets: Sequence[int]
+    tensors: Mapping[str, tuple[ArraySpec, int]]
     metadata: Mapping[str, str]
 
 
@@ -109,8 +107,9 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
         data, _HEADER, file=file, most_nbytes=MAX_HEADER_NBYTES, base=LENGTH_NBYTES
     )
     metadata = document.pop(METADATA_KEY, {})
-    specs: list[ArraySpec] = []
-    begins, ends = array("q"), array("q")
+    tensors: dict[str, tuple[ArraySpec, int]] = {}
+    ends = array("q")
+    start = LENGTH_NBYTES + len(data)
     name = METADATA_KEY
     try:
         if not isinstance(metadata, dict):
@@ -147,15 +146,12 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
                 raise ValueError(
                     f"data_offsets {where} span {end - begin} bytes, {spec} takes {spec.nbytes}"
                 )
-            specs.append(spec)
-            begins.append(begin)
+            tensors[name] = spec, start + begin
             ends.append(end)
     except ValueError as error:
         raise corrupt(_HEADER, str(error), file=file, offset=_place(data, name)) from None
-    names = list(document)
-    start = LENGTH_NBYTES + len(data)
-    _check_cover(names, begins, ends, file_nbytes - start, start, file)
-    return Header(names, specs, array("q", (start + begin for begin in begins)), metadata)
+    _check_cover(tensors, ends, file_nbytes - start, start, file)
+    return Header(tensors, metadata)
 
 
 def _place(data: bytes, name: str) -> int:
@@ -196,10 +192,18 @@ def is_unicode(text: str) -> bool:
 
 
 def _check_cover(
-    names: Sequence[str], begins: array[int], ends: array[int], nbytes: int, start: int, file: str
+    tensors: Mapping[str, tuple[ArraySpec, int]],
+    ends: array[int],
+    nbytes: int,
+    start: int,
+    file: str,
 ) -> None:
-    """Raise unless the tensors fill the data without gaps or overlaps."""
-    first, last = np.array(begins, np.int64), np.array(ends, np.int64)
+    """Raise unless the tensors fill the `nbytes` of data from `start` without gaps or overlaps.
+
+    `ends` are one past the last byte of each in the data.
+    """
+    begins = (begin - start for _, begin in tensors.values())
+    first, last = np.fromiter(begins, np.int64, len(tensors)), np.array(ends, np.int64)
     order = np.lexsort((last, first))
     first, last = first[order], last[order]
     due = np.zeros(len(first) + 1, np.int64)
@@ -210,8 +214,8 @@ def _check_cover(
         what = "overlap" if first[row] < due[row] else "leave a gap"
         raise corrupt(
             _HEADER,
-            f"its tensors {what}: {names[order[row]][:200]!r} begins at byte {first[row]} of the "
-            f"data, the one before it ends at {due[row]}",
+            f"its tensors {what}: {list(tensors)[order[row]][:200]!r} begins at byte {first[row]} "
+            f"of the data, the one before it ends at {due[row]}",
             file=file,
             offset=start + int(first[row]),
             expected=int(due[row]),
