@@ -79,8 +79,10 @@ def chunk_keys(name: str, counts: Sequence[int]) -> list[bytes]:
 # -------------------------------------------------------------------------------------- decoding
 
 
-def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
-    """Decode a metadata document within limits; `file` is named in errors.
+def decode_metadata(data: bytes, *, file: str) -> ZarrArray | None:
+    """Decode a metadata document within limits; None for a group, which holds no elements itself.
+
+    `file` is named in errors.
 
     Raises:
         CorruptCheckpointError: the document is damaged, or claims more than the limits.
@@ -88,15 +90,6 @@ def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
             not read here.
     """
     return _Zarr3(file).decode(data)
-
-
-def is_group(data: bytes) -> bool:
-    """Return whether a `zarr.json` describes a group, which holds no elements itself."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and document.get("node_type") == "group"
 
 
 _KNOWN_MEMBERS = frozenset(
@@ -121,8 +114,10 @@ _CODECS = ("transpose", "bytes", "sharding_indexed", *_PACKING)
 
 @dataclass(frozen=True, slots=True)
 class _Zarr3(Document):
-    def decode(self, data: bytes) -> ZarrArray:
+    def decode(self, data: bytes) -> ZarrArray | None:
         document = self.members(data)
+        if document.get("node_type") == "group":
+            return None
         if document.get("zarr_format") != 3 or isinstance(document.get("zarr_format"), bool):
             raise self.unsupported("zarr_format", document.get("zarr_format"), 3)
         if document.get("node_type") != "array":

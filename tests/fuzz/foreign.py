@@ -61,7 +61,9 @@ def targets() -> list[Target]:
 
 def _zarr(name: str, decode_metadata: Any, documents: list[dict[str, Any]]) -> Target:
     def decode(data: bytes) -> object:
-        array: ZarrArray = decode_metadata(data, file="zarr.json")
+        array: ZarrArray | None = decode_metadata(data, file="zarr.json")
+        if array is None:
+            return None
         make_codec(
             array.chain,
             array.chunk_shape,

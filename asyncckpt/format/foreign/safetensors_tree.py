@@ -155,20 +155,15 @@ def _decode(document: dict[str, Any], most: int) -> SavedTree:
     nodes, rows = document["nodes"], document["leaves"]
     if len(nodes) > most or len(rows) > most:
         raise ValueError(f"leaves or nodes has more than {most} items")
-    kinds: list[str] = []
-    values: list[JsonValue] = []
-    extras: dict[int, Mapping[str, JsonValue]] = {}
-    tensors: list[str | None] = []
     structure = Structure.from_json({"leaves": len(rows), "nodes": nodes})
-    for row, members in enumerate(rows):
-        kind, value, extra, tensor = _leaf(row, members)
-        kinds.append(kind)
-        values.append(value)
-        tensors.append(tensor)
-        if extra:
-            extras[row] = extra
+    decoded_rows = [_leaf(row, members) for row, members in enumerate(rows)]
+    leaves = LeafTable(
+        [kind for kind, *_ in decoded_rows],
+        [value for _, value, *_ in decoded_rows],
+        {row: extra for row, (_, _, extra, _) in enumerate(decoded_rows) if extra},
+    )
+    tensors = [tensor for *_, tensor in decoded_rows]
     decoded = {name: decode_scalar("float", bits) for name, bits in document["metrics"].items()}
-    leaves = LeafTable(kinds, values, extras, {})
     metrics = cast(Mapping[str, float], decoded)
     return SavedTree(structure, leaves, tensors, document["metadata"], metrics)
 

@@ -206,17 +206,18 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
     return manifest
 
 
-def _increasing(reader: Reader, generations: list[int]) -> None:
+def _generations(reader: Reader, what: str, *, nbytes_each: int) -> list[int]:
+    generations: list[int] = reader.varints(reader.count(what, nbytes_each=nbytes_each)).tolist()
     if generations and (
         generations[0] < 1 or any(b <= a for a, b in itertools.pairwise(generations))
     ):
         raise reader.fault(f"the generations {generations[:4]} … do not increase from 1")
+    return generations
 
 
 def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Version, ...]:
-    count = reader.count("versions", nbytes_each=16)
-    generations = reader.varints(count).tolist()
-    _increasing(reader, generations)
+    generations = _generations(reader, "versions", nbytes_each=16)
+    count = len(generations)
     heights = list(reader.take(count))
     file_indices = reader.varints(count).tolist()
     offsets = [reader.varint() for _ in range(count)]
@@ -227,8 +228,7 @@ def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Versi
     for i in range(count):
         root = None
         if offsets[i] != MISSING or lengths[i] != MISSING:
-            row = used_file(reader, files, file_indices[i])
-            root = _location(reader, row, offsets[i], lengths[i])
+            root = _location(reader, files, file_indices[i], offsets[i], lengths[i])
         elif heights[i] or any(column[i] for column in statistics):
             raise reader.fault(f"version {generations[i]} has no root, but a height or keys")
         keys, tree, indirect = (column[i] for column in statistics)
@@ -237,9 +237,8 @@ def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Versi
 
 
 def _decode_version_nodes(reader: Reader, files: tuple[DataFile, ...]) -> tuple[VersionNode, ...]:
-    count = reader.count("version nodes", nbytes_each=14)
-    generations = reader.varints(count).tolist()
-    _increasing(reader, generations)
+    generations = _generations(reader, "version nodes", nbytes_each=14)
+    count = len(generations)
     file_indices = reader.varints(count).tolist()
     offsets = reader.varints(count).tolist()
     lengths = reader.varints(count).tolist()
@@ -248,15 +247,17 @@ def _decode_version_nodes(reader: Reader, files: tuple[DataFile, ...]) -> tuple[
     heights = list(reader.take(count))
     nodes = []
     for i in range(count):
-        row = used_file(reader, files, file_indices[i])
-        location = _location(reader, row, offsets[i], lengths[i])
+        location = _location(reader, files, file_indices[i], offsets[i], lengths[i])
         nodes.append(
             VersionNode(generations[i], location, num_generations[i], times[i], heights[i])
         )
     return tuple(nodes)
 
 
-def _location(reader: Reader, row: DataFile, offset: int, nbytes: int) -> Location:
+def _location(
+    reader: Reader, files: tuple[DataFile, ...], index: int, offset: int, nbytes: int
+) -> Location:
+    row = used_file(reader, files, index)
     if offset + nbytes >= 1 << 63:
         raise reader.fault(f"the range {offset}+{nbytes} of {row.path} ends past 2^63")
     return Location(row.path, offset, nbytes, row.base_path)
