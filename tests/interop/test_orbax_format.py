@@ -23,7 +23,7 @@ from asyncckpt.format import orbax, zarr3
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.keys import prepare_keys
-from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version
+from asyncckpt.format.ocdbt.manifest import Config, Manifest
 from asyncckpt.format.orbax import OrbaxLeaf
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
 from tests.format.manifests import encode_manifest
@@ -77,15 +77,12 @@ def write_database(directory: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> 
         node_file="d/nodes",
         node_offset=0,
         max_decoded_node_nbytes=1 << 20,
+        commit_time_ns=1,
     )
-    version = Version(
-        1, tree.root, tree.root_height, tree.num_keys, tree.tree_nbytes,
-        tree.indirect_value_nbytes, 1,
-    )  # fmt: skip
     (directory / "d" / "data").write_bytes(data)
     (directory / "d" / "nodes").write_bytes(b"".join(tree.blocks))
     (directory / "manifest.ocdbt").write_bytes(
-        encode_manifest(Manifest(uuid.uuid4().bytes, Config(), (version,)))
+        encode_manifest(Manifest(uuid.uuid4().bytes, Config(), (tree.version,)))
     )
 
 

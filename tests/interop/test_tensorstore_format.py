@@ -67,17 +67,14 @@ def write_database(
         node_file=NODES,
         node_offset=node_offset,
         max_decoded_node_nbytes=max_node,
+        commit_time_ns=1_700_000_000_000_000_000,
     )
-    version = Version(
-        1, tree.root, tree.root_height, tree.num_keys, tree.tree_nbytes,
-        tree.indirect_value_nbytes, 1_700_000_000_000_000_000,
-    )  # fmt: skip
     (directory / "d").mkdir(parents=True)
     (directory / DATA).write_bytes(data)
     (directory / NODES).write_bytes(bytes(node_offset) + b"".join(tree.blocks))
-    manifest = Manifest(bytes(range(16)), Config(), (version,))
+    manifest = Manifest(bytes(range(16)), Config(), (tree.version,))
     (directory / "manifest.ocdbt").write_bytes(encode_manifest(manifest))
-    return version
+    return tree.version
 
 
 def open_database(directory: Path, **more: Any) -> ts.KvStore:

@@ -19,6 +19,7 @@ import numpy as np
 
 from asyncckpt.format.ocdbt.datafiles import Location, encode_data_files
 from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
+from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.wire import (
     FRAME_TRAILER,
     I64,
@@ -55,21 +56,17 @@ class ValueColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedTree:
-    """Nodes to write, and their description for the manifest.
+    """Nodes to write, and the version of the database that they are.
 
     Attributes:
         blocks: nodes to be written one after the other, starting at the given node offset.
-        root: location of the root, or None for a tree without keys.
+        version: the first version of a database; its root is None for a tree without keys.
         inline_offset: offset in the node file of every inline value, -1 for indirect ones. Nodes
             are not compressed, so that a reader may read the value there.
     """
 
     blocks: list[bytearray]
-    root: Location | None
-    root_height: int
-    num_keys: int
-    tree_nbytes: int
-    indirect_value_nbytes: int
+    version: Version
     inline_offset: I64
 
 
@@ -109,8 +106,9 @@ def encode_tree(
     node_file: str,
     node_offset: int,
     max_decoded_node_nbytes: int,
+    commit_time_ns: int = 0,
 ) -> EncodedTree:
-    """Encode the nodes of the tree that maps the keys to the values.
+    """Encode the nodes of the tree that maps the keys to the values, committed at this time.
 
     Node bodies are at most `max_decoded_node_nbytes` long, except those that cannot be split: a
     leaf of one entry and an interior node of two.
@@ -118,7 +116,7 @@ def encode_tree(
     count = len(columns)
     none = np.zeros(count, np.int64)
     if not count:
-        return EncodedTree([], None, 0, 0, 0, 0, none)
+        return EncodedTree([], Version(1, None, 0, 0, 0, 0, commit_time_ns), none)
     nbytes = values.nbytes.copy()
     inline = np.flatnonzero(values.file < 0)
     inlined = map(values.inline.__getitem__, inline.tolist())
@@ -162,15 +160,9 @@ def encode_tree(
         if height > MAX_HEIGHT:
             raise ValueError(f"the tree is higher than {MAX_HEIGHT}")
         bounds = _split_children(level, node_file, max_decoded_node_nbytes)
-    return EncodedTree(
-        blocks,
-        Location(node_file, int(level.offset[0]), int(level.nbytes[0])),
-        height,
-        count,
-        int(level.tree_nbytes[0]),
-        int(level.indirect_nbytes[0]),
-        inline_offset,
-    )
+    root = Location(node_file, int(level.offset[0]), int(level.nbytes[0]))
+    totals = count, int(level.tree_nbytes[0]), int(level.indirect_nbytes[0])
+    return EncodedTree(blocks, Version(1, root, height, *totals, commit_time_ns), inline_offset)
 
 
 def _split_leaves(

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncckpt.format.damage import unsupported
-from asyncckpt.format.ocdbt.btree import EncodedTree
 from asyncckpt.format.ocdbt.datafiles import (
     MISSING,
     DataFile,
@@ -127,14 +126,13 @@ def generation_of(name: str) -> int | None:
 
 def encode_manifest(
     uuid: bytes,
-    tree: EncodedTree,
+    version: Version,
     *,
-    commit_time_ns: int,
     max_inline_value_bytes: int = MAX_INLINE_VALUE_NBYTES,
     max_decoded_node_bytes: int = MAX_DECODED_NODE_NBYTES,
 ) -> bytes:
-    """Encode `manifest.ocdbt` of a database whose only version is this tree."""
-    root = tree.root or Location("", MISSING, MISSING)
+    """Encode `manifest.ocdbt` of a database with only this version."""
+    root = version.root or Location("", MISSING, MISSING)
     body = b"".join(
         (
             uuid,
@@ -143,14 +141,15 @@ def encode_manifest(
             encode_varint(max_decoded_node_bytes),
             bytes((VERSION_TREE_ARITY_LOG2, 0)),  # not compressed
             encode_data_files([root.file]),
-            b"\1\1",  # one version, generation 1
-            bytes((tree.root_height, 0)),  # in the first data file
+            b"\1",  # one version
+            encode_varint(version.generation),
+            bytes((version.root_height, 0)),  # in the first data file
             encode_varint(root.offset),
             encode_varint(root.nbytes),
-            encode_varint(tree.num_keys),
-            encode_varint(tree.tree_nbytes),
-            encode_varint(tree.indirect_value_nbytes),
-            commit_time_ns.to_bytes(8, "little"),
+            encode_varint(version.num_keys),
+            encode_varint(version.tree_nbytes),
+            encode_varint(version.indirect_value_nbytes),
+            version.commit_time_ns.to_bytes(8, "little"),
             b"\0",  # no nodes of older versions
         )
     )

@@ -132,9 +132,7 @@ class Reader:
 
     def uint8(self) -> int:
         """Read one byte."""
-        self.need(1, "bytes")
-        self.pos += 1
-        return self._data[self.pos - 1]
+        return self.take(1)[0]
 
     def varint(self, *, below: int = 1 << 64) -> int:
         """Read one varint below `below`."""
