@@ -152,9 +152,9 @@ def _entry(
     shape = _extents(value.size, f"the size of {where}")
     if math.prod(max(1, n) for n in shape) >= MAX_ELEMENTS:
         raise ValueError(f"the size of {where} is {list(shape)}, which no tensor has")
-    if DTYPES[dtype] is None and 0 in shape:
+    if dtype not in DTYPES and 0 in shape:
         reason = f"{where} has the dtype {dtype}"
-        raise unsupported(reason, file=file, expected=tuple(DTYPES), found=dtype)
+        raise unsupported(reason, file=file, expected=DTYPES, found=dtype)
     boxes = _boxes(value.chunks, len(shape), where)
     items = [_item(places.get((key, box.offset)), where, file) for box in boxes]
     return Entry(key, path, shape, dtype, boxes, tuple(items))
@@ -276,7 +276,7 @@ def layout_of(saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
         raise ValueError(
             f"the metadata says {dtype}{list(shape)}, the archive {saved.dtype}{list(saved.shape)}"
         )
-    itemsize = ITEMSIZES[DTYPES[dtype] or ""]
+    itemsize = ITEMSIZES[dtype]
     stored = saved.storage.count // (1 if saved.storage.dtype else itemsize)
     last = sum((n - 1) * stride for n, stride in zip(shape, saved.strides, strict=True))
     if saved.storage.dtype not in ("", dtype) or saved.offset + last >= stored:
