@@ -22,13 +22,15 @@ from asyncckpt.format.zarr import (
     Shards,
     ZarrArray,
 )
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec, numeric_class
 
 CRC_NBYTES = 4
 """Bytes that the `crc32c` codec appends to a chunk."""
 
 METADATA_NAME = "zarr.json"
 """Last part of the key of a metadata document."""
+
+_ZEROS = {"bool": False, "int": 0, "float": 0.0, "complex": [0.0, 0.0]}
 
 # Documents differ by (spec, chunk shape, level); a state has few of them.
 _CACHED_DOCUMENTS = 8192
@@ -44,11 +46,6 @@ def encode_metadata(
     if zstd_level is not None:
         codecs.append({"name": "zstd", "configuration": {"level": zstd_level, "checksum": False}})
     codecs.append({"name": "crc32c"})
-    fill: object = False if spec.dtype == "bool" else 0
-    if spec.dtype.startswith("complex"):
-        fill = [0.0, 0.0]
-    elif "float" in spec.dtype:
-        fill = 0.0
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -56,7 +53,7 @@ def encode_metadata(
         "data_type": spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": fill,
+        "fill_value": _ZEROS[numeric_class(spec.dtype)],
         "codecs": codecs,
         "attributes": {},
     }
