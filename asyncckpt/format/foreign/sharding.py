@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from asyncckpt.format.codecs import Bytes, ChunkError
+from asyncckpt.format.codecs import Bytes, ChunkError, Codec, check_nbytes
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr import Shards
 from asyncckpt.format.zarr3 import CRC_NBYTES
@@ -84,7 +84,7 @@ def decode_index(
 def unshard(
     data: Bytes,
     shards: Shards,
-    decode: Callable[[Bytes, int], Bytes],
+    codec: Codec,
     *,
     shape: Sequence[int],
     itemsize: int,
@@ -93,9 +93,9 @@ def unshard(
 ) -> Bytes:
     """Return the elements of a whole shard.
 
-    `decode` returns the elements of one stored chunk, given its decoded size in bytes. `fill` is
-    one element of the chunks that are not stored, empty for zero. `stored` is the shape of the
-    corner of the shard whose chunks must all be stored; None if any may be missing.
+    `codec` decodes its chunks. `fill` is one element of the chunks that are not stored, empty for
+    zero. `stored` is the shape of the corner of the shard whose chunks must all be stored; None if
+    any may be missing.
 
     Raises:
         ChunkError: the index or a chunk is damaged, or a chunk that must be stored is missing.
@@ -109,7 +109,12 @@ def unshard(
     for number, corner in enumerate(itertools.product(*axes)):
         place = places[number]
         if place is not None:
-            payload = decode(data[place[0] : sum(place)], chunk_nbytes)
+            payload = data[place[0] : sum(place)]
+            if codec.crc32c:
+                payload = without_crc32c(payload)
+            if codec.decode is not None:
+                payload = codec.decode([payload], chunk_nbytes)
+            check_nbytes(payload, chunk_nbytes)
             box = tuple(slice(at, at + n) for at, n in zip(corner, chunk_shape, strict=True))
             out[box] = np.ndarray(chunk_shape, element, np.ascontiguousarray(payload))
         elif stored is not None and all(a < n for a, n in zip(corner, stored, strict=True)):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from asyncckpt.format.codecs import Bytes, ChunkError, Codec, decompress_zstd
+from asyncckpt.format.codecs import Bytes, ChunkError, Codec, check_nbytes, decompress_zstd
 from asyncckpt.format.damage import unsupported
 from asyncckpt.format.foreign.sharding import unshard, without_crc32c
 from asyncckpt.format.zarr import Chain
@@ -80,40 +80,17 @@ def make_codec(
             data = unshard(
                 data,
                 chain.shards,
-                _decoder(inner),
+                inner,
                 shape=[shape[axis] for axis in axes],
                 itemsize=ITEMSIZES[dtype],
                 fill=fill,
                 stored=None if stored is None else [stored[axis] for axis in axes],
             )
-        _check_nbytes(data, nbytes)
+        check_nbytes(data, nbytes)
         return _ordered(data, chain, shape, dtype)
 
     checked = "crc32c" in packing or (inner is not None and inner.verifies)
     return Codec("+".join(names), chain.crc32c, decode, checked)
-
-
-def _decoder(codec: Codec) -> Callable[[Bytes, int], Bytes]:
-    """Return the function that decodes a chunk inside a shard, its checksum included."""
-
-    def decode(data: Bytes, nbytes: int) -> Bytes:
-        if codec.crc32c:
-            data = without_crc32c(data)
-        if codec.decode is not None:
-            data = codec.decode([data], nbytes)
-        _check_nbytes(data, nbytes)
-        return data
-
-    return decode
-
-
-def _check_nbytes(data: Bytes, nbytes: int) -> None:
-    if data.nbytes != nbytes:
-        raise ChunkError(
-            f"it holds {data.nbytes} bytes, the chunk has {nbytes}",
-            expected=nbytes,
-            found=data.nbytes,
-        )
 
 
 def _ordered(data: Bytes, chain: Chain, shape: tuple[int, ...], dtype: str) -> Bytes:

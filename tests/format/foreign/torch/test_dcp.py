@@ -563,7 +563,7 @@ def test_arrays_with_gaps_or_shared_elements_are_not_dense(shape: Any, strides: 
 def test_a_chunk_of_another_length_is_damaged() -> None:
     codec = codec_of(Layout((1, 0)), (2, 3), "float32")
     assert codec.decode is not None
-    with pytest.raises(ChunkError, match="it has 20 bytes, not 24"):
+    with pytest.raises(ChunkError, match="it holds 20 bytes, the chunk has 24"):
         codec.decode([np.zeros(20, np.uint8)], 24)
 
 
