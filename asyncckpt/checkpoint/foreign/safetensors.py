@@ -58,7 +58,7 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
 
 async def _open_file(files: CheckpointFiles, stored: StoredFile) -> OpenCheckpoint:
     header = await _read_header(files, stored)
-    places = dict.fromkeys(header.tensors, (0, header))
+    places = dict.fromkeys(header.specs, (0, header))
     return _opened(files, places, [stored], header.metadata)
 
 
@@ -119,8 +119,8 @@ def _opened(
             tables.add_tied(kind, pieces[name], extra)
         else:
             file, header = places[name]
-            spec, start = header.tensors[name]
-            run = Run((0,) * len(spec.shape), spec.shape, file, start)
+            spec = header.specs[name]
+            run = Run((0,) * len(spec.shape), spec.shape, file, header.offsets[name])
             pieces[name] = tables.add_array(kind, spec.dtype, [run], extra)
     return tables.open(
         files,

@@ -68,10 +68,11 @@ _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 class Header:
     """Tensors of a safetensors file in the order of its header, and its strings by name.
 
-    `tensors` has shape and dtype of each, and its first byte in the file.
+    `offsets` has the first byte of each tensor in the file.
     """
 
-    tensors: Mapping[str, tuple[ArraySpec, int]]
+    specs: Mapping[str, ArraySpec]
+    offsets: Mapping[str, int]
     metadata: Mapping[str, str]
 
 
@@ -107,7 +108,8 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
         data, _HEADER, file=file, most_nbytes=MAX_HEADER_NBYTES, base=LENGTH_NBYTES
     )
     metadata = document.pop(METADATA_KEY, {})
-    tensors: dict[str, tuple[ArraySpec, int]] = {}
+    specs: dict[str, ArraySpec] = {}
+    offsets: dict[str, int] = {}
     ends = array("q")
     start = LENGTH_NBYTES + len(data)
     name = METADATA_KEY
@@ -146,12 +148,12 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
                 raise ValueError(
                     f"data_offsets {where} span {end - begin} bytes, {spec} takes {spec.nbytes}"
                 )
-            tensors[name] = spec, start + begin
+            specs[name], offsets[name] = spec, start + begin
             ends.append(end)
     except ValueError as error:
         raise corrupt(_HEADER, str(error), file=file, offset=_place(data, name)) from None
-    _check_cover(tensors, ends, file_nbytes - start, start, file)
-    return Header(tensors, metadata)
+    _check_cover(offsets, ends, file_nbytes - start, start, file)
+    return Header(specs, offsets, metadata)
 
 
 def _place(data: bytes, name: str) -> int:
@@ -173,7 +175,7 @@ def _check_members(value: Any, where: str) -> None:
             raise ValueError(f"{member} {where} is not a list of integers")
         if len(items) > most:
             raise ValueError(f"{member} {where} has more than {most} integers")
-        if any(abs(n) >= 1 << 63 for n in items):
+        if max(map(abs, items), default=0) >= 1 << 63:
             raise ValueError(f"{member} {where} has an integer beyond 64 bits")
     span = value["data_offsets"]
     if len(span) != 2 or not 0 <= span[0] <= span[1]:
@@ -192,18 +194,14 @@ def is_unicode(text: str) -> bool:
 
 
 def _check_cover(
-    tensors: Mapping[str, tuple[ArraySpec, int]],
-    ends: array[int],
-    nbytes: int,
-    start: int,
-    file: str,
+    offsets: Mapping[str, int], ends: array[int], nbytes: int, start: int, file: str
 ) -> None:
     """Raise unless the tensors fill the `nbytes` of data from `start` without gaps or overlaps.
 
     `ends` are one past the last byte of each in the data.
     """
-    begins = (begin - start for _, begin in tensors.values())
-    first, last = np.fromiter(begins, np.int64, len(tensors)), np.array(ends, np.int64)
+    begins = (offset - start for offset in offsets.values())
+    first, last = np.fromiter(begins, np.int64, len(offsets)), np.array(ends, np.int64)
     order = np.lexsort((last, first))
     first, last = first[order], last[order]
     due = np.zeros(len(first) + 1, np.int64)
@@ -214,7 +212,7 @@ def _check_cover(
         what = "overlap" if first[row] < due[row] else "leave a gap"
         raise corrupt(
             _HEADER,
-            f"its tensors {what}: {list(tensors)[order[row]][:200]!r} begins at byte {first[row]} "
+            f"its tensors {what}: {list(offsets)[order[row]][:200]!r} begins at byte {first[row]} "
             f"of the data, the one before it ends at {due[row]}",
             file=file,
             offset=start + int(first[row]),

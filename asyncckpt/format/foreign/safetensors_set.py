@@ -65,10 +65,10 @@ def decode_index(data: bytes, *, file: str) -> dict[str, str]:
 def check_set(weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str) -> None:
     """Raise unless index and headers agree about the file of every tensor."""
     for name, path in weight_map.items():
-        if name not in headers[path].tensors:
+        if name not in headers[path].specs:
             raise _disagree(file, f"it places {name[:200]!r} in {path}, which does not hold it")
     for path, header in headers.items():
-        stray = next((name for name in header.tensors if weight_map.get(name) != path), None)
+        stray = next((name for name in header.specs if weight_map.get(name) != path), None)
         if stray is not None:
             placed = weight_map.get(stray)
             says = "which it does not name" if placed is None else f"which it places in {placed}"

@@ -130,9 +130,8 @@ def encode_tree(
     height, offset = 0, node_offset
     while True:
         starts = np.array(bounds[:-1], np.int64)
-        prefixes = _common_prefixes(level, starts)
-        if starts.size == 1:
-            prefixes[0] = 0  # the root
+        is_root = starts.size == 1
+        prefixes = np.zeros(1, np.int64) if is_root else _common_prefixes(level, starts)
         for start, stop, prefix in zip(bounds, bounds[1:], prefixes.tolist(), strict=False):
             fields = (
                 _encode_children(level, node_file, start, stop)
@@ -144,6 +143,8 @@ def encode_tree(
         offsets = offset + np.cumsum(sizes) - sizes
         if not height:
             inline_offset = _inline_offsets(values, bounds, offsets + sizes)
+        if is_root:
+            break
         level = _Level(
             keys=prepare_keys(list(map(level.keys.key, starts.tolist()))),
             prefix=prefixes,
@@ -153,15 +154,13 @@ def encode_tree(
             tree_nbytes=np.add.reduceat(level.tree_nbytes, starts) + sizes,
             indirect_nbytes=np.add.reduceat(level.indirect_nbytes, starts),
         )
-        if starts.size == 1:
-            break
         offset += int(sizes.sum())
         height += 1
         if height > MAX_HEIGHT:
             raise ValueError(f"the tree is higher than {MAX_HEIGHT}")
         bounds = _split_children(level, node_file, max_decoded_node_nbytes)
-    root = Location(node_file, int(level.offset[0]), int(level.nbytes[0]))
-    totals = count, int(level.tree_nbytes[0]), int(level.indirect_nbytes[0])
+    root = Location(node_file, offset, len(blocks[-1]))
+    totals = count, sum(map(len, blocks)), int(indirect_nbytes.sum())
     return EncodedTree(blocks, Version(1, root, height, *totals, commit_time_ns), inline_offset)
 
 
