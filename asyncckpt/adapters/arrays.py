@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -160,6 +161,38 @@ def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: i
             return True
         reach += (n - 1) * step
     return False
+
+
+def check_fillable(path: str, what: str, array: npt.NDArray[Any]) -> None:
+    """Check that an array, called `what` in errors, can be filled.
+
+    Raises:
+        UnsupportedLeafError: it is read-only, or its elements share memory.
+    """
+    flags = array.flags
+    if not flags.writeable:
+        raise UnsupportedLeafError(
+            f"{path}: {what} is read-only and cannot be filled; pass a writable copy, or use "
+            "restore(like=...)",
+            path=path,
+        )
+    shape, strides = array.shape, array.strides
+    if not flags.c_contiguous and may_overlap_itself(shape, strides, array.itemsize):
+        raise UnsupportedLeafError(
+            f"{path}: elements of {what} share memory (strides {strides}), so it cannot be "
+            "filled; pass a copy",
+            path=path,
+        )
+
+
+def is_masked(array: object) -> bool:
+    """Return whether this is a masked array.
+
+    Their module is not imported for it, which would stall the first save.
+    """
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    # Another thread may be in the middle of the import.
+    return masked is not None and isinstance(array, masked)
 
 
 def may_share_memory(one: Any, other: Any) -> bool:

@@ -36,13 +36,11 @@ class JaxTarget(Target):
         sharding: where the leaf goes; with `device`, None.
         device: device of an uncommitted leaf; None for JAX's default.
         division: what each device of `sharding` holds; None for one device.
-        prng_impl: name of the PRNG implementation of a typed key array, or None.
     """
 
     sharding: jax.sharding.Sharding | None = None
     device: jax.Device | None = None
     division: Division | None = None
-    prng_impl: str | None = None
 
 
 class JaxAdapter:
@@ -153,9 +151,8 @@ class JaxAdapter:
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
         if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
             raise _truncated(path, name)
-        target = JaxTarget(array_spec(shape, name), leaf, path=path, prng_impl=impl)
-        if impl is not None:
-            target.extra = {"prng_impl": impl}
+        extra = None if impl is None else {"prng_impl": impl}
+        target = JaxTarget(array_spec(shape, name), leaf, extra=extra, path=path)
         sharding = leaf.sharding
         if sharding is None:
             target.device = jax_memory.config("jax_default_device")
@@ -183,7 +180,8 @@ class JaxAdapter:
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, JaxTarget)
         check_parts(target, parts)
-        impl, division, sharding = target.prng_impl, target.division, target.sharding
+        impl = None if target.extra is None else target.extra["prng_impl"]
+        division, sharding = target.division, target.sharding
         name, shape = target.spec.dtype, target.leaf.shape
         if division is None:
             array = _put(parts[0], name, target.device, sharding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
+    check_fillable,
     check_values,
     host_place,
-    may_overlap_itself,
+    is_masked,
     selection,
     unsupported_dtype,
 )
@@ -56,19 +56,7 @@ class NumpyAdapter:
         spec = array_spec(leaf.shape, name)
         if not in_place or not isinstance(leaf, np.ndarray):
             return Target(spec, leaf, path=path)
-        flags = leaf.flags
-        if not flags.writeable:
-            raise UnsupportedLeafError(
-                f"{path}: this array is read-only and cannot be filled; pass a writable copy, or "
-                "use restore(like=...)",
-                path=path,
-            )
-        if not flags.c_contiguous and may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
-            raise UnsupportedLeafError(
-                f"{path}: elements of this array share memory (strides {leaf.strides}), so it "
-                "cannot be filled; pass a copy",
-                path=path,
-            )
+        check_fillable(path, "this array", leaf)
         target = Target(spec, leaf, path=path)
         if leaf.base is not None or not known:
             target.span, target.identity = host_place(leaf, name)
@@ -123,9 +111,7 @@ def memory_identity(array: npt.NDArray[Any]) -> Hashable | None:
 
 
 def _dtype_name(path: str, leaf: Any) -> str:
-    # Its import would stall the first save; another thread may be in the middle of it.
-    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
-    if masked is not None and isinstance(leaf, masked):
+    if is_masked(leaf):
         raise UnsupportedLeafError(
             f"{path}: masked arrays cannot be stored; store {{'data': x.data, 'mask': x.mask}}",
             path=path,

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
+    check_fillable,
     check_parts,
     held_parts,
     host_place,
-    may_overlap_itself,
     may_share_memory,
     overlapping,
     selection,
@@ -116,18 +116,7 @@ def _check_memory(path: str, array: ShardedArray) -> None:
         if box < 0:
             continue
         part = inside(array, number)
-        if not part.flags.writeable:
-            raise UnsupportedLeafError(
-                f"{path}: shard {number} is read-only and cannot be filled; pass a writable copy, "
-                "or use restore(like=...)",
-                path=path,
-            )
-        if may_overlap_itself(part.shape, part.strides, part.itemsize):
-            raise UnsupportedLeafError(
-                f"{path}: elements of shard {number} share memory (strides {part.strides}), so it "
-                "cannot be filled; pass a copy",
-                path=path,
-            )
+        check_fillable(path, f"shard {number}", part)
         span, identity = host_place(part, DTYPE_NAMES[part.dtype])
         spans.append(span)
         parts.append((number, part, identity))

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import selection
+from asyncckpt.adapters.arrays import is_masked, selection
 from asyncckpt.errors import UsageError
 from asyncckpt.planning.tiling import box_text, first_overlap, tiling_fault
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, Shard, array_spec
@@ -226,8 +225,7 @@ class ShardedArray:
             )
         given, array = shard
         offset = _lengths(f"the offset of shards[{number}]", given)
-        masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
-        if not isinstance(array, np.ndarray) or (masked is not None and isinstance(array, masked)):
+        if not isinstance(array, np.ndarray) or is_masked(array):
             raise UsageError(
                 f"ShardedArray: shards[{number}] is a {type(array).__name__}; pass a NumPy array "
                 "(x.numpy() is one that shares the memory of a CPU tensor)",

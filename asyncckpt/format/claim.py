@@ -29,23 +29,15 @@ _INHERITED = "asyncckpt-inherited"
 _VERSION = 1
 
 _MAX = (1 << 63) - 1
-_CLAIM_FORM: dict[str, Any] = {
-    "format": str,
-    "version": _MAX,
-    "epoch": _MAX,
+_HEAD: dict[str, Any] = {"format": str, "version": _MAX, "epoch": _MAX, "crc32c": str}
+_CLAIM_FORM = {
+    **_HEAD,
     "token": re.compile(r"[0-9a-f]{32}"),
     "host": re.compile(r"[^\x00-\x1f\x7f]{0,255}"),
     "pid": _MAX,
     "created_ns": _MAX,
-    "crc32c": str,
 }
-_INHERITED_FORM: dict[str, Any] = {
-    "format": str,
-    "version": _MAX,
-    "epoch": _MAX,
-    "save_ids": [str],
-    "crc32c": str,
-}
+_INHERITED_FORM = {**_HEAD, "save_ids": [str]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,16 @@ class ChunkError(CorruptCheckpointError):
     """A chunk differs from what was saved; callers that know the leaf add its name."""
 
 
+def check_nbytes(payload: Bytes, nbytes: int) -> None:
+    """Raise `ChunkError` unless the payload of a chunk has its size."""
+    if payload.nbytes != nbytes:
+        raise ChunkError(
+            f"it holds {payload.nbytes} bytes, the chunk has {nbytes}",
+            expected=nbytes,
+            found=payload.nbytes,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Codec:
     """Transformation of a chunk's stored bytes into its payload.

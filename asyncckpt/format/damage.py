@@ -1,8 +1,8 @@
-"""The error for damaged bytes, and the check of stored file paths."""
+"""Errors for bytes that cannot be read, and the check of stored file paths."""
 
 from __future__ import annotations
 
-from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
 MAX_PATH_NBYTES = 4096
 """Longest stored path; the OCDBT format allows 65,535 bytes, file systems 4,096."""
@@ -25,6 +25,16 @@ def corrupt(
         offset=offset,
         expected=expected,
         found=found,
+    )
+
+
+def unsupported(
+    text: str, *, file: str, offset: int | None = None, expected: object, found: object
+) -> UnsupportedFormatError:
+    """Return the error for intact bytes in `file` that this release does not read."""
+    at = "" if offset is None else f", byte {offset}"
+    return UnsupportedFormatError(
+        f"{file}{at}: {text}", file=file, offset=offset, expected=expected, found=found
     )
 
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from asyncckpt.format.scalars import JsonValue
 
@@ -31,30 +31,22 @@ SHARDING_FILE = "_sharding"
 ARRAY_METADATAS = "array_metadatas"
 ARRAY_METADATA_FILE = f"{ARRAY_METADATAS}/process_0"
 
-Kind = Literal["array", "jax", "scalar", "string", "None", "Dict", "List", "Tuple", "NamedTuple"]
+Kind = Literal[
+    "np.ndarray", "jax.Array", "scalar", "string", "None", "Dict", "List", "Tuple", "NamedTuple"
+]
+"""`value_type` of a leaf or empty container."""
 
-KINDS: Mapping[str, Kind] = {
-    "np.ndarray": "array",
-    "jax.Array": "jax",
-    "scalar": "scalar",
-    "string": "string",
-    "None": "None",
-    "Dict": "Dict",
-    "List": "List",
-    "Tuple": "Tuple",
-    "NamedTuple": "NamedTuple",
-}
-"""Kind of each `value_type`."""
+KINDS: frozenset[str] = frozenset(get_args(Kind))
 
-EMPTY: frozenset[str | None] = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
+EMPTY = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
 """Kinds of empty containers."""
 
 KEY_TYPES = {True: 1, False: 2}
 """`key_type` of a key by whether it is an index of a list or tuple."""
 
 _VALUES = {
-    kind: f'"value_type":"{name}","skip_deserialize":{"true" if kind in EMPTY else "false"}'
-    for name, kind in KINDS.items()
+    kind: f'"value_type":"{kind}","skip_deserialize":{"true" if kind in EMPTY else "false"}'
+    for kind in KINDS
 }
 _PLAIN_KEYS = re.compile(r"[A-Za-z0-9_.\- ]*")
 """Keys that Python's `repr` and JSON write unchanged."""
@@ -70,14 +62,14 @@ class OrbaxLeaf:
     Attributes:
         path: keys from the root, and whether each is an index of a list or tuple. Fields of
             namedtuples and dataclasses are dictionary keys.
-        kind: ``array`` restores as `numpy.ndarray` (or what the target is), ``jax`` as `jax.Array`,
-            which without a target needs `device`; ``scalar`` is a rank-0 array that restores as a
-            Python number; ``string`` is in `_strings.json`; the others are empty containers.
+        kind: ``np.ndarray`` restores as such (or what the target is), ``jax.Array`` too, but needs
+            `device` without a target; ``scalar`` is a rank-0 array that restores as a Python
+            number; ``string`` is in `_strings.json`; the others are empty containers.
         array_name: name of the array in the database; None for strings and empty containers.
-        shape: shape of a ``jax`` array as stored, for keys with their data dimension.
-        chunk_shape: chunk shape of a ``jax`` array.
-        device: ``jax`` only: `str` of the device to restore to without a target.
-        key_impl: ``jax`` only: implementation of a typed PRNG key, for example ``threefry2x32``.
+        shape: shape of a ``jax.Array`` as stored, for keys with their data dimension.
+        chunk_shape: chunk shape of a ``jax.Array``.
+        device: ``jax.Array`` only: `str` of the device to restore to without a target.
+        key_impl: ``jax.Array`` only: implementation of a typed PRNG key, as ``threefry2x32``.
         text: the value of a ``string`` leaf.
     """
 
@@ -105,7 +97,7 @@ class OrbaxArrays(NamedTuple):
         base: path of the container.
         in_sequence: whether it is a list or tuple.
         keys: key of every leaf in it.
-        kinds: ``array`` or ``scalar``, per leaf.
+        kinds: ``np.ndarray`` or ``scalar``, per leaf.
     """
 
     base: OrbaxPath
@@ -184,7 +176,7 @@ def encode_files(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> dict[str, bytes]:
             entries += _entries(leaf.base, leaf.in_sequence, leaf.keys, values)
             continue
         value = _VALUES[leaf.kind]
-        if leaf.kind == "jax":
+        if leaf.kind == "jax.Array":
             value += f',"write_shape":{list(leaf.shape)}'
             if leaf.device is not None:
                 device = {"sharding_type": "SingleDeviceSharding", "device_str": leaf.device}

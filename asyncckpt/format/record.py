@@ -401,9 +401,6 @@ def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> Comm
         FileEntry(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
     ]
     files += map(_fixed, document.get("fixed", ()))
-    metrics: dict[str, float] = {}
-    for metric, value in document["metrics"].items():
-        metrics[metric] = _metric(metric, value)
     encoded = index.get("data")
     record = CommitRecord(
         save_id=document["save_id"],
@@ -422,7 +419,7 @@ def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> Comm
         ),
         manifest=_from_base64(document["manifest"], "manifest"),
         metadata=document["metadata"],
-        metrics=metrics,
+        metrics={name: _metric(name, value) for name, value in document["metrics"].items()},
         database=document["database"],
         version=version,
     )

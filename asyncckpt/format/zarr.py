@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.damage import corrupt
+from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.fields import parse_object
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 
@@ -154,9 +154,9 @@ class Document:
     def unsupported(self, what: str, found: object, expected: object) -> UnsupportedFormatError:
         """Return the error for a feature that is not read here."""
         shown = repr(found)[:120]
-        return UnsupportedFormatError(
-            f"{self.file}: the zarr array has {what} {shown}, which is not read here; expected "
-            f"{expected}; rewrite the array with TensorStore or zarr",
+        return unsupported(
+            f"the zarr array has {what} {shown}, which is not read here; expected {expected}; "
+            "rewrite the array with TensorStore or zarr",
             file=self.file,
             expected=expected,
             found=found,

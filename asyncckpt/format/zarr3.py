@@ -22,13 +22,15 @@ from asyncckpt.format.zarr import (
     Shards,
     ZarrArray,
 )
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec, numeric_class
 
 CRC_NBYTES = 4
 """Bytes that the `crc32c` codec appends to a chunk."""
 
 METADATA_NAME = "zarr.json"
 """Last part of the key of a metadata document."""
+
+_ZEROS = {"bool": False, "int": 0, "float": 0.0, "complex": [0.0, 0.0]}
 
 # Documents differ by (spec, chunk shape, level); a state has few of them.
 _CACHED_DOCUMENTS = 8192
@@ -44,11 +46,6 @@ def encode_metadata(
     if zstd_level is not None:
         codecs.append({"name": "zstd", "configuration": {"level": zstd_level, "checksum": False}})
     codecs.append({"name": "crc32c"})
-    fill: object = False if spec.dtype == "bool" else 0
-    if spec.dtype.startswith("complex"):
-        fill = [0.0, 0.0]
-    elif "float" in spec.dtype:
-        fill = 0.0
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -56,7 +53,7 @@ def encode_metadata(
         "data_type": spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": fill,
+        "fill_value": _ZEROS[numeric_class(spec.dtype)],
         "codecs": codecs,
         "attributes": {},
     }
@@ -79,8 +76,10 @@ def chunk_keys(name: str, counts: Sequence[int]) -> list[bytes]:
 # -------------------------------------------------------------------------------------- decoding
 
 
-def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
-    """Decode a metadata document within limits; `file` is named in errors.
+def decode_metadata(data: bytes, *, file: str) -> ZarrArray | None:
+    """Decode a metadata document within limits; None for a group, which holds no elements itself.
+
+    `file` is named in errors.
 
     Raises:
         CorruptCheckpointError: the document is damaged, or claims more than the limits.
@@ -88,15 +87,6 @@ def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
             not read here.
     """
     return _Zarr3(file).decode(data)
-
-
-def is_group(data: bytes) -> bool:
-    """Return whether a `zarr.json` describes a group, which holds no elements itself."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and document.get("node_type") == "group"
 
 
 _KNOWN_MEMBERS = frozenset(
@@ -121,8 +111,10 @@ _CODECS = ("transpose", "bytes", "sharding_indexed", *_PACKING)
 
 @dataclass(frozen=True, slots=True)
 class _Zarr3(Document):
-    def decode(self, data: bytes) -> ZarrArray:
+    def decode(self, data: bytes) -> ZarrArray | None:
         document = self.members(data)
+        if document.get("node_type") == "group":
+            return None
         if document.get("zarr_format") != 3 or isinstance(document.get("zarr_format"), bool):
             raise self.unsupported("zarr_format", document.get("zarr_format"), 3)
         if document.get("node_type") != "array":

@@ -168,14 +168,14 @@ def encode_index(
         node_file=path,
         node_offset=0,
         max_decoded_node_nbytes=NODE_NBYTES,
+        commit_time_ns=now_ns,
     )
     chunks.file[catalog.inline_chunk] = len(payload.files)
     chunks.offset[catalog.inline_chunk] = tree.inline_offset[catalog.inline_key]
     chunk_index = encode_chunk_index(chunks)
     manifest = encode_manifest(
         save_id,
-        tree,
-        commit_time_ns=now_ns,
+        tree.version,
         max_inline_value_bytes=INLINE_NBYTES,
         max_decoded_node_bytes=NODE_NBYTES,
     )

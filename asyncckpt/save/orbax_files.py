@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from asyncckpt.format.orbax import (
     Kind,
@@ -139,7 +138,7 @@ class _Walk:
         part = self._plan.arrays.of(bisect.bisect_left(snapshot.array_leaf, leaf))
         return OrbaxLeaf(
             path,
-            "jax",
+            "jax.Array",
             name,
             shape=part.spec.shape,
             chunk_shape=part.grid.chunk_shape,
@@ -148,6 +147,6 @@ class _Walk:
         )
 
 
-def _kind(kind: str) -> Literal["scalar", "array"]:
+def _kind(kind: str) -> Kind:
     # Arrays of JAX are plain ones, too: Orbax then needs no device of the machine that saved.
-    return "scalar" if kind in SCALAR_KINDS else "array"
+    return "scalar" if kind in SCALAR_KINDS else "np.ndarray"

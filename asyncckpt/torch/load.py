@@ -173,11 +173,10 @@ def apart(groups: Sequence[Sequence[Any]]) -> list[list[int]]:
             if one != other:
                 near[one].add(other)
                 near[other].add(one)
-    part_of: dict[int, int] = {}
+    parts: list[set[int]] = []
     for number in range(len(groups)):
-        taken = {part_of[other] for other in near[number] if other in part_of}
-        part_of[number] = next(part for part in range(len(taken) + 1) if part not in taken)
-    parts: list[list[int]] = [[] for _ in range(max(part_of.values(), default=-1) + 1)]
-    for number, part in part_of.items():
-        parts[part].append(number)
-    return parts
+        part = next((part for part in parts if part.isdisjoint(near[number])), None)
+        if part is None:
+            parts.append(part := set())
+        part.add(number)
+    return list(map(sorted, parts))

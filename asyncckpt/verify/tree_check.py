@@ -43,20 +43,9 @@ def check_database(
 
     try:
         manifest = decode_manifest(record.manifest, file="manifest.ocdbt")
-        columns = decode_tree(manifest.versions[-1], fetch)
+        found = decode_tree(manifest.versions[-1], fetch)
     except AsyncCheckpointError as error:
         return [str(error)]
-    found = {
-        key: (value, columns.files[file] if file >= 0 else "", offset, nbytes)
-        for key, value, file, offset, nbytes in zip(
-            columns.keys,
-            columns.inline,
-            columns.file.tolist(),
-            columns.offset.tolist(),
-            columns.nbytes.tolist(),
-            strict=True,
-        )
-    }
     problems: list[str] = []
     first_rows, _ = number_rows(record.specs, record.arrays)
     expected = 0
@@ -64,15 +53,14 @@ def check_database(
     for array, name in enumerate(record.arrays.name):
         stored = record.specs[record.arrays.spec[array]]
         document = encode_metadata(stored.spec, stored.chunk_shape, stored.zstd_level)
-        entry = found.get(metadata_key(name))
         expected += 1
-        if entry is None or entry[0] != document:
+        if found.get(metadata_key(name)) != document:
             problems.append(f"array {name!r}: zarr.json is missing or differs from the record")
         for number, key in enumerate(chunk_keys(name, stored.grid.counts)):
             row = first_rows[array] + number
             expected += 1
-            entry = found.get(key)
-            if entry is None or not _same(entry, index, row, names):
+            value = found.get(key)
+            if value is None or not _same(value, index, row, names):
                 problems.append(
                     f"{key.decode()}: missing, or another place than the chunk index says"
                 )
@@ -84,12 +72,10 @@ def check_database(
 
 
 def _same(
-    entry: tuple[bytes | None, str, int, int], index: ChunkIndex, row: int, names: list[str]
+    value: bytes | tuple[str, int, int], index: ChunkIndex, row: int, names: list[str]
 ) -> bool:
-    value, file, offset, nbytes = entry
-    if nbytes != int(index.nbytes[row]):
-        return False
-    if value is not None:
+    nbytes = int(index.nbytes[row])
+    if isinstance(value, bytes):
         # A tied leaf has a copy of the value under its own key.
-        return crc32c(value[:-CRC_NBYTES]) == int(index.crc32c[row])
-    return file == names[int(index.file[row])] and offset == int(index.offset[row])
+        return len(value) == nbytes and crc32c(value[:-CRC_NBYTES]) == int(index.crc32c[row])
+    return value == (names[int(index.file[row])], int(index.offset[row]), nbytes)

@@ -23,7 +23,7 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
-from asyncckpt.format.ocdbt.manifest import decode_manifest, encode_manifest
+from asyncckpt.format.ocdbt.manifest import Version, decode_manifest, encode_manifest
 from asyncckpt.format.ocdbt.nodes import decode_node
 from asyncckpt.format.record import (
     ArrayTable,
@@ -46,8 +46,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def manifest() -> bytes:
     root = Location("d/index-00ff", 4096, 777)
-    tree = EncodedTree([], root, 2, 5, 900, 123_456, np.empty(0, np.int64))
-    return encode_manifest(bytes(range(16)), tree, commit_time_ns=1_700_000_000_000_000_000)
+    version = Version(1, root, 2, 5, 900, 123_456, 1_700_000_000_000_000_000)
+    return encode_manifest(bytes(range(16)), version)
 
 
 def tree() -> EncodedTree:

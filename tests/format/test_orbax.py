@@ -24,7 +24,7 @@ paths = st.lists(st.tuples(text, st.booleans()), min_size=1, max_size=4).map(tup
 def test_metadata_names_every_path_as_a_tuple_of_strings(
     all_paths: list[tuple[tuple[str, bool], ...]],
 ) -> None:
-    leaves = [OrbaxLeaf(path, "array", "x") for path in all_paths]
+    leaves = [OrbaxLeaf(path, "np.ndarray", "x") for path in all_paths]
     document = json.loads(encode_files(leaves)["_METADATA"])
     assert document["use_ocdbt"] and document["use_zarr3"]
     for path in all_paths:
@@ -42,7 +42,7 @@ def test_metadata_names_every_path_as_a_tuple_of_strings(
 def test_leaves_of_one_container_are_written_as_one_by_one(
     base: list[tuple[str, bool]], in_sequence: bool, keys: list[str]
 ) -> None:
-    kinds = ["array" if len(key) % 2 else "scalar" for key in keys]
+    kinds = ["np.ndarray" if len(key) % 2 else "scalar" for key in keys]
     group = OrbaxArrays(base, in_sequence, keys, kinds)  # type: ignore[arg-type]
     one_by_one = []
     for key, kind in zip(keys, kinds, strict=True):
@@ -53,7 +53,7 @@ def test_leaves_of_one_container_are_written_as_one_by_one(
 
 
 def test_a_string_with_the_name_of_a_grouped_array_is_a_conflict() -> None:
-    group = OrbaxArrays((("a", False),), False, ["b", "c"], ["array", "scalar"])
+    group = OrbaxArrays((("a", False),), False, ["b", "c"], ["np.ndarray", "scalar"])
     assert conflicts([group, leaf("a.c", "string", text="x")]) == [0, 1]
     assert conflicts([group, leaf("a.d", "string", text="x")]) == []
 
@@ -63,10 +63,10 @@ def leaf(name: str, kind: str, **more: object) -> OrbaxLeaf:
 
 
 def test_files_that_nothing_needs_are_not_made() -> None:
-    assert list(encode_files([leaf("w", "array", array_name="w"), leaf("n", "None")])) == [
+    assert list(encode_files([leaf("w", "np.ndarray", array_name="w"), leaf("n", "None")])) == [
         "_METADATA"
     ]
-    assert list(encode_files([leaf("w", "jax", array_name="w")])) == ["_METADATA"]
+    assert list(encode_files([leaf("w", "jax.Array", array_name="w")])) == ["_METADATA"]
 
 
 @pytest.mark.parametrize("kind", ["None", "Dict", "List", "Tuple", "NamedTuple"])
@@ -96,7 +96,9 @@ def test_strings_stand_where_a_json_pointer_of_their_name_leads() -> None:
 def test_a_hundred_thousand_leaves_take_a_fraction_of_a_second() -> None:
     leaves = [
         OrbaxLeaf(
-            (("params", False), (f"layer_{i}", False), ("0", True)), "array", f"params.layer_{i}.0"
+            (("params", False), (f"layer_{i}", False), ("0", True)),
+            "np.ndarray",
+            f"params.layer_{i}.0",
         )
         for i in range(100_000)
     ]

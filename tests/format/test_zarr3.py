@@ -147,7 +147,7 @@ def test_hostile_or_damaged_documents_are_refused(changes: dict[str, object]) ->
     [
         ({"zarr_format": 2}, "zarr_format"),
         ({"zarr_format": ...}, "zarr_format"),
-        ({"node_type": "group"}, "node_type"),
+        ({"node_type": "table"}, "node_type"),
         ({"data_type": "float6_e2m3fn"}, "data_type"),
         ({"data_type": {"name": "struct"}}, "data_type"),
         ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, "chunk_grid"),
@@ -227,6 +227,10 @@ def test_arrays_without_a_checksum_say_so() -> None:
 def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match="is not"):
         decode_metadata(data, file="a/zarr.json")
+
+
+def test_a_group_is_no_array() -> None:
+    assert decode_metadata(b'{"zarr_format":3,"node_type":"group"}', file="a/zarr.json") is None
 
 
 def test_a_large_document_is_refused_before_it_is_parsed() -> None:

@@ -61,7 +61,9 @@ def targets() -> list[Target]:
 
 def _zarr(name: str, decode_metadata: Any, documents: list[dict[str, Any]]) -> Target:
     def decode(data: bytes) -> object:
-        array: ZarrArray = decode_metadata(data, file="zarr.json")
+        array: ZarrArray | None = decode_metadata(data, file="zarr.json")
+        if array is None:
+            return None
         make_codec(
             array.chain,
             array.chunk_shape,
@@ -307,9 +309,9 @@ def _orbax() -> Target:
         kind = data[0] % len(decoders) if data else 0
         return decoders[kind](data[1:], file="_METADATA")
 
-    key = OrbaxLeaf((("key", False),), "jax", "key", (2,), (2,), "cpu:0", "threefry2x32")
+    key = OrbaxLeaf((("key", False),), "jax.Array", "key", (2,), (2,), "cpu:0", "threefry2x32")
     leaves = [
-        OrbaxLeaf((("w", False), ("0", True)), "array", "w.0"),
+        OrbaxLeaf((("w", False), ("0", True)), "np.ndarray", "w.0"),
         OrbaxLeaf((("step", False),), "scalar", "step"),
         OrbaxLeaf((("name/of~1it", False),), "string", text="x"),
         OrbaxLeaf((("none", False),), "None"),

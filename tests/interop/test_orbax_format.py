@@ -23,7 +23,7 @@ from asyncckpt.format import orbax, zarr3
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.keys import prepare_keys
-from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version
+from asyncckpt.format.ocdbt.manifest import Config, Manifest
 from asyncckpt.format.orbax import OrbaxLeaf
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
 from tests.format.manifests import encode_manifest
@@ -77,15 +77,12 @@ def write_database(directory: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> 
         node_file="d/nodes",
         node_offset=0,
         max_decoded_node_nbytes=1 << 20,
+        commit_time_ns=1,
     )
-    version = Version(
-        1, tree.root, tree.root_height, tree.num_keys, tree.tree_nbytes,
-        tree.indirect_value_nbytes, 1,
-    )  # fmt: skip
     (directory / "d" / "data").write_bytes(data)
     (directory / "d" / "nodes").write_bytes(b"".join(tree.blocks))
     (directory / "manifest.ocdbt").write_bytes(
-        encode_manifest(Manifest(uuid.uuid4().bytes, Config(), (version,)))
+        encode_manifest(Manifest(uuid.uuid4().bytes, Config(), (tree.version,)))
     )
 
 
@@ -103,19 +100,19 @@ def write_checkpoint(directory: Path, *, strings: bool = True) -> None:
         name = ".".join(map(str, keys))
         array = np.asarray(value)
         arrays[name] = array
-        if kind == "jax":
+        if kind == "jax.Array":
             more = {"shape": array.shape, "chunk_shape": array.shape, "device": device, **more}
         leaves.append(OrbaxLeaf(path_of(*keys), kind, name, **more))
 
-    add(("w",), np.arange(6, dtype=np.float32).reshape(2, 3), "array")
-    add(("bf",), np.arange(4).astype(ml_dtypes.bfloat16), "array")
-    add(("empty",), np.zeros((0, 3), np.int32), "array")
-    add(("z",), np.array([1 + 2j], np.complex64), "array")
-    add(("nested", 0), np.array(5, np.int8), "array")
-    add(("nested", 1, "x"), np.array([True, False]), "array")
-    add(("on_device",), np.ones(3, np.float32), "jax")
-    add(("key",), jax.random.key_data(KEY), "jax", key_impl="threefry2x32")
-    add(("keys",), jax.random.key_data(KEYS), "jax", key_impl="threefry2x32")
+    add(("w",), np.arange(6, dtype=np.float32).reshape(2, 3), "np.ndarray")
+    add(("bf",), np.arange(4).astype(ml_dtypes.bfloat16), "np.ndarray")
+    add(("empty",), np.zeros((0, 3), np.int32), "np.ndarray")
+    add(("z",), np.array([1 + 2j], np.complex64), "np.ndarray")
+    add(("nested", 0), np.array(5, np.int8), "np.ndarray")
+    add(("nested", 1, "x"), np.array([True, False]), "np.ndarray")
+    add(("on_device",), np.ones(3, np.float32), "jax.Array")
+    add(("key",), jax.random.key_data(KEY), "jax.Array", key_impl="threefry2x32")
+    add(("keys",), jax.random.key_data(KEYS), "jax.Array", key_impl="threefry2x32")
     add(("count",), np.int64(41), "scalar")
     add(("rate",), np.float64(0.25), "scalar")
     add(("flag",), np.bool_(True), "scalar")
@@ -248,14 +245,14 @@ def test_v1_load_restores_a_step_directory_in_its_own_layout(tmp_path: Path) -> 
 
 def test_leaves_that_orbax_would_mistake_are_named() -> None:
     leaves = [
-        OrbaxLeaf(path_of("a.b"), "array", "a.b"),
-        OrbaxLeaf(path_of("a", "b"), "array", "a.b~2"),
-        OrbaxLeaf(path_of("c"), "array", "c"),
-        OrbaxLeaf(path_of("d/e"), "array", "d%2Fe"),
+        OrbaxLeaf(path_of("a.b"), "np.ndarray", "a.b"),
+        OrbaxLeaf(path_of("a", "b"), "np.ndarray", "a.b~2"),
+        OrbaxLeaf(path_of("c"), "np.ndarray", "c"),
+        OrbaxLeaf(path_of("d/e"), "np.ndarray", "d%2Fe"),
         OrbaxLeaf(path_of("s"), "string", text="x"),
         OrbaxLeaf(path_of("s/t"), "string", text="y"),
         OrbaxLeaf(path_of("~"), "string", text="z"),
-        OrbaxLeaf((), "array", "root"),
+        OrbaxLeaf((), "np.ndarray", "root"),
     ]
     assert orbax.conflicts(leaves) == [0, 1, 3, 5, 6, 7]
 
@@ -275,17 +272,17 @@ def test_metadata_is_what_orbax_itself_writes(tmp_path: Path) -> None:
     ocp.PyTreeCheckpointer(use_ocdbt=True, use_zarr3=True).save(tmp_path / "theirs", tree)
     device = str(jax.devices()[0])
     leaves = [
-        OrbaxLeaf(path_of("w"), "array", "w"),
-        OrbaxLeaf(path_of("j"), "jax", "j", shape=(4,), chunk_shape=(4,), device=device),
+        OrbaxLeaf(path_of("w"), "np.ndarray", "w"),
+        OrbaxLeaf(path_of("j"), "jax.Array", "j", shape=(4,), chunk_shape=(4,), device=device),
         OrbaxLeaf(path_of("l", 0), "scalar", "l.0"),
-        OrbaxLeaf(path_of("l", 1, 0), "array", "l.1.0"),
+        OrbaxLeaf(path_of("l", 1, 0), "np.ndarray", "l.1.0"),
         OrbaxLeaf(path_of("s"), "string", text="hello"),
         OrbaxLeaf(path_of("none"), "None"),
         OrbaxLeaf(path_of("d"), "Dict"),
         OrbaxLeaf(path_of("e"), "List"),
         OrbaxLeaf(path_of("t"), "Tuple"),
         OrbaxLeaf(
-            path_of("k"), "jax", "k", shape=(2,), chunk_shape=(2,), device=device,
+            path_of("k"), "jax.Array", "k", shape=(2,), chunk_shape=(2,), device=device,
             key_impl="threefry2x32",
         ),
     ]  # fmt: skip

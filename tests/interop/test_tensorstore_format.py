@@ -26,8 +26,8 @@ from asyncckpt.format.ocdbt.manifest import (
     decode_manifest,
     numbered_name,
 )
-from asyncckpt.format.ocdbt.nodes import decode_node
-from asyncckpt.format.ocdbt.walk import TreeColumns, decode_tree
+from asyncckpt.format.ocdbt.nodes import LeafNode, decode_node
+from asyncckpt.format.ocdbt.walk import decode_tree
 from asyncckpt.format.zarr import Chain
 from asyncckpt.format.zarr3 import chunk_keys, decode_metadata, encode_metadata, metadata_key
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
@@ -67,17 +67,14 @@ def write_database(
         node_file=NODES,
         node_offset=node_offset,
         max_decoded_node_nbytes=max_node,
+        commit_time_ns=1_700_000_000_000_000_000,
     )
-    version = Version(
-        1, tree.root, tree.root_height, tree.num_keys, tree.tree_nbytes,
-        tree.indirect_value_nbytes, 1_700_000_000_000_000_000,
-    )  # fmt: skip
     (directory / "d").mkdir(parents=True)
     (directory / DATA).write_bytes(data)
     (directory / NODES).write_bytes(bytes(node_offset) + b"".join(tree.blocks))
-    manifest = Manifest(bytes(range(16)), Config(), (version,))
+    manifest = Manifest(bytes(range(16)), Config(), (tree.version,))
     (directory / "manifest.ocdbt").write_bytes(encode_manifest(manifest))
-    return version
+    return tree.version
 
 
 def open_database(directory: Path, **more: Any) -> ts.KvStore:
@@ -101,15 +98,9 @@ def read_database(directory: Path) -> dict[bytes, bytes]:
             file.seek(location.offset)
             return file.read(location.nbytes)
 
-    columns = decode_tree(version, fetch)
-    places = zip(
-        columns.file.tolist(), columns.offset.tolist(), columns.nbytes.tolist(), strict=True
-    )
     return {
-        key: fetch(Location(columns.files[file], offset, nbytes)) if value is None else value
-        for key, value, (file, offset, nbytes) in zip(
-            columns.keys, columns.inline, places, strict=True
-        )
+        key: value if isinstance(value, bytes) else fetch(Location(*value))
+        for key, value in decode_tree(version, fetch).items()
     }
 
 
@@ -336,11 +327,12 @@ def test_leaves_of_tensorstore_are_encoded_to_the_same_bytes(tmp_path: Path) -> 
     assert manifest.latest is not None and manifest.latest.root is not None
     root = manifest.latest.root
     data = (tmp_path / root.file).read_bytes()[root.offset : root.offset + root.nbytes]
-    columns: TreeColumns = decode_tree(manifest.latest, lambda _: data)
+    node = decode_node(data, file=root.file, offset=root.offset)
+    assert isinstance(node, LeafNode)
     tree = encode_tree(
-        prepare_keys(columns.keys),
-        ValueColumns(columns.inline, columns.file, columns.offset, columns.nbytes),
-        data_files=columns.files,
+        prepare_keys(node.keys),
+        ValueColumns(node.inline, node.file, node.offset, node.nbytes),
+        data_files=[file.path for file in node.files],
         node_file=root.file,
         node_offset=root.offset,
         max_decoded_node_nbytes=1 << 20,

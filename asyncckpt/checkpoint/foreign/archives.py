@@ -131,10 +131,8 @@ class Archives:
             ShortHeadError: the archive's head is longer than what was read.
         """
         tensor, payload = self._head(archive)
-        dtype = DTYPES[entry.dtype]
-        assert dtype is not None
         box, file = entry.boxes[shard], self._file_numbers[entry.items[shard].file]
-        spec = array_spec(box.shape, dtype)
+        spec = array_spec(box.shape, entry.dtype)
         try:
             layout = layout_of(tensor, spec.shape, entry.dtype)
         except ValueError as error:
@@ -193,7 +191,7 @@ def _check(entry: Entry, item: Item, size: int, file: str) -> None:
     found = ""
     if entry.shape is None and item.nbytes > MAX_VALUE_NBYTES:
         found = f"a value of {item.nbytes} bytes that is not a tensor"
-    elif entry.shape is not None and DTYPES[entry.dtype] is None:
+    elif entry.shape is not None and entry.dtype not in DTYPES:
         found = f"a tensor of the dtype {entry.dtype}"
     if found:
         raise UnsupportedFormatError(
@@ -201,6 +199,6 @@ def _check(entry: Entry, item: Item, size: int, file: str) -> None:
             "tensor of another dtype, or leave it out with include=",
             file=file,
             offset=item.offset,
-            expected=tuple(name for name, dtype in DTYPES.items() if dtype is not None),
+            expected=DTYPES,
             found=found,
         )

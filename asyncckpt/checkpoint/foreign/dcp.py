@@ -140,7 +140,7 @@ def _add_tensor(tables: RunTables, number: int, entry: Entry, archives: Archives
     assert entry.shape is not None
     runs = [archives.runs[number, shard] for shard in range(len(entry.items))]
     empty = Run((0,) * len(entry.shape), entry.shape, 0, 0)
-    tables.add_array("torch", DTYPES[entry.dtype] or "", runs or [empty])
+    tables.add_array("torch", entry.dtype, runs or [empty])
 
 
 def _add_refused(
@@ -153,12 +153,11 @@ def _add_refused(
     item = entry.items[0]
     size = stored[item.file].nbytes
     start = min(item.offset, size)
-    dtype = DTYPES.get(entry.dtype)
     tables.add_refused(
         "torch",
         array_spec((item.nbytes,), "uint8")
-        if entry.shape is None or dtype is None
-        else array_spec(entry.shape, dtype),
+        if entry.shape is None or entry.dtype not in DTYPES
+        else array_spec(entry.shape, entry.dtype),
         fault,
         file=list(stored).index(item.file),
         start=start,

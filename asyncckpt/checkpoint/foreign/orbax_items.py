@@ -32,6 +32,7 @@ from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import (
     ARRAY_METADATA_FILE,
     ARRAY_METADATAS,
+    KINDS,
     METADATA_FILE,
     STRINGS_FILE,
 )
@@ -158,7 +159,7 @@ def _array_leaf(
     if entry.kind == "scalar" and not array.zarr.spec.shape:
         python = numeric_class(array.zarr.spec.dtype)
         return ForeignLeaf("numpy", extra={"python": python}, array=array)
-    if entry.kind == "jax":
+    if entry.kind == "jax.Array":
         implementation = implementations.get(entry.name)
         extra = None if implementation is None else {"prng_impl": implementation}
         return ForeignLeaf("jax", extra=extra, array=array)
@@ -182,7 +183,7 @@ async def _arrays(
                 "that release, and save it again",
                 file=listing.path(METADATA_FILE),
                 location=location,
-                found=entry.handler,
+                found=entry.kind,
             )
         if entry.name in keys:
             raise _contradiction(
@@ -214,13 +215,13 @@ async def _refuse(
     """Raise the reason why there is no array of this name."""
     location = listing.files.location
     document = zarr3.METADATA_NAME if metadata.use_zarr3 else zarr2.METADATA_NAME
-    if entry.kind is None:
+    if entry.kind not in KINDS:
         raise UnsupportedFormatError(
-            f"{location}: {entry.name!r} was written by the handler {entry.handler!r}, which is "
+            f"{location}: {entry.name!r} was written by the handler {entry.kind!r}, which is "
             "not known here, and there is no array of that name; leave it out with include=",
             file=listing.path(METADATA_FILE),
             location=location,
-            found=entry.handler,
+            found=entry.kind,
         )
     if table.is_directory:
         await refuse_link(listing.files, listing.path(posixpath.join(entry.name, document)))
@@ -259,7 +260,7 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonVa
 
 async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str, str]:
     """Read the PRNG implementations of key arrays by name."""
-    if not any(entry.kind == "jax" for entry in metadata.entries):
+    if not any(entry.kind == "jax.Array" for entry in metadata.entries):
         return {}
     found: dict[str, str] = {}
     directory = listing.path(ARRAY_METADATAS)

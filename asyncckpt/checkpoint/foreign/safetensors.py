@@ -58,7 +58,7 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
 
 async def _open_file(files: CheckpointFiles, stored: StoredFile) -> OpenCheckpoint:
     header = await _read_header(files, stored)
-    places = [(name, 0, header, row) for row, name in enumerate(header.names)]
+    places = dict.fromkeys(header.specs, (0, header))
     return _opened(files, places, [stored], header.metadata)
 
 
@@ -71,10 +71,8 @@ async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
     headers = dict(zip(stored, read, strict=True))
     numbers = {name: number for number, name in enumerate(stored)}
     with named(files, path) as shown:
-        places = [
-            (name, numbers[file], headers[file], row)
-            for name, file, row in check_set(weight_map, headers, file=shown)
-        ]
+        check_set(weight_map, headers, file=shown)
+    places = {name: (numbers[file], headers[file]) for name, file in weight_map.items()}
     return _opened(files, places, list(stored.values()), _merged(headers))
 
 
@@ -105,13 +103,12 @@ async def _read_header(files: CheckpointFiles, file: StoredFile) -> Header:
 
 def _opened(
     files: CheckpointFiles,
-    places: Sequence[tuple[str, int, Header, int]],
+    places: Mapping[str, tuple[int, Header]],
     stored: Sequence[StoredFile],
     metadata: Mapping[str, JsonValue],
 ) -> OpenCheckpoint:
-    """Return the checkpoint of tensors, given by name, number of the file, its header, and row."""
-    place_of = {place[0]: place for place in places}
-    tree = _saved_tree(files, metadata, tuple(place_of))
+    """Return the checkpoint of tensors, given by name: number and header of the file of each."""
+    tree = _saved_tree(files, metadata, tuple(places))
     tables = RunTables()
     pieces: dict[str, Sequence[Piece]] = {}
     for leaf, (kind, name) in enumerate(zip(tree.leaves.kind, tree.tensors, strict=True)):
@@ -121,9 +118,9 @@ def _opened(
         elif name in pieces:
             tables.add_tied(kind, pieces[name], extra)
         else:
-            _, file, header, row = place_of[name]
-            spec = header.specs[row]
-            run = Run((0,) * len(spec.shape), spec.shape, file, header.offsets[row])
+            file, header = places[name]
+            spec = header.specs[name]
+            run = Run((0,) * len(spec.shape), spec.shape, file, header.offsets[name])
             pieces[name] = tables.add_array(kind, spec.dtype, [run], extra)
     return tables.open(
         files,

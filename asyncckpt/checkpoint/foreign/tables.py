@@ -92,21 +92,12 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
             raise without_record(files.location, is_database=not directory)
         root = version.root
         await listing.check(posixpath.join(directory, root.file), root.offset, root.nbytes)
-        decoder = TreeDecoder(version, TreeLimits.of_files(len(listing.nbytes_of), listing.nbytes))
+        limits = TreeLimits.of_files(len(listing.nbytes_of), listing.nbytes)
+        decoder = TreeDecoder(version, limits, base=posixpath.join(directory, ""))
         while wanted := decoder.wanted:
             ranges = [(posixpath.join(directory, w.file), w.offset, w.nbytes) for w in wanted]
             decoder.feed(await listing.read(ranges))
-        columns = decoder.columns()
-    paths = [posixpath.join(directory, path) for path in columns.files]
-    columns_of = (columns.file.tolist(), columns.offset.tolist(), columns.nbytes.tolist())
-    rows = zip(columns.keys, columns.inline, *columns_of, strict=True)
-    return KeyTable(
-        listing,
-        {
-            key: (paths[file], offset, nbytes) if value is None else value
-            for key, value, file, offset, nbytes in rows
-        },
-    )
+    return KeyTable(listing, decoder.values)
 
 
 async def _newest(files: CheckpointFiles, listing: Listing, directory: str) -> Version | None:

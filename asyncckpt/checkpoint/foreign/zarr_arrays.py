@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ UNSTORED_CHUNKS = 1 << 19
 UNSTORED_FILES = 1 << 12
 """The same if every chunk is a file: each missing file could be a link, which takes a request."""
 
-_DECODERS = {
+_DECODERS: Mapping[str, Callable[..., ZarrArray | None]] = {
     zarr3.METADATA_NAME: zarr3.decode_metadata,
     zarr2.METADATA_NAME: zarr2.decode_metadata,
 }
@@ -91,7 +91,7 @@ async def read_arrays(
             path = listing.path(posixpath.join(key.name, key.document))
             if (key.document, data) not in known:
                 with located(listing.files):
-                    known[key.document, data] = _decode(key.document, data, path)
+                    known[key.document, data] = _DECODERS[key.document](data, file=path)
             zarr = known[key.document, data]
             found.append(
                 None
@@ -114,12 +114,6 @@ def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
             expected=stored,
             found=claimed,
         )
-
-
-def _decode(document: str, data: bytes, path: str) -> ZarrArray | None:
-    if document == zarr3.METADATA_NAME and zarr3.is_group(data):
-        return None
-    return _DECODERS[document](data, file=path)
 
 
 def make_checkpoint(

@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import parse_json, parse_object
-from asyncckpt.format.orbax import EMPTY, KEY_TYPES, KINDS, Kind, string_keys
+from asyncckpt.format.orbax import EMPTY, KEY_TYPES, string_keys
 from asyncckpt.format.scalars import JsonValue
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -43,14 +43,12 @@ class TreeEntry:
 
     Attributes:
         path: keys from the root, and whether each is an index of a list or tuple.
-        kind: its kind; None for an unknown handler, named by `handler`.
-        handler: its name in the document.
+        kind: its `value_type`, the name of a handler: one of `KINDS`, or an unknown one.
         elsewhere: whether its value is not an array, but in a file of older releases.
     """
 
     path: tuple[tuple[str, bool], ...]
-    kind: Kind | None
-    handler: str
+    kind: str
     elsewhere: bool
 
     @property
@@ -142,8 +140,7 @@ def _decode_entry(entry: dict[str, Any]) -> TreeEntry:
     handler, skipped = value["value_type"], value.get("skip_deserialize", False)
     if not isinstance(handler, str) or not isinstance(skipped, bool):
         raise TypeError("value_type or skip_deserialize")
-    kind_of = KINDS.get(handler)
-    return TreeEntry(tuple(path), kind_of, handler, skipped and kind_of not in EMPTY)
+    return TreeEntry(tuple(path), handler, skipped and handler not in EMPTY)
 
 
 def find_string(document: object, name: str) -> str | None:

@@ -18,11 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncckpt.errors import (
-    CorruptCheckpointError,
-    UnsupportedFormatError,
-)
-from asyncckpt.format.damage import corrupt
+from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.fields import parse_object
 from asyncckpt.format.scalars import JsonValue
 from asyncckpt.spec import ArraySpec, array_spec
@@ -75,9 +71,8 @@ class Header:
     `offsets` has the first byte of each tensor in the file.
     """
 
-    names: Sequence[str]
-    specs: Sequence[ArraySpec]
-    offsets: Sequence[int]
+    specs: Mapping[str, ArraySpec]
+    offsets: Mapping[str, int]
     metadata: Mapping[str, str]
 
 
@@ -108,110 +103,85 @@ def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
 
 
 def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
-    """Decode the header of a file of `file_nbytes`."""
-    return _Decoder(data, file).run(file_nbytes)
-
-
-class _Decoder:
-    """Decoder of one header; errors give the offset of the tensor's name."""
-
-    def __init__(self, data: bytes, file: str) -> None:
-        self._data = data
-        self._file = file
-        self._specs: dict[tuple[str, tuple[int, ...]], ArraySpec] = {}
-
-    def run(self, file_nbytes: int) -> Header:
-        data, file = self._data, self._file
-        document = parse_object(
-            data, _HEADER, file=file, most_nbytes=MAX_HEADER_NBYTES, base=LENGTH_NBYTES
-        )
-        metadata = self._metadata(document.pop(METADATA_KEY, {}))
-        specs: list[ArraySpec] = []
-        begins, ends = array("q"), array("q")
+    """Decode the header of a file of `file_nbytes`; errors give the offset of the tensor's name."""
+    document = parse_object(
+        data, _HEADER, file=file, most_nbytes=MAX_HEADER_NBYTES, base=LENGTH_NBYTES
+    )
+    metadata = document.pop(METADATA_KEY, {})
+    specs: dict[str, ArraySpec] = {}
+    offsets: dict[str, int] = {}
+    ends = array("q")
+    start = LENGTH_NBYTES + len(data)
+    name = METADATA_KEY
+    try:
+        if not isinstance(metadata, dict):
+            raise ValueError(f"{METADATA_KEY} is not an object")
+        for name, text in metadata.items():
+            if not isinstance(text, str):
+                raise ValueError(f"{METADATA_KEY} {name[:80]!a} is not a string")
+            if not is_unicode(name) or not is_unicode(text):
+                raise ValueError(f"{METADATA_KEY} {name[:80]!a} is not valid Unicode")
         for name, tensor in document.items():
             if len(name) > MAX_NAME_CHARS or not is_unicode(name):
-                raise self._fault(f"a tensor cannot be named {name[:80]!a}", name)
-            spec, begin, end = self._tensor(name, tensor)
-            specs.append(spec)
-            begins.append(begin)
+                raise ValueError(f"a tensor cannot be named {name[:80]!a}")
+            where = f"of tensor {name[:200]!r}"
+            _check_members(tensor, where)
+            code: str = tensor["dtype"]
+            begin, end = tensor["data_offsets"]
+            dtype = DTYPES.get(code)
+            if dtype is None:
+                known = "cannot be restored" if code in DTYPES else "is unknown to this release"
+                raise unsupported(
+                    f"the dtype {code[:40]!a} {where} {known}; convert the tensor with the library "
+                    "that wrote it",
+                    file=file,
+                    offset=_place(data, name),
+                    expected=tuple(CODES.values()),
+                    found=code[:40],
+                )
+            spec = array_spec(tuple(tensor["shape"]), dtype)
+            elements = math.prod(filter(None, spec.shape))
+            if min(spec.shape, default=0) < 0 or elements * spec.itemsize >= 1 << 62:
+                shown = str(tensor["shape"])[:80]
+                raise ValueError(f"shape {where} is {shown}, which no array has")
+            if spec.nbytes != end - begin:
+                raise ValueError(
+                    f"data_offsets {where} span {end - begin} bytes, {spec} takes {spec.nbytes}"
+                )
+            specs[name], offsets[name] = spec, start + begin
             ends.append(end)
-        names = list(document)
-        start = LENGTH_NBYTES + len(data)
-        _check_cover(names, begins, ends, file_nbytes - start, start, file)
-        return Header(names, specs, array("q", (start + begin for begin in begins)), metadata)
+    except ValueError as error:
+        raise corrupt(_HEADER, str(error), file=file, offset=_place(data, name)) from None
+    _check_cover(offsets, ends, file_nbytes - start, start, file)
+    return Header(specs, offsets, metadata)
 
-    def _fault(self, reason: str, name: str) -> CorruptCheckpointError:
-        return corrupt(_HEADER, reason, file=self._file, offset=self._place(name))
 
-    def _place(self, name: str) -> int:
-        """Return the offset of a name in the file, or of the header if it is escaped there."""
-        at = self._data.find(f'"{name}"'.encode("utf-8", "replace")) if name else 0
-        return LENGTH_NBYTES + max(0, at)
+def _place(data: bytes, name: str) -> int:
+    """Return the offset of a name in the file, or of the header if it is escaped there."""
+    at = data.find(f'"{name}"'.encode("utf-8", "replace")) if name else 0
+    return LENGTH_NBYTES + max(0, at)
 
-    def _metadata(self, value: Any) -> dict[str, str]:
-        if not isinstance(value, dict):
-            raise self._fault(f"{METADATA_KEY} is not an object", METADATA_KEY)
-        for key, text in value.items():
-            if not isinstance(text, str):
-                raise self._fault(f"{METADATA_KEY} {key[:80]!a} is not a string", key)
-            if not is_unicode(key) or not is_unicode(text):
-                raise self._fault(f"{METADATA_KEY} {key[:80]!a} is not valid Unicode", key)
-        return value
 
-    def _tensor(self, name: str, value: Any) -> tuple[ArraySpec, int, int]:
-        """Return shape and dtype, the first byte and one past the last."""
-        where = f"of tensor {name[:200]!r}"
-        members = value.keys() if isinstance(value, dict) else set()
-        for member in members - _FIELDS:
-            raise self._fault(f"{member[:80]!a} {where} is not a member of this version", name)
-        if members != _FIELDS:
-            missing = ", ".join(sorted(_FIELDS - members))
-            raise self._fault(f"{missing} {where} is missing", name)
-        for member, most in (("shape", MAX_RANK), ("data_offsets", 2)):
-            items = value[member]
-            if not isinstance(items, list) or set(map(type, items)) - {int}:
-                raise self._fault(f"{member} {where} is not a list of integers", name)
-            if len(items) > most:
-                raise self._fault(f"{member} {where} has more than {most} integers", name)
-            if any(abs(n) >= 1 << 63 for n in items):
-                raise self._fault(f"{member} {where} has an integer beyond 64 bits", name)
-        spec = self._spec(value["dtype"], tuple(value["shape"]), name)
-        span = value["data_offsets"]
-        if len(span) != 2 or not 0 <= span[0] <= span[1]:
-            reason = f"data_offsets {where} are {span}, not first and last byte"
-            raise self._fault(reason, name)
-        begin, end = span
-        if spec.nbytes != end - begin:
-            raise self._fault(
-                f"data_offsets {where} span {end - begin} bytes, {spec} takes {spec.nbytes}", name
-            )
-        return spec, begin, end
-
-    def _spec(self, code: Any, shape: tuple[int, ...], name: str) -> ArraySpec:
-        where = f"of tensor {name[:200]!r}"
-        if not isinstance(code, str):
-            raise self._fault(f"the dtype {where} is not a string", name)
-        spec = self._specs.get((code, shape))
-        if spec is not None:
-            return spec
-        dtype = DTYPES.get(code)
-        if dtype is None:
-            known = "cannot be restored" if code in DTYPES else "is unknown to this release"
-            offset = self._place(name)
-            raise UnsupportedFormatError(
-                f"{self._file}, byte {offset}: the dtype {code[:40]!a} {where} {known}; convert "
-                "the tensor with the library that wrote it",
-                file=self._file,
-                offset=offset,
-                expected=tuple(CODES.values()),
-                found=code[:40],
-            )
-        spec = self._specs[code, shape] = array_spec(shape, dtype)
-        elements = math.prod(max(1, n) for n in shape)
-        if any(n < 0 for n in shape) or elements * spec.itemsize >= 1 << 62:
-            shown = str(list(shape))[:80]
-            raise self._fault(f"shape {where} is {shown}, which no array has", name)
-        return spec
+def _check_members(value: Any, where: str) -> None:
+    """Raise ValueError unless a tensor has its members, and these have their forms."""
+    members = value.keys() if isinstance(value, dict) else set()
+    for member in members - _FIELDS:
+        raise ValueError(f"{member[:80]!a} {where} is not a member of this version")
+    if members != _FIELDS:
+        raise ValueError(f"{', '.join(sorted(_FIELDS - members))} {where} is missing")
+    for member, most in (("shape", MAX_RANK), ("data_offsets", 2)):
+        items = value[member]
+        if not isinstance(items, list) or set(map(type, items)) - {int}:
+            raise ValueError(f"{member} {where} is not a list of integers")
+        if len(items) > most:
+            raise ValueError(f"{member} {where} has more than {most} integers")
+        if max(map(abs, items), default=0) >= 1 << 63:
+            raise ValueError(f"{member} {where} has an integer beyond 64 bits")
+    span = value["data_offsets"]
+    if len(span) != 2 or not 0 <= span[0] <= span[1]:
+        raise ValueError(f"data_offsets {where} are {span}, not first and last byte")
+    if not isinstance(value["dtype"], str):
+        raise ValueError(f"the dtype {where} is not a string")
 
 
 def is_unicode(text: str) -> bool:
@@ -224,10 +194,14 @@ def is_unicode(text: str) -> bool:
 
 
 def _check_cover(
-    names: Sequence[str], begins: array[int], ends: array[int], nbytes: int, start: int, file: str
+    offsets: Mapping[str, int], ends: array[int], nbytes: int, start: int, file: str
 ) -> None:
-    """Raise unless the tensors fill the data without gaps or overlaps."""
-    first, last = np.array(begins, np.int64), np.array(ends, np.int64)
+    """Raise unless the tensors fill the `nbytes` of data from `start` without gaps or overlaps.
+
+    `ends` are one past the last byte of each in the data.
+    """
+    begins = (offset - start for offset in offsets.values())
+    first, last = np.fromiter(begins, np.int64, len(offsets)), np.array(ends, np.int64)
     order = np.lexsort((last, first))
     first, last = first[order], last[order]
     due = np.zeros(len(first) + 1, np.int64)
@@ -238,8 +212,8 @@ def _check_cover(
         what = "overlap" if first[row] < due[row] else "leave a gap"
         raise corrupt(
             _HEADER,
-            f"its tensors {what}: {names[order[row]][:200]!r} begins at byte {first[row]} of the "
-            f"data, the one before it ends at {due[row]}",
+            f"its tensors {what}: {list(offsets)[order[row]][:200]!r} begins at byte {first[row]} "
+            f"of the data, the one before it ends at {due[row]}",
             file=file,
             offset=start + int(first[row]),
             expected=int(due[row]),

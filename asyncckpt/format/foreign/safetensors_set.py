@@ -8,7 +8,7 @@ different ways) are ignored. Source: `huggingface_hub` 0.30, `serialization/_bas
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.damage import corrupt, path_fault
@@ -62,18 +62,13 @@ def decode_index(data: bytes, *, file: str) -> dict[str, str]:
     return weight_map
 
 
-def check_set(
-    weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str
-) -> Iterator[tuple[str, str, int]]:
-    """Yield name, file and row in the file's header of every tensor, in the order of the index."""
-    rows = {path: {name: row for row, name in enumerate(h.names)} for path, h in headers.items()}
+def check_set(weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str) -> None:
+    """Raise unless index and headers agree about the file of every tensor."""
     for name, path in weight_map.items():
-        row = rows[path].get(name)
-        if row is None:
+        if name not in headers[path].specs:
             raise _disagree(file, f"it places {name[:200]!r} in {path}, which does not hold it")
-        yield name, path, row
     for path, header in headers.items():
-        stray = next((name for name in header.names if weight_map.get(name) != path), None)
+        stray = next((name for name in header.specs if weight_map.get(name) != path), None)
         if stray is not None:
             placed = weight_map.get(stray)
             says = "which it does not name" if placed is None else f"which it places in {placed}"

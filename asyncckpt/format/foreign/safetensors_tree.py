@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from asyncckpt.errors import UnsupportedFormatError, UsageError
-from asyncckpt.format.damage import corrupt
+from asyncckpt.errors import UsageError
+from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.fields import check_form, parse_object
 from asyncckpt.format.foreign.safetensors import MAX_HEADER_NBYTES
 from asyncckpt.format.record import LeafTable
@@ -129,9 +129,9 @@ def decode_tree(
     text = "".join(parts).encode()
     document = parse_object(text, _WHAT, file=file, most_nbytes=MAX_HEADER_NBYTES)
     if type(document.get("version")) is int and document["version"] > _VERSION:
-        raise UnsupportedFormatError(
-            f"{file}: the tree beside the tensors has version {document['version']}, this release "
-            f"reads {_VERSION}; use a newer release",
+        raise unsupported(
+            f"the tree beside the tensors has version {document['version']}, this release reads "
+            f"{_VERSION}; use a newer release",
             file=file,
             expected=_VERSION,
             found=document["version"],
@@ -155,20 +155,15 @@ def _decode(document: dict[str, Any], most: int) -> SavedTree:
     nodes, rows = document["nodes"], document["leaves"]
     if len(nodes) > most or len(rows) > most:
         raise ValueError(f"leaves or nodes has more than {most} items")
-    kinds: list[str] = []
-    values: list[JsonValue] = []
-    extras: dict[int, Mapping[str, JsonValue]] = {}
-    tensors: list[str | None] = []
     structure = Structure.from_json({"leaves": len(rows), "nodes": nodes})
-    for row, members in enumerate(rows):
-        kind, value, extra, tensor = _leaf(row, members)
-        kinds.append(kind)
-        values.append(value)
-        tensors.append(tensor)
-        if extra:
-            extras[row] = extra
+    decoded_rows = [_leaf(row, members) for row, members in enumerate(rows)]
+    leaves = LeafTable(
+        [kind for kind, *_ in decoded_rows],
+        [value for _, value, *_ in decoded_rows],
+        {row: extra for row, (_, _, extra, _) in enumerate(decoded_rows) if extra},
+    )
+    tensors = [tensor for *_, tensor in decoded_rows]
     decoded = {name: decode_scalar("float", bits) for name, bits in document["metrics"].items()}
-    leaves = LeafTable(kinds, values, extras, {})
     metrics = cast(Mapping[str, float], decoded)
     return SavedTree(structure, leaves, tensors, document["metadata"], metrics)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from asyncckpt.format.codecs import Bytes, ChunkError
+from asyncckpt.format.codecs import Bytes, ChunkError, Codec, check_nbytes
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr import Shards
 from asyncckpt.format.zarr3 import CRC_NBYTES
@@ -23,6 +23,23 @@ ENTRY_NBYTES = 16
 """Bytes of the index per chunk."""
 
 _MISSING = (1 << 64) - 1
+
+
+def without_crc32c(data: Bytes, what: str = "a CRC-32C") -> Bytes:
+    """Return the bytes before their CRC-32C, called `what` in errors.
+
+    Raises:
+        ChunkError: it is missing or differs.
+    """
+    end = data.nbytes - CRC_NBYTES
+    if end < 0:
+        raise ChunkError(f"{data.nbytes} bytes hold no checksum")
+    stored, crc = int.from_bytes(data[end:].tobytes(), "little"), crc32c(data[:end])
+    if crc != stored:
+        raise ChunkError(
+            f"{what} is {crc:08x}, the stored one {stored:08x}", expected=stored, found=crc
+        )
+    return data[:end]
 
 
 def decode_index(
@@ -43,17 +60,11 @@ def decode_index(
             found=data.nbytes,
         )
     start = 0 if shards.index_at_start else data.nbytes - nbytes
-    index = data[start : start + nbytes].tobytes()
-    table = index[: nbytes - crc_nbytes]
+    index = data[start : start + nbytes]
     if shards.index_crc32c:
-        stored, crc = int.from_bytes(index[-CRC_NBYTES:], "little"), crc32c(table)
-        if crc != stored:
-            raise ChunkError(
-                f"the CRC-32C of the shard's index is {crc:08x}, the stored one {stored:08x}",
-                expected=stored,
-                found=crc,
-            )
-    entries = np.frombuffer(table, ">u8" if shards.index_big_endian else "<u8").tolist()
+        index = without_crc32c(index, "the CRC-32C of the shard's index")
+    kind = ">u8" if shards.index_big_endian else "<u8"
+    entries = np.frombuffer(index.tobytes(), kind).tolist()
     places: list[tuple[int, int] | None] = []
     for number, (offset, length) in enumerate(zip(entries[::2], entries[1::2], strict=True)):
         if offset == length == _MISSING:
@@ -73,7 +84,7 @@ def decode_index(
 def unshard(
     data: Bytes,
     shards: Shards,
-    decode: Callable[[Bytes, int], Bytes],
+    codec: Codec,
     *,
     shape: Sequence[int],
     itemsize: int,
@@ -82,9 +93,9 @@ def unshard(
 ) -> Bytes:
     """Return the elements of a whole shard.
 
-    `decode` returns the elements of one stored chunk, given its decoded size in bytes. `fill` is
-    one element of the chunks that are not stored, empty for zero. `stored` is the shape of the
-    corner of the shard whose chunks must all be stored; None if any may be missing.
+    `codec` decodes its chunks. `fill` is one element of the chunks that are not stored, empty for
+    zero. `stored` is the shape of the corner of the shard whose chunks must all be stored; None if
+    any may be missing.
 
     Raises:
         ChunkError: the index or a chunk is damaged, or a chunk that must be stored is missing.
@@ -98,7 +109,12 @@ def unshard(
     for number, corner in enumerate(itertools.product(*axes)):
         place = places[number]
         if place is not None:
-            payload = decode(data[place[0] : sum(place)], chunk_nbytes)
+            payload = data[place[0] : sum(place)]
+            if codec.crc32c:
+                payload = without_crc32c(payload)
+            if codec.decode is not None:
+                payload = codec.decode([payload], chunk_nbytes)
+            check_nbytes(payload, chunk_nbytes)
             box = tuple(slice(at, at + n) for at, n in zip(corner, chunk_shape, strict=True))
             out[box] = np.ndarray(chunk_shape, element, np.ascontiguousarray(payload))
         elif stored is not None and all(a < n for a, n in zip(corner, stored, strict=True)):

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.codecs import Bytes, ChunkError, Codec, decompress_zstd
-from asyncckpt.format.crc import crc32c
-from asyncckpt.format.foreign.sharding import unshard
+from asyncckpt.format.codecs import Bytes, ChunkError, Codec, check_nbytes, decompress_zstd
+from asyncckpt.format.damage import unsupported
+from asyncckpt.format.foreign.sharding import unshard, without_crc32c
 from asyncckpt.format.zarr import Chain
-from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.spec import ITEMSIZES
 
 Unpack = Callable[[Bytes, int], Bytes]
@@ -52,8 +50,8 @@ def make_codec(
     known = {**_UNPACK, **(more or {})}
     for name in packing:
         if name not in known:
-            raise UnsupportedFormatError(
-                f"{file}: chunks packed with {name} are not read here; rewrite the array with zstd",
+            raise unsupported(
+                f"chunks packed with {name} are not read here; rewrite the array with zstd",
                 file=file,
                 expected=sorted(known),
                 found=name,
@@ -82,40 +80,17 @@ def make_codec(
             data = unshard(
                 data,
                 chain.shards,
-                _decoder(inner),
+                inner,
                 shape=[shape[axis] for axis in axes],
                 itemsize=ITEMSIZES[dtype],
                 fill=fill,
                 stored=None if stored is None else [stored[axis] for axis in axes],
             )
-        _check_nbytes(data, nbytes)
+        check_nbytes(data, nbytes)
         return _ordered(data, chain, shape, dtype)
 
     checked = "crc32c" in packing or (inner is not None and inner.verifies)
     return Codec("+".join(names), chain.crc32c, decode, checked)
-
-
-def _decoder(codec: Codec) -> Callable[[Bytes, int], Bytes]:
-    """Return the function that decodes a chunk inside a shard, its checksum included."""
-
-    def decode(data: Bytes, nbytes: int) -> Bytes:
-        if codec.crc32c:
-            data = _check_crc32c(data, data.nbytes)
-        if codec.decode is not None:
-            data = codec.decode([data], nbytes)
-        _check_nbytes(data, nbytes)
-        return data
-
-    return decode
-
-
-def _check_nbytes(data: Bytes, nbytes: int) -> None:
-    if data.nbytes != nbytes:
-        raise ChunkError(
-            f"it holds {data.nbytes} bytes, the chunk has {nbytes}",
-            expected=nbytes,
-            found=data.nbytes,
-        )
 
 
 def _ordered(data: Bytes, chain: Chain, shape: tuple[int, ...], dtype: str) -> Bytes:
@@ -168,22 +143,10 @@ def _within(unpacked: bytes, name: str, limit: int) -> Bytes:
     return np.frombuffer(unpacked, np.uint8)
 
 
-def _check_crc32c(data: Bytes, _: int) -> Bytes:
-    end = data.nbytes - CRC_NBYTES
-    if end < 0:
-        raise ChunkError(f"{data.nbytes} bytes hold no checksum")
-    stored, crc = int.from_bytes(data[end:].tobytes(), "little"), crc32c(data[:end])
-    if crc != stored:
-        raise ChunkError(
-            f"a CRC-32C is {crc:08x}, the stored one {stored:08x}", expected=stored, found=crc
-        )
-    return data[:end]
-
-
 _UNPACK: dict[str, Unpack] = {
     "zstd": _unpack_zstd,
     "gzip": _stream("gzip", lambda: zlib.decompressobj(31)),
     "zlib": _stream("zlib", lambda: zlib.decompressobj(15)),
     "bz2": _stream("bz2", bz2.BZ2Decompressor),
-    "crc32c": _check_crc32c,
+    "crc32c": lambda data, _: without_crc32c(data),
 }

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncckpt.format.ocdbt.datafiles import Location, encode_data_files
-from asyncckpt.format.ocdbt.keys import KeyColumns
+from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
+from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.wire import (
-    FRAME_HEADER,
+    FRAME_TRAILER,
     I64,
     NODE_MAGIC,
     encode_varint,
@@ -55,35 +56,46 @@ class ValueColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedTree:
-    """Nodes to write, and their description for the manifest.
+    """Nodes to write, and the version of the database that they are.
 
     Attributes:
         blocks: nodes to be written one after the other, starting at the given node offset.
-        root: location of the root, or None for a tree without keys.
+        version: the first version of a database; its root is None for a tree without keys.
         inline_offset: offset in the node file of every inline value, -1 for indirect ones. Nodes
             are not compressed, so that a reader may read the value there.
     """
 
     blocks: list[bytearray]
-    root: Location | None
-    root_height: int
-    num_keys: int
-    tree_nbytes: int
-    indirect_value_nbytes: int
+    version: Version
     inline_offset: I64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Children:
-    """One level of finished nodes: first key, common prefix, location and statistics of each."""
+class _Level:
+    """Entries of all nodes of one height, by column: values, or the nodes below.
 
-    key: I64
+    Attributes:
+        keys: the key of each value, or the first key of each node below.
+        prefix: length of what all keys of an entry have in common; of a value, that of its key.
+        offset: first byte of the value or node in its file.
+        nbytes: its length.
+        num_keys: keys of the entry.
+        tree_nbytes: bytes of its nodes.
+        indirect_nbytes: bytes of its values in data files.
+    """
+
+    keys: KeyColumns
     prefix: I64
     offset: I64
     nbytes: I64
     num_keys: I64
     tree_nbytes: I64
     indirect_nbytes: I64
+
+    @property
+    def child_columns(self) -> tuple[I64, ...]:
+        """Columns of an interior node after its keys and data files, in their order."""
+        return self.offset, self.nbytes, self.num_keys, self.tree_nbytes, self.indirect_nbytes
 
 
 def encode_tree(
@@ -94,74 +106,72 @@ def encode_tree(
     node_file: str,
     node_offset: int,
     max_decoded_node_nbytes: int,
+    commit_time_ns: int = 0,
 ) -> EncodedTree:
-    """Encode the nodes of the tree that maps the keys to the values.
+    """Encode the nodes of the tree that maps the keys to the values, committed at this time.
 
     Node bodies are at most `max_decoded_node_nbytes` long, except those that cannot be split: a
     leaf of one entry and an interior node of two.
     """
     count = len(columns)
+    none = np.zeros(count, np.int64)
     if not count:
-        return EncodedTree([], None, 0, 0, 0, 0, np.empty(0, np.int64))
+        return EncodedTree([], Version(1, None, 0, 0, 0, 0, commit_time_ns), none)
     nbytes = values.nbytes.copy()
-    indirect = values.file >= 0
-    inline = np.flatnonzero(~indirect)
+    inline = np.flatnonzero(values.file < 0)
     inlined = map(values.inline.__getitem__, inline.tolist())
     nbytes[inline] = np.fromiter(map(len, inlined), np.int64, inline.size)
     values = replace(values, nbytes=nbytes)
-    groups = _split_leaves(columns, values, data_files, max_decoded_node_nbytes)
+    indirect_nbytes = np.where(values.file < 0, 0, nbytes)
+    level = _Level(columns, columns.lengths, values.offset, nbytes, none + 1, none, indirect_nbytes)
+    bounds = _split_leaves(level, values.file, data_files, max_decoded_node_nbytes)
+    inline_offset = none
     blocks: list[bytearray] = []
-    inline_offset = np.full(count, -1, np.int64)
-    offset = node_offset
-    is_root = len(groups) == 2
-    prefixes = np.zeros(1, np.int64) if is_root else _common_prefixes(columns, groups)
-    for start, stop, prefix in zip(groups, groups[1:], prefixes.tolist(), strict=False):
-        head = _encode_leaf(columns, values, data_files, start, stop, prefix)
-        rows = start + np.flatnonzero(~indirect[start:stop])
-        sizes = nbytes[rows]
-        inline_offset[rows] = offset + FRAME_HEADER + len(head) + np.cumsum(sizes) - sizes
-        inline_values = [value for value in values.inline[start:stop] if value]
-        blocks.append(frame_of(NODE_MAGIC, [head, *inline_values]))
-        offset += len(blocks[-1])
-    starts = np.array(groups[:-1], np.int64)
-    block_nbytes = np.array(list(map(len, blocks)), np.int64)
-    level = _Children(
-        key=starts,
-        prefix=prefixes,
-        offset=node_offset + np.cumsum(block_nbytes) - block_nbytes,
-        nbytes=block_nbytes,
-        num_keys=np.array(groups[1:], np.int64) - starts,
-        tree_nbytes=block_nbytes,
-        indirect_nbytes=np.add.reduceat(np.where(indirect, nbytes, 0), starts),
-    )
-    height = 0
-    while level.key.size > 1:
+    height, offset = 0, node_offset
+    while True:
+        starts = np.array(bounds[:-1], np.int64)
+        is_root = starts.size == 1
+        prefixes = np.zeros(1, np.int64) if is_root else _common_prefixes(level, starts)
+        for start, stop, prefix in zip(bounds, bounds[1:], prefixes.tolist(), strict=False):
+            fields = (
+                _encode_children(level, node_file, start, stop)
+                if height
+                else _encode_values(values, data_files, start, stop)
+            )
+            blocks.append(_encode_node(level, height, start, stop, prefix, *fields))
+        sizes = np.array(list(map(len, blocks[-starts.size :])), np.int64)
+        offsets = offset + np.cumsum(sizes) - sizes
+        if not height:
+            inline_offset = _inline_offsets(values, bounds, offsets + sizes)
+        if is_root:
+            break
+        level = _Level(
+            keys=prepare_keys(list(map(level.keys.key, starts.tolist()))),
+            prefix=prefixes,
+            offset=offsets,
+            nbytes=sizes,
+            num_keys=np.add.reduceat(level.num_keys, starts),
+            tree_nbytes=np.add.reduceat(level.tree_nbytes, starts) + sizes,
+            indirect_nbytes=np.add.reduceat(level.indirect_nbytes, starts),
+        )
+        offset += int(sizes.sum())
         height += 1
         if height > MAX_HEIGHT:
             raise ValueError(f"the tree is higher than {MAX_HEIGHT}")
-        level, offset = _encode_level(
-            columns, level, height, blocks, node_file, offset, max_decoded_node_nbytes
-        )
-    return EncodedTree(
-        blocks,
-        Location(node_file, int(level.offset[0]), int(level.nbytes[0])),
-        height,
-        count,
-        int(level.tree_nbytes[0]),
-        int(level.indirect_nbytes[0]),
-        inline_offset,
-    )
+        bounds = _split_children(level, node_file, max_decoded_node_nbytes)
+    root = Location(node_file, offset, len(blocks[-1]))
+    totals = count, sum(map(len, blocks)), int(indirect_nbytes.sum())
+    return EncodedTree(blocks, Version(1, root, height, *totals, commit_time_ns), inline_offset)
 
 
 def _split_leaves(
-    columns: KeyColumns, values: ValueColumns, data_files: Sequence[str], max_nbytes: int
+    level: _Level, file: I64, data_files: Sequence[str], max_nbytes: int
 ) -> list[int]:
-    count, indirect = len(columns), values.file >= 0
-    suffix = columns.lengths - columns.shared
-    cost = varint_sizes(columns.shared) + varint_sizes(suffix) + suffix
-    cost += varint_sizes(values.nbytes) + 1
-    place = varint_sizes(np.maximum(values.file, 0)) + varint_sizes(np.maximum(values.offset, 0))
-    cost += np.where(indirect, place, values.nbytes)
+    """Return where leaves begin and end; `file` is the data file of each value."""
+    count, indirect = len(level.keys), file >= 0
+    cost = varint_sizes(level.nbytes) + 1
+    place = varint_sizes(np.maximum(file, 0)) + varint_sizes(np.maximum(level.offset, 0))
+    cost += np.where(indirect, place, level.nbytes)
     # A node lists the files it uses. Every change to a file among the entries counts as one
     # listing, limited to the cost of all files together.
     path_nbytes = np.array([0, *map(len, map(str.encode, data_files))], np.int64)[
@@ -169,29 +179,46 @@ def _split_leaves(
     ]
     file_cost = path_nbytes + 2 * varint_sizes(path_nbytes) + 1
     rows = np.flatnonzero(indirect)
-    files = values.file[rows]
+    files = file[rows]
     change = np.ones(rows.size, np.bool_)
     change[1:] = files[1:] != files[:-1]
     runs = np.zeros(count, np.int64)
     runs[rows[change]] = file_cost[files[change]]
     all_files = int(file_cost[np.unique(files)].sum()) if rows.size else 0
     first_file = int(file_cost.max())  # a node may begin within a run
-    head = 1 + len(encode_varint(len(data_files))) + len(encode_varint(count))
-    first = head + columns.shared + varint_sizes(columns.lengths)
-    return _split(cost, runs, first, first_file, all_files, max_nbytes, least=1)
+    head_nbytes = 1 + len(encode_varint(len(data_files))) + len(encode_varint(count))
+    return _split(level.keys, cost, head_nbytes, max_nbytes, runs, first_file, all_files, least=1)
+
+
+def _split_children(level: _Level, node_file: str, max_nbytes: int) -> list[int]:
+    """Return where interior nodes begin and end."""
+    cost = 1 + sum(map(varint_sizes, level.child_columns), start=varint_sizes(level.prefix))
+    count, table = len(level.keys), encode_data_files([node_file])
+    head_nbytes = 1 + len(table) + len(encode_varint(count))
+    return _split(
+        level.keys, cost, head_nbytes, max_nbytes, np.zeros(count, np.int64), 0, 0, least=2
+    )
 
 
 def _split(
+    keys: KeyColumns,
     cost: I64,
+    head_nbytes: int,
+    max_nbytes: int,
     runs: I64,
-    first: I64,
     first_run: int,
     all_runs: int,
-    max_nbytes: int,
     *,
     least: int,
 ) -> list[int]:
-    """Return boundaries of runs of `least` or more entries that fit in `max_nbytes`."""
+    """Return boundaries of runs of `least` or more entries that fit in `max_nbytes`.
+
+    `cost` is that of every entry without its key, `head_nbytes` that of a node without entries;
+    `runs` are added where data files change.
+    """
+    suffix = keys.lengths - keys.shared
+    cost = cost + varint_sizes(keys.shared) + varint_sizes(suffix) + suffix
+    first = head_nbytes + keys.shared + varint_sizes(keys.lengths)
     count = cost.size
     sums = np.zeros(count + 1, np.int64)
     np.cumsum(cost, out=sums[1:])
@@ -211,109 +238,71 @@ def _split(
     return bounds
 
 
-def _common_prefixes(columns: KeyColumns, groups: Sequence[int]) -> I64:
-    """Return the length of the prefix common to each group; of the key if it is a single one."""
-    starts = np.array(groups[:-1], np.int64)
-    shared = columns.shared.copy()
-    shared[starts] = columns.lengths[starts]
-    return np.minimum.reduceat(shared, starts)
+def _common_prefixes(level: _Level, starts: I64) -> I64:
+    """Return the length of the prefix common to each group of entries."""
+    shared = level.keys.shared.copy()
+    shared[starts] = level.prefix[starts]
+    return np.minimum.reduceat(np.minimum(shared, level.prefix), starts)
 
 
-def _encode_leaf(
-    columns: KeyColumns,
-    values: ValueColumns,
-    data_files: Sequence[str],
+def _encode_values(
+    values: ValueColumns, data_files: Sequence[str], start: int, stop: int
+) -> tuple[bytes, list[bytes | memoryview]]:
+    """Return the data-file table of a leaf, and its columns after the keys."""
+    rows = slice(start, stop)
+    in_file = values.file[rows] >= 0
+    used, local = np.unique(values.file[rows][in_file], return_inverse=True)
+    return encode_data_files(list(map(data_files.__getitem__, used.tolist()))), [
+        encode_varints(values.nbytes[rows]),
+        in_file.astype(np.uint8).tobytes(),
+        encode_varints(local.reshape(-1).astype(np.int64)),
+        encode_varints(values.offset[rows][in_file]),
+        *(value for value in values.inline[rows] if value),
+    ]
+
+
+def _encode_children(
+    level: _Level, node_file: str, start: int, stop: int
+) -> tuple[bytes, list[bytes | memoryview]]:
+    """Return the data-file table of an interior node, and its columns after the keys."""
+    columns = [encode_varints(column[start:stop]) for column in level.child_columns]
+    return encode_data_files([node_file]), [bytes(stop - start), *columns]
+
+
+def _encode_node(
+    level: _Level,
+    height: int,
     start: int,
     stop: int,
     prefix: int,
-) -> bytes:
-    """Return the body of a leaf up to its inline values."""
-    rows = slice(start, stop)
-    lengths = columns.lengths[rows] - columns.shared[rows]
-    lengths[0] = columns.lengths[start] - prefix
-    in_file = values.file[rows] >= 0
-    used, local = np.unique(values.file[rows][in_file], return_inverse=True)
-    suffixes = columns.suffixes[columns.suffix_ends[start + 1] : columns.suffix_ends[stop]]
-    return b"".join(
-        (
-            b"\0",
-            encode_data_files(list(map(data_files.__getitem__, used.tolist()))),
-            encode_varint(stop - start),
-            encode_varints(columns.shared[start + 1 : stop] - prefix),
-            encode_varints(lengths),
-            columns.key(start)[prefix:],
-            suffixes,
-            encode_varints(values.nbytes[rows]),
-            in_file.astype(np.uint8).tobytes(),
-            encode_varints(local.reshape(-1).astype(np.int64)),
-            encode_varints(values.offset[rows][in_file]),
-        )
+    table: bytes,
+    fields: Sequence[bytes | memoryview],
+) -> bytearray:
+    """Return a node of some entries, whose keys it stores without their common prefix."""
+    keys = level.keys
+    lengths = keys.lengths[start:stop] - keys.shared[start:stop]
+    lengths[0] = keys.lengths[start] - prefix
+    body = (
+        bytes([height]),
+        table,
+        encode_varint(stop - start),
+        encode_varints(keys.shared[start + 1 : stop] - prefix),
+        encode_varints(lengths),
+        encode_varints(level.prefix[start:stop] - prefix) if height else b"",
+        keys.key(start)[prefix:],
+        keys.suffixes[keys.suffix_ends[start + 1] : keys.suffix_ends[stop]],
+        *fields,
     )
+    return frame_of(NODE_MAGIC, body)
 
 
-def _encode_level(
-    columns: KeyColumns,
-    children: _Children,
-    height: int,
-    blocks: list[bytearray],
-    node_file: str,
-    offset: int,
-    max_nbytes: int,
-) -> tuple[_Children, int]:
-    """Append the interior nodes above `children` to `blocks`; return them and the next offset."""
-    lengths = columns.lengths[children.key]
-    shared = np.zeros(children.key.size, np.int64)
-    # Two keys of a sorted list share as much as all neighbours between them do.
-    shared[1:] = np.minimum.reduceat(np.append(columns.shared, 0), children.key + 1)[:-1]
-    suffix = lengths - shared
-    table = encode_data_files([node_file])
-    fields = (
-        children.offset,
-        children.nbytes,
-        children.num_keys,
-        children.tree_nbytes,
-        children.indirect_nbytes,
-    )
-    cost = suffix + 1
-    for column in (shared, suffix, children.prefix, *fields):
-        cost += varint_sizes(column)
-    first = 1 + len(table) + len(encode_varint(lengths.size)) + shared + varint_sizes(lengths)
-    bounds = _split(cost, np.zeros_like(cost), first, 0, 0, max_nbytes, least=2)
-    starts = np.array(bounds[:-1], np.int64)
-    is_root = starts.size == 1
-    prefixes = np.zeros(1, np.int64)
-    if not is_root:
-        common = shared.copy()
-        common[starts] = children.prefix[starts]
-        prefixes = np.minimum.reduceat(np.minimum(common, children.prefix), starts)
-    sizes = []
-    for start, stop, prefix in zip(bounds, bounds[1:], prefixes.tolist(), strict=False):
-        rows = slice(start, stop)
-        own = suffix[rows].copy()
-        own[0] = lengths[start] - prefix
-        keys = list(map(columns.key, children.key[rows].tolist()))
-        cuts = [prefix, *shared[start + 1 : stop].tolist()]
-        parts = (
-            bytes([height]),
-            table,
-            encode_varint(stop - start),
-            encode_varints(shared[start + 1 : stop] - prefix),
-            encode_varints(own),
-            encode_varints(children.prefix[rows] - prefix),
-            *(key[cut:] for key, cut in zip(keys, cuts, strict=True)),
-            bytes(stop - start),
-            *(encode_varints(column[rows]) for column in fields),
-        )
-        blocks.append(frame_of(NODE_MAGIC, parts))
-        sizes.append(len(blocks[-1]))
-    nbytes = np.array(sizes, np.int64)
-    above = _Children(
-        key=children.key[starts],
-        prefix=prefixes,
-        offset=offset + np.cumsum(nbytes) - nbytes,
-        nbytes=nbytes,
-        num_keys=np.add.reduceat(children.num_keys, starts),
-        tree_nbytes=np.add.reduceat(children.tree_nbytes, starts) + nbytes,
-        indirect_nbytes=np.add.reduceat(children.indirect_nbytes, starts),
-    )
-    return above, offset + int(nbytes.sum())
+def _inline_offsets(values: ValueColumns, bounds: Sequence[int], ends: I64) -> I64:
+    """Return where inline values are in leaves that end at `ends`; -1 for indirect values.
+
+    They are the last in a leaf, followed only by its checksum.
+    """
+    sizes = np.where(values.file < 0, values.nbytes, 0)
+    stops = np.cumsum(sizes)
+    shift = ends - FRAME_TRAILER - stops[np.array(bounds[1:]) - 1]
+    offsets = np.repeat(shift, np.diff(bounds)) + stops - sizes
+    return np.where(values.file < 0, offsets, -1)

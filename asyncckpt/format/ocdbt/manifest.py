@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.ocdbt.btree import EncodedTree
+from asyncckpt.format.damage import unsupported
 from asyncckpt.format.ocdbt.datafiles import (
     MISSING,
     DataFile,
@@ -127,14 +126,13 @@ def generation_of(name: str) -> int | None:
 
 def encode_manifest(
     uuid: bytes,
-    tree: EncodedTree,
+    version: Version,
     *,
-    commit_time_ns: int,
     max_inline_value_bytes: int = MAX_INLINE_VALUE_NBYTES,
     max_decoded_node_bytes: int = MAX_DECODED_NODE_NBYTES,
 ) -> bytes:
-    """Encode `manifest.ocdbt` of a database whose only version is this tree."""
-    root = tree.root or Location("", MISSING, MISSING)
+    """Encode `manifest.ocdbt` of a database with only this version."""
+    root = version.root or Location("", MISSING, MISSING)
     body = b"".join(
         (
             uuid,
@@ -143,14 +141,15 @@ def encode_manifest(
             encode_varint(max_decoded_node_bytes),
             bytes((VERSION_TREE_ARITY_LOG2, 0)),  # not compressed
             encode_data_files([root.file]),
-            b"\1\1",  # one version, generation 1
-            bytes((tree.root_height, 0)),  # in the first data file
+            b"\1",  # one version
+            encode_varint(version.generation),
+            bytes((version.root_height, 0)),  # in the first data file
             encode_varint(root.offset),
             encode_varint(root.nbytes),
-            encode_varint(tree.num_keys),
-            encode_varint(tree.tree_nbytes),
-            encode_varint(tree.indirect_value_nbytes),
-            commit_time_ns.to_bytes(8, "little"),
+            encode_varint(version.num_keys),
+            encode_varint(version.tree_nbytes),
+            encode_varint(version.indirect_value_nbytes),
+            version.commit_time_ns.to_bytes(8, "little"),
             b"\0",  # no nodes of older versions
         )
     )
@@ -188,9 +187,9 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
         reader.end()
         return Manifest(uuid, config, numbered=True)
     if kind:
-        raise UnsupportedFormatError(
-            f"{file}: the OCDBT database has manifests of kind {kind}, this release reads kinds 0 "
-            "and 1; read it with a newer release",
+        raise unsupported(
+            f"the OCDBT database has manifests of kind {kind}, this release reads kinds 0 and 1; "
+            "read it with a newer release",
             file=file,
             expected=(0, 1),
             found=kind,
@@ -206,17 +205,18 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
     return manifest
 
 
-def _increasing(reader: Reader, generations: list[int]) -> None:
+def _generations(reader: Reader, what: str, *, nbytes_each: int) -> list[int]:
+    generations: list[int] = reader.varints(reader.count(what, nbytes_each=nbytes_each)).tolist()
     if generations and (
         generations[0] < 1 or any(b <= a for a, b in itertools.pairwise(generations))
     ):
         raise reader.fault(f"the generations {generations[:4]} … do not increase from 1")
+    return generations
 
 
 def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Version, ...]:
-    count = reader.count("versions", nbytes_each=16)
-    generations = reader.varints(count).tolist()
-    _increasing(reader, generations)
+    generations = _generations(reader, "versions", nbytes_each=16)
+    count = len(generations)
     heights = list(reader.take(count))
     file_indices = reader.varints(count).tolist()
     offsets = [reader.varint() for _ in range(count)]
@@ -227,8 +227,7 @@ def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Versi
     for i in range(count):
         root = None
         if offsets[i] != MISSING or lengths[i] != MISSING:
-            row = used_file(reader, files, file_indices[i])
-            root = _location(reader, row, offsets[i], lengths[i])
+            root = _location(reader, files, file_indices[i], offsets[i], lengths[i])
         elif heights[i] or any(column[i] for column in statistics):
             raise reader.fault(f"version {generations[i]} has no root, but a height or keys")
         keys, tree, indirect = (column[i] for column in statistics)
@@ -237,9 +236,8 @@ def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Versi
 
 
 def _decode_version_nodes(reader: Reader, files: tuple[DataFile, ...]) -> tuple[VersionNode, ...]:
-    count = reader.count("version nodes", nbytes_each=14)
-    generations = reader.varints(count).tolist()
-    _increasing(reader, generations)
+    generations = _generations(reader, "version nodes", nbytes_each=14)
+    count = len(generations)
     file_indices = reader.varints(count).tolist()
     offsets = reader.varints(count).tolist()
     lengths = reader.varints(count).tolist()
@@ -248,15 +246,17 @@ def _decode_version_nodes(reader: Reader, files: tuple[DataFile, ...]) -> tuple[
     heights = list(reader.take(count))
     nodes = []
     for i in range(count):
-        row = used_file(reader, files, file_indices[i])
-        location = _location(reader, row, offsets[i], lengths[i])
+        location = _location(reader, files, file_indices[i], offsets[i], lengths[i])
         nodes.append(
             VersionNode(generations[i], location, num_generations[i], times[i], heights[i])
         )
     return tuple(nodes)
 
 
-def _location(reader: Reader, row: DataFile, offset: int, nbytes: int) -> Location:
+def _location(
+    reader: Reader, files: tuple[DataFile, ...], index: int, offset: int, nbytes: int
+) -> Location:
+    row = used_file(reader, files, index)
     if offset + nbytes >= 1 << 63:
         raise reader.fault(f"the range {offset}+{nbytes} of {row.path} ends past 2^63")
     return Location(row.path, offset, nbytes, row.base_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,8 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.ocdbt.datafiles import MAX_DATA_FILES, Location
 from asyncckpt.format.ocdbt.manifest import Version
-from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, InteriorNode, LeafNode, decode_node
-from asyncckpt.format.ocdbt.wire import FRAME_OVERHEAD, I64, MAX_BODY_NBYTES
+from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, InteriorNode, decode_node
+from asyncckpt.format.ocdbt.wire import FRAME_OVERHEAD, MAX_BODY_NBYTES
 
 # Allowances that do not depend on the size of the files.
 _FREE_NODES = 1 << 10
@@ -62,25 +61,8 @@ class TreeLimits:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeColumns:
-    """All keys of a tree in order, and their values by column.
-
-    Attributes:
-        keys: strictly increasing.
-        files: paths relative to the database.
-        file: index into `files`, -1 for inline values.
-        offset: start of the value in its file; -1 for inline values.
-        nbytes: length of the value.
-        inline: the value, or None if it is in a data file.
-    """
-
-    keys: list[bytes]
-    files: tuple[str, ...]
-    file: I64
-    offset: I64
-    nbytes: I64
-    inline: list[bytes | None]
+Values = dict[bytes, bytes | tuple[str, int, int]]
+"""Values by key, in the order of the keys: the value itself, or file, first byte and length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +76,23 @@ class _Wanted:
 
 
 class TreeDecoder:
-    """Decoder of the nodes of one version into columns.
+    """Decoder of the nodes of one version.
 
     While `wanted` is not empty, fetch those ranges and pass their bytes to `feed` in that order.
-    Then call `columns()`.
+    Then `values` has all keys; paths in it are relative to the database, and follow `base`.
     """
 
-    def __init__(self, version: Version, limits: TreeLimits | None = None) -> None:
+    def __init__(
+        self, version: Version, limits: TreeLimits | None = None, *, base: str = ""
+    ) -> None:
+        self.values: Values = {}
         self._limits = limits or TreeLimits()
+        self._base = base
         self._height = version.root_height
         self._level: list[_Wanted] = []
-        self._leaves: list[LeafNode] = []
+        self._last_key: bytes | None = None
         self._nodes = 0
         self._nbytes = 0
-        self._keys = 0
         self._keys_nbytes = 0
         if version.root is not None:
             self._admit(1, version.root.nbytes, version.root)
@@ -129,21 +114,6 @@ class TreeDecoder:
             children += self._decode(want, data)
         self._height -= 1
         self._level = children
-
-    def columns(self) -> TreeColumns:
-        """Return the columns of the whole tree."""
-        keys = list(itertools.chain.from_iterable(leaf.keys for leaf in self._leaves))
-        inline = list(itertools.chain.from_iterable(leaf.inline for leaf in self._leaves))
-        index: dict[str, int] = {}
-        columns: list[tuple[I64, I64, I64]] = [(np.empty(0, np.int64),) * 3]
-        for leaf in self._leaves:
-            # Index -1, that of inline values, selects the last element.
-            global_index = [index.setdefault(f.path, len(index)) for f in leaf.files]
-            columns.append(
-                (np.array([*global_index, -1], np.int64)[leaf.file], leaf.offset, leaf.nbytes)
-            )
-        file, offset, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
-        return TreeColumns(keys, tuple(index), file, offset, nbytes, inline)
 
     def _admit(self, count: int, nbytes: int, where: Location) -> None:
         """Count more nodes, of `nbytes` in total, and raise if they pass the limits."""
@@ -189,12 +159,16 @@ class TreeDecoder:
                     zip(node.keys, prefixes, counts, strict=True)
                 )
             ]
-        self._keys += len(node.keys)
-        if self._keys > limits.max_keys:
+        if len(self.values) + len(node.keys) > limits.max_keys:
             raise _fault(where, f"the tree has more than {limits.max_keys} keys")
-        if self._leaves and self._leaves[-1].keys[-1] >= node.keys[0]:
+        if self._last_key is not None and self._last_key >= node.keys[0]:
             raise _fault(where, "its keys do not sort after those of the leaf before it")
-        self._leaves.append(node)
+        self._last_key = node.keys[-1]
+        paths = [self._base + file.path for file in node.files]
+        columns = (node.file.tolist(), node.offset.tolist(), node.nbytes.tolist())
+        rows = zip(node.keys, node.inline, *columns, strict=True)
+        for key, value, file, offset, nbytes in rows:
+            self.values[key] = (paths[file], offset, nbytes) if value is None else value
         return []
 
 
@@ -203,12 +177,12 @@ def decode_tree(
     fetch: Callable[[Location], bytes],
     *,
     limits: TreeLimits | None = None,
-) -> TreeColumns:
-    """Return all keys and values of a version; `fetch` returns the bytes of a node."""
+) -> Values:
+    """Return the values of a version by key; `fetch` returns the bytes of a node."""
     decoder = TreeDecoder(version, limits)
     while wanted := decoder.wanted:
         decoder.feed([fetch(location) for location in wanted])
-    return decoder.columns()
+    return decoder.values
 
 
 def _fault(where: Location, reason: str) -> CorruptCheckpointError:

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.damage import corrupt
+from asyncckpt.format.damage import corrupt, unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,10 +30,11 @@ U64 = npt.NDArray[np.uint64]
 
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
-FRAME_OVERHEAD = 4 + 8 + 1 + 1 + 4
-"""Bytes that an uncompressed frame adds to its body."""
 FRAME_HEADER = 4 + 8 + 1 + 1
 """Bytes before the body of an uncompressed frame."""
+FRAME_TRAILER = 4
+"""Bytes after the body."""
+FRAME_OVERHEAD = FRAME_HEADER + FRAME_TRAILER
 
 MAX_BODY_NBYTES = 1 << 28
 """Largest body that is decompressed; Orbax asks for nodes of up to 100 MB."""
@@ -131,9 +132,7 @@ class Reader:
 
     def uint8(self) -> int:
         """Read one byte."""
-        self.need(1, "bytes")
-        self.pos += 1
-        return self._data[self.pos - 1]
+        return self.take(1)[0]
 
     def varint(self, *, below: int = 1 << 64) -> int:
         """Read one varint below `below`."""
@@ -207,7 +206,7 @@ def frame(magic: int, body: bytes) -> bytes:
 
 def frame_of(magic: int, body: Iterable[Buffer]) -> bytearray:
     """Return the uncompressed frame around the parts of a body, copying each part once."""
-    data = bytearray().join((bytes(FRAME_HEADER), *body, bytes(4)))
+    data = bytearray().join((bytes(FRAME_HEADER), *body, bytes(FRAME_TRAILER)))
     data[:12] = magic.to_bytes(4, "big") + len(data).to_bytes(8, "little")
     data[-4:] = crc32c(memoryview(data)[:-4]).to_bytes(4, "little")
     return data
@@ -244,9 +243,9 @@ def unframe(
     head.pos = 12
     version = head.varint()
     if version:
-        raise UnsupportedFormatError(
-            f"{file}, byte {offset}: {what} has OCDBT format version {version}, this release reads "
-            "version 0; read it with a newer release",
+        raise unsupported(
+            f"{what} has OCDBT format version {version}, this release reads version 0; read it "
+            "with a newer release",
             file=file,
             offset=offset,
             expected=0,

@@ -50,14 +50,11 @@ def write_database(
         node_file=nodes,
         node_offset=0,
         max_decoded_node_nbytes=max_node,
+        commit_time_ns=1,
     )
-    version = Version(
-        1, tree.root, tree.root_height, tree.num_keys, tree.tree_nbytes,
-        tree.indirect_value_nbytes, 1,
-    )  # fmt: skip
     write(directory / DATA, data)
     write(directory / nodes, b"".join(tree.blocks))
-    write(directory / "manifest.ocdbt", encode_manifest(Manifest(UUID, versions=(version,))))
+    write(directory / "manifest.ocdbt", encode_manifest(Manifest(UUID, versions=(tree.version,))))
 
 
 def write(path: Path, data: bytes) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.damage import corrupt, path_fault
+from asyncckpt.format.damage import corrupt, path_fault, unsupported
 from asyncckpt.format.foreign.foreign_tree import Branch, add
 from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
@@ -77,163 +77,157 @@ class Entry:
 
 def decode_entries(value: object, *, file: str) -> list[Entry]:
     """Return the entries of a checkpoint, from the unpickled `.metadata`."""
-    return _Decoder(file).entries(value)
+    try:
+        return _entries(value, file)
+    except ValueError as error:
+        raise corrupt(_WHAT, str(error), file=file) from None
 
 
-class _Decoder:
-    def __init__(self, file: str) -> None:
-        self._file = file
-        self._files: dict[str, str] = {}
-
-    def entries(self, value: object) -> list[Entry]:
-        if not isinstance(value, Metadata):
-            self._fault(f"it is a {type(value).__name__}")
-        version = getattr(value, "version", None)
-        if version is not None and (
-            type(version) is not str or version.partition(".")[0] != str(VERSION)
-        ):
-            raise self._unsupported(
-                f"{_WHAT} has version {_shown(version)}, this release reads version {VERSION}",
-                VERSION,
-                _shown(version),
-            )
-        described = self._dict(getattr(value, "state_dict_metadata", None), "state_dict_metadata")
-        places = self._places(getattr(value, "storage_data", None))
-        paths = getattr(value, "planner_data", None)
-        paths = self._dict({} if paths is None else paths, "planner_data")
-        # Ranks append their shards; planner_data has the order of the state dict.
-        order = [key for key in paths if key in described]
-        order += [key for key in described if key not in paths]
-        entries = [
-            self._entry(key, described[key], paths.get(key, (key,)), places) for key in order
-        ]
-        self._check_apart(entries)
-        return entries
-
-    def _places(self, value: object) -> dict[tuple[str, object], StorageInfo]:
-        places: dict[tuple[str, object], StorageInfo] = {}
-        for index, info in self._dict(value, "storage_data", MetadataIndex).items():
-            fqn, offset = getattr(index, "fqn", None), getattr(index, "offset", None)
-            if type(fqn) is not str:
-                self._fault("an index of storage_data has no name")
-            if offset is not None:
-                offset = self._extents(offset, f"the offset of a shard of {fqn[:200]!r}")
-            if not isinstance(info, StorageInfo):
-                self._fault(f"storage_data of {fqn[:200]!r} is a {type(info).__name__}")
-            places[fqn, offset] = info
-        return places
-
-    def _entry(
-        self,
-        key: str,
-        value: object,
-        path: object,
-        places: Mapping[tuple[str, object], StorageInfo],
-    ) -> Entry:
-        where = f"{key[:200]!r}"
-        if type(path) is not tuple or not path or set(map(type, path)) - {str, int}:
-            self._fault(f"planner_data of {where} is no path of strings and integers")
-        if len(path) > MAX_DEPTH or any(type(p) is int and not 0 <= p < 1 << 31 for p in path):
-            self._fault(f"planner_data of {where} is too deep, or has an index out of range")
-        if isinstance(value, BytesStorageMetadata):
-            item = self._item(places.get((key, None)), where)
-            return Entry(key, path, None, "", (), (item,))
-        if not isinstance(value, TensorStorageMetadata):
-            self._fault(f"{where} is a {type(value).__name__}")
-        properties, shape = getattr(value, "properties", None), getattr(value, "size", None)
-        dtype = getattr(properties, "dtype", None)
-        if not isinstance(properties, TensorProperties) or not isinstance(dtype, Dtype):
-            self._fault(f"{where} has no dtype")
-        if properties.layout != "torch.strided":
-            raise self._unsupported(
-                f"{where} has the layout {_shown(properties.layout)}; save it as a dense tensor",
-                "torch.strided",
-                _shown(properties.layout),
-            )
-        shape = self._extents(shape, f"the size of {where}")
-        if math.prod(max(1, n) for n in shape) >= MAX_ELEMENTS:
-            self._fault(f"the size of {where} is {list(shape)}, which no tensor has")
-        if DTYPES[dtype.name] is None and 0 in shape:
-            raise self._unsupported(
-                f"{where} has the dtype {dtype.name}", tuple(DTYPES), dtype.name
-            )
-        boxes = self._boxes(getattr(value, "chunks", None), len(shape), where)
-        items = [self._item(places.get((key, box.offset)), where) for box in boxes]
-        return Entry(key, path, shape, dtype.name, boxes, tuple(items))
-
-    def _boxes(self, chunks: object, rank: int, where: str) -> tuple[Box, ...]:
-        """Return the shards that hold elements."""
-        if type(chunks) is not list:
-            self._fault(f"{where} has no list of shards")
-        boxes = []
-        for chunk in chunks:
-            if not isinstance(chunk, ChunkStorageMetadata):
-                self._fault(f"a shard of {where} is a {type(chunk).__name__}")
-            offset = self._extents(getattr(chunk, "offsets", None), f"the offset of {where}")
-            sizes = self._extents(getattr(chunk, "sizes", None), f"the size of a shard of {where}")
-            if not len(offset) == len(sizes) == rank:
-                self._fault(f"a shard of {where} is not of rank {rank}")
-            if all(sizes):
-                boxes.append(Box(offset, sizes))
-        return tuple(boxes)
-
-    def _item(self, info: StorageInfo | None, where: str) -> Item:
-        if info is None:
-            self._fault(f"storage_data does not locate a shard of {where}")
-        path, offset, nbytes = (
-            getattr(info, name, None) for name in ("relative_path", "offset", "length")
+def _entries(value: object, file: str) -> list[Entry]:
+    if not isinstance(value, Metadata):
+        raise ValueError(f"it is a {type(value).__name__}")
+    version, paths = value.version, value.planner_data
+    if version is not None and (
+        type(version) is not str or version.partition(".")[0] != str(VERSION)
+    ):
+        raise unsupported(
+            f"{_WHAT} has version {_shown(version)}, this release reads version {VERSION}",
+            file=file,
+            expected=VERSION,
+            found=_shown(version),
         )
-        if type(path) is not str or type(offset) is not int or type(nbytes) is not int:
-            self._fault(f"the location of {where} has no file, offset and length")
-        if not 0 <= offset <= MAX_FILE_NBYTES or not 0 < nbytes <= MAX_FILE_NBYTES:
-            self._fault(f"the location of {where} is bytes {offset} to {offset + nbytes}")
-        if path not in self._files:
-            reason = path_fault(path)
-            if reason is not None:
-                self._fault(f"{where} is in the file {path[:200]!r}, which {reason}")
-        extensions = getattr(info, "transform_descriptors", None)
-        if extensions:
-            first = _shown(extensions[0] if type(extensions) is list else extensions)
-            raise self._unsupported(
-                f"{where} is stored through the extension {first}; save it without extensions",
-                "no extensions",
-                first,
+    described = _dict(value.state_dict_metadata, "state_dict_metadata")
+    places = _places(value.storage_data)
+    paths = _dict({} if paths is None else paths, "planner_data")
+    # Ranks append their shards; planner_data has the order of the state dict.
+    order = [key for key in paths if key in described]
+    order += [key for key in described if key not in paths]
+    entries = [_entry(key, described[key], paths.get(key, (key,)), places, file) for key in order]
+    _check_places(entries)
+    return entries
+
+
+def _places(value: object) -> dict[tuple[str, object], StorageInfo]:
+    places: dict[tuple[str, object], StorageInfo] = {}
+    for index, info in _dict(value, "storage_data", MetadataIndex).items():
+        fqn, offset = index.fqn, index.offset
+        if type(fqn) is not str:
+            raise ValueError("an index of storage_data has no name")
+        if offset is not None:
+            offset = _extents(offset, f"the offset of a shard of {fqn[:200]!r}")
+        if not isinstance(info, StorageInfo):
+            raise ValueError(f"storage_data of {fqn[:200]!r} is a {type(info).__name__}")
+        places[fqn, offset] = info
+    return places
+
+
+def _entry(
+    key: str,
+    value: object,
+    path: object,
+    places: Mapping[tuple[str, object], StorageInfo],
+    file: str,
+) -> Entry:
+    where = f"{key[:200]!r}"
+    if type(path) is not tuple or not path or set(map(type, path)) - {str, int}:
+        raise ValueError(f"planner_data of {where} is no path of strings and integers")
+    if len(path) > MAX_DEPTH or any(type(p) is int and not 0 <= p < 1 << 31 for p in path):
+        raise ValueError(f"planner_data of {where} is too deep, or has an index out of range")
+    if isinstance(value, BytesStorageMetadata):
+        item = _item(places.get((key, None)), where, file)
+        return Entry(key, path, None, "", (), (item,))
+    if not isinstance(value, TensorStorageMetadata):
+        raise ValueError(f"{where} is a {type(value).__name__}")
+    properties = value.properties
+    if not isinstance(properties, TensorProperties) or not isinstance(properties.dtype, Dtype):
+        raise ValueError(f"{where} has no dtype")
+    dtype = properties.dtype.name
+    if properties.layout != "torch.strided":
+        raise unsupported(
+            f"{where} has the layout {_shown(properties.layout)}; save it as a dense tensor",
+            file=file,
+            expected="torch.strided",
+            found=_shown(properties.layout),
+        )
+    shape = _extents(value.size, f"the size of {where}")
+    if math.prod(max(1, n) for n in shape) >= MAX_ELEMENTS:
+        raise ValueError(f"the size of {where} is {list(shape)}, which no tensor has")
+    if dtype not in DTYPES and 0 in shape:
+        reason = f"{where} has the dtype {dtype}"
+        raise unsupported(reason, file=file, expected=DTYPES, found=dtype)
+    boxes = _boxes(value.chunks, len(shape), where)
+    items = [_item(places.get((key, box.offset)), where, file) for box in boxes]
+    return Entry(key, path, shape, dtype, boxes, tuple(items))
+
+
+def _boxes(chunks: object, rank: int, where: str) -> tuple[Box, ...]:
+    """Return the shards that hold elements."""
+    if type(chunks) is not list:
+        raise ValueError(f"{where} has no list of shards")
+    boxes = []
+    for chunk in chunks:
+        if not isinstance(chunk, ChunkStorageMetadata):
+            raise ValueError(f"a shard of {where} is a {type(chunk).__name__}")
+        offset = _extents(chunk.offsets, f"the offset of {where}")
+        sizes = _extents(chunk.sizes, f"the size of a shard of {where}")
+        if not len(offset) == len(sizes) == rank:
+            raise ValueError(f"a shard of {where} is not of rank {rank}")
+        if all(sizes):
+            boxes.append(Box(offset, sizes))
+    return tuple(boxes)
+
+
+def _item(info: StorageInfo | None, where: str, file: str) -> Item:
+    if info is None:
+        raise ValueError(f"storage_data does not locate a shard of {where}")
+    path, offset, nbytes = info.relative_path, info.offset, info.length
+    if type(path) is not str or type(offset) is not int or type(nbytes) is not int:
+        raise ValueError(f"the location of {where} has no file, offset and length")
+    if not 0 <= offset <= MAX_FILE_NBYTES or not 0 < nbytes <= MAX_FILE_NBYTES:
+        raise ValueError(f"the location of {where} is bytes {offset} to {offset + nbytes}")
+    extensions = info.transform_descriptors
+    if extensions:
+        first = _shown(extensions[0] if type(extensions) is list else extensions)
+        raise unsupported(
+            f"{where} is stored through the extension {first}; save it without extensions",
+            file=file,
+            expected="no extensions",
+            found=first,
+        )
+    return Item(sys.intern(path), offset, nbytes)
+
+
+def _check_places(entries: Sequence[Entry]) -> None:
+    """Raise if a path is unsafe or two archives overlap: no more may be read than is stored."""
+    items = sorted(
+        (item.file, item.offset, item.nbytes, entry.key)
+        for entry in entries
+        for item in entry.items
+    )
+    faults = {file: path_fault(file) for file, *_ in items}
+    for file, _, _, key in items:
+        if faults[file] is not None:
+            raise ValueError(f"{key[:200]!r} is in the file {file[:200]!r}, which {faults[file]}")
+    for (file, offset, nbytes, key), (other, start, _, next_key) in itertools.pairwise(items):
+        if file == other and offset + nbytes > start:
+            raise ValueError(
+                f"{key[:200]!r} and {next_key[:200]!r} share bytes of {file} from byte {start}"
             )
-        return Item(self._files.setdefault(path, path), offset, nbytes)
 
-    def _check_apart(self, entries: Sequence[Entry]) -> None:
-        """Raise if two archives overlap: no more may be read than is stored."""
-        items = sorted(
-            (item.file, item.offset, item.nbytes, entry.key)
-            for entry in entries
-            for item in entry.items
-        )
-        for (file, offset, nbytes, key), (other, start, _, next_key) in itertools.pairwise(items):
-            if file == other and offset + nbytes > start:
-                self._fault(
-                    f"{key[:200]!r} and {next_key[:200]!r} share bytes of {file} from byte {start}"
-                )
 
-    def _extents(self, value: object, what: str) -> tuple[int, ...]:
-        """Return a checked tuple of sizes or offsets, which may be hashed."""
-        if type(value) is not tuple or len(value) > MAX_RANK:
-            self._fault(f"{what} is no tuple of at most {MAX_RANK} numbers")
-        if any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in value):
-            self._fault(f"{what} has an item that is not a size")
-        return value
+def _extents(value: object, what: str) -> tuple[int, ...]:
+    """Return a checked tuple of sizes or offsets, which may be hashed."""
+    if type(value) is not tuple or len(value) > MAX_RANK:
+        raise ValueError(f"{what} is no tuple of at most {MAX_RANK} numbers")
+    if any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in value):
+        raise ValueError(f"{what} has an item that is not a size")
+    return value
 
-    def _dict(self, value: object, name: str, kind: type = str) -> dict[Any, Any]:
-        if type(value) is not dict or any(type(key) is not kind for key in value):
-            self._fault(f"{name} is no dict by {kind.__name__}")
-        return value
 
-    def _fault(self, reason: str) -> NoReturn:
-        raise corrupt(_WHAT, reason, file=self._file)
-
-    def _unsupported(self, reason: str, expected: object, found: object) -> UnsupportedFormatError:
-        return UnsupportedFormatError(
-            f"{self._file}: {reason}", file=self._file, expected=expected, found=found
-        )
+def _dict(value: object, name: str, kind: type = str) -> dict[Any, Any]:
+    if type(value) is not dict or any(type(key) is not kind for key in value):
+        raise ValueError(f"{name} is no dict by {kind.__name__}")
+    return value
 
 
 def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key, object]:
@@ -282,7 +276,7 @@ def layout_of(saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
         raise ValueError(
             f"the metadata says {dtype}{list(shape)}, the archive {saved.dtype}{list(saved.shape)}"
         )
-    itemsize = ITEMSIZES[DTYPES[dtype] or ""]
+    itemsize = ITEMSIZES[dtype]
     stored = saved.storage.count // (1 if saved.storage.dtype else itemsize)
     last = sum((n - 1) * stride for n, stride in zip(shape, saved.strides, strict=True))
     if saved.storage.dtype not in ("", dtype) or saved.offset + last >= stored:

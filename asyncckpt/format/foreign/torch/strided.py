@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.format.codecs import PLAIN, Bytes, ChunkError, Codec
+from asyncckpt.format.codecs import PLAIN, Bytes, Codec, check_nbytes
 from asyncckpt.spec import DTYPES
 
 
@@ -61,8 +61,7 @@ def codec_of(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Codec:
 
     def decode(parts: Sequence[Bytes], nbytes: int) -> Bytes:
         stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if stored.nbytes != nbytes:
-            raise ChunkError(f"it has {stored.nbytes} bytes, not {nbytes}")
+        check_nbytes(stored, nbytes)
         # A slot's memory is reused: the result is always a copy.
         values = stored.view(DTYPES[dtype]).reshape(stored_shape).transpose(back).copy()
         if layout.conj:

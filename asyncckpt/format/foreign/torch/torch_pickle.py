@@ -29,21 +29,17 @@ ENTRY_NBYTES = 64
 
 _MAX_EXTENT = 1 << 62
 
-# Name of a torch dtype -> zarr v3 data type name; None for those that cannot be restored.
-DTYPES: dict[str, str | None] = {
-    **{
-        name: name
-        for name in (
-            "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float8_e4m3fn float8_e4m3fnuz "
-            "float8_e5m2 float8_e5m2fnuz bfloat16 float16 float32 float64 complex64 complex128"
-        ).split()
-    },
-    **dict.fromkeys(
-        "complex32 float4_e2m1fn_x2 float8_e8m0fnu qint8 qint32 quint8 quint4x2 quint2x4 "
-        "bits1x8 bits2x4 bits4x2 bits8 bits16".split()
-    ),
-    **{f"{sign}int{bits}": None for bits in range(1, 8) for sign in ("", "u")},
-}
+DTYPES = tuple(
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz bfloat16 float16 float32 float64 complex64 complex128".split()
+)
+"""Torch dtypes that can be restored; zarr v3 has them under the same names."""
+
+_OTHER_DTYPES = (
+    *"complex32 float4_e2m1fn_x2 float8_e8m0fnu qint8 qint32 quint8 quint4x2 quint2x4 "
+    "bits1x8 bits2x4 bits4x2 bits8 bits16".split(),
+    *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u")),
+)
 
 _STORAGES = {
     f"{kind}Storage": dtype
@@ -65,7 +61,7 @@ class Dtype:
     storage: bool = False
 
 
-_DTYPE_NAMES: Names = {("torch", name): Dtype(name) for name in DTYPES}
+_DTYPE_NAMES: Names = {("torch", name): Dtype(name) for name in DTYPES + _OTHER_DTYPES}
 _STORAGE_NAMES: Names = {
     **{("torch", name): Dtype(dtype, True) for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): Dtype("", True),

@@ -12,8 +12,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.damage import corrupt
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.foreign.torch.torch_pickle import SavedTensor, load_tensor
 from asyncckpt.format.foreign.torch.unpickle import Allowance, PickleSource
 
@@ -85,12 +85,11 @@ class Archive:
             nbytes = self._small(member)
             order = self.data[member.start : member.start + nbytes]
             if member.name == "byteorder" and order != b"little":
-                at = self.base + member.start
-                raise UnsupportedFormatError(
-                    f"{self.file}, byte {at}: {self.what} was written on a machine of another byte "
-                    f"order ({order[:20]!r}); only little endian is read",
+                raise unsupported(
+                    f"{self.what} was written on a machine of another byte order "
+                    f"({order[:20]!r}); only little endian is read",
                     file=self.file,
-                    offset=at,
+                    offset=self.base + member.start,
                     expected="little",
                     found=order[:20],
                 )
@@ -110,9 +109,9 @@ class Archive:
         if magic != _HEADER_MAGIC:
             raise self._corrupt(f"{magic!r} is not the header of a member of a zip file", at)
         if method or flags & ~(_SIZES_BEHIND | _UTF8):
-            raise UnsupportedFormatError(
-                f"{self.file}, byte {self.base + at}: {self.what} is a zip file with compressed or "
-                "encrypted members; torch.save stores them uncompressed",
+            raise unsupported(
+                f"{self.what} is a zip file with compressed or encrypted members; torch.save "
+                "stores them uncompressed",
                 file=self.file,
                 offset=self.base + at,
                 expected="stored members",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.damage import corrupt
+from asyncckpt.format.damage import corrupt, unsupported
 
 MAX_PROTOCOL = 5
 
@@ -89,10 +89,10 @@ class PickleSource:
 
     def refused(self, found: str, at: int) -> UnsupportedFormatError:
         """Return the error for something at byte `at` that is not read."""
-        return UnsupportedFormatError(
-            f"{self.file}, byte {self.base + at}: {self.what} has {found}, which is not read "
-            "(nothing is executed from a checkpoint); save it as tensors, numbers, strings and "
-            "plain containers, or leave it out with include=",
+        return unsupported(
+            f"{self.what} has {found}, which is not read (nothing is executed from a checkpoint); "
+            "save it as tensors, numbers, strings and plain containers, or leave it out with "
+            "include=",
             file=self.file,
             offset=self.base + at,
             expected="tensors, numbers, strings, bytes, dicts, lists and tuples",
@@ -101,9 +101,15 @@ class PickleSource:
 
 
 class Stub:
-    """Base class for the instances in a pickle: slots, filled from their state."""
+    """Base class for the instances in a pickle: slots, filled from their state, or None."""
 
     __slots__: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        # A slot that the state lacks.
+        if name not in self.__slots__:
+            raise AttributeError(name)
+        return None
 
     def set_state(self, state: object) -> dict[str, object]:
         """Fill the slots from `state`, by name, and return the fields that are not slots.
