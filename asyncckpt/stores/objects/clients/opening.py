@@ -11,7 +11,6 @@ Two keys of `storage_options` are our own, all others are arguments of the fsspe
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -215,11 +214,9 @@ def _own(url: Url, options: dict[str, Any], workers: Workers) -> ObjectClient:
         make = partial(fsspec_apis.gcs_filesystem, options, hidden_values(options))
     else:
         arguments = {**kind._get_kwargs_from_urls(str(url)), **options, "skip_instance_cache": True}
-        if _takes(kind, "use_listings_cache"):
-            arguments["use_listings_cache"] = False
         if kind.async_impl:
             arguments["asynchronous"] = True
-        make = partial(kind, **arguments)
+        make = partial(_uncached, kind, **arguments)
     return _client(url, kind, make, options, workers)
 
 
@@ -360,11 +357,14 @@ def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
     )
 
 
-def _takes(kind: Any, name: str) -> bool:
-    parameters = inspect.signature(kind.__init__).parameters
-    return name in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+def _uncached(kind: Any, **arguments: Any) -> Any:
+    """Return a new filesystem that keeps no listings.
+
+    Without an argument: some filesystems pass those that they do not know on to their library.
+    """
+    filesystem = kind(**arguments)
+    filesystem.dircache.use_listings_cache = False
+    return filesystem
 
 
 def _library(kind: type) -> str | None:

@@ -12,6 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from obstore.store import GCSStore, MemoryStore, S3Store
 
 import asyncckpt
@@ -149,6 +150,36 @@ def test_a_local_url_is_a_directory_in_any_letters(scheme: str, tmp_path: Path) 
         ckpt.save(3, {"w": [2.0]})
         assert ckpt.steps() == [3]
     assert (tmp_path / "run" / "3").is_dir()
+
+
+class Strict(MemoryFileSystem):  # type: ignore[misc]
+    """A filesystem that passes its arguments on, as that of SFTP does, and caches listings."""
+
+    protocol = "strict"
+
+    def __init__(self, *, user: str = "", **others: Any) -> None:
+        super().__init__(**others)
+        assert not others, others
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        found: str = super()._strip_protocol(str(path).replace("strict://", "memory://"))
+        return found
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        path = self._strip_protocol(path)
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail=True, **options)
+        found = self.dircache[path] if path in self.dircache else super().ls(path, detail=True)
+        return found if detail else [entry["name"] for entry in found]
+
+
+def test_a_filesystem_gets_the_users_arguments_alone_and_keeps_no_listings() -> None:
+    fsspec.register_implementation("strict", Strict, clobber=True)
+    with blocking.Checkpointer("strict://test/run", storage_options={"user": "me"}) as ckpt:
+        for step in range(3):
+            ckpt.save(step, {"w": [1.0]})
+            assert ckpt.steps() == list(range(step + 1))
 
 
 async def test_the_caller_of_a_checkpointer_does_not_wait_for_its_client(
