@@ -2,7 +2,7 @@
 
 # Rule 1: values are handed over only after every checksum has passed.
 # Rule 2: the loop only starts and counts reads; work per leaf runs in worker threads.
-# Rule 3: a leaf is placed once all its destinations have arrived; `_waiting` counts them down.
+# Rule 3: a leaf is placed once all its chunks have arrived; `_waiting` counts them down.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
-from asyncckpt.restore.buffers import Buffers, Memory, allocate, check_overlaps, tied_key
+from asyncckpt.restore.buffers import Buffers, allocate, check_overlaps, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_reads import share_reads
 from asyncckpt.restore.explain import explained
@@ -74,7 +74,8 @@ class RestorePipeline:
             slot_nbytes=runtime.pool.slot_nbytes,
             direct_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
         )
-        self._parts: list[Sequence[Memory]] = []  # of each array
+        self._buffers: Buffers
+        self._waiting: list[int] = []  # for so many chunks, by number of the array
         self._ready: list[int] = []
         self._arrived = asyncio.Event()
         self._tied: dict[Hashable, Any] = {}
@@ -98,7 +99,8 @@ class RestorePipeline:
         """
         compute = self._runtime.engine.compute
         try:
-            if self._arrays:
+            # Without arrays too, a process takes part in what the others agree on.
+            if self._arrays or self._exchanger is not None:
                 await self._read()
             with self._recorder.span("place"):
                 await compute.run(self._place_late)
@@ -115,18 +117,26 @@ class RestorePipeline:
             wanted = [a for leaf in self._arrays for a in leaf.arrays()]
         with self._recorder.span("plan"):
             extents = await extents_of(opened, wanted)
-            buffers, reads = await compute.run(self._prepare, extents)
+            reads = await compute.run(self._prepare, extents)
         self._started = True
-        self._ready = buffers.idle
         self._arrived.set()
         shared = None
         if self._exchanger is not None and opened.record is not None:
             shared = await share_reads(self._exchanger, reads, self._plan)
-        fetch = partial(self._fetch, buffers, reads.plan.read_nbytes)
-        own = fetch(reads if shared is None else shared.own)
-        fetches = [own]
+        options = self._request.options
+        fetch = partial(
+            Fetch,
+            pool=runtime.pool,
+            compute=compute,
+            concurrency=None if options.concurrency == "auto" else options.concurrency,
+            own_memory=not self._into or self._atomic,
+            arrived=self._count_down,
+            progress=partial(self._progress, reads.plan.read_nbytes),
+            recorder=self._recorder,
+        )
+        fetches = [fetch(reads)]
         if shared is not None:
-            fetches.append(fetch(shared.streamed, left=own.left))
+            fetches = [fetch(shared.own), fetch(shared.streamed)]
         async with asyncio.TaskGroup() as group:
             placing = group.create_task(self._place_arrived())
             async with asyncio.TaskGroup() as fetching:
@@ -134,49 +144,28 @@ class RestorePipeline:
                     fetching.create_task(shared.exchange())
                 for each in fetches:
                     fetching.create_task(each.run())
-            self._arrived.set()
             await placing
-        self.read_nbytes = own.read_nbytes
+        self.read_nbytes = fetches[0].read_nbytes
         if self._exchanger is not None:
             self.read_nbytes += self._exchanger.read_nbytes
             self.received_nbytes = self._exchanger.received_nbytes
-        if self._request.options.explain:
+        if options.explain:
+            owners = self._buffers.owners
             for each in fetches:
-                self.reads += await compute.run(explained, each, self._arrays, buffers.owners)
+                self.reads += await compute.run(explained, each, self._arrays, owners)
 
-    def _fetch(
-        self,
-        buffers: Buffers,
-        total_nbytes: int,
-        reads: PlannedReads,
-        left: list[int] | None = None,
-    ) -> Fetch:
-        """Return the fetch stage of some reads, of `total_nbytes` in all."""
-        options, runtime = self._request.options, self._runtime
-        return Fetch(
-            reads,
-            runtime.pool,
-            runtime.engine.compute,
-            concurrency=None if options.concurrency == "auto" else options.concurrency,
-            own_memory=not self._into or self._atomic,
-            arrived=partial(self._count_down, buffers),
-            progress=partial(self._progress, total_nbytes),
-            explain=options.explain,
-            recorder=self._recorder,
-            left=left or [],
-        )
-
-    def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:
-        """Note that some destinations hold their values."""
-        waiting, owners, sharers = buffers.waiting, buffers.owners, buffers.sharers
-        arrived = list(map(owners.__getitem__, destinations))
+    def _count_down(self, destinations: Sequence[int]) -> None:
+        """Note that a chunk of each of these destinations has arrived."""
+        waiting, owners, sharers = self._waiting, self._buffers.owners, self._buffers.sharers
+        leaves = list(map(owners.__getitem__, destinations))
         if sharers:
-            arrived += itertools.chain(*[sharers.get(number, ()) for number in destinations])
-        for owner in arrived:
-            waiting[owner] -= 1
-            if not waiting[owner]:
-                self._ready.append(owner)
-        self._arrived.set()
+            leaves += itertools.chain(*[sharers.get(number, ()) for number in destinations])
+        for leaf in leaves:
+            waiting[leaf] -= 1
+            if not waiting[leaf]:
+                self._ready.append(leaf)
+        if self._ready:
+            self._arrived.set()
 
     async def _place_arrived(self) -> None:
         done = 0
@@ -214,7 +203,7 @@ class RestorePipeline:
 
     # -- in worker threads
 
-    def _prepare(self, extents: Extents) -> tuple[Buffers, PlannedReads]:
+    def _prepare(self, extents: Extents) -> PlannedReads:
         """Allocate memory and plan the reads; nothing of a target is written yet."""
         opened = self._opened
         arrays = self._arrays
@@ -226,10 +215,12 @@ class RestorePipeline:
         if self._into:
             check_overlaps(self._leaves, opened.first_rows)
         reads = self._plan(opened, extents, buffers.destinations)
-        self._parts, self.nbytes = buffers.parts, buffers.nbytes
+        self._buffers, self.nbytes = buffers, buffers.nbytes
+        self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
+        self._ready = [leaf for leaf, chunks in enumerate(self._waiting) if not chunks]
         # Making these scalars can fail and writes to no target: it is done before any read.
         self._place_scalars(writing=False)
-        return buffers, reads
+        return reads
 
     def _look_at_foreign(self, extents: Extents, arrays: Sequence[LeafRestore]) -> None:
         """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
@@ -251,7 +242,7 @@ class RestorePipeline:
 
     def _place(self, batch: Sequence[int]) -> None:
         """Make the leaves of arrays whose values have arrived."""
-        arrays, parts = self._arrays, self._parts
+        arrays, parts = self._arrays, self._buffers.parts
         for number in batch:
             if self._atomic:
                 # A value that does not fit must be found before any target is touched.
@@ -271,14 +262,15 @@ class RestorePipeline:
         if key is not None and key in self._tied:
             self.results[number] = self._tied[key]
             return
-        value = self._placement.place(leaf, self._parts[number])
-        self.results[number], self._parts[number] = value, ()
+        parts = self._buffers.parts
+        value = self._placement.place(leaf, parts[number])
+        self.results[number], parts[number] = value, ()
         if key is not None:
             self._tied[key] = value
 
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then those of scalars."""
-        if not self._arrays:
+        if not self._started:
             if self._into:
                 check_overlaps(self._leaves, self._opened.first_rows)
             self._place_scalars(writing=False)
