@@ -12,9 +12,9 @@ from asyncckpt.arguments import (
     completed,
     documented,
 )
-from asyncckpt.convert.convert import Conversion
+from asyncckpt.convert.convert import run_conversion
 from asyncckpt.convert.destination import Format
-from asyncckpt.convert.diff import Comparison
+from asyncckpt.convert.diff import run_comparison
 from asyncckpt.errors import UsageError
 from asyncckpt.options import RestoreOptions
 from asyncckpt.reports import ConvertReport, DiffReport
@@ -59,8 +59,9 @@ async def convert(
         UsageError: the format cannot hold a leaf; names it and a way out. Nothing was written.
     """
     given = completed(ConvertArguments, arguments)
-    work = Conversion(source, destination, to=to, max_file_nbytes=max_file_nbytes, **given)
-    return await work.outcome()
+    return await run_conversion(
+        source, destination, to=to, max_file_nbytes=max_file_nbytes, **given
+    )
 
 
 @documented
@@ -82,7 +83,7 @@ async def export(
     given = completed(ConvertArguments, arguments)
     if to != "orbax":
         raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
-    return await Conversion(source, destination, to="asyncckpt", orbax=True, **given).outcome()
+    return await run_conversion(source, destination, to="asyncckpt", orbax=True, **given)
 
 
 async def diff(
@@ -110,7 +111,7 @@ async def diff(
         CheckpointNotFoundError: there is no checkpoint at one of the locations.
         CorruptCheckpointError: names leaf, file and offset.
     """
-    work = Comparison(
+    return await run_comparison(
         first,
         second,
         bitwise=bitwise,
@@ -118,4 +119,3 @@ async def diff(
         storage_options=storage_options,
         progress=progress,
     )
-    return await work.outcome()
