@@ -19,6 +19,7 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.recorder import Recorder
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch
 from asyncckpt.ports import DIRECT, Bytes, Reading
@@ -87,19 +88,22 @@ class Fetch:
             calls: Iterable[Read] = far(batches, self._begins, gap_nbytes, self._limiter.ceiling)
         else:
             calls = near(batches, self._begins, gap_nbytes)
-        async with asyncio.TaskGroup() as group:
-            for read in calls:
-                self.calls.append(read)
-                self._limiter.ceiling = self._files.reads(self.concurrency)
-                stream = await self._limiter.acquire()
-                try:
-                    slots, extra = await self._lease(read)
-                except BaseException:
-                    stream.release()
-                    raise
-                task = group.create_task(self._read(read, slots, extra, stream))
-                # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, stream, slots, extra))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for read in calls:
+                    self.calls.append(read)
+                    self._limiter.ceiling = self._files.reads(self.concurrency)
+                    stream = await self._limiter.acquire()
+                    try:
+                        slots, extra = await self._lease(read)
+                    except BaseException:
+                        stream.release()
+                        raise
+                    task = group.create_task(self._read(read, slots, extra, stream))
+                    # A task that is cancelled before its first step never runs its `finally`.
+                    task.add_done_callback(partial(self._free, stream, slots, extra))
+        except BaseExceptionGroup as errors:
+            raise leading_error(errors) from None
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one."""
