@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import CheckpointNotFoundError
@@ -18,20 +18,11 @@ from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.exchanger import WORTH_NBYTES, Exchanger
 from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
-from asyncckpt.restore.match import Matching, match
+from asyncckpt.restore.match import match
 from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.restore.request import Holder, RestoreRequest
 from asyncckpt.runtime import Runtime, reads_in_flight
 from asyncckpt.tree import Structure
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "ABSENT"
-
-
-ABSENT: Final = _Absent()
-"""Stands for a leaf that was not restored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,10 +33,8 @@ class RestoreOutcome:
         request: what was asked for.
         structure: containers of the checkpoint.
         form: its format, as `OpenCheckpoint.format`.
-        leaves: by ordinal of the target's leaf, or of the saved leaf where there is no target;
-            `ABSENT` for those that were not restored.
-        given: by ordinal of the saved leaf, values for objects with a state dict, and for
-            `PerProcess.all`.
+        saved: the restored leaves by ordinal of the saved leaf.
+        wanted: those that leaves of the target want, by ordinal of these.
         replaced: path, holder and new value of each immutable leaf.
         written: paths of the targets whose own memory was written.
         report: what happened.
@@ -54,8 +43,8 @@ class RestoreOutcome:
     request: RestoreRequest
     structure: Structure
     form: str
-    leaves: Sequence[Any]
-    given: Mapping[int, Any]
+    saved: Mapping[int, Any]
+    wanted: Mapping[int, Any]
     replaced: Sequence[tuple[str, Holder, Any]]
     written: Sequence[str]
     report: RestoreReport
@@ -144,34 +133,20 @@ async def run_restore(
         reads=pipeline.reads,
         timeline=recorder.timeline(),
     )
-    return _outcome(opened.format, matching, pipeline, request, report)
-
-
-def _outcome(
-    form: str,
-    matching: Matching,
-    pipeline: RestorePipeline,
-    request: RestoreRequest,
-    report: RestoreReport,
-) -> RestoreOutcome:
-    leaves: list[Any] = []
-    given: dict[int, Any] = {}
-    replaced: list[tuple[str, Holder, Any]] = []
-    if request.mode == "into":
-        for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
-            if leaf.want is not None and leaf.want.holder is not None:
-                replaced.append((leaf.path, leaf.want.holder, value))
-            elif request.stateful:
-                given[leaf.saved] = value
-    else:
-        like = request.mode == "like"
-        leaves = [ABSENT] * (len(request.wanted) if like else matching.structure.leaf_count)
-        for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
-            if like and leaf.want is None:
-                given[leaf.saved] = value  # a part of `PerProcess.all`
-            else:
-                leaves[leaf.number] = value
-    written = pipeline.written() if replaced or given else []
+    restored = list(zip(matching.leaves, pipeline.results, strict=True))
+    of_target = [(leaf, leaf.want, value) for leaf, value in restored if leaf.want is not None]
+    replaced = [
+        (leaf.path, want.holder, value)
+        for leaf, want, value in of_target
+        if want.holder is not None
+    ]
     return RestoreOutcome(
-        request, matching.structure, form, leaves, given, replaced, written, report
+        request=request,
+        structure=matching.structure,
+        form=opened.format,
+        saved={leaf.saved: value for leaf, value in restored},
+        wanted={leaf.number: value for leaf, _, value in of_target},
+        replaced=replaced,
+        written=pipeline.written() if replaced or request.stateful else [],
+        report=report,
     )
