@@ -50,7 +50,8 @@ class Buffers:
         chunks = np.bincount(self.owners, counts, minlength=len(self.parts)).astype(np.int64)
         for number, leaves in self.sharers.items():
             np.add.at(chunks, leaves, counts[number])
-        return chunks.tolist()
+        waiting: list[int] = chunks.tolist()
+        return waiting
 
 
 def allocate(
