@@ -189,7 +189,6 @@ class LeafReader:
         self.in_order(range(len(self.pieces)))
         self._indices: dict[int, LeafIndex] = {}
         self._blocks = Blocks(cache_nbytes, self._group, self._load)
-        self._lock = threading.Lock()
         self.read_nbytes = 0
 
     def in_order(self, leaves: Sequence[int]) -> None:
@@ -269,14 +268,12 @@ class LeafReader:
         pool, compute = self._runtime.pool, self._runtime.engine.compute
         reads = plan_reads(self.opened, self.extents, destinations, slot_nbytes=pool.slot_nbytes)
 
-        async def read() -> int:
+        async def read() -> None:
             fetch = Fetch(reads, pool, compute)
             await fetch.run()
-            return fetch.read_nbytes
+            self.read_nbytes += fetch.read_nbytes
 
-        read_nbytes = self._runtime.engine.submit(read).future.result()
-        with self._lock:
-            self.read_nbytes += read_nbytes
+        self._runtime.engine.submit(read).future.result()
         return values
 
     def _destinations(self, rows: Sequence[int]) -> tuple[Destinations, list[Values]]:
