@@ -16,11 +16,19 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, Unpack
 
-from asyncckpt.arguments import checked_metadata, guarded, typed
+from asyncckpt.arguments import (
+    ConvertArguments,
+    Location,
+    checked_metadata,
+    completed,
+    documented,
+    guarded,
+    typed,
+)
 from asyncckpt.convert.as_save import capture_stored, write_checkpoint
-from asyncckpt.convert.destination import Target, format_of
+from asyncckpt.convert.destination import Format, Target, format_of
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_writer import write_files
 from asyncckpt.convert.source import Runtimes, options_of, shares
@@ -44,9 +52,73 @@ LARGEST_CHUNK_NBYTES = 1 * GIB
 logger = logging.getLogger("asyncckpt")
 
 
-async def run_conversion(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+@documented
+async def convert(
+    source: Location,
+    destination: Location,
+    *,
+    to: Format | None = None,
+    max_file_nbytes: int | None = None,
+    **arguments: Unpack[ConvertArguments],
+) -> ConvertReport:
+    """Convert `source` to another format at `destination`, whole and durable.
+
+    Leaves are read, checked and written box by box, within the byte budget; nothing is visible
+    before it is whole, and the next conversion removes leftovers of one that died. Ties, scalars,
+    containers, metadata and metrics are kept.
+
+    Args:
+        source: a checkpoint of any format that `restore` reads, a safetensors file, or the root of
+            a run, which means its newest step.
+        destination: where to write. A path that ends in ``<root>/<step>`` becomes that step.
+        to: ``"asyncckpt"`` or ``"safetensors"``; None: safetensors if the destination ends in
+            ``.safetensors``, which is then a single file. Without that suffix a safetensors
+            destination is a directory, with an index if it has several files.
+        max_file_nbytes: size at which a safetensors directory continues in its next file.
+        metadata: JSON values added to those of the source.
+        overwrite: replace what is at the destination, atomically.
+        options: as for saving; `host_memory_nbytes` covers reading and writing, and `leaf_options`
+            may cast dtypes.
+        storage_options: options of the file system for URLs.
+        progress: called on an engine's thread with a `Progress`.
+
+    Cancellation: waits for running reads and writes, removes what was written, then raises.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at `source`.
+        CheckpointExistsError: something exists at `destination`.
+        CorruptCheckpointError: names leaf, file and offset; nothing was written.
+        UsageError: the format cannot hold a leaf; names it and a way out. Nothing was written.
+    """
+    given = completed(ConvertArguments, arguments)
+    return await _run(source, destination, to=to, max_file_nbytes=max_file_nbytes, **given)
+
+
+@documented
+async def export(
+    source: Location,
+    destination: Location,
+    *,
+    to: Literal["orbax"] = "orbax",
+    **arguments: Unpack[ConvertArguments],
+) -> ConvertReport:
+    """Write `source` to `destination` in a form that Orbax can restore.
+
+    Orbax restores checkpoints of this library as they are, unless a leaf is stored in pieces: this
+    makes every leaf one array. Arguments, cancellation, errors: as `convert`; in addition:
+
+    Raises:
+        UnsupportedLeafError: Orbax cannot hold a leaf; names it. Nothing was written.
+    """
+    given = completed(ConvertArguments, arguments)
+    if to != "orbax":
+        raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
+    return await _run(source, destination, to="asyncckpt", orbax=True, **given)
+
+
+async def _run(
+    source: Location,
+    destination: Location,
     *,
     to: str | None,
     orbax: bool = False,
@@ -57,7 +129,6 @@ async def run_conversion(
     storage_options: Mapping[str, Any] | None,
     progress: Callable[[Progress], None] | None,
 ) -> ConvertReport:
-    """Convert one checkpoint; arguments and errors as for `convert`, `orbax` as in `Target`."""
     form, max_file_nbytes = format_of(destination, to, max_file_nbytes)
     source_options, destination_options = options_of((source, destination), storage_options)
     # Stored leaves do not change, so there is nothing to hold or to wait for.

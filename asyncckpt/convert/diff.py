@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from asyncckpt.arguments import guarded, typed
+from asyncckpt.arguments import Location, ProgressCallback, guarded, typed
 from asyncckpt.convert.differences import Difference, Values, described, notes
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Runtimes, options_of, shares
@@ -54,16 +53,31 @@ class _Pair:
         return max(side.spec.itemsize for side in self.sides)
 
 
-async def run_comparison(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
+async def diff(
+    first: Location,
+    second: Location,
     *,
-    bitwise: bool,
-    options: RestoreOptions | None,
-    storage_options: Mapping[str, Any] | None,
-    progress: Callable[[Progress], None] | None,
+    bitwise: bool = False,
+    options: RestoreOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> DiffReport:
-    """Compare two checkpoints; arguments and errors as for `diff`."""
+    """Compare two checkpoints of any formats: leaves, kinds, shapes, dtypes and values.
+
+    Args:
+        first: a checkpoint, a safetensors file, or the root of a run (its newest step).
+        second: likewise.
+        bitwise: compare bits: NaNs may differ, and 0.0 differs from -0.0.
+        options: as for restoring; `host_memory_nbytes` covers both sides.
+        storage_options: options of the file system for URLs.
+        progress: called on an engine's thread with a `Progress`.
+
+    Cancellation: waits for running reads, then raises.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at one of the locations.
+        CorruptCheckpointError: names leaf, file and offset.
+    """
     chosen = typed("options", options, RestoreOptions)
     first_options, second_options = options_of((first, second), storage_options)
     reading, cache, working = shares(chosen.host_memory_nbytes)
