@@ -140,7 +140,6 @@ class FilesWriter:
         self._compute = self.target.runtime.engine.compute
         self._positional = self.target.store.capabilities.positional_writes
         self._done_nbytes = 0
-        self._readers: dict[int, ArrayReader] = {}
 
     async def run(self) -> None:
         """Write every file, whole and durable.
@@ -248,13 +247,9 @@ class FilesWriter:
 
     def _reader(self, tensor: Tensor) -> ArrayReader:
         taken, number = self.taken, tensor.number
-        reader = self._readers.get(number)
-        if reader is None:
-            path = taken.paths[taken.array_leaf[number]]
-            source, adapter = taken.sources[number], taken.adapters[number]
-            reader = ArrayReader(source, adapter, tensor.spec.dtype, path=path)
-            self._readers[number] = reader
-        return reader
+        path = taken.paths[taken.array_leaf[number]]
+        source, adapter = taken.sources[number], taken.adapters[number]
+        return ArrayReader(source, adapter, tensor.spec.dtype, path=path)
 
 
 def _runs(tensor: Tensor, box: Box, data: Bytes) -> tuple[list[int], list[Bytes]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,10 +35,12 @@ PLACE_LEAVES = 4096
 """Leaves placed by one call of a worker, in a few milliseconds."""
 
 
+@dataclass(eq=False, repr=False)
 class RestorePipeline:
     """One restore, from matched leaves to finished ones.
 
     Attributes:
+        exchanger: reads once what several processes want, if they do so.
         results: the restored leaves.
         nbytes: bytes of the restored arrays.
         read_nbytes: bytes read from the store.
@@ -47,31 +50,24 @@ class RestorePipeline:
         reads: what was read and why, if the restore is to be explained.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        opened: OpenCheckpoint,
-        matching: Matching,
-        request: RestoreRequest,
-        exchanger: Exchanger | None = None,
-        *,
-        recorder: Recorder,
-    ) -> None:
-        self._recorder = recorder
-        self._exchanger = exchanger
-        self._runtime = runtime
-        self._opened = opened
-        self._leaves = matching.leaves
-        self._arrays = matching.leaves[: matching.array_count]
-        self._request = request
-        self._into = request.mode == "into"
-        self._atomic = self._into and request.options.atomic
-        self._placement = Placement(opened, request)
+    runtime: Runtime
+    opened: OpenCheckpoint
+    matching: Matching
+    request: RestoreRequest
+    exchanger: Exchanger | None
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        self._leaves = self.matching.leaves
+        self._arrays = self._leaves[: self.matching.array_count]
+        self._into = self.request.mode == "into"
+        self._atomic = self._into and self.request.options.atomic
+        self._placement = Placement(self.opened, self.request)
         # A store that copies anyway copies to the destination, also below what direct reads need.
-        copies = opened.files.capabilities.read_copies
+        copies = self.opened.files.capabilities.read_copies
         self._plan = partial(
             plan_reads,
-            slot_nbytes=runtime.pool.slot_nbytes,
+            slot_nbytes=self.runtime.pool.slot_nbytes,
             direct_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
         )
         self._buffers: Buffers
@@ -81,7 +77,7 @@ class RestorePipeline:
         self._tied: dict[Hashable, Any] = {}
         self._done_nbytes = 0
         self._started = False
-        self.results: list[Any] = [None] * len(matching.leaves)
+        self.results: list[Any] = [None] * len(self._leaves)
         self.nbytes = 0
         self.read_nbytes = 0
         self.received_nbytes = 0
@@ -97,12 +93,12 @@ class RestorePipeline:
         Raises:
             CorruptCheckpointError: names leaf, file and offset.
         """
-        compute = self._runtime.engine.compute
+        compute = self.runtime.engine.compute
         try:
             # Without arrays too, a process takes part in what the others agree on.
-            if self._arrays or self._exchanger is not None:
+            if self._arrays or self.exchanger is not None:
                 await self._read()
-            with self._recorder.span("place"):
+            with self.recorder.span("place"):
                 await compute.run(self._place_late)
         except BaseExceptionGroup as group:
             raise self._explained(leading_error(group)) from None
@@ -110,20 +106,20 @@ class RestorePipeline:
             raise self._explained(error) from None
 
     async def _read(self) -> None:
-        opened, runtime = self._opened, self._runtime
+        opened, runtime = self.opened, self.runtime
         compute = runtime.engine.compute
         wanted = None
         if opened.record is None:
             wanted = [a for leaf in self._arrays for a in leaf.arrays()]
-        with self._recorder.span("plan"):
+        with self.recorder.span("plan"):
             extents = await extents_of(opened, wanted)
             reads = await compute.run(self._prepare, extents)
         self._started = True
         self._arrived.set()
         shared = None
-        if self._exchanger is not None and opened.record is not None:
-            shared = await share_reads(self._exchanger, reads, self._plan)
-        options = self._request.options
+        if self.exchanger is not None and opened.record is not None:
+            shared = await share_reads(self.exchanger, reads, self._plan)
+        options = self.request.options
         fetch = partial(
             Fetch,
             pool=runtime.pool,
@@ -132,7 +128,7 @@ class RestorePipeline:
             own_memory=not self._into or self._atomic,
             arrived=self._count_down,
             progress=partial(self._progress, reads.plan.read_nbytes),
-            recorder=self._recorder,
+            recorder=self.recorder,
         )
         fetches = [fetch(reads)]
         if shared is not None:
@@ -146,9 +142,9 @@ class RestorePipeline:
                     fetching.create_task(each.run())
             await placing
         self.read_nbytes = fetches[0].read_nbytes
-        if self._exchanger is not None:
-            self.read_nbytes += self._exchanger.read_nbytes
-            self.received_nbytes = self._exchanger.received_nbytes
+        if self.exchanger is not None:
+            self.read_nbytes += self.exchanger.read_nbytes
+            self.received_nbytes = self.exchanger.received_nbytes
         if options.explain:
             owners = self._buffers.owners
             for each in fetches:
@@ -175,15 +171,15 @@ class RestorePipeline:
             while self._ready:
                 batch = self._ready[:PLACE_LEAVES]
                 del self._ready[: len(batch)]
-                with self._recorder.span("place"):
-                    await self._runtime.engine.compute.run(self._place, batch)
+                with self.recorder.span("place"):
+                    await self.runtime.engine.compute.run(self._place, batch)
                 done += len(batch)
 
     def _progress(self, total_nbytes: int, nbytes: int) -> None:
         self._done_nbytes += nbytes
-        if self._request.progress is not None:
+        if self.request.progress is not None:
             done = min(self._done_nbytes, total_nbytes)
-            self._request.progress(Progress("fetch", done, total_nbytes))
+            self.request.progress(Progress("fetch", done, total_nbytes))
 
     def _explained(self, error: BaseException) -> BaseException:
         """Return the error, with the targets that were written."""
@@ -205,12 +201,12 @@ class RestorePipeline:
 
     def _prepare(self, extents: Extents) -> PlannedReads:
         """Allocate memory and plan the reads; nothing of a target is written yet."""
-        opened = self._opened
+        opened = self.opened
         arrays = self._arrays
         if opened.record is None:
             self._look_at_foreign(extents, arrays)
         in_place = self._into and not self._atomic
-        framework = self._request.framework.name
+        framework = self.request.framework.name
         buffers = allocate(opened, arrays, framework=framework, in_place=in_place)
         if self._into:
             check_overlaps(self._leaves, opened.first_rows)
@@ -224,7 +220,7 @@ class RestorePipeline:
 
     def _look_at_foreign(self, extents: Extents, arrays: Sequence[LeafRestore]) -> None:
         """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
-        opened, runtime = self._opened, self._runtime
+        opened, runtime = self.opened, self.runtime
         self.notes.extend(opened.notes)
         budget = runtime.budget.capacity
         own = [a for leaf in arrays if leaf.target is None for a in leaf.arrays()]
@@ -251,11 +247,11 @@ class RestorePipeline:
                 self._place_array(number)
 
     def _place_array(self, number: int) -> None:
-        leaf, opened = self._arrays[number], self._opened
+        leaf, opened = self._arrays[number], self.opened
         key: Hashable | None = None
         if opened.arrays.tied:
             # Leaves that share memory come back as one object, unless they differ in other facts.
-            shared = tied_key(opened, leaf, self._request.framework.name)
+            shared = tied_key(opened, leaf, self.request.framework.name)
             if shared is not None:
                 facts = opened.leaves.extra.get(leaf.saved)
                 key = (shared, opened.leaves.kind[leaf.saved], str(facts))
@@ -272,7 +268,7 @@ class RestorePipeline:
         """Write the targets of an atomic restore, then those of scalars."""
         if not self._started:
             if self._into:
-                check_overlaps(self._leaves, self._opened.first_rows)
+                check_overlaps(self._leaves, self.opened.first_rows)
             self._place_scalars(writing=False)
         if self._atomic:
             for writing in (False, True):

@@ -106,7 +106,7 @@ async def run_restore(
     if agreement is not None:
         await agreement.matched(opened, matching, request.strict)
     recorder.add("match", since)
-    pipeline = RestorePipeline(runtime, opened, matching, request, exchanger, recorder=recorder)
+    pipeline = RestorePipeline(runtime, opened, matching, request, exchanger, recorder)
     await pipeline.run()
     notes = pipeline.notes
     if not request.strict and 2 * matching.matched < matching.wanted:
