@@ -47,11 +47,13 @@ class Buffers:
 
     def chunks_of_leaves(self, counts: Sequence[int]) -> list[int]:
         """Return the number of chunks that each leaf waits for, from those of each destination."""
-        chunks = np.bincount(self.owners, counts, minlength=len(self.parts)).astype(np.int64)
+        chunks = [0] * len(self.parts)
+        for leaf, count in zip(self.owners, counts, strict=True):
+            chunks[leaf] += count
         for number, leaves in self.sharers.items():
-            np.add.at(chunks, leaves, counts[number])
-        waiting: list[int] = chunks.tolist()
-        return waiting
+            for leaf in leaves:
+                chunks[leaf] += counts[number]
+        return chunks
 
 
 def allocate(

@@ -27,14 +27,15 @@ from asyncckpt.tree import Structure
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreOutcome:
-    """Restored leaves.
+    """Restored leaves, as far as the caller's thread needs them.
 
     Attributes:
         request: what was asked for.
         structure: containers of the checkpoint.
         form: its format, as `OpenCheckpoint.format`.
-        saved: the restored leaves by ordinal of the saved leaf.
-        wanted: those that leaves of the target want, by ordinal of these.
+        saved: by ordinal of the saved leaf, those without a leaf of the target, and those of
+            objects with a state dict.
+        wanted: by ordinal of the target's leaf, those of a target that is not filled.
         replaced: path, holder and new value of each immutable leaf.
         written: paths of the targets whose own memory was written.
         report: what happened.
@@ -133,20 +134,18 @@ async def run_restore(
         reads=pipeline.reads,
         timeline=recorder.timeline(),
     )
-    restored = list(zip(matching.leaves, pipeline.results, strict=True))
-    of_target = [(leaf, leaf.want, value) for leaf, value in restored if leaf.want is not None]
-    replaced = [
-        (leaf.path, want.holder, value)
-        for leaf, want, value in of_target
-        if want.holder is not None
-    ]
+    saved: dict[int, Any] = {}
+    wanted: dict[int, Any] = {}
+    replaced: list[tuple[str, Holder, Any]] = []
+    for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
+        if leaf.want is None or request.stateful:
+            saved[leaf.saved] = value
+        if leaf.want is not None:
+            if request.mode == "like":
+                wanted[leaf.number] = value
+            elif leaf.want.holder is not None:
+                replaced.append((leaf.path, leaf.want.holder, value))
+    written = pipeline.written() if replaced or request.stateful else []
     return RestoreOutcome(
-        request=request,
-        structure=matching.structure,
-        form=opened.format,
-        saved={leaf.saved: value for leaf, value in restored},
-        wanted={leaf.number: value for leaf, _, value in of_target},
-        replaced=replaced,
-        written=pipeline.written() if replaced or request.stateful else [],
-        report=report,
+        request, matching.structure, opened.format, saved, wanted, replaced, written, report
     )
