@@ -87,7 +87,7 @@ async def open_source(
             opened = await _newest(store, runtime.engine.compute, error)
     # Given the arrays, readers report at once which of them they cannot read.
     wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
-    extents = await extents_of(opened, None if opened.record else wanted)
+    extents = await extents_of(opened, wanted)
     refuse_implied(opened, extents, wanted)
     return LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
 

@@ -25,7 +25,7 @@ from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_reads import share_reads
 from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
-from asyncckpt.restore.match import LeafRestore, Matching
+from asyncckpt.restore.match import Matching
 from asyncckpt.restore.place import Placement
 from asyncckpt.restore.plan import PlannedReads, plan_reads
 from asyncckpt.restore.request import RestoreRequest
@@ -202,27 +202,29 @@ class RestorePipeline:
     def _prepare(self, extents: Extents) -> PlannedReads:
         """Allocate memory and plan the reads; nothing of a target is written yet."""
         opened = self.opened
-        arrays = self._arrays
         if opened.record is None:
-            self._look_at_foreign(extents, arrays)
+            self._look_at_foreign(extents)
+        self._check()
         in_place = self._into and not self._atomic
         framework = self.request.framework.name
-        buffers = allocate(opened, arrays, framework=framework, in_place=in_place)
-        if self._into:
-            check_overlaps(self._leaves, opened.first_rows)
+        buffers = allocate(opened, self._arrays, framework=framework, in_place=in_place)
         reads = self._plan(opened, extents, buffers.destinations)
         self._buffers, self.nbytes = buffers, buffers.nbytes
         self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
         self._ready = [leaf for leaf, chunks in enumerate(self._waiting) if not chunks]
-        # Making these scalars can fail and writes to no target: it is done before any read.
-        self._place_scalars(writing=False)
         return reads
 
-    def _look_at_foreign(self, extents: Extents, arrays: Sequence[LeafRestore]) -> None:
+    def _check(self) -> None:
+        """Check targets, and make the scalars that are no target: both can fail."""
+        if self._into:
+            check_overlaps(self._leaves, self.opened.first_rows)
+        self._place_scalars(writing=False)
+
+    def _look_at_foreign(self, extents: Extents) -> None:
         """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
-        opened, runtime = self.opened, self.runtime
+        opened, arrays = self.opened, self._arrays
         self.notes.extend(opened.notes)
-        budget = runtime.budget.capacity
+        budget = self.runtime.budget.capacity
         own = [a for leaf in arrays if leaf.target is None for a in leaf.arrays()]
         refuse_implied(opened, extents, own)
         self.unverified = [leaf.path for leaf in arrays if not opened.is_verified(leaf.arrays())]
@@ -267,9 +269,7 @@ class RestorePipeline:
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then those of scalars."""
         if not self._started:
-            if self._into:
-                check_overlaps(self._leaves, self.opened.first_rows)
-            self._place_scalars(writing=False)
+            self._check()
         if self._atomic:
             for writing in (False, True):
                 for number, leaf in enumerate(self._arrays):
