@@ -1,7 +1,7 @@
 """Plan of a restore: the ranges to read, and the destination of each chunk.
 
 `plan_restore` takes stored arrays with the extents of their chunks, and the boxes that are
-requested; it gives ranges to read, each with the chunks in it and the requests they serve.
+wanted; it gives ranges to read, each with the chunks in it and the requests they serve.
 """
 
 # Rule 1: every chunk is read once, as a whole: its CRC covers all of it.
@@ -21,6 +21,21 @@ from asyncckpt.planning.table import Column, Table
 from asyncckpt.spec import Box, ChunkGrid
 
 
+class Request(NamedTuple):
+    """One wanted box of one stored array.
+
+    Attributes:
+        array: index of the array.
+        box: the wanted part; None for all of it.
+        contiguous: whether the target's memory for the box is C-contiguous, has the stored dtype,
+            and may be written directly.
+    """
+
+    array: int
+    box: Box | None
+    contiguous: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredArrays:
     """Many stored arrays by column: no object per array.
@@ -34,6 +49,17 @@ class StoredArrays:
     kinds: Sequence[tuple[ChunkGrid, int, bool]]
     kind: Column
     first_row: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeArrays:
+    """Requests for whole arrays, by column; fields as in `Request`."""
+
+    array: Column
+    contiguous: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.array)
 
 
 class Part(NamedTuple):
@@ -82,10 +108,8 @@ class RestorePlan:
 
 
 def plan_restore(
-    stored: StoredArrays,
-    array: Sequence[int],
-    box: Sequence[Box | None],
-    contiguous: Sequence[bool],
+    arrays: StoredArrays,
+    requests: Sequence[Request] | WholeArrays,
     *,
     row_file: npt.ArrayLike,
     row_offset: npt.ArrayLike,
@@ -102,11 +126,8 @@ def plan_restore(
     do rows that several requests want.
 
     Args:
-        stored: the stored arrays.
-        array: index of the array of each request.
-        box: the wanted part of it; None for all of it. Boxes without elements need nothing.
-        contiguous: whether the target's memory for the box is C-contiguous, has the stored dtype,
-            and may be written directly.
+        arrays: the stored arrays.
+        requests: what is wanted; boxes without elements need nothing.
         row_file: file of each row; -1 for inline rows.
         row_offset: offset of each row's extent.
         row_nbytes: length of each row's extent, trailer included.
@@ -121,13 +142,13 @@ def plan_restore(
     files = np.asarray(row_file, np.int64)
     offsets = np.asarray(row_offset, np.int64)
     lengths = np.asarray(row_nbytes, np.int64)
-    row, request, direct, nbytes = _parts(stored, array, box, contiguous)
+    row, request, direct, nbytes = _parts(arrays, requests)
     if len(row) and (row.min() < 0 or row.max() >= len(files)):
         raise ValueError(
             f"requests need rows {row.min()} to {row.max()}, the checkpoint has {len(files)}"
         )
 
-    counts = np.bincount(request, minlength=len(array)).tolist()
+    counts = np.bincount(request, minlength=len(requests)).tolist()
     if only is not None:
         kept = only[row]
         row, request, direct, nbytes = row[kept], request[kept], direct[kept], nbytes[kept]
@@ -138,15 +159,15 @@ def plan_restore(
     leads = np.flatnonzero(fresh)
     wanted = row[leads]
     large = lengths[wanted] >= aligned_chunk_nbytes
-    in_file = files[wanted] >= 0
+    stored = files[wanted] >= 0
 
     shared = np.diff(np.append(leads, len(row))) > 1
     number = np.cumsum(fresh) - 1
-    direct = np.where((large & in_file & ~shared)[number], direct, -1)
+    direct = np.where((large & stored & ~shared)[number], direct, -1)
     nbytes = np.where(direct >= 0, nbytes, -1)
     parts = (row, request, direct, nbytes)
 
-    inline = int(np.count_nonzero(~in_file))
+    inline = int(np.count_nonzero(~stored))
     wanted, large = wanted[inline:], large[inline:]
     part_edges = np.append(leads, len(row))[inline:]
     file, offset, length = files[wanted], offsets[wanted], lengths[wanted]
@@ -210,40 +231,44 @@ def intersection(
 
 
 def _parts(
-    stored: StoredArrays,
-    array: Sequence[int],
-    box: Sequence[Box | None],
-    contiguous: Sequence[bool],
+    stored: StoredArrays, requests: Sequence[Request] | WholeArrays
 ) -> tuple[Column, Column, Column, Column]:
     """Return the columns row, request, direct and nbytes: every chunk of every request."""
-    arrays, count = np.array(array, np.int64), len(stored.first_row)
-    if len(arrays) and not 0 <= arrays.min() <= arrays.max() < count:
-        raise ValueError(f"requests name arrays {arrays.min()} to {arrays.max()} of {count}")
+    count = len(stored.first_row)
+    if isinstance(requests, WholeArrays):
+        array = requests.array
+    else:
+        array = np.array([request.array for request in requests], np.int64)
+    if len(array) and not 0 <= array.min() <= array.max() < count:
+        raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {count}")
     # One computation per kind of array and wanted box, which many leaves share.
     wants: dict[tuple[int, Box | None, bool], int] = {}
-    kinds = stored.kind[arrays]
-    if box.count(None) == len(box):
-        codes = kinds * 2 + np.array(contiguous, np.bool_)
-        coded, want_of = np.unique(codes, return_inverse=True)
+    if isinstance(requests, WholeArrays):
+        coded, want_of = np.unique(
+            stored.kind[array] * 2 + requests.contiguous, return_inverse=True
+        )
         for code in coded.tolist():
             wants[code >> 1, None, bool(code & 1)] = len(wants)
     else:
-        rows = zip(kinds.tolist(), box, contiguous, strict=True)
-        want_of = np.array([wants.setdefault(want, len(wants)) for want in rows])
+        want_of = np.zeros(len(array), np.int64)
+        for number, (kind, (_, box, contiguous)) in enumerate(
+            zip(stored.kind[array].tolist(), requests, strict=True)
+        ):
+            want_of[number] = wants.setdefault((kind, box, contiguous), len(wants))
     found: list[tuple[Column, Column, Column]] = []
     sizes: list[int] = []
-    for kind, part, direct in wants:
+    for kind, box, contiguous in wants:
         grid, itemsize, compressed = stored.kinds[kind]
-        found.append(_overlap(grid, itemsize, part, direct and not compressed))
+        found.append(_overlap(grid, itemsize, box, contiguous and not compressed))
         sizes.append(len(found[-1][0]))
     counts_of = np.array(sizes, np.int64)
     base_of = np.cumsum(counts_of) - counts_of
     counts = counts_of[want_of]
-    request = np.repeat(np.arange(len(arrays)), counts)
+    request = np.repeat(np.arange(len(requests)), counts)
     at = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
     at += base_of[want_of][request]
-    row, position, nbytes = np.hstack([np.zeros((3, 0), np.int64), *found])[:, at]
-    return stored.first_row[arrays][request] + row, request, position, nbytes
+    rows, direct, nbytes = np.hstack([np.zeros((3, 0), np.int64), *found])[:, at]
+    return stored.first_row[array][request] + rows, request, direct, nbytes
 
 
 def _overlap(

@@ -5,6 +5,7 @@ Restores, verifications of foreign checkpoints, and conversions read chunks in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.checkpoint.payload import flat_bytes
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
-from asyncckpt.planning.restore import RestorePlan, plan_restore
+from asyncckpt.planning.restore import Request, RestorePlan, WholeArrays, plan_restore
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.restore.exchange.streams import StreamFiles
 from asyncckpt.spec import Box
@@ -56,6 +57,13 @@ class Destinations:
         self.box.append(box)
         self.values.append(values)
         self.flat.append(flat)
+
+    def requests(self) -> Sequence[Request] | WholeArrays:
+        """Return what is wanted, for the planner."""
+        contiguous = [flat is not None for flat in self.flat]
+        if self.box.count(None) == len(self):
+            return WholeArrays(np.array(self.array, np.int64), np.array(contiguous, np.bool_))
+        return list(map(Request, self.array, self.box, contiguous))
 
 
 def flat_target(array: npt.NDArray[Any]) -> Bytes | None:
@@ -106,9 +114,7 @@ def plan_reads(
     source = opened.files if files is None else files
     plan = plan_restore(
         opened.stored,
-        destinations.array,
-        destinations.box,
-        [flat is not None for flat in destinations.flat],
+        destinations.requests(),
         row_file=extents.file,
         row_offset=extents.offset,
         row_nbytes=extents.nbytes,

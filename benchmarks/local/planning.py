@@ -19,8 +19,10 @@ from asyncckpt import options
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.restore import (
+    Request,
     RestorePlan,
     StoredArrays,
+    WholeArrays,
     plan_restore,
 )
 from asyncckpt.planning.save import SavePlan, plan_save
@@ -147,14 +149,16 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
         arrays.part,
         arrays.first_chunk,
     )
-    wanted: list[tuple[int, Box | None]]
+    requests: list[Request] | WholeArrays
     if any(leaf.shards is not None for leaf in leaves):
-        wanted = [
-            (array, shard.box) for array, leaf in enumerate(leaves) for shard in leaf.shards or ()
+        requests = [
+            Request(array, shard.box, True)
+            for array, leaf in enumerate(leaves)
+            for shard in leaf.shards or ()
         ]
     else:
-        wanted = [(array, None) for array in range(len(arrays.part))]
-    requests = [array for array, _ in wanted], [box for _, box in wanted], [True] * len(wanted)
+        count = len(arrays.part)
+        requests = WholeArrays(np.arange(count), np.ones(count, np.bool_))
     nbytes = plan.row_payload + TRAILER_NBYTES
     # What stands in the index does so leaf behind leaf, in a file behind those of the data.
     inline = plan.row_file < 0
@@ -162,7 +166,7 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
     offset = np.where(inline, np.cumsum(nbytes) - nbytes, plan.row_offset)
     return lambda: plan_restore(
         stored,
-        *requests,
+        requests,
         row_file=file,
         row_offset=offset,
         row_nbytes=nbytes,

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from asyncckpt.planning import restore as planning
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.restore import (
     Part,
+    Request,
     RestorePlan,
     StoredArrays,
     cells_overlapping,
@@ -43,19 +44,10 @@ def columns_of(arrays: Sequence[StoredArray]) -> StoredArrays:
     return StoredArrays(list(kinds), np.array(kind, int), np.array(first_row, int))
 
 
-class Request(NamedTuple):
-    """One wanted box of one stored array; arguments of `planning.plan_restore`."""
-
-    array: int
-    box: Box | None
-    contiguous: bool
-
-
 def plan_restore(
     arrays: Sequence[StoredArray], requests: Sequence[Request], **facts: Any
 ) -> RestorePlan:
-    wanted = zip(*requests, strict=True) if requests else [[], [], []]
-    return planning.plan_restore(columns_of(arrays), *wanted, **facts)
+    return planning.plan_restore(columns_of(arrays), requests, **facts)
 
 
 SIZES = {"slot_nbytes": 8 * MIB, "gap_nbytes": 64 * KIB, "aligned_chunk_nbytes": MIB}
@@ -484,13 +476,12 @@ def operations(action: Callable[[], object]) -> int:
 def test_the_cost_is_linear_in_the_leaves() -> None:
     def plan(n: int) -> Callable[[], object]:
         arrays = [StoredArray(ChunkGrid((7 + i % 5,), (10,)), 4, False, 2 * i) for i in range(n)]
+        requests = [Request(i, None, True) for i in range(n)]
         columns = (np.zeros(2 * n, int), np.arange(2 * n) * 64, np.full(2 * n, 44))
         stored = columns_of(arrays)
         return lambda: planning.plan_restore(
             stored,
-            range(n),
-            [None] * n,
-            [True] * n,
+            requests,
             row_file=columns[0],
             row_offset=columns[1],
             row_nbytes=columns[2],

@@ -6,24 +6,25 @@ from typing import Any
 
 import numpy as np
 
+from asyncckpt.planning.restore import Request, WholeArrays
 from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
 from asyncckpt.spec import Box
 from tests.restore.opened import destinations, opened, packed
 
 
-def test_only_memory_that_is_one_run_is_read_into() -> None:
-    values = np.arange(12.0).reshape(4, 3)
-    _, extents = packed([values.tobytes()] * 2)
-    checkpoint: Any = opened({"a": values, "b": values})
+def test_whole_arrays_are_requested_by_column_and_boxes_one_by_one() -> None:
     wide = np.zeros((4, 6))
     wanted = destinations({"a": np.zeros((4, 3)), "b": wide[:, ::2]})
-    sizes = {"slot_nbytes": 1 << 20, "direct_nbytes": 0}
-    for boxes in (False, True):
-        if boxes:
-            wanted.add("c", 1, Box((1, 0), (2, 3)), wide[:2, :3], flat_target(wide[:2, :3]))
-        plan = plan_reads(checkpoint, extents, wanted, **sizes).plan
-        parts = [(p.row, p.request, p.direct) for batch in plan.batches for p in batch.parts]
-        assert parts == [(0, 0, 0), (1, 1, -1), *([(1, 2, -1)] if boxes else [])]
+    whole = wanted.requests()
+    assert isinstance(whole, WholeArrays)
+    assert (whole.array.tolist(), whole.contiguous.tolist()) == ([0, 1], [True, False])
+    box = Box((1, 0), (2, 3))
+    wanted.add("c", 0, box, wide[:2, :3], flat_target(wide[:2, :3]))
+    assert wanted.requests() == [
+        Request(0, None, True),
+        Request(1, None, False),
+        Request(0, box, False),
+    ]
 
 
 def test_memory_that_may_not_be_written_is_no_target() -> None:
