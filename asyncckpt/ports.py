@@ -40,7 +40,7 @@ Removal = Callable[[], Coroutine[Any, Any, None]]
 # --------------------------------------------------------------------------------------- stores
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCapabilities:
     """Abilities and requirements of a store.
 
@@ -377,7 +377,11 @@ class Store(Protocol):
     """
 
     url: str
-    capabilities: StoreCapabilities
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """Abilities and requirements, as far as they are known."""
+        ...
 
     def sizes(
         self,

@@ -114,17 +114,15 @@ class Runtime:
     def _objects(self, root: str, storage_options: Any) -> Store:
         # Imported when needed: a save to local disk needs none of this.
         from asyncckpt.stores.objects.clients.opening import open_client
+        from asyncckpt.stores.objects.context import Context
         from asyncckpt.stores.objects.requests.requests import Requests
         from asyncckpt.stores.objects.store import ObjectStore
 
         client = open_client(root, storage_options=storage_options, workers=self.engine.io)
+        google = root.lower().startswith(("gs://", "gcs://"))
+        workers = self.engine.compute
         return ObjectStore(
-            Requests(client),
-            save_id_of=save_id_of,
-            outline_of=outline_of,
-            epoch_of=epoch_of,
-            workers=self.engine.compute,
-            google=root.lower().startswith(("gs://", "gcs://")),
+            Context(Requests(client), workers, save_id_of, outline_of, epoch_of, google)
         )
 
     async def release(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from asyncckpt.adapters.numpy import NumpyAdapter
@@ -47,7 +48,7 @@ class AdapterSet:
         self.nodes = tuple(nodes)
         self._resolved: dict[type, ArrayAdapter | ScalarKind | None] = {}
 
-    @property
+    @cached_property
     def frameworks(self) -> dict[str, FrameworkAdapter]:
         """The adapters that make leaves without a target, by name."""
         return {one.name: one for one in self.adapters if isinstance(one, FrameworkAdapter)}

@@ -30,11 +30,13 @@ class Account:
     Attributes:
         in_use: bytes of the budget, counted from the moment that they are granted.
         kept: those of them that are kept.
+        beyond_nbytes: bytes of memory in use that no request was granted.
     """
 
     def __init__(self) -> None:
         self.in_use = 0
         self.kept = 0
+        self.beyond_nbytes = 0
 
     @property
     def idle_nbytes(self) -> int:
@@ -163,12 +165,13 @@ class ByteBudget:
         self._grant()
 
     def make_way(self, account: Account | None = None) -> None:
-        """Free idle memory, that of `account` last, while it and bytes in use exceed the capacity.
+        """Free idle memory, that of `account` last, while it and all in use exceed the capacity.
 
         For an account that was granted bytes or whose idle memory has grown.
         """
         for other in sorted(self.accounts, key=lambda other: other is account):
-            over = self.in_use + sum(a.idle_nbytes for a in self.accounts) - self.capacity
+            unused = sum(one.idle_nbytes + one.beyond_nbytes for one in self.accounts)
+            over = self.in_use + unused - self.capacity
             if over <= 0:
                 return
             other.free_idle(over)

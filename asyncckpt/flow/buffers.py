@@ -289,7 +289,9 @@ class SlotPool(Account):
 
         def gone() -> None:
             self.discarded -= 1
-            if not keep:
+            if keep:
+                self.beyond_nbytes -= self.slot_nbytes
+            else:
                 self.budget.keep(-self.held_nbytes)
                 self.budget.release(self.held_nbytes)
 
@@ -301,7 +303,9 @@ class SlotPool(Account):
         for slot in slots:
             self.discarded += 1
             self._allocated -= 1
-            if not keep:
+            if keep:
+                self.beyond_nbytes += self.slot_nbytes
+            else:
                 self.in_use -= self.held_nbytes
                 self.budget.keep(self.held_nbytes)
             owner = slot.forget()

@@ -125,12 +125,7 @@ def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.
     # Processes beyond these get no large chunk. Sorted lists are heaps.
     first = np.argsort(loads, kind="stable")[: len(large)]
     least = list(zip(loads[first].tolist(), first.tolist(), strict=True))
-    chosen: list[int] = []
-    for size in nbytes[large].tolist():
-        load, process = least[0]
-        chosen.append(process)
-        heapq.heapreplace(least, (load + size, process))
-    turns[large] = chosen
+    turns[large] = to_the_least(nbytes[large], least)
     small = np.ones(len(nbytes), bool)
     small[large] = False
     rest = np.flatnonzero(small)
@@ -144,6 +139,19 @@ def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.
     last = int(np.searchsorted(limits, limits[-1]))
     turns[rest] = np.minimum(found, last)
     return turns
+
+
+def to_the_least(sizes: npt.NDArray[np.int64], loads: list[tuple[int, int]]) -> list[int]:
+    """Give each size, in turn, to whoever has the least, and return who that is.
+
+    `loads` are pairs of load and number, as a heap; they are updated.
+    """
+    chosen: list[int] = []
+    for size in sizes.tolist():
+        load, number = loads[0]
+        chosen.append(number)
+        heapq.heapreplace(loads, (load + size, number))
+    return chosen
 
 
 def _sums(

@@ -18,28 +18,24 @@ class BoxIndex:
     """Index of the boxes of one array that finds those overlapping another box.
 
     The boxes are sorted along the axis on which most of them differ; a query looks only at those
-    that it can meet on this axis.
+    that it can meet on this axis. An array of rank 0 is a line of one element.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._only = boxes[0] if len(boxes) == 1 else None
         if self._only is not None:
             return  # sorting it would take longer than many queries
-        rank = len(boxes[0].shape) if boxes else 0
-        starts = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), rank)
-        shapes = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), rank)
-        counts = [len(np.unique(starts[:, axis])) for axis in range(rank)]
-        self._axis = int(np.argmax(counts)) if rank else 0
-        if rank:
-            order = np.argsort(starts[:, self._axis], kind="stable")
-        else:
-            order = np.arange(len(boxes))
+        rank = max(1, len(boxes[0].shape)) if boxes else 1
+        starts = np.array([box.offset or 0 for box in boxes], np.int64).reshape(len(boxes), rank)
+        shapes = np.array([box.shape or 1 for box in boxes], np.int64).reshape(len(boxes), rank)
+        self._axis = int(np.argmax([len(np.unique(column)) for column in starts.T]))
+        order = np.argsort(starts[:, self._axis], kind="stable")
         self._order = order
         self._starts = starts[order]
         self._stops = self._starts + shapes[order]
         self._filled = np.asarray((shapes[order] > 0).all(axis=1))
         # Running maxima never decrease: a binary search finds the first box that reaches a start.
-        self._reach = np.maximum.accumulate(self._stops[:, self._axis]) if rank else None
+        self._reach = np.maximum.accumulate(self._stops[:, self._axis])
 
     def meeting(self, box: Box) -> Column:
         """Return the numbers of the boxes that share elements with `box`, in no order."""
@@ -47,10 +43,8 @@ class BoxIndex:
             return _NONE if self._only.intersect(box) is None else _FIRST
         if not box.size:
             return _NONE
-        if self._reach is None:
-            return self._order[self._filled]
-        start = np.array(box.offset, np.int64)
-        stop = np.array(box.stop, np.int64)
+        start = np.array(box.offset or (0,), np.int64)
+        stop = np.array(box.stop or (1,), np.int64)
         first = int(np.searchsorted(self._reach, start[self._axis], side="right"))
         last = int(np.searchsorted(self._starts[:, self._axis], stop[self._axis], side="left"))
         starts, stops = self._starts[first:last], self._stops[first:last]

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.planning.balance import to_the_least
 from asyncckpt.planning.table import Column, Table
 
 TRAILER_NBYTES = 4
@@ -180,14 +180,12 @@ def even_order(
         return None
     run_nbytes = nbytes // files // RUNS_PER_FILE + 1
     run = np.unique(np.cumsum(payloads) // run_nbytes, return_inverse=True)[1]
-    lengths = np.bincount(run, payloads)
+    lengths = np.bincount(run, payloads).astype(np.int64)
     # The longest first, each into the file that is shortest so far.
-    file_of_run = np.zeros(len(lengths), np.int64)
+    longest = np.argsort(-lengths, kind="stable")
     shortest = [(0, file) for file in range(min(files, len(lengths)))]
-    for number in np.argsort(-lengths, kind="stable").tolist():
-        held, file = shortest[0]
-        file_of_run[number] = file
-        heapq.heapreplace(shortest, (held + int(lengths[number]), file))
+    file_of_run = np.zeros(len(lengths), np.int64)
+    file_of_run[longest] = to_the_least(lengths[longest], shortest)
     shortest.sort(reverse=True)
     place = np.argsort([file for _, file in shortest])
     file_of = place[file_of_run[run]]

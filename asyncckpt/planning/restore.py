@@ -21,8 +21,9 @@ from asyncckpt.planning.table import Column, Table
 from asyncckpt.spec import Box, ChunkGrid
 
 
-class Request(NamedTuple):
-    """One wanted box of one stored array.
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Wanted boxes of stored arrays, by column: no object per box.
 
     Attributes:
         array: index of the array.
@@ -31,9 +32,9 @@ class Request(NamedTuple):
             and may be written directly.
     """
 
-    array: int
-    box: Box | None
-    contiguous: bool
+    array: Column
+    box: Sequence[Box | None]
+    contiguous: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,17 +50,6 @@ class StoredArrays:
     kinds: Sequence[tuple[ChunkGrid, int, bool]]
     kind: Column
     first_row: Column
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WholeArrays:
-    """Requests for whole arrays, by column; fields as in `Request`."""
-
-    array: Column
-    contiguous: npt.NDArray[np.bool_]
-
-    def __len__(self) -> int:
-        return len(self.array)
 
 
 class Part(NamedTuple):
@@ -109,7 +99,7 @@ class RestorePlan:
 
 def plan_restore(
     arrays: StoredArrays,
-    requests: Sequence[Request] | WholeArrays,
+    requests: Requests,
     *,
     row_file: npt.ArrayLike,
     row_offset: npt.ArrayLike,
@@ -148,7 +138,7 @@ def plan_restore(
             f"requests need rows {row.min()} to {row.max()}, the checkpoint has {len(files)}"
         )
 
-    counts = np.bincount(request, minlength=len(requests)).tolist()
+    counts = np.bincount(request, minlength=len(requests.array)).tolist()
     if only is not None:
         kept = only[row]
         row, request, direct, nbytes = row[kept], request[kept], direct[kept], nbytes[kept]
@@ -230,41 +220,30 @@ def intersection(
     return tuple(in_chunk[::-1]), tuple(in_box[::-1])
 
 
-def _parts(
-    stored: StoredArrays, requests: Sequence[Request] | WholeArrays
-) -> tuple[Column, Column, Column, Column]:
+def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Column, Column]:
     """Return the columns row, request, direct and nbytes: every chunk of every request."""
-    count = len(stored.first_row)
-    if isinstance(requests, WholeArrays):
-        array = requests.array
-    else:
-        array = np.array([request.array for request in requests], np.int64)
+    array, count = requests.array, len(stored.first_row)
     if len(array) and not 0 <= array.min() <= array.max() < count:
         raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {count}")
     # One computation per kind of array and wanted box, which many leaves share.
-    wants: dict[tuple[int, Box | None, bool], int] = {}
-    if isinstance(requests, WholeArrays):
-        coded, want_of = np.unique(
-            stored.kind[array] * 2 + requests.contiguous, return_inverse=True
-        )
-        for code in coded.tolist():
-            wants[code >> 1, None, bool(code & 1)] = len(wants)
-    else:
-        want_of = np.zeros(len(array), np.int64)
-        for number, (kind, (_, box, contiguous)) in enumerate(
-            zip(stored.kind[array].tolist(), requests, strict=True)
-        ):
-            want_of[number] = wants.setdefault((kind, box, contiguous), len(wants))
+    boxes = list(dict.fromkeys(requests.box))
+    wanted = stored.kind[array] * 2 + requests.contiguous
+    if len(boxes) > 1:
+        number_of = dict(zip(boxes, range(len(boxes)), strict=True))
+        box_of = np.array([number_of[box] for box in requests.box], np.int64)
+        wanted = wanted * len(boxes) + box_of
+    codes, want_of = np.unique(wanted, return_inverse=True)
     found: list[tuple[Column, Column, Column]] = []
     sizes: list[int] = []
-    for kind, box, contiguous in wants:
-        grid, itemsize, compressed = stored.kinds[kind]
-        found.append(_overlap(grid, itemsize, box, contiguous and not compressed))
+    for code in codes.tolist():
+        want, box = divmod(code, len(boxes))
+        grid, itemsize, compressed = stored.kinds[want >> 1]
+        found.append(_overlap(grid, itemsize, boxes[box], bool(want & 1) and not compressed))
         sizes.append(len(found[-1][0]))
     counts_of = np.array(sizes, np.int64)
     base_of = np.cumsum(counts_of) - counts_of
     counts = counts_of[want_of]
-    request = np.repeat(np.arange(len(requests)), counts)
+    request = np.repeat(np.arange(len(array)), counts)
     at = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
     at += base_of[want_of][request]
     rows, direct, nbytes = np.hstack([np.zeros((3, 0), np.int64), *found])[:, at]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from asyncckpt.planning.save import PLANNER_VERSION
 from asyncckpt.spec import ITEMSIZES, ArraySpec, Box, Partition, array_spec
 from asyncckpt.tree import Structure
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 MAX_SCHEMA_NBYTES = 256 << 20
 """A longer schema is not parsed; one of 100,000 leaves has 10 MiB."""
@@ -82,9 +82,29 @@ def schema_digest(schema: Schema) -> str:
 
 
 def encode_schema(schema: Schema) -> bytes:
-    """Return the schema as bytes for other processes; equal schemas have equal bytes."""
-    document = _document(schema)
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    """Return the schema as bytes for other processes; equal schemas have equal bytes.
+
+    Equal leaves, as most are, are written once, and referred to by number.
+    """
+    kinds: dict[SchemaLeaf, int] = {}
+    numbers = [kinds.setdefault(leaf, len(kinds)) for leaf in schema.leaves]
+    document = {
+        "version": SCHEMA_VERSION,
+        "planner": PLANNER_VERSION,
+        "options": dict(schema.options),
+        "tree": schema.structure.to_json(),
+        "leaves": numbers,
+        "kinds": list(kinds),
+    }
+    text = json.dumps(
+        document, default=_fields, sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+    return text.encode()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, for JSON."""
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
 
 
 def decode_schema(data: bytes, *, file: str) -> Schema:
@@ -107,71 +127,6 @@ def decode_schema(data: bytes, *, file: str) -> Schema:
         raise fault(f"{type(error).__name__}: {error}"[:200]) from None
 
 
-# ------------------------------------------------------------------------------------ documents
-
-
-class _Distinct:
-    """Values that many leaves share, each written once; leaves refer to them by number."""
-
-    def __init__(self, encode: Callable[[Any], Any]) -> None:
-        self.values: list[Any] = []
-        self._encode = encode
-        self._numbers: dict[Any, int] = {}
-
-    def number(self, value: Any) -> int:
-        number = self._numbers.setdefault(value, len(self._numbers))
-        if number == len(self.values):
-            self.values.append(self._encode(value))
-        return number
-
-
-def _document(schema: Schema) -> dict[str, Any]:
-    """Return the schema as JSON values."""
-    specs = _Distinct(lambda spec: [spec.shape, spec.dtype])
-    answers = _Distinct(_answer)
-    texts = _Distinct(lambda text: text)
-    divisions = _Distinct(_division)
-    rows: list[list[int]] = []
-    for leaf in schema.leaves:
-        divided = leaf.partition is not None or leaf.boxes is not None or leaf.partial
-        division = (leaf.partition, leaf.boxes, leaf.partial)
-        rows.append(
-            [
-                texts.number(leaf.kind),
-                -1 if leaf.spec is None else specs.number(leaf.spec),
-                -1 if leaf.options is None else answers.number(leaf.options),
-                texts.number(leaf.extra),
-                -1 if leaf.tied_to is None else leaf.tied_to,
-                divisions.number(division) if divided else -1,
-            ]
-        )
-    return {
-        "version": SCHEMA_VERSION,
-        "planner": PLANNER_VERSION,
-        "options": dict(schema.options),
-        "tree": schema.structure.to_json(),
-        "leaves": rows,
-        "specs": specs.values,
-        "answers": answers.values,
-        "texts": texts.values,
-        "divisions": divisions.values,
-    }
-
-
-def _answer(options: LeafOptions) -> dict[str, Any]:
-    given = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _division(division: tuple[Partition | None, Sequence[Box] | None, bool]) -> list[Any]:
-    partition, boxes, partial = division
-    return [
-        partition and [partition.cuts, partition.holders, partition.processes, partition.pattern],
-        None if boxes is None else [[box.offset, box.shape] for box in boxes],
-        partial,
-    ]
-
-
 def _schema(document: Any) -> Schema:
     """Return the schema that a document describes.
 
@@ -183,73 +138,68 @@ def _schema(document: Any) -> Schema:
     for name, expected in (("version", SCHEMA_VERSION), ("planner", PLANNER_VERSION)):
         if document[name] != expected:
             raise ValueError(f"{name} is {document[name]!r:.40}, this library's is {expected}")
-    for name in ("specs", "answers", "texts", "divisions", "leaves"):
-        if not isinstance(document[name], list):
-            raise TypeError(f"{name!r} is not a list")
-    specs = [_spec(*item) for item in document["specs"]]
-    answers = [_leaf_options(item) for item in document["answers"]]
-    texts = [_text(item) for item in document["texts"]]
-    divisions = [_divided(*item) for item in document["divisions"]]
-    leaves: list[SchemaLeaf] = []
-    for kind, spec, answer, extra, tied_to, division in document["leaves"]:
-        if not -1 <= _integer(tied_to) < len(leaves):
-            raise ValueError(f"leaf {len(leaves)} is tied to {tied_to}")
-        leaves.append(
-            SchemaLeaf(
-                _at(texts, kind),
-                None if spec == -1 else _at(specs, spec),
-                None if answer == -1 else _at(answers, answer),
-                _at(texts, extra),
-                None if tied_to == -1 else tied_to,
-                *((None, None, False) if division == -1 else _at(divisions, division)),
-            )
-        )
+    kinds = [_leaf(**item) for item in document["kinds"]]
+    leaves = tuple([kinds[number] for number in _lengths(document["leaves"])])
+    for number, leaf in enumerate(leaves):
+        if leaf.tied_to is not None and leaf.tied_to not in range(number):
+            raise ValueError(f"leaf {number} is tied to {leaf.tied_to}")
     structure = Structure.from_json(document["tree"])
     if structure.leaf_count != len(leaves):
         raise ValueError(f"{structure.leaf_count} leaves in the tree, {len(leaves)} described")
     if not isinstance(document["options"], dict):
         raise TypeError("'options' is not an object")
-    return Schema(structure, tuple(leaves), document["options"])
+    return Schema(structure, leaves, document["options"])
 
 
-def _spec(shape: Any, dtype: Any) -> ArraySpec:
+def _leaf(
+    *,
+    kind: Any,
+    spec: Any,
+    options: Any,
+    extra: Any,
+    tied_to: Any,
+    partition: Any,
+    boxes: Any,
+    partial: Any,
+) -> SchemaLeaf:
+    if not isinstance(partial, bool):
+        raise TypeError(f"{partial!r:.40} is not a boolean")
+    return SchemaLeaf(
+        _text(kind),
+        None if spec is None else _spec(**spec),
+        None if options is None else _leaf_options(**options),
+        _text(extra),
+        None if tied_to is None else _integer(tied_to),
+        None if partition is None else _partition(**partition),
+        None if boxes is None else tuple([_box(**box) for box in boxes]),
+        partial,
+    )
+
+
+def _spec(*, shape: Any, dtype: Any) -> ArraySpec:
     if dtype not in ITEMSIZES:
         raise ValueError(f"unknown dtype {dtype!r:.40}")
     return array_spec(_lengths(shape), dtype)
 
 
-def _leaf_options(item: dict[str, Any]) -> LeafOptions:
-    if "chunk_shape" in item:
-        item = {**item, "chunk_shape": _lengths(item["chunk_shape"])}
-    return LeafOptions(**item)
+def _leaf_options(*, chunk_shape: Any, **others: Any) -> LeafOptions:
+    shape = None if chunk_shape is None else _lengths(chunk_shape)
+    return LeafOptions(chunk_shape=shape, **others)
 
 
-def _divided(
-    partition: Any, boxes: Any, partial: Any
-) -> tuple[Partition | None, tuple[Box, ...] | None, bool]:
-    divided = None
-    if partition is not None:
-        cuts, holders, processes, pattern = partition
-        lengths = tuple([_lengths(c) if isinstance(c, list) else _integer(c) for c in cuts])
-        divided = Partition(lengths, _text(holders), _lengths(processes), _text(pattern))
-    held = None
-    if boxes is not None:
-        held = tuple([Box(_lengths(offset), _lengths(shape)) for offset, shape in boxes])
-    if not isinstance(partial, bool):
-        raise TypeError(f"{partial!r:.40} is not a boolean")
-    return divided, held, partial
+def _partition(*, cuts: Any, holders: Any, processes: Any, pattern: Any) -> Partition:
+    lengths = tuple([_lengths(c) if isinstance(c, list) else _integer(c) for c in cuts])
+    return Partition(lengths, _text(holders), _lengths(processes), _text(pattern))
+
+
+def _box(*, offset: Any, shape: Any) -> Box:
+    return Box(_lengths(offset), _lengths(shape))
 
 
 def _integer(value: Any) -> int:
     if type(value) is not int or not -1 <= value < 1 << 63:
         raise ValueError(f"{value!r:.40} is not an integer of 63 bits")
     return value
-
-
-def _at(items: Sequence[Any], number: Any) -> Any:
-    if _integer(number) < 0:
-        raise ValueError(f"{number} is not an index")
-    return items[number]
 
 
 def _lengths(values: Any) -> tuple[int, ...]:

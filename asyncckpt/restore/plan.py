@@ -5,7 +5,6 @@ Restores, verifications of foreign checkpoints, and conversions read chunks in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.checkpoint.payload import flat_bytes
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
-from asyncckpt.planning.restore import Request, RestorePlan, WholeArrays, plan_restore
+from asyncckpt.planning.restore import Requests, RestorePlan, plan_restore
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.restore.exchange.streams import StreamFiles
 from asyncckpt.spec import Box
@@ -58,12 +57,10 @@ class Destinations:
         self.values.append(values)
         self.flat.append(flat)
 
-    def requests(self) -> Sequence[Request] | WholeArrays:
+    def requests(self) -> Requests:
         """Return what is wanted, for the planner."""
-        contiguous = [flat is not None for flat in self.flat]
-        if self.box.count(None) == len(self):
-            return WholeArrays(np.array(self.array, np.int64), np.array(contiguous, np.bool_))
-        return list(map(Request, self.array, self.box, contiguous))
+        contiguous = np.array([flat is not None for flat in self.flat], np.bool_)
+        return Requests(np.array(self.array, np.int64), self.box, contiguous)
 
 
 def flat_target(array: npt.NDArray[Any]) -> Bytes | None:

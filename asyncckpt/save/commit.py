@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 
@@ -31,9 +31,10 @@ from asyncckpt.format.record import (
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB
-from asyncckpt.ports import Attempt
+from asyncckpt.planning.table import Column
+from asyncckpt.ports import Attempt, AttemptFiles
 from asyncckpt.reports import ProcessPart, Timeline
-from asyncckpt.save.index import Index, Payload, encode_index
+from asyncckpt.save.index import NO_ROWS, Index, Payload, encode_index
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.version import VERSION
@@ -46,6 +47,10 @@ MANIFEST = "manifest.ocdbt"
 INDEX_IN_RECORD_NBYTES = 24 * KIB
 """Largest chunk index that the record repeats, which saves a restore one round trip: 1,000 chunks,
 16 GiB. Reading the record stays one request (1 MiB)."""
+
+
+Opened = Callable[[], Awaitable[AttemptFiles]]
+"""Returns where the files of a save go, once that is open."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +77,7 @@ class Commit:
     """Writes everything of one save but its data: Orbax's files, the index, the record.
 
     Attributes:
-        attempt: where the files go.
+        attempt: where the files go; None where another process writes these.
         layout: plan, catalog and Orbax's files.
         request: the tree, and what the caller wants in the record.
         save_id: identity of the save, 32 hex digits.
@@ -81,9 +86,10 @@ class Commit:
         epoch: the claim under which they do.
         after_data: where files keep their names, `put_index` is called once the data are durable:
             consent is asked for when this process has written its part.
+        checked: rows whose checksums are compared with those of replicas in other processes.
     """
 
-    attempt: Attempt
+    attempt: Attempt | None
     layout: Layout
     request: SaveRequest
     _: KW_ONLY
@@ -95,6 +101,7 @@ class Commit:
     def __post_init__(self) -> None:
         self._metadata = self.request.metadata
         self.after_data = self.request.consent is not None
+        self.checked: Column = NO_ROWS
         self._numbers = itertools.count()
         self._orbax: list[tuple[str, bytes]] = []
         for name, data in (self.layout.orbax or {}).items():
@@ -102,9 +109,10 @@ class Commit:
 
     async def put_orbax(self) -> None:
         """Write Orbax's files concurrently; on return they are durable."""
-        async with asyncio.TaskGroup() as group:
-            for path, data in self._orbax:
-                group.create_task(self.attempt.put(path, data))
+        if self.attempt is not None:
+            async with asyncio.TaskGroup() as group:
+                for path, data in self._orbax:
+                    group.create_task(self.attempt.put(path, data))
 
     async def put_index(self, payload: Payload) -> Committable:
         """Write index file and manifest, and encode the record; on return the files are durable.
@@ -114,7 +122,8 @@ class Commit:
 
         Cancellation: waits for writes that are running.
         """
-        assert self.layout.catalog is not None
+        attempt = self.attempt
+        assert attempt is not None and self.layout.catalog is not None
         consent = self.request.consent
         if consent is not None:
             consent.asked()
@@ -137,10 +146,10 @@ class Commit:
         index_file = len(payload.files)
         manifest = f"{DATABASE}/{MANIFEST}"
         small = [(manifest, index.manifest), *self._orbax]
-        sources = [self.attempt.source(name) for name, _ in small]
+        sources = [attempt.source(name) for name, _ in small]
         async with asyncio.TaskGroup() as group:
             group.create_task(self._put_blocks(files[index_file].path, index.blocks))
-            group.create_task(self.attempt.put(manifest, index.manifest, in_record=True))
+            group.create_task(attempt.put(manifest, index.manifest, in_record=True))
             record = await run(self._record, index, files, index_file, small, sources, now_ns)
         stored_nbytes = sum(map(attrgetter("nbytes"), files))
         return Committable(record, stored_nbytes + len(record), len(files) + 1)
@@ -148,6 +157,7 @@ class Commit:
     async def _put_blocks(self, path: str, blocks: Sequence[bytes | bytearray]) -> None:
         """Write a file that consists of these blocks; on return it is durable."""
         nbytes, offset = sum(map(len, blocks)), 0
+        assert self.attempt is not None
         file = await self.attempt.create(path, nbytes=nbytes)
         for block in blocks:
             await file.write(offset, np.frombuffer(block, np.uint8))

@@ -1,64 +1,31 @@
 """Contribution of one process to a save of several: its entries, in place of index and record."""
 
-# Rule 1: entries count only once this process has posted that it is ready: by then all of its files
-#   are durable.
-# Rule 2: entries that are written again get another name, like an index (`save/commit.py`).
-
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.coordinators.rounds import Round
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import Entries, Parts, encode_entries
+from asyncckpt.format.entries import Entries, Parts
 from asyncckpt.reports import ProcessPart
-from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import Snapshot
 
 
-@dataclass(eq=False, repr=False)
-class Contribution(Commit):
-    """Commit stage of every process but process 0: passes its entries on.
-
-    Attributes:
-        round_: messages of the processes about this save.
-        times: returns the seconds until all was staged, and until now.
-        Others: as `Commit`; `after_data` always, because entries say when files were durable.
-    """
-
-    _: KW_ONLY
-    round_: Round
-    times: Callable[[], tuple[float, float]]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.after_data = True
-
-    async def put_index(self, payload: Payload) -> Committable:
-        """Pass this process' entries on. May be called again; the last result counts."""
-        group, save_id = self.round_.group, self.save_id
-        process, snapshot = group.process_index, self.request.snapshot
-        path = f"{save_id}-entries-{process}-{next(self._numbers)}"
-        entries = entries_of(payload, self.layout, snapshot, save_id=save_id, process=process)
-        entries.facts["times"] = self.times()
-        data = await self.compute.run(encode_entries, entries)
-        await self.attempt.pass_on(path, data)
-        part = part_of(entries, group.host)
-        return Committable(path.encode(), part.written_nbytes, part.file_count, (part,))
-
-
 def entries_of(
-    payload: Payload, layout: Layout, snapshot: Snapshot, *, save_id: str, process: int
+    payload: Payload,
+    layout: Layout,
+    snapshot: Snapshot,
+    *,
+    save_id: str,
+    process: int,
+    times: tuple[float, float],
 ) -> Entries:
-    """Return the entries of a process."""
+    """Return the entries of a process; `times` are the seconds until all was staged, and in all."""
     plan, extents = layout.plan, payload.chunks
     written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
     chunks = plan.row_chunk[list(plan.inline)].tolist()
@@ -84,7 +51,11 @@ def entries_of(
         checked_crc=payload.checked_crc,
         scalar=np.array(list(snapshot.scalars), np.int64),
         scalar_crc=scalar_checksums(snapshot),
-        facts={"scalars": _only_here(snapshot, process), "spans": payload.timeline.rows(1)},
+        facts={
+            "scalars": _only_here(snapshot, process),
+            "spans": payload.timeline.rows(1),
+            "times": times,
+        },
     )
 
 

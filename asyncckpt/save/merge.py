@@ -1,12 +1,15 @@
-"""Merge: process 0 makes one index from the entries of all processes."""
+"""Commit of a save by several processes: process 0 makes one index from the entries of all."""
 
 # Rule 1: every chunk of the plan is in exactly one place, or nothing is committed.
 # Rule 2: replicas are compared before anything is committed. If they differed, one array would
 #   silently be assembled from parts of different values.
+# Rule 3: entries count only once their process has posted that it is ready: by then all of its
+#   files are durable. Entries that are written again get another name, like an index
+#   (`save/commit.py`).
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -18,6 +21,7 @@ import numpy.typing as npt
 
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import MismatchError, UsageError
+from asyncckpt.flow.shield import mapped
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import (
@@ -26,14 +30,17 @@ from asyncckpt.format.entries import (
     Parts,
     WrittenFile,
     decode_entries,
+    encode_entries,
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
+from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.reports import Timeline
-from asyncckpt.save.commit import DATABASE, Commit, Committable
+from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
+from asyncckpt.save.save import SaveState
 from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES
@@ -44,40 +51,45 @@ READS = 16
 
 
 @dataclass(eq=False, repr=False)
-class MergingCommit(Commit):
-    """Commits what all processes have written.
+class SharedCommit(Commit):
+    """Commits what all processes have written, as process 0; the others pass their entries on.
 
     Attributes:
         round_: messages of the processes about this save.
-        times: returns the seconds until all was staged, and until now.
-        Others: as `Commit`.
+        files: returns where the files of this process go, once that is open.
+        state: when all was staged.
+        Others: as `Commit`; `after_data` always where this process passes its entries on, because
+            they say when its files were durable.
     """
 
     _: KW_ONLY
     round_: Round
-    times: Callable[[], tuple[float, float]]
+    files: Opened
+    state: SaveState
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.after_data |= not self.round_.leads
+        self.checked = checked_rows(self.layout.plan, self.round_.number, whole=self.layout.fresh)
         self._others: list[Entries] | None = None
 
     async def put_index(self, payload: Payload) -> Committable:
         """Write the index of what all processes have written, once all are ready.
 
-        Errors: as `Commit.put_index`, and:
+        Processes other than 0 pass their entries on. Errors: as `Commit.put_index`, and:
 
         Raises:
             MismatchError: replicas or local values differ; names the leaf and the processes.
             UsageError: entries of a process cannot be seen here; names it and its host.
         """
+        if not self.round_.leads:
+            return await self._pass_on(self._entries(payload))
         if self._others is None:
             refuse = None if self.layout.fresh else partial(out_of_step, self.round_)
             ready = await self.round_.gathered("ready", instead="plan", refuse=refuse)
-            self._others = await self._read(ready)
+            self._others = await mapped(self._read, sorted(ready.items()), READS)
         snapshot, layout = self.request.snapshot, self.layout
-        own = entries_of(payload, layout, snapshot, save_id=self.save_id, process=0)
-        own.facts["times"] = self.times()
-        entries = [own, *self._others]
+        entries = [self._entries(payload), *self._others]
         hosts = self.round_.group.hosts
         parts = tuple([part_of(one, hosts[one.process]) for one in entries])
         spans = [one.facts.get("spans", ()) for one in self._others]
@@ -94,21 +106,28 @@ class MergingCommit(Commit):
             await self._put_late(merged, late)
         return replace(await super().put_index(merged), parts=parts, timelines=timelines)
 
-    async def _read(self, ready: Mapping[int, bytes]) -> list[Entries]:
-        waiting = iter(sorted(ready.items()))
-        found: dict[int, Entries] = {}
+    def _entries(self, payload: Payload) -> Entries:
+        return entries_of(
+            payload,
+            self.layout,
+            self.request.snapshot,
+            save_id=self.save_id,
+            process=self.round_.group.process_index,
+            times=(self.state.blocked_s, time.perf_counter() - self.request.begun),
+        )
 
-        async def read() -> None:
-            for process, path in waiting:
-                found[process] = await self._read_one(process, path.decode())
+    async def _pass_on(self, entries: Entries) -> Committable:
+        path = f"{self.save_id}-entries-{entries.process}-{next(self._numbers)}"
+        data = await self.compute.run(encode_entries, entries)
+        await (await self.files()).pass_on(path, data)
+        part = part_of(entries, self.round_.group.host)
+        return Committable(path.encode(), part.written_nbytes, part.file_count, (part,))
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(READS, len(ready))):
-                group.create_task(read())
-        return [found[process] for process in sorted(found)]
-
-    async def _read_one(self, process: int, path: str) -> Entries:
-        data = await taken(self.attempt, path, self.round_, max_nbytes=MAX_ENTRIES_NBYTES)
+    async def _read(self, one: tuple[int, bytes]) -> Entries:
+        """Return the entries of one process, given its number and their path."""
+        process, path = one[0], one[1].decode()
+        attempt = await self.files()
+        data = await taken(attempt, path, self.round_, max_nbytes=MAX_ENTRIES_NBYTES)
         entries = await self.compute.run(decode_entries, data, file=path)
         if (entries.save_id, entries.process) != (self.save_id, process):
             raise _disagreement(f"{path} is of process {entries.process}, {entries.save_id}")
@@ -192,7 +211,7 @@ class BoxesOfParts:
 
 
 def merge(
-    layout: Layout, entries: Sequence[Entries], boxes: BoxesOfParts, named: Any
+    layout: Layout, entries: Sequence[Entries], boxes: BoxesOfParts, named: Callable[[int], str]
 ) -> tuple[Payload, dict[int, bytes]]:
     """Return places and checksums of all chunks, and the stored bytes of those without a place.
 
@@ -250,7 +269,7 @@ def compare(
     snapshot: Snapshot,
     entries: Sequence[Entries],
     boxes: BoxesOfParts,
-    named: Any,
+    named: Callable[[int], str],
 ) -> None:
     """Check that replicas and local values are equal on all processes.
 
@@ -278,7 +297,7 @@ def compare(
 
 
 def _first_difference(
-    entries: Sequence[Entries], what: str, count: int, named: Any
+    entries: Sequence[Entries], what: str, count: int, named: Callable[[int], str]
 ) -> tuple[int, int, int] | None:
     """Return the lowest number with different checksums, and two processes that have them.
 

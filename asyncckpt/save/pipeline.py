@@ -30,8 +30,7 @@ from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.held import HeldBox
-from asyncckpt.planning.table import Column
-from asyncckpt.ports import AttemptFiles, Sizes
+from asyncckpt.ports import Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.index import Payload
 from asyncckpt.save.serialize import (
@@ -44,9 +43,9 @@ from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.save.upload import (
     ChunkAppender,
     ChunkPacker,
+    CompressedFiles,
     DataFiles,
     FileWindow,
-    Placed,
 )
 
 
@@ -57,26 +56,18 @@ class Pipeline:
     Attributes:
         staging: copies leaves into slots, for as long as all stages run.
         commit: writes the index, or passes this process' entries on.
-        checked: rows whose checksums are compared with those of other processes.
-        attempt: where the files go.
-        stem: prefix of the names of its files, which contains the save id.
-        positional: the store has `StoreCapabilities.positional_writes`.
+        files: where the bytes go.
         sizes: sizes of files and windows, and writes in flight.
         reference: hold immutable leaves instead of copying them.
         staged: called when every leaf may be mutated.
-        written: called with bytes of progress.
     """
 
     staging: Staging
     commit: Commit
-    checked: Column
-    attempt: AttemptFiles
-    stem: str
-    positional: bool
+    files: DataFiles
     sizes: Sizes
     reference: bool
     staged: Callable[[], None]
-    written: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self._plan = plan = self.staging.plan
@@ -91,7 +82,7 @@ class Pipeline:
             nbytes=plan.row_payload + CRC_NBYTES,
             crc32c=np.zeros(len(plan.row_payload), np.uint32),
         )
-        self._checksums = WindowChecksums(self._extents.crc32c, len(plan.file_nbytes))
+        self._checksums = WindowChecksums(self._extents.crc32c, self.files.crcs)
         self._chunks: asyncio.Queue[StagedChunks | None] = asyncio.Queue()
         self._final: asyncio.Queue[FileWindow | StagedWindow | None] = asyncio.Queue()
         self._unfolded = len(plan.windows)
@@ -99,20 +90,17 @@ class Pipeline:
         if not plan.windows:
             self._folded.set()
         self._turn: asyncio.Event | None = None  # the window taken last by an upload is folded
-        sizes, pool, positional = self.sizes, self.staging.window_pool, self.positional
-        self._files = DataFiles(
-            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=positional
-        )
-        self._sink: ChunkAppender | ChunkPacker | None = None  # of compressed chunks
-        first, target_nbytes = len(plan.file_nbytes), sizes.data_file_nbytes
+        sizes, pool = self.sizes, self.staging.window_pool
+        self._sink: CompressedFiles | None = None  # of compressed chunks
+        target_nbytes = sizes.data_file_nbytes
         self._packing = 0  # windows that compressed chunks make, at most
-        if plan.compressed and positional:
-            self._sink = ChunkAppender(self._files, first, target_nbytes)
+        if plan.compressed and self.files.positional:
+            self._sink = ChunkAppender(self.files, target_nbytes)
         elif plan.compressed:
             nbytes = int(plan.row_payload[list(plan.compressed)].sum())
             self._packing = max(1, -(-nbytes // pool.slot_nbytes))
             self._sink = ChunkPacker(
-                first, target_nbytes, pool, self._compute, emit=self._final.put_nowait
+                self.files, target_nbytes, pool, self._compute, emit=self._final.put_nowait
             )
         self._streams = min(sizes.concurrency, len(plan.windows) + self._packing)
 
@@ -129,7 +117,7 @@ class Pipeline:
         """
         try:
             async with self._data() as uploads:
-                if uploads and self.positional and self.commit.after_data:
+                if uploads and self.files.positional and self.commit.after_data:
                     await asyncio.wait(uploads)
                 return await self._put_index(uploads)
         finally:
@@ -147,9 +135,9 @@ class Pipeline:
                 uploads: list[asyncio.Task[None]] = []
                 while len(uploads) < self._streams:
                     uploads.append(group.create_task(self._upload()))
-                if self.positional and self._plan.windows:
+                if self.files.positional and self._plan.windows:
                     # Creating a file and its blocks takes about as long as copying a window.
-                    group.create_task(self._files.open(0, self._plan.file_nbytes[0]))
+                    group.create_task(self.files.open(0))
                 if self._sink is not None:
                     compressing = group.create_task(self._compress(self._sink))
                 await self._stage()
@@ -168,35 +156,27 @@ class Pipeline:
         Such a file may be sealed during or after the write of the index. The record refers to the
         index of the last call, which has the final names.
         """
-        files = self._files
-        changed = asyncio.Event()
-        files.renamed = changed.set
-        for task in uploads:
-            task.add_done_callback(lambda _: changed.set())
+        files, running = self.files, set(uploads)
         while True:
             renames = files.renames
             made = await self._indexed()
             while files.renames == renames:
-                if all([task.done() for task in uploads]):
+                if not running:
                     return made
-                changed.clear()  # no await between the check and this
-                await changed.wait()
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
 
     async def _indexed(self) -> Committable:
         """Write the index of places and checksums as they are now."""
-        files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
-        if self._sink is not None:
-            files += zip(self._sink.file_nbytes, self._sink.file_crcs, strict=True)
         rows: list[WrittenFile] = []
-        for file, (nbytes, crc) in enumerate(files):
-            path = self._files.path(file).removeprefix(f"{DATABASE}/")
+        for file, (nbytes, crc) in enumerate(zip(self.files.nbytes, self.files.crcs, strict=True)):
+            path = self.files.path(file).removeprefix(f"{DATABASE}/")
             rows.append(WrittenFile(path, nbytes, crc))
-        checked = self.checked
-        crcs = self._extents.crc32c[checked]
-        for number, row in enumerate(checked.tolist()):
-            crcs[number] = self._checked_crc.get(row, crcs[number])
+        checked, crcs = self.commit.checked, self._extents.crc32c.copy()
+        crcs[list(self._checked_crc)] = list(self._checked_crc.values())
         timeline = self._recorder.timeline()
-        payload = Payload(self._extents, self._inline, rows, self._parts, checked, crcs, timeline)
+        payload = Payload(
+            self._extents, self._inline, rows, self._parts, checked, crcs[checked], timeline
+        )
         with self._recorder.span("index"):
             return await self.commit.put_index(payload)
 
@@ -214,21 +194,12 @@ class Pipeline:
             # After mutable leaves were copied: their copies are kept, and what is kept counts.
             streams = min(self.sizes.concurrency, self._packing)
             await self._sink.reserve(streams + 1, beside=staging.most_nbytes)
-        early: list[StagedWindow] = []
-
-        def flush() -> None:
-            for item in early:
-                self._final.put_nowait(item)
-            early.clear()
-
         if staging.grow:
-            # While the caller waits and memory lasts, copying has the processors and the memory
-            # bandwidth to itself; checksums and writes follow as soon as either ends. When memory
-            # runs out, `flush` starts the writes that free it; nothing else would.
-            await staging.windows(early.append, flush)
-            flush()
+            # While the caller waits and memory lasts, nothing is done but copying; checksums and
+            # writes follow as soon as either ends.
+            await staging.windows(self._final.put_nowait)
         else:
-            await staging.windows(self._emit, flush, self._checksums.seal)
+            await staging.windows(self._emit, self._checksums.seal)
         if self._sink is not None:
             await staging.chunks(self._chunks.put_nowait)
         self._chunks.put_nowait(None)
@@ -240,13 +211,12 @@ class Pipeline:
 
     async def _check_replicas(self) -> None:
         """Compute the checksums of replicas that this process does not write, or compresses."""
-        plan, checked = self._plan, self.checked
+        plan, checked = self._plan, self.commit.checked
         if not checked.size:
             return
         process = self._recorder.process
         elsewhere = (plan.row_writer[checked] != process) | np.isin(checked, plan.compressed)
-        rows = checked[elsewhere].tolist()
-        self._checked_crc = dict(zip(rows, await self.staging.checksums(rows), strict=True))
+        self._checked_crc = await self.staging.checksums(checked[elsewhere].tolist())
 
     # -- serialize
 
@@ -291,13 +261,12 @@ class Pipeline:
             window.file,
             window.offset,
             window.nbytes,
-            self._plan.file_nbytes[window.file],
             slot,
             window.nbytes,
             self.staging.written,
         )
 
-    async def _compress(self, sink: ChunkAppender | ChunkPacker) -> None:
+    async def _compress(self, sink: CompressedFiles) -> None:
         """Compress staged chunks, several at a time, and hand them to the sink in plan order."""
         compressor = Compressor()
         plan, arrays = self._plan, self._plan.arrays
@@ -325,23 +294,20 @@ class Pipeline:
 
     async def _place(
         self,
-        sink: ChunkAppender | ChunkPacker,
+        sink: CompressedFiles,
         chunks: StagedChunks,
         task: asyncio.Task[list[Compressed]],
     ) -> None:
         made = await task
         self.staging.give(chunks.slots)
-        extents = self._extents
-        placed: list[Placed] = []
-        for row, raw_nbytes, stored in zip(chunks.rows, chunks.nbytes, made, strict=True):
-            file, offset = sink.place(stored.nbytes)
-            extents.file[row], extents.offset[row] = file, offset
-            extents.nbytes[row], extents.crc32c[row] = stored.nbytes, stored.crc
-            placed.append(Placed(file, offset, stored, raw_nbytes))
         stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
         with self._recorder.span(stage, sum(stored.nbytes for stored in made)):
-            await sink.write(placed)
-        self.written(sum(chunks.nbytes) + len(placed) * CRC_NBYTES)
+            places = await sink.write(made)
+        extents = self._extents
+        for row, place, stored in zip(chunks.rows, places, made, strict=True):
+            extents.file[row], extents.offset[row] = place
+            extents.nbytes[row], extents.crc32c[row] = stored.nbytes, stored.crc
+        self.files.written(sum(chunks.nbytes) + len(made) * CRC_NBYTES)
         # These bytes stand for the compressor's output, which is gone only now.
         self.staging.give((), chunks.extra_nbytes)
 
@@ -354,6 +320,6 @@ class Pipeline:
             # checksums take only the processor time that the device leaves.
             window = item if isinstance(item, FileWindow) else await self._seal(item)
             with self._recorder.span("upload", window.nbytes):
-                await self._files.write(window)
+                await self.files.write(window)
             # A view in this frame would keep a client from sending the buffer as it is.
             del item, window

@@ -31,7 +31,7 @@ from asyncckpt.options import (
     SaveOptions,
 )
 from asyncckpt.planning.leaves import Arrays, LeafLayout
-from asyncckpt.planning.merge import OwnPart
+from asyncckpt.planning.merge import Merged, OwnPart
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, Source, Store
 from asyncckpt.runtime import Runtime
@@ -87,8 +87,46 @@ class Layout:
     fresh: bool = False
 
 
+class Limits(NamedTuple):
+    """Limits of a process' memory and store for chunks, in bytes.
+
+    Attributes:
+        budget_nbytes: memory for chunks that are held whole.
+        chunk_nbytes: target size at most, None for no limit.
+        chunk_limit_nbytes: largest chunk that can be stored, None for no limit.
+    """
+
+    budget_nbytes: int
+    chunk_nbytes: int | None
+    chunk_limit_nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Agreement:
+    """Agreement of all processes on one schema.
+
+    Attributes:
+        run_id: of the group whose processes agreed.
+        own: digest of this process' schema.
+        partial: this process holds only a part of some leaf.
+        limits: the lowest of all processes.
+        merged: the tree of all processes; None where their schemas are equal.
+    """
+
+    run_id: str
+    own: str
+    partial: bool
+    limits: Limits
+    merged: Merged | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the schema, or of all that were merged and the processes that have them."""
+        return self.own if self.merged is None else self.merged.digest
+
+
 class LayoutCache:
-    """The layouts of the latest schemas; used on one engine's loop.
+    """The latest layouts, and agreements of processes, by schema; used on one engine's loop.
 
     Attributes:
         hits: searches that found one.
@@ -97,7 +135,7 @@ class LayoutCache:
 
     def __init__(self) -> None:
         self._entries: list[tuple[Sequence[object], Layout]] = []
-        self._agreements: list[tuple[Sequence[object], Any]] = []
+        self._agreements: list[tuple[Sequence[object], Agreement]] = []
         self.hits = 0
         self.misses = 0
 
@@ -116,7 +154,7 @@ class LayoutCache:
         self._entries.clear()
         self._agreements.clear()
 
-    def agreement(self, key: Sequence[object]) -> Any:
+    def agreement(self, key: Sequence[object]) -> Agreement | None:
         """Return what processes agreed on for an equal schema, or None."""
         return next((agreed for known, agreed in self._agreements if known == key), None)
 
@@ -124,7 +162,7 @@ class LayoutCache:
         """Return the schema that was agreed on last, or None."""
         return self._agreements[0][0] if self._agreements else None
 
-    def agree(self, key: Sequence[object], agreed: Any) -> None:
+    def agree(self, key: Sequence[object], agreed: Agreement) -> None:
         """Keep what processes agreed on, until other schemas replace it."""
         others = [known for known in self._agreements if known[0] != key]
         self._agreements = [(key, agreed), *others[: CACHED_LAYOUTS - 1]]
@@ -238,8 +276,8 @@ def tree_key(snapshot: Snapshot) -> list[object]:
     return [
         snapshot.paths,
         snapshot.kinds,
-        snapshot.array_leaf,
-        [*snapshot.sources.specs],  # which grows when scalars are added as arrays
+        [*snapshot.array_leaf],  # which grows when scalars are added as arrays
+        [*snapshot.sources.specs],  # likewise
         divisions,
         snapshot.tied,
         snapshot.extra,
@@ -254,6 +292,7 @@ def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:
         values = np.asarray(snapshot.scalars[leaf], DTYPES[spec.dtype])
         snapshot.sources.append_plain(spec, values)
         snapshot.adapters.append(_NUMPY)
+        snapshot.array_leaf.append(leaf)
 
 
 _NUMPY = NumpyAdapter()

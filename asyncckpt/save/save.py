@@ -29,16 +29,15 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.format.record import RECORD_NAME, is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.planning.table import Column
-from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
+from asyncckpt.ports import Attempt, AttemptFiles, CheckpointFiles, Sizes, Store
 from asyncckpt.reports import Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
-from asyncckpt.save.index import NO_ROWS
 from asyncckpt.save.pipeline import Pipeline
 from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
+from asyncckpt.save.upload import DataFiles
 
 ABORT_S = 30.0
 """Limit for the clean-up of an aborted save: a store that does not answer would delay the error of
@@ -132,7 +131,7 @@ class Save:
         self._epoch = 0
         self._clean_up_notes: list[str] = []
         self._recorder = Recorder(self.request.begun)
-        self._attempt: Any = None
+        self._attempt: Attempt | None = None
         self._record = b""  # once the checkpoint is committed
         self._others: Sequence[Timeline] = ()
         self._timeout: asyncio.Timeout | None = None
@@ -215,13 +214,13 @@ class Save:
                 state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
             budget.peak = budget.in_use
             with self._recorder.span("open"):
-                attempt = self._attempt = await self._begin()
-            staging, made = await self._write(attempt, layout, sizes)
+                await self._begin()
+            staging, made = await self._write(layout, sizes)
             state.stage = "commit"
             if self.retaining is not None:
                 self.retaining.look()
             with self._recorder.span("publish"):
-                made = await self._conclude(attempt, made)
+                made = await self._conclude(made)
             self._others = made.timelines
         except BaseException as error:
             await self._give_up(error)
@@ -263,9 +262,9 @@ class Save:
             cache=self.layouts,
         )
 
-    async def _begin(self) -> Any:
+    async def _begin(self) -> None:
         """Begin the attempt that this save writes to."""
-        return await self.store.begin(
+        self._attempt = await self.store.begin(
             self.request.name,
             self._save_id,
             epoch=self._epoch,
@@ -274,10 +273,15 @@ class Save:
             shared=self.shared,
         )
 
-    def _committing(self, attempt: Any, layout: Layout) -> Commit:
+    async def _files(self) -> AttemptFiles:
+        """Return where the files go, once that is open."""
+        assert self._attempt is not None
+        return self._attempt
+
+    def _committing(self, layout: Layout) -> Commit:
         """Return the commit stage."""
         return Commit(
-            attempt,
+            self._attempt,
             layout,
             self.request,
             save_id=self._save_id,
@@ -285,19 +289,16 @@ class Save:
             epoch=self._epoch,
         )
 
-    def _checked(self, layout: Layout) -> Column:
-        """Return the rows to compare with replicas in other processes."""
-        return NO_ROWS
-
-    async def _conclude(self, attempt: Any, made: Committable) -> Committable:
+    async def _conclude(self, made: Committable) -> Committable:
         """Publish the checkpoint; return its final sizes."""
-        await attempt.publish(made.record)
+        assert self._attempt is not None
+        await self._attempt.publish(made.record)
         return made
 
-    async def _give_up(self, error: BaseException) -> None:
-        """Abort the attempt of a save that ends with this error."""
+    async def _abort(self) -> None:
+        """Abort the attempt, if it was begun."""
         if self._attempt is not None:
-            await self._abort(self._attempt)
+            await self._attempt.abort()
 
     def _timeline(self) -> Timeline:
         """Return the timeline, with those of other processes where they are known."""
@@ -313,39 +314,37 @@ class Save:
                 location=self._location,
             )
 
-    async def _write(
-        self, attempt: AttemptFiles, layout: Layout, sizes: Sizes
-    ) -> tuple[Staging, Committable]:
+    async def _write(self, layout: Layout, sizes: Sizes) -> tuple[Staging, Committable]:
         """Make everything but the record durable."""
         request, runtime, store = self.request, self.runtime, self.store
         snapshot, compute = request.snapshot, runtime.engine.compute
         # Scalars that Orbax wants as arrays are staged after the arrays of the tree.
         add_mirrors(snapshot, layout.mirrors)
-        window_pool = runtime.window_pool(store.capabilities, sizes)
         staging = Staging(
-            layout.plan,
-            snapshot.sources,
-            snapshot.adapters,
-            [*map(snapshot.paths.__getitem__, [*snapshot.array_leaf, *layout.mirrors])],
+            layout,
+            snapshot,
             runtime.pool,
-            window_pool,
+            runtime.window_pool(store.capabilities, sizes),
             compute,
             grow=request.stall_first,
             recorder=self._recorder,
         )
-        commit = self._committing(attempt, layout)
+        commit = self._committing(layout)
         copied = asyncio.Event()
         pipeline = Pipeline(
             staging=staging,
             commit=commit,
-            checked=self._checked(layout),
-            attempt=attempt,
-            stem=self._stem,
-            positional=store.capabilities.positional_writes,
+            files=DataFiles(
+                self._files,
+                self._stem,
+                list(layout.plan.file_nbytes),
+                sizes.window_nbytes,
+                self._written,
+                positional=store.capabilities.positional_writes,
+            ),
             sizes=sizes,
             reference=request.options.snapshot == "reference",
             staged=copied.set,
-            written=self._written,
         )
         self.state.stage = "stage"
         async with asyncio.TaskGroup() as group:
@@ -363,10 +362,12 @@ class Save:
         self.state.stage = "upload"
         self.staged()
 
-    async def _abort(self, attempt: AttemptFiles) -> None:
+    async def _give_up(self, error: BaseException) -> None:
+        """Clean up after a save that ends with this error."""
+
         async def abort() -> None:
             async with asyncio.timeout(ABORT_S):
-                await attempt.abort()
+                await self._abort()
 
         # Shielded: a second cancellation must not leave half an attempt behind.
         try:

@@ -53,12 +53,17 @@ SHORT_NBYTES = 32 * KIB
 
 
 class WindowChecksums:
-    """Checksums of the planned windows; one per save."""
+    """Checksums of the planned windows; one per save.
 
-    def __init__(self, crcs: npt.NDArray[np.uint32], file_count: int) -> None:
+    Args:
+        crcs: where those of the chunks go.
+        file_crcs: where those of the files go; zeros.
+    """
+
+    def __init__(self, crcs: npt.NDArray[np.uint32], file_crcs: list[int]) -> None:
         self._crcs = crcs
+        self._file_crcs = file_crcs
         self._chunk = 0  # up to the end of the last window that was folded
-        self.file_crcs = [0] * file_count
 
     def seal(self, window: Window, buffer: Bytes, copy: CopyPart | None = None) -> WindowSums:
         """Checksum the payloads of a window, and write padding and trailers. Blocking.
@@ -103,7 +108,7 @@ class WindowChecksums:
 
         Takes about 10 µs, however many chunks the window holds.
         """
-        file_crc, end = self.file_crcs[window.file], 0
+        file_crc, end = self._file_crcs[window.file], 0
         if window.pieces:
             first, last = window.pieces[0], window.pieces[-1]
             if first.start:
@@ -118,7 +123,7 @@ class WindowChecksums:
                     end += CRC_NBYTES
             if not last.start and not last.last:
                 self._chunk = sums.tail
-        self.file_crcs[window.file] = combine(file_crc, sums.rest, window.nbytes - end)
+        self._file_crcs[window.file] = combine(file_crc, sums.rest, window.nbytes - end)
 
 
 def seal_small(

@@ -26,12 +26,11 @@ import hashlib
 import json
 import time
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncckpt.coordinators.messages import encode_error
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import (
-    AsyncCheckpointError,
     CheckpointNotFoundError,
     DeadlineExceededError,
     SaveAbortedError,
@@ -41,13 +40,10 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
-from asyncckpt.planning.replicas import checked_rows
-from asyncckpt.planning.table import Column
-from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, NotingStore, Sizes
+from asyncckpt.ports import AttemptFiles, JoinedAttempt, NotingStore, Sizes
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
-from asyncckpt.save.contribution import Contribution
-from asyncckpt.save.merge import MergingCommit
+from asyncckpt.save.merge import SharedCommit
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.save import Save, no_claim, record_of
 from asyncckpt.save.shared_plan import KNOWN, VISIBLE_S, SharedPlan
@@ -62,45 +58,6 @@ NOTE_S = 1.0
 
 LOOK_S = 1.0
 """Pause between two looks for the record of a process 0 that has fallen silent."""
-
-
-class Joining:
-    """What the stages use of an attempt that this process is joining; calls wait until it is."""
-
-    def __init__(self, location: str, joining: asyncio.Task[JoinedAttempt]) -> None:
-        self.location = location
-        self._joining = joining
-
-    async def attempt(self) -> JoinedAttempt:
-        """Return the attempt once it is joined."""
-        return await asyncio.shield(self._joining)
-
-    async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> DataFile:
-        """Open a new data file, as `AttemptFiles.create`."""
-        attempt = await self.attempt()
-        return await attempt.create(path, nbytes=nbytes, window_nbytes=window_nbytes)
-
-    async def pass_on(self, path: str, data: bytes | memoryview) -> None:
-        """Write a file for the other processes, as `AttemptFiles.pass_on`."""
-        await (await self.attempt()).pass_on(path, data)
-
-    async def abort(self) -> None:
-        """Remove what was written, if the attempt was joined at all."""
-        joined = await self._ended()
-        if joined is not None:
-            await joined.abort()
-
-    async def leave(self) -> None:
-        """End the share without touching what was written: it may be part of a checkpoint."""
-        joined = await self._ended()
-        if joined is not None:
-            await joined.leave()
-
-    async def _ended(self) -> JoinedAttempt | None:
-        self._joining.cancel()
-        await asyncio.wait((self._joining,))
-        failed = self._joining.cancelled() or self._joining.exception() is not None
-        return None if failed else self._joining.result()
 
 
 @dataclass(eq=False, repr=False)
@@ -124,6 +81,7 @@ class SharedSave(Save):
         self._save_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
         self._process = self._recorder.process = self._group.process_index
         self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
+        self._joining: asyncio.Task[JoinedAttempt] | None = None
         self._ended_by_others = False
         self._posted = False
         self._known = False  # the plan is that of an earlier save
@@ -233,17 +191,22 @@ class SharedSave(Save):
         self._known = not layout.fresh
         return layout
 
-    async def _begin(self) -> Any:
-        if self._attempt is None and not self.round_.leads:
-            self._attempt = Joining(self._location, self._tasks.create_task(self._joined()))
+    async def _begin(self) -> None:
+        if not self.round_.leads:
+            # The first write waits for it.
+            self._joining = self._joining or self._tasks.create_task(self._joined())
         elif self._attempt is None:
-            self._attempt = await super()._begin()
+            await super()._begin()
             self.round_.begun()
-        return self._attempt
 
     async def _files(self) -> AttemptFiles:
-        attempt = await self._begin()
-        return await attempt.attempt() if isinstance(attempt, Joining) else attempt
+        await self._begin()
+        return await self._share() if self._attempt is None else self._attempt
+
+    async def _share(self) -> JoinedAttempt:
+        """Return this process' share of the attempt, once it is joined."""
+        assert self._joining is not None
+        return await asyncio.shield(self._joining)
 
     async def _joined(self) -> JoinedAttempt:
         try:
@@ -280,11 +243,9 @@ class SharedSave(Save):
                     location=self._location,
                 )
 
-    def _committing(self, attempt: Any, layout: Layout) -> Commit:
-        kind: type[MergingCommit | Contribution]
-        kind = MergingCommit if self.round_.leads else Contribution
-        return kind(
-            attempt,
+    def _committing(self, layout: Layout) -> Commit:
+        return SharedCommit(
+            self._attempt,
             layout,
             self.request,
             save_id=self._save_id,
@@ -292,25 +253,19 @@ class SharedSave(Save):
             writers=self._group.process_count,
             epoch=self._epoch,
             round_=self.round_,
-            times=self._times,
+            files=self._files,
+            state=self.state,
         )
 
-    def _times(self) -> tuple[float, float]:
-        """Return the seconds until all was staged, and until now."""
-        return self.state.blocked_s, time.perf_counter() - self.request.begun
-
-    def _checked(self, layout: Layout) -> Column:
-        return checked_rows(layout.plan, self.round_.number, whole=layout.fresh)
-
-    async def _conclude(self, attempt: Any, made: Committable) -> Committable:
+    async def _conclude(self, made: Committable) -> Committable:
         if self.round_.leads:
             await self.round_.commit()
-            await attempt.publish(made.record)
+            await super()._conclude(made)
             totals = {"stored_nbytes": made.stored_nbytes, "file_count": made.file_count}
             await to_completion(briefly(self.round_.finish(json.dumps(totals).encode())))
             return made
-        joined = await attempt.attempt()
-        await joined.settle()
+        share = await self._share()
+        await share.settle()
         self._kept = True
         try:
             await self.round_.post("ready", made.record)
@@ -322,7 +277,7 @@ class SharedSave(Save):
             if self.request.consent is not None:
                 self.request.consent.asked()
             await self._outcome()
-        await joined.leave()
+        await share.leave()
         totals = json.loads(self.round_.result or b"{}")
         return replace(
             made,
@@ -350,11 +305,17 @@ class SharedSave(Save):
 
     async def _give_up(self, error: BaseException) -> None:
         await self._post(error)
-        if not self._kept:
-            await super()._give_up(error)
-        elif isinstance(self._attempt, Joining):
-            with contextlib.suppress(AsyncCheckpointError):
-                await to_completion(self._attempt.leave())
+        await super()._give_up(error)
+
+    async def _abort(self) -> None:
+        """Abort the attempt, or end the share of it if what was written may be a checkpoint's."""
+        await super()._abort()
+        if self._joining is not None:
+            self._joining.cancel()
+            await asyncio.wait((self._joining,))
+            if not self._joining.cancelled() and self._joining.exception() is None:
+                share = self._joining.result()
+                await (share.leave() if self._kept else share.abort())
 
     async def _post(self, error: BaseException) -> None:
         """Tell all processes why this one failed, unless another's failure was the reason."""

@@ -13,13 +13,13 @@ import asyncio
 import base64
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import UsageError
-from asyncckpt.planning.merge import Merged, merge_schemas
+from asyncckpt.planning.merge import merge_schemas
 from asyncckpt.planning.schema import (
     MAX_SCHEMA_NBYTES,
     Schema,
@@ -30,9 +30,12 @@ from asyncckpt.planning.schema import (
 )
 from asyncckpt.ports import AttemptFiles, Sizes, Store
 from asyncckpt.runtime import Runtime
+from asyncckpt.save.commit import Opened
 from asyncckpt.save.plan_cache import (
+    Agreement,
     Layout,
     LayoutCache,
+    Limits,
     layout_of,
     options_of_leaf,
     tree_key,
@@ -47,44 +50,6 @@ VISIBLE_S = 15.0
 directories for some seconds."""
 
 
-class Limits(NamedTuple):
-    """Limits of a process' memory and store for chunks, in bytes.
-
-    Attributes:
-        budget_nbytes: memory for chunks that are held whole.
-        chunk_nbytes: target size at most, None for no limit.
-        chunk_limit_nbytes: largest chunk that can be stored, None for no limit.
-    """
-
-    budget_nbytes: int
-    chunk_nbytes: int | None
-    chunk_limit_nbytes: int | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Agreement:
-    """Agreement of all processes on one schema.
-
-    Attributes:
-        run_id: of the group whose processes agreed.
-        own: digest of this process' schema.
-        partial: this process holds only a part of some leaf.
-        limits: the lowest of all processes.
-        merged: the tree of all processes; None where their schemas are equal.
-    """
-
-    run_id: str
-    own: str
-    partial: bool
-    limits: Limits
-    merged: Merged | None = None
-
-    @property
-    def digest(self) -> str:
-        """Digest of the schema, or of all that were merged and the processes that have them."""
-        return self.own if self.merged is None else self.merged.digest
-
-
 @dataclass(eq=False, repr=False)
 class SharedPlan:
     """Planning of this process' part in a save.
@@ -92,12 +57,12 @@ class SharedPlan:
     Attributes:
         round_: messages of the processes about this save.
         request: what is saved.
-        attempt: returns the files of the attempt, once it is begun.
+        attempt: returns the files of the attempt, once that is open.
     """
 
     round_: Round
     request: SaveRequest
-    attempt: Callable[[], Awaitable[AttemptFiles]]
+    attempt: Opened
 
     async def agree(
         self, sizes: Sizes, *, runtime: Runtime, store: Store, cache: LayoutCache
@@ -110,7 +75,7 @@ class SharedPlan:
         """
         request, group = self.request, self.round_.group
         key = schema_key(request)
-        agreed: Agreement | None = cache.agreement(key)
+        agreed = cache.agreement(key)
         fresh = agreed is None or agreed.run_id != group.run_id
         if agreed is None or fresh:
             change = "" if agreed is not None else first_change(cache.latest_agreed(), key)

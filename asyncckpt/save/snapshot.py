@@ -48,7 +48,7 @@ class Snapshot:
         values: per leaf the JSON of a scalar, None for arrays.
         scalars: the scalar values themselves, by leaf index.
         sources: the arrays, in leaf order; when they are staged, then scalars that are stored as
-            arrays too.
+            arrays too (`add_mirrors`).
         adapters: the adapter of each array.
         array_leaf: leaf index of each array.
         tied: arrays that share all bytes with an earlier one, by array index.

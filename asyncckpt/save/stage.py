@@ -14,7 +14,6 @@ donate or free every leaf.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.sources import Sources
 from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
@@ -36,9 +34,10 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.options import CACHED_NBYTES, MIB
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window
-from asyncckpt.planning.save import SavePlan
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
+from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.serialize import CopyPart, WindowSums
+from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, Box
 
 T = TypeVar("T")
@@ -107,10 +106,8 @@ class Staging:
     """Copies the leaves of one save into slots.
 
     Attributes:
-        plan: places of all chunks.
-        sources: the leaves.
-        adapters: the adapter of each leaf.
-        paths: the path of each leaf, for errors.
+        layout: places of all chunks.
+        snapshot: the leaves.
         pool: slots of chunks that are compressed.
         window_pool: slots of windows.
         compute: threads that copy.
@@ -119,10 +116,8 @@ class Staging:
         referenced_nbytes: bytes of leaves that are held instead of copied.
     """
 
-    plan: SavePlan
-    sources: Sources
-    adapters: Sequence[ArrayAdapter]
-    paths: Sequence[str]
+    layout: Layout
+    snapshot: Snapshot
     pool: SlotPool
     window_pool: SlotPool
     compute: Workers
@@ -131,6 +126,8 @@ class Staging:
     recorder: Recorder
 
     def __post_init__(self) -> None:
+        self.plan = self.layout.plan
+        self.sources = self.snapshot.sources
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
@@ -153,15 +150,14 @@ class Staging:
     async def windows(
         self,
         emit: Callable[[StagedWindow], None],
-        flush: Callable[[], None],
         seal: Seal | None = None,
     ) -> None:
         """Stage every window, and hand them to `emit` in plan order.
 
         With `seal`, which computes checksums of what it has copied, each window is copied and
-        sealed by one call of a worker; without it, windows are only copied.
-
-        Calls `flush` before it waits for a slot that only the consumer can free.
+        sealed by one call of a worker. Without it, windows are only copied, and kept back until all
+        are or a slot is missing that only the consumer can free: copying has the processors and the
+        memory bandwidth to itself.
 
         Cancellation: waits for copies that are running; `release` releases the slots still held.
 
@@ -177,6 +173,8 @@ class Staging:
             most = 1  # the first write begins after the first call
         # Copies run ahead of `emit`, as far as there are slots, but end in any order.
         running: deque[asyncio.Task[list[StagedWindow]]] = deque()
+        early: deque[StagedWindow] = deque()
+        give = early.append if seal is None else emit
         async with asyncio.TaskGroup() as group:
             if self.grow and windows:
                 group.create_task(pool.prepare(len(windows)))
@@ -186,10 +184,11 @@ class Staging:
                 if not slots and running:
                     # A running copy may free nothing, but its windows may be all that the
                     # consumer lacks: waiting for a slot first could wait for ever.
-                    await _emit_oldest(running, emit)
+                    await _emit_oldest(running, give)
                     continue
                 if not slots:
-                    flush()
+                    while early:
+                        emit(early.popleft())
                     slots = await pool.take(1, grow=self.grow)
                 self.held.update(slots)
                 part = windows[done : done + len(slots)]
@@ -197,9 +196,11 @@ class Staging:
                 copy = self.use(slots, self._copy_windows, part, slots, seal)
                 running.append(group.create_task(copy))
                 if len(running) > self.compute.count:
-                    await _emit_oldest(running, emit)
+                    await _emit_oldest(running, give)
             while running:
-                await _emit_oldest(running, emit)
+                await _emit_oldest(running, give)
+        while early:
+            emit(early.popleft())
 
     async def chunks(self, emit: Callable[[StagedChunks], None]) -> None:
         """Stage every chunk that will be compressed, and hand them to `emit` in plan order.
@@ -242,8 +243,8 @@ class Staging:
         if rows:
             yield rows, starts, sizes
 
-    async def checksums(self, rows: Sequence[int]) -> list[int]:
-        """Return the CRC-32C of the payloads of these rows, which need not be written here.
+    async def checksums(self, rows: Sequence[int]) -> dict[int, int]:
+        """Return the CRC-32C of the payload of each of these rows, which need not be written here.
 
         Cancellation, errors: as `windows`.
         """
@@ -251,14 +252,15 @@ class Staging:
         count = min(self.compute.count, len(rows), max(1, self.pool.capacity // 4))
         slots = await self.pool.take(count, grow=self.grow) if count else []
         self.held.update(slots)
-        shares = [rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count)]
         calls = [
-            self.use([slot], self._checksum, slot, share)
-            for slot, share in zip(slots, shares, strict=True)
+            self.use([slot], self._checksum, slot, rows[first::count])
+            for first, slot in enumerate(slots)
         ]
-        crcs = await together(calls)
+        found: dict[int, int] = {}
+        for crcs in await together(calls):
+            found |= crcs
         self.give(slots)
-        return list(itertools.chain.from_iterable(crcs))
+        return found
 
     async def parts(self) -> list[tuple[HeldBox, bytes]]:
         """Copy the boxes that this process holds of small leaves that no process holds whole.
@@ -279,15 +281,11 @@ class Staging:
         inline = set(plan.arrays.inline.tolist())
         held = {*np.unique(plan.row_array).tolist(), *(part.array for part in plan.parts)}
         owned = {self._leaf_of[array] for array in held - inline}
-        mutable = []
-        held_nbytes = 0
-        for leaf in sorted(owned):
-            source = self.sources[leaf]
-            if source.framework in IMMUTABLE_FRAMEWORKS:
-                held_nbytes += _held_nbytes(source)
-            else:
-                mutable.append(leaf)
-        nbytes = sum(_held_nbytes(self.sources[leaf]) for leaf in mutable)
+        nbytes_of = {leaf: _held_nbytes(self.sources[leaf]) for leaf in sorted(owned)}
+        mutable = [
+            leaf for leaf in nbytes_of if self.sources[leaf].framework not in IMMUTABLE_FRAMEWORKS
+        ]
+        nbytes = sum(nbytes_of[leaf] for leaf in mutable)
         budget = self.pool.budget
         # Slots that compressed chunks are packed into are kept for as long.
         packing = self.window_pool.held_nbytes if plan.compressed else 0
@@ -301,7 +299,7 @@ class Staging:
             self._copies_nbytes = nbytes
             await self.compute.run(self._copy_mutable, mutable, nbytes)
             self._readers.clear()
-        self.referenced_nbytes = held_nbytes
+        self.referenced_nbytes = sum(nbytes_of.values()) - nbytes
         self.grow = False
         return True
 
@@ -317,8 +315,7 @@ class Staging:
 
     def forget(self) -> None:
         """Drop all references to leaves: what the caller drops is freed at once."""
-        if self._copies_nbytes:
-            self._give_copies()
+        self._give_copies()
         self._readers.clear()
         self.sources.forget()
 
@@ -337,14 +334,8 @@ class Staging:
 
     def release(self) -> None:
         """Release everything that is still held."""
-        for slot in self.held:
-            slot.pool.release([slot])
-        self.held.clear()
-        if self._copies_nbytes:
-            self._give_copies()
-        if self.extra_nbytes:
-            self.pool.budget.release(self.extra_nbytes)
-            self.extra_nbytes = 0
+        self._give_copies()
+        self.give([*self.held], self.extra_nbytes)
         self._readers.clear()
 
     def give(
@@ -377,18 +368,16 @@ class Staging:
         since = time.perf_counter()
         arena = Arena(nbytes)
         for leaf in leaves:
-            source, adapter = self.sources[leaf], self.adapters[leaf]
+            source, adapter = self.sources[leaf], self.snapshot.adapters[leaf]
             try:
                 if source.shards is None:
                     whole = Box.whole(source.spec.shape)
                     source.view = _copied(arena, source, adapter, whole, source.view)
                     continue
-                # Equal shards are copied once.
-                copies: dict[Box, npt.NDArray[Any]] = {}
-                for shard, view in zip(source.shards, source.views, strict=True):
-                    if shard.box not in copies:
-                        copies[shard.box] = _copied(arena, source, adapter, shard.box, view)
-                source.views = tuple([copies[shard.box] for shard in source.shards])
+                shards = zip(source.shards, source.views, strict=True)
+                source.views = tuple(
+                    [_copied(arena, source, adapter, shard.box, view) for shard, view in shards]
+                )
             except Exception as error:
                 raise self._failed(leaf, error) from error
         self.recorder.add("stage", since, nbytes)
@@ -429,8 +418,8 @@ class Staging:
                 start += len(out)
         self.recorder.add("stage", since, sum(chunks.nbytes))
 
-    def _checksum(self, slot: Slot, rows: Sequence[int]) -> list[int]:
-        crcs: list[int] = []
+    def _checksum(self, slot: Slot, rows: Sequence[int]) -> dict[int, int]:
+        crcs: dict[int, int] = {}
         size = slot.buffer.size
         for row in rows:
             array, nbytes = int(self.plan.row_array[row]), int(self.plan.row_payload[row])
@@ -439,7 +428,7 @@ class Staging:
                 out = slot.buffer[: min(size, nbytes - start)]
                 self._copy(array, row, start, start + out.size, out)
                 crc = crc32c(memoryview(out), crc)
-            crcs.append(crc)
+            crcs[row] = crc
         return crcs
 
     def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
@@ -502,10 +491,7 @@ class Staging:
     def _inline_payload(self, array: int, row: int) -> Bytes:
         """Copy the only chunk of an array."""
         payload = np.empty(int(self.plan.row_payload[row]), np.uint8)
-        try:
-            self._gather(self._reader(array), array, row, 0, payload.nbytes, payload)
-        except Exception as error:
-            raise self._failed(self._leaf_of[array], error) from error
+        self._copy(array, row, 0, payload.nbytes, payload)
         return payload
 
     def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:
@@ -525,21 +511,25 @@ class Staging:
         if reader is None:
             reader = ArrayReader(
                 self.sources[leaf],
-                self.adapters[leaf],
+                self.snapshot.adapters[leaf],
                 self.plan.arrays.of(array).spec.dtype,
-                path=self.paths[leaf],
+                path=self._path(leaf),
             )
             self._readers[leaf] = reader
         return reader
 
+    def _path(self, leaf: int) -> str:
+        return self.snapshot.paths[self.snapshot.array_leaf[leaf]]
+
     def _failed(self, leaf: int, error: Exception) -> AsyncCheckpointError:
         if isinstance(error, AsyncCheckpointError):
             return error
+        path = self._path(leaf)
         return StagingError(
-            f"{self.paths[leaf]}: copying {self.sources[leaf].spec} to host memory failed: "
+            f"{path}: copying {self.sources[leaf].spec} to host memory failed: "
             f"{type(error).__name__}: {error}; the save was aborted, earlier checkpoints are "
             "intact",
-            path=self.paths[leaf],
+            path=path,
             stage="stage",
         )
 
@@ -557,11 +547,10 @@ async def _emit_oldest(
 
 
 def _held_nbytes(source: Source) -> int:
-    """Return the bytes of a leaf that this process can read, replicas counted once."""
+    """Return the bytes of a leaf that this process can read."""
     if source.shards is None:
         return source.spec.nbytes
-    boxes = {shard.box for shard in source.shards}
-    return sum(box.size for box in boxes) * source.spec.itemsize
+    return sum(shard.box.size for shard in source.shards) * source.spec.itemsize
 
 
 def _copied(

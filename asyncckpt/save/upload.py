@@ -11,11 +11,11 @@ and packed into windows for an object store (`ChunkPacker`).
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import combine, crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import PAGE_NBYTES
-from asyncckpt.ports import AttemptFiles, DataFile
-from asyncckpt.save.commit import DATABASE
+from asyncckpt.ports import DataFile
+from asyncckpt.save.commit import DATABASE, Opened
 from asyncckpt.save.serialize import Compressed
 
 Done = Callable[[Slot, BaseException | None, bool], None]
@@ -40,7 +40,6 @@ class FileWindow:
         file: number of the file.
         offset: where the window begins in it.
         nbytes: its length.
-        file_nbytes: length of the whole file.
         slot: where the bytes are.
         counted_nbytes: bytes reported as progress once it is written.
         done: called once with the slot.
@@ -49,7 +48,6 @@ class FileWindow:
     file: int
     offset: int
     nbytes: int
-    file_nbytes: int
     slot: Slot
     counted_nbytes: int
     done: Done
@@ -68,27 +66,29 @@ class DataFiles:
     """Data files of one attempt, written window by window and sealed after the last window.
 
     Attributes:
-        attempt: where the files go.
+        attempt: returns where the files go, once that is open.
         stem: prefix of the names of the files, which contains the attempt's save id.
+        nbytes: length of each file; that of one with windows is final before the first is written.
+        crcs: CRC-32C of each file.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
         positional: the store has `StoreCapabilities.positional_writes`; otherwise each window of a
             file is one request, whose body is the slot itself.
         renames: number of files that a store has sent again under another name.
-        renamed: called after each.
     """
 
-    attempt: AttemptFiles
+    attempt: Opened
     stem: str
+    nbytes: list[int]
     window_nbytes: int
     written: Callable[[int], None]
     _: KW_ONLY
     positional: bool
 
     def __post_init__(self) -> None:
+        self.crcs = [0] * len(self.nbytes)
         self._files: dict[int, _Open] = {}
         self.renames = 0
-        self.renamed: Callable[[], None] | None = None
 
     def path(self, file: int) -> str:
         """Return the file's path, which is final once it is sealed."""
@@ -96,14 +96,15 @@ class DataFiles:
         # Unique to this attempt.
         return f"{DATABASE}/d/{self.stem}-{file}" if opened is None else opened.path
 
-    async def open(self, file: int, nbytes: int) -> _Open:
-        """Create a file of this length, once: further callers wait for the first."""
-        opened = self._files.get(file)
+    async def open(self, file: int) -> _Open:
+        """Create a file, once: further callers wait for the first."""
+        opened, nbytes = self._files.get(file), self.nbytes[file]
         if opened is None:
             opened = self._files[file] = _Open(-(-nbytes // self.window_nbytes), self.path(file))
         async with opened.lock:
             if opened.file is None:
-                opened.file = await self.attempt.create(
+                attempt = await self.attempt()
+                opened.file = await attempt.create(
                     opened.path,
                     nbytes=nbytes,
                     window_nbytes=None if self.positional else self.window_nbytes,
@@ -118,7 +119,7 @@ class DataFiles:
         Cancellation: waits for the write, as `DataFile.write` does.
         """
         try:
-            opened = await self.open(window.file, window.file_nbytes)
+            opened = await self.open(window.file)
             assert opened.file is not None
             nbytes = window.nbytes
             if self.positional:
@@ -134,88 +135,100 @@ class DataFiles:
         self.written(window.counted_nbytes)
         opened.left -= 1
         if opened.left == 0:
-            await opened.file.seal(window.file_nbytes)
+            await opened.file.seal(self.nbytes[window.file])
             if opened.file.path != opened.path:
                 opened.path = opened.file.path
                 self.renames += 1
-                if self.renamed is not None:
-                    self.renamed()
 
 
-class Placed(NamedTuple):
-    """A compressed chunk, and where it goes.
+class CompressedFiles(abc.ABC):
+    """Files of compressed chunks, which follow those of windows, and each other in plan order.
 
-    Attributes:
-        file: number of the file.
-        offset: where it begins in it.
-        stored: its bytes.
-        raw_nbytes: its length before compression.
+    Args:
+        files: data files of the attempt.
+        target_nbytes: size at which a file ends.
     """
 
-    file: int
-    offset: int
-    stored: Compressed
-    raw_nbytes: int
+    def __init__(self, files: DataFiles, target_nbytes: int) -> None:
+        self._files = files
+        self._target_nbytes = target_nbytes
+        self._planned = len(files.nbytes)
+        self._file = -1  # the one that was begun last
 
-
-@dataclass(eq=False, repr=False)
-class ChunkAppender:
-    """Appends compressed chunks to data files in plan order, sealing each at its target size."""
-
-    files: DataFiles
-    first_file: int
-    target_nbytes: int
-
-    def __post_init__(self) -> None:
-        self._file: DataFile | None = None
-        self._index = 0  # of the open file
-        self.file_nbytes: list[int] = []
-        self.file_crcs: list[int] = []
-
-    def place(self, nbytes: int) -> tuple[int, int]:
-        """Return file number and offset of the next chunk; both are final."""
-        if not self.file_nbytes or self.file_nbytes[-1] >= self.target_nbytes:
-            self.file_nbytes.append(0)
-            self.file_crcs.append(0)
-        offset = self.file_nbytes[-1]
-        self.file_nbytes[-1] += nbytes
-        return self.first_file + len(self.file_nbytes) - 1, offset
-
-    async def write(self, placed: Sequence[Placed]) -> None:
-        """Write consecutive chunks; several in one file by one write."""
-        for file, run in _by_file(placed):
-            offset = run[0].offset
+    async def write(self, chunks: Sequence[Compressed]) -> list[tuple[int, int]]:
+        """Write the next chunks; return file number and offset of each, which are final."""
+        lengths, crcs = self._files.nbytes, self._files.crcs
+        places: list[tuple[int, int]] = []
+        for chunk in chunks:
+            if len(lengths) == self._planned or not self._fits(lengths[-1], chunk.nbytes):
+                lengths.append(0)
+                crcs.append(0)
+            places.append((len(lengths) - 1, lengths[-1]))
+            lengths[-1] += chunk.nbytes
+        placed = zip(places, chunks, strict=True)
+        for file, run in itertools.groupby(placed, key=lambda one: one[0][0]):
+            ((_, offset), *_), stored = zip(*run, strict=True)
             if offset == 0:
                 await self.finish()
-                self._index = file - self.first_file
-                nbytes = min(self.target_nbytes, sum(chunk.raw_nbytes for chunk in run))
-                self._file = await self.files.attempt.create(self.files.path(file), nbytes=nbytes)
-            assert self._file is not None
-            blocks = _blocks(run)
-            if len(run) > 1:
-                blocks = [b"".join(blocks)]  # small ones: a write costs more than a copy
-            for block in blocks:
-                await self._file.write(offset, np.frombuffer(block, np.uint8))
-                offset += len(block)
-            self.file_crcs[self._index] = _with_chunks(self.file_crcs[self._index], run)
+                self._file = file
+            await self._write(offset, stored)
+            for chunk in stored:
+                crc = combine(crcs[file], chunk.crc, chunk.nbytes - CRC_NBYTES)
+                crcs[file] = crc32c(chunk.blocks[-1], crc)
+        return places
+
+    @abc.abstractmethod
+    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
+        """Return whether a file of this length has room for a chunk."""
+
+    @abc.abstractmethod
+    async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
+        """Write chunks that follow each other in the file that was begun last."""
+
+    @abc.abstractmethod
+    async def finish(self) -> None:
+        """Write the rest of the file that was begun last, if any."""
+
+
+class ChunkAppender(CompressedFiles):
+    """Appends compressed chunks to the data files of an attempt."""
+
+    def __init__(self, files: DataFiles, target_nbytes: int) -> None:
+        super().__init__(files, target_nbytes)
+        self._open: DataFile | None = None
+
+    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
+        return file_nbytes < self._target_nbytes
+
+    async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
+        if self._open is None:
+            path = self._files.path(self._file)
+            nbytes = min(self._target_nbytes, sum(chunk.nbytes for chunk in chunks))
+            attempt = await self._files.attempt()
+            self._open = await attempt.create(path, nbytes=nbytes)
+        blocks = _blocks(chunks)
+        if len(chunks) > 1:
+            blocks = [b"".join(blocks)]  # small ones: a write costs more than a copy
+        for block in blocks:
+            await self._open.write(offset, np.frombuffer(block, np.uint8))
+            offset += len(block)
 
     async def finish(self) -> None:
         """Seal the open file, if any."""
-        if self._file is not None:
-            open_file, self._file = self._file, None
-            await open_file.seal(self.file_nbytes[self._index])
+        if self._open is not None:
+            open_file, self._open = self._open, None
+            await open_file.seal(self._files.nbytes[self._file])
 
 
-@dataclass(eq=False, repr=False)
-class ChunkPacker:
-    """Packs compressed chunks, in plan order, into slots that each become a file of one request.
+class ChunkPacker(CompressedFiles):
+    """Packs compressed chunks into slots that each become a file of one request.
 
     For stores without positional writes. A chunk that is larger than a slot gets a file of its
     own, in several windows.
 
-    Attributes:
-        first_file: number of the first file.
-        target_nbytes: size at which a file ends.
+    Args:
+        files: data files of the attempt.
+        target_nbytes: size at which a file ends, if that is below the size of a slot.
         pool: where slots come from.
         compute: threads that copy.
         emit: takes a window that is full.
@@ -225,32 +238,33 @@ class ChunkPacker:
     # is written. Taken later, a slot would wait for budget held by staged chunks, which wait for
     # that very slot.
 
-    first_file: int
-    target_nbytes: int
-    pool: SlotPool
-    compute: Workers
-    _: KW_ONLY
-    emit: Callable[[FileWindow], None]
-
-    def __post_init__(self) -> None:
-        self._target = min(self.target_nbytes, self.pool.slot_nbytes)
+    def __init__(
+        self,
+        files: DataFiles,
+        target_nbytes: int,
+        pool: SlotPool,
+        compute: Workers,
+        *,
+        emit: Callable[[FileWindow], None],
+    ) -> None:
+        super().__init__(files, min(target_nbytes, pool.slot_nbytes))
+        self._pool = pool
+        self._compute = compute
+        self._emit = emit
         self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()  # None: to be replaced
         self._reserved: set[Slot] = set()
         self._kept = 0
         self._slot: Slot | None = None
-        self._file = -1
-        self.file_nbytes: list[int] = []
-        self.file_crcs: list[int] = []
 
     async def reserve(self, count: int, *, beside: int = 0) -> None:
         """Take `count` slots, or fewer that fit half of the budget that is not kept.
 
         Leaves `beside` bytes of the budget free, unless a single slot needs them.
         """
-        budget = self.pool.budget
+        budget = self._pool.budget
         free = budget.capacity - budget.kept
-        count = max(1, min(count, min(free // 2, free - beside) // self.pool.held_nbytes))
-        self._reserved.update(await self.pool.take(count))
+        count = max(1, min(count, min(free // 2, free - beside) // self._pool.held_nbytes))
+        self._reserved.update(await self._pool.take(count))
         self._keep(count)
         for slot in self._reserved:
             self._ready.put_nowait(slot)
@@ -258,15 +272,15 @@ class ChunkPacker:
     def release(self) -> None:
         """Return all slots, and the budget of discarded ones that were not replaced."""
         self._keep(-self._kept)
-        self.pool.release(self._reserved)
+        self._pool.release(self._reserved)
         self._reserved.clear()
         while not self._ready.empty():
             if self._ready.get_nowait() is None:
-                self.pool.cancel_replacement()
+                self._pool.cancel_replacement()
 
     def _keep(self, count: int) -> None:
         self._kept += count
-        self.pool.keep(count)
+        self._pool.keep(count)
 
     def done(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
         """Take back a slot that was emitted; discard it where it may not be reused."""
@@ -278,61 +292,44 @@ class ChunkPacker:
             self._ready.put_nowait(None)
         else:
             self._keep(-1)  # a discarded slot is counted by the pool
-        self.pool.discard([slot], keep=error is None)
+        self._pool.discard([slot], keep=error is None)
 
-    def place(self, nbytes: int) -> tuple[int, int]:
-        """Return file number and offset of the next chunk; both are final."""
-        files = self.file_nbytes
-        if not files or files[-1] + nbytes > self._target:
-            files.append(0)
-            self.file_crcs.append(0)
-        offset = files[-1]
-        files[-1] += nbytes
-        return self.first_file + len(files) - 1, offset
+    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
+        return file_nbytes + nbytes <= self._target_nbytes
 
-    async def write(self, placed: Sequence[Placed]) -> None:
-        """Copy consecutive chunks into slots, and emit those that are full."""
-        for file, run in _by_file(placed):
-            index = file - self.first_file
-            offset = run[0].offset
-            if offset == 0:
-                await self.finish()
-                self._file = file
-            size = self.pool.slot_nbytes
-            parts = _blocks(run)
-            while parts:
-                if self._slot is None:
-                    self._slot = await self._next()
-                start = offset % size
-                parts, end = await self.compute.run(_fill, self._slot, start, parts)
-                offset += end - start
-                if end == size and self.file_nbytes[index] > size:
-                    # A file of several slots holds a single chunk: its length is final.
-                    self._emit_slot(file, offset - end, end, self._slot)
-                    self._slot = None
-            self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
+    async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
+        """Copy the chunks into slots, and emit those that are full."""
+        size = self._pool.slot_nbytes
+        blocks = _blocks(chunks)
+        while blocks:
+            if self._slot is None:
+                self._slot = await self._next()
+            start = offset % size
+            blocks, end = await self._compute.run(_fill, self._slot, start, blocks)
+            offset += end - start
+            if end == size and self._files.nbytes[self._file] > size:
+                # A file of several slots holds a single chunk: its length is final.
+                self._emit_slot(offset - end, end)
 
     async def _next(self) -> Slot:
         slot = await self._ready.get()
         if slot is None:
-            slot = await self.pool.replacement()
+            slot = await self._pool.replacement()
             self._reserved.add(slot)
         return slot
 
     async def finish(self) -> None:
         """Emit the slot that is not full yet, if any."""
-        slot, self._slot = self._slot, None
-        if slot is None:
-            return
-        nbytes = self.file_nbytes[self._file - self.first_file]
-        size = self.pool.slot_nbytes
-        start = (nbytes - 1) // size * size
-        self._emit_slot(self._file, start, nbytes - start, slot)
+        if self._slot is not None:
+            nbytes, size = self._files.nbytes[self._file], self._pool.slot_nbytes
+            start = (nbytes - 1) // size * size
+            self._emit_slot(start, nbytes - start)
 
-    def _emit_slot(self, file: int, offset: int, nbytes: int, slot: Slot) -> None:
-        file_nbytes = self.file_nbytes[file - self.first_file]
+    def _emit_slot(self, offset: int, nbytes: int) -> None:
+        slot, self._slot = self._slot, None
+        assert slot is not None
         # Its bytes were counted when the chunks were packed.
-        self.emit(FileWindow(file, offset, nbytes, file_nbytes, slot, 0, self.done))
+        self._emit(FileWindow(self._file, offset, nbytes, slot, 0, self.done))
 
 
 def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int]:
@@ -347,18 +344,5 @@ def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int
     return [], start
 
 
-def _by_file(placed: Iterable[Placed]) -> Iterator[tuple[int, list[Placed]]]:
-    for file, run in itertools.groupby(placed, key=lambda chunk: chunk.file):
-        yield file, list(run)
-
-
-def _blocks(run: Iterable[Placed]) -> list[bytes]:
-    return [block for chunk in run for block in chunk.stored.blocks]
-
-
-def _with_chunks(file_crc: int, run: Iterable[Placed]) -> int:
-    """Return the CRC of a file to which these chunks were appended."""
-    for _, _, stored, _ in run:
-        file_crc = combine(file_crc, stored.crc, stored.nbytes - CRC_NBYTES)
-        file_crc = crc32c(stored.blocks[-1], file_crc)
-    return file_crc
+def _blocks(chunks: Iterable[Compressed]) -> list[bytes]:
+    return [block for chunk in chunks for block in chunk.blocks]

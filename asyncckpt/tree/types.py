@@ -30,28 +30,22 @@ class Types:
     def __init__(self, nodes: Sequence[NodeAdapter]) -> None:
         self._registries = nodes
         self._fields: dict[type, tuple[str, ...]] = {}
-        self._leaf_types: set[type] = {int, float, bool, complex, str, bytes}
-        self.kinds: dict[type, str] = dict.fromkeys(self._leaf_types, LEAF)
+        self.kinds: dict[type, str] = dict.fromkeys((int, float, bool, complex, str, bytes), LEAF)
         self.kinds |= {dict: "dict", list: "list", tuple: "tuple", type(None): "none"}
 
     def all_leaves(self, values: Sequence[Any]) -> bool:
         """Return whether none of these is a container."""
         found = set(map(type, values))
-        if found <= self._leaf_types:
-            return True
-        if found <= self.kinds.keys():
-            return False
-        for value in dict(zip(map(type, values), values, strict=True)).values():
-            self.kind(value)
-        return found <= self._leaf_types
+        if not found <= self.kinds.keys():
+            for value in values:
+                self.kind(value)
+        return {self.kinds[kind] for kind in found} <= {LEAF}
 
     def kind(self, value: Any) -> str:
         """Return the kind of container that a value is, or `LEAF`."""
         found = self.kinds.get(type(value))
         if found is None:
             found = self.kinds[type(value)] = self._classify(value)
-            if found == LEAF:
-                self._leaf_types.add(type(value))
         return found
 
     def _classify(self, value: Any) -> str:

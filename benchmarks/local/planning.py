@@ -19,15 +19,21 @@ from asyncckpt import options
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.restore import (
-    Request,
+    Requests,
     RestorePlan,
     StoredArrays,
-    WholeArrays,
     plan_restore,
 )
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
-from asyncckpt.save.plan_cache import LayoutCache, Terms, layout_key, make_layout
+from asyncckpt.save.plan_cache import (
+    Agreement,
+    LayoutCache,
+    Limits,
+    Terms,
+    layout_key,
+    make_layout,
+)
 from asyncckpt.save.shared_plan import schema_key
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from asyncckpt.spec import Box, ChunkGrid, Partition, Shard, array_spec
@@ -149,16 +155,14 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
         arrays.part,
         arrays.first_chunk,
     )
-    requests: list[Request] | WholeArrays
-    if any(leaf.shards is not None for leaf in leaves):
-        requests = [
-            Request(array, shard.box, True)
-            for array, leaf in enumerate(leaves)
-            for shard in leaf.shards or ()
-        ]
-    else:
-        count = len(arrays.part)
-        requests = WholeArrays(np.arange(count), np.ones(count, np.bool_))
+    wanted: list[tuple[int, Box | None]] = []
+    for array, leaf in enumerate(leaves):
+        wanted += [(array, shard.box) for shard in leaf.shards or ()] or [(array, None)]
+    requests = Requests(
+        np.array([array for array, _ in wanted], np.int64),
+        [box for _, box in wanted],
+        np.ones(len(wanted), np.bool_),
+    )
     nbytes = plan.row_payload + TRAILER_NBYTES
     # What stands in the index does so leaf behind leaf, in a file behind those of the data.
     inline = plan.row_file < 0
@@ -218,7 +222,8 @@ def _agreed(tree: Tree) -> Planned:
 
     first, second = request(), request()
     layouts = LayoutCache()
-    layouts.agree(schema_key(first), given)
+    limits = Limits(BUDGET_NBYTES, None, None)
+    layouts.agree(schema_key(first), Agreement("run", "schema", False, limits))
     layout = make_layout(first.snapshot, Terms(given, BUDGET_NBYTES, SIZES, *processes))
     layouts.keep(key(first), layout)
 

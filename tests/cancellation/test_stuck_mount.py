@@ -19,8 +19,10 @@ from asyncckpt import blocking
 from asyncckpt.errors import SaveError
 from asyncckpt.flow import shield
 from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.session import root
 from asyncckpt.stores.local import publish
+from asyncckpt.stores.local.tree import AttemptTree
 
 ABANDON_S = 0.05
 
@@ -167,6 +169,38 @@ async def test_a_publication_that_does_not_answer_ends_too_and_says_what_is_unkn
         with pytest.raises(ThreadAbandonedError):
             await ckpt.close()
     mount.answers.set()
+
+
+async def test_an_attempt_whose_record_was_not_written_is_removed_by_one_thread(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, write_file = AttemptTree._remove, AttemptTree._write_file
+    removals: list[AttemptTree] = []
+
+    def counted(attempt: AttemptTree) -> None:
+        removals.append(attempt)
+        remove(attempt)
+
+    def written(attempt: AttemptTree, path: str, *args: Any) -> None:
+        if path == RECORD_NAME:
+            mount.at = "pwrite"
+        write_file(attempt, path, *args)
+
+    monkeypatch.setattr(AttemptTree, "_remove", counted)
+    monkeypatch.setattr(AttemptTree, "_write_file", written)
+    async with asyncio.timeout(LIMIT_S):
+        ckpt = asyncckpt.Checkpointer(tmp_path)
+        impatient(ckpt)
+        saving = asyncio.create_task(ckpt.save(1, TREE))
+        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        with pytest.raises(ThreadAbandonedError, match="a thread was stuck"):
+            await ckpt.close()
+    mount.answers.set()
+    await settled(tmp_path)
+    assert len(removals) == 1
 
 
 async def test_close_ends_on_a_mount_that_does_not_answer(tmp_path: Path, mount: Mount) -> None:

@@ -389,6 +389,25 @@ async def test_a_replacement_takes_the_part_of_what_was_discarded(workers: Worke
     assert pool.budget.in_use == 0
 
 
+async def test_memory_that_clients_hold_of_replaced_slots_makes_idle_slots_go(
+    workers: Workers,
+) -> None:
+    pools = Pools(8, workers, held=2)
+    await pools.use(pools.small, 4)
+    slots = await pools.large.take(2)
+    bodies = [slot.body(SLOT) for slot in slots]
+    pools.large.discard(slots, keep=True)
+    del slots
+    fresh = [await pools.large.replacement() for _ in bodies]
+    assert pools.small.allocated_nbytes == 0
+    del bodies
+    await until(lambda: pools.large.discarded == 0)
+    pools.large.release(fresh)
+    await pools.use(pools.small, 4)
+    assert pools.small.allocated_nbytes == 4 * SLOT_NBYTES
+    assert pools.budget.in_use == 0
+
+
 async def test_pools_of_one_budget_hold_no_more_memory_than_it(workers: Workers) -> None:
     budget = ByteBudget(4 * SLOT_NBYTES)
     small = SlotPool(budget, workers, CountingMemory(), slot_nbytes=SLOT_NBYTES)

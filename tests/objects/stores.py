@@ -16,6 +16,7 @@ from asyncckpt.options import KIB, MIB, PAGE_NBYTES, SaveOptions
 from asyncckpt.ports import Sizes
 from asyncckpt.stores.objects.clients.client import ObjectClient
 from asyncckpt.stores.objects.clients.opening import open_client
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.store import ObjectStore
@@ -82,19 +83,12 @@ class Place:
         policy: RequestPolicy = HURRIED,
         client: ObjectClient | None = None,
         cls: type[ObjectStore] = SmallStore,
-        **more: Any,
     ) -> ObjectStore:
         """A new store of the root, for one engine."""
         client = client or self.client()
-        return cls(
-            Requests(client, policy=policy, rng=random.Random(1)),
-            save_id_of=save_id_of,
-            outline_of=outline_of,
-            epoch_of=epoch_of,
-            workers=self.workers,
-            google=client.url.startswith("gs://"),
-            **more,
-        )
+        requests = Requests(client, policy=policy, rng=random.Random(1))
+        google = client.url.startswith("gs://")
+        return cls(Context(requests, self.workers, save_id_of, outline_of, epoch_of, google))
 
     def keys(self, below: str = "") -> list[str]:
         """Keys below the root, without it."""

@@ -12,7 +12,7 @@ import pytest
 from asyncckpt.options import MIB
 from asyncckpt.planning import grid as grids
 from asyncckpt.planning import held
-from asyncckpt.planning.restore import Request, RestorePlan, StoredArrays, plan_restore
+from asyncckpt.planning.restore import Requests, RestorePlan, StoredArrays, plan_restore
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid
 from tests.planning.jobs import SIZES, mesh_leaf, mesh_shards
@@ -58,7 +58,7 @@ def restore(grid: ChunkGrid, boxes: list[Box]) -> RestorePlan:
     rows = np.arange(grid.chunk_count)
     return plan_restore(
         StoredArrays([(grid, 4, False)], np.array([0]), np.array([0])),
-        [Request(0, box, True) for box in boxes],
+        Requests(np.zeros(len(boxes), int), boxes, np.ones(len(boxes), bool)),
         row_file=rows * 0,
         row_offset=rows * nbytes,
         row_nbytes=rows * 0 + nbytes,

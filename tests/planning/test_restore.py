@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from asyncckpt.planning import restore as planning
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.restore import (
     Part,
-    Request,
+    Requests,
     RestorePlan,
     StoredArrays,
     cells_overlapping,
@@ -44,10 +44,26 @@ def columns_of(arrays: Sequence[StoredArray]) -> StoredArrays:
     return StoredArrays(list(kinds), np.array(kind, int), np.array(first_row, int))
 
 
+class Request(NamedTuple):
+    """One wanted box of one stored array."""
+
+    array: int
+    box: Box | None
+    contiguous: bool
+
+
+def requests_of(requests: Sequence[Request]) -> Requests:
+    return Requests(
+        np.array([request.array for request in requests], int),
+        [request.box for request in requests],
+        np.array([request.contiguous for request in requests], bool),
+    )
+
+
 def plan_restore(
     arrays: Sequence[StoredArray], requests: Sequence[Request], **facts: Any
 ) -> RestorePlan:
-    return planning.plan_restore(columns_of(arrays), requests, **facts)
+    return planning.plan_restore(columns_of(arrays), requests_of(requests), **facts)
 
 
 SIZES = {"slot_nbytes": 8 * MIB, "gap_nbytes": 64 * KIB, "aligned_chunk_nbytes": MIB}
@@ -476,7 +492,7 @@ def operations(action: Callable[[], object]) -> int:
 def test_the_cost_is_linear_in_the_leaves() -> None:
     def plan(n: int) -> Callable[[], object]:
         arrays = [StoredArray(ChunkGrid((7 + i % 5,), (10,)), 4, False, 2 * i) for i in range(n)]
-        requests = [Request(i, None, True) for i in range(n)]
+        requests = requests_of([Request(i, None, True) for i in range(n)])
         columns = (np.zeros(2 * n, int), np.arange(2 * n) * 64, np.full(2 * n, 44))
         stored = columns_of(arrays)
         return lambda: planning.plan_restore(

@@ -57,6 +57,7 @@ CHANGES = {
     "options": with_leaf(0, options=LeafOptions(chunk_shape=(4, 4))),
     "no options": with_leaf(0, options=None),
     "default options": with_leaf(0, options=LeafOptions()),
+    "a chunk of a scalar": with_leaf(0, options=LeafOptions(chunk_shape=())),
     "extra": with_leaf(1, extra=""),
     "tied_to": with_leaf(2, tied_to=None),
     "cuts": with_leaf(3, partition=Partition((4, (1, 4)), "mesh 3 x 3", (0, 2, 5))),
@@ -110,21 +111,38 @@ def test_the_digest_does_not_depend_on_the_hash_seed() -> None:
 
 DOCUMENT = json.loads(encode_schema(SCHEMA))
 
+
+def with_kind(number: int, **changes: Any) -> dict[str, Any]:
+    """The document with another description of the leaves of one kind."""
+    kinds = list(DOCUMENT["kinds"])
+    kinds[number] = {**kinds[number], **changes}
+    return {**DOCUMENT, "kinds": kinds}
+
+
+LEAF_OPTIONS = DOCUMENT["kinds"][0]["options"]
+
 WRONG = {
     "no object": [],
     "another version": {**DOCUMENT, "version": 1},
     "another planner": {**DOCUMENT, "planner": 1},
     "no tree": {key: value for key, value in DOCUMENT.items() if key != "tree"},
     "fewer leaves than the tree": {**DOCUMENT, "leaves": DOCUMENT["leaves"][:-1]},
-    "a tie forward": {**DOCUMENT, "leaves": [[0, 0, -1, 0, 3, -1], *DOCUMENT["leaves"][1:]]},
-    "a number of no spec": {**DOCUMENT, "specs": []},
-    "a negative number": {**DOCUMENT, "leaves": [[-2, 0, -1, 0, -1, -1], *DOCUMENT["leaves"][1:]]},
-    "a dtype": {**DOCUMENT, "specs": [[[1], "float7"]] * 9},
-    "a negative length": {**DOCUMENT, "specs": [[[-1], "int8"]] * 9},
-    "a huge length": {**DOCUMENT, "specs": [[[1 << 70], "int8"]] * 9},
-    "an unknown option": {**DOCUMENT, "answers": [{"color": 1}]},
-    "an option's value": {**DOCUMENT, "answers": [{"chunk_nbytes": -5}]},
-    "a box": {**DOCUMENT, "divisions": [[None, [[1]], True]] * 2},
+    "a tie forward": with_kind(0, tied_to=3),
+    "a tie to itself": with_kind(0, tied_to=0),
+    "a negative tie": with_kind(2, tied_to=-1),
+    "a number of no kind": {**DOCUMENT, "kinds": DOCUMENT["kinds"][:-1]},
+    "a negative number": {**DOCUMENT, "leaves": [-2, *DOCUMENT["leaves"][1:]]},
+    "a kind that is no text": with_kind(0, kind=3),
+    "a kind without a field": {**DOCUMENT, "kinds": [{"kind": "int"}] * 9},
+    "a dtype": with_kind(0, spec={"shape": [1], "dtype": "float7"}),
+    "a negative length": with_kind(0, spec={"shape": [-1], "dtype": "int8"}),
+    "a huge length": with_kind(0, spec={"shape": [1 << 70], "dtype": "int8"}),
+    "an unknown option": with_kind(0, options={**LEAF_OPTIONS, "color": 1}),
+    "an option's value": with_kind(0, options={**LEAF_OPTIONS, "chunk_nbytes": -5}),
+    "a chunk shape": with_kind(0, options={**LEAF_OPTIONS, "chunk_shape": "long"}),
+    "cuts": with_kind(3, partition={**DOCUMENT["kinds"][3]["partition"], "cuts": [1.5]}),
+    "a box": with_kind(4, boxes=[[1]]),
+    "no boolean": with_kind(4, partial=1),
     "no options": {**DOCUMENT, "options": 3},
 }
 

@@ -21,7 +21,7 @@ from asyncckpt.tree import flatten
 
 LOCATION = "/run/1"
 
-CAPABILITIES = StoreCapabilities("any", read_gap_nbytes=100)
+CAPABILITIES = StoreCapabilities(read_gap_nbytes=100)
 
 
 def opened(

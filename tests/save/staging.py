@@ -44,10 +44,8 @@ class Staged:
         self.layout: Layout = make_layout(self.snapshot, Terms(options, slots * SLOT, sizes))
         self.plan = self.layout.plan
         self.staging = Staging(
-            self.plan,
-            self.snapshot.sources,
-            self.snapshot.adapters,
-            self.snapshot.paths,
+            self.layout,
+            self.snapshot,
             self.pool,
             self.pool,
             workers,

@@ -16,7 +16,7 @@ import pytest
 import asyncckpt
 from asyncckpt.errors import StoreError
 from asyncckpt.save.commit import Commit
-from asyncckpt.save.contribution import Contribution
+from asyncckpt.save.merge import SharedCommit
 from asyncckpt.save.snapshot import Consent
 from asyncckpt.save.stage import Staging
 from asyncckpt.session.pending import PendingSave
@@ -159,11 +159,11 @@ def test_entries_are_passed_on_when_the_files_are_durable(
 ) -> None:
     passed_on = threading.Event()
     early: list[bool] = []
-    put_index, seal = Contribution.put_index, LocalDataFile._seal
+    pass_on, seal = SharedCommit._pass_on, LocalDataFile._seal
 
-    async def seen(contribution: Contribution, payload: Any) -> Any:
+    async def seen(commit: SharedCommit, entries: Any) -> Any:
         passed_on.set()
-        return await put_index(contribution, payload)
+        return await pass_on(commit, entries)
 
     def late(file: LocalDataFile, nbytes: int) -> None:
         if file.path.endswith("-1-0"):
@@ -181,7 +181,7 @@ def test_entries_are_passed_on_when_the_files_are_durable(
         finally:
             await coordinator.close()
 
-    monkeypatch.setattr(Contribution, "put_index", seen)
+    monkeypatch.setattr(SharedCommit, "_pass_on", seen)
     monkeypatch.setattr(LocalDataFile, "_seal", late)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda process: asyncio.run(save(process)), range(2)))

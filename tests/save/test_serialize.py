@@ -42,10 +42,11 @@ async def test_checksums_of_chunks_and_files_are_those_of_their_bytes(
         slot.buffer.fill(0xFF)  # as of an earlier save
         staged.pool.release([slot])
     crcs = np.zeros(len(plan.row_payload), np.uint32)
-    checksums = WindowChecksums(crcs, len(plan.file_nbytes))
+    file_crcs = [0] * len(plan.file_nbytes)
+    checksums = WindowChecksums(crcs, file_crcs)
     items: list[StagedWindow] = []
     seal = checksums.seal if at_once else None
-    await staged.staging.windows(items.append, lambda: None, seal)
+    await staged.staging.windows(items.append, seal)
     # Sealed in any order, and folded in that of the plan.
     sums = [item.sums or checksums.seal(item.window, item.slot.buffer) for item in reversed(items)]
     files = [bytearray(nbytes) for nbytes in plan.file_nbytes]
@@ -58,7 +59,7 @@ async def test_checksums_of_chunks_and_files_are_those_of_their_bytes(
         # What is written is whole pages.
         assert not slot.buffer[window.nbytes : -(-window.nbytes // 4096) * 4096].any()
         staged.staging.give([slot])
-    assert checksums.file_crcs == [crc32c(file) for file in files]
+    assert file_crcs == [crc32c(file) for file in files]
     for row, crc in enumerate(crcs.tolist()):
         start = int(plan.row_offset[row])
         end = start + int(plan.row_payload[row])

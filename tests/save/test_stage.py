@@ -44,29 +44,24 @@ async def test_windows_leave_in_plan_order_and_hold_every_byte_once(workers: Wor
 
     async with asyncio.TaskGroup() as group:
         group.create_task(consume())
-        await staged.staging.windows(queue.put_nowait, lambda: None)
+        await staged.staging.windows(queue.put_nowait)
     assert b"".join(found) == b"".join(leaf.tobytes() for leaf in TREE.values())
     assert staged.budget.in_use == 0 and not staged.staging.held
 
 
-async def test_flush_comes_before_a_wait_that_only_the_consumer_can_end(workers: Workers) -> None:
-    """Windows that the caller keeps back hold the whole budget: without `flush`, for ever."""
+async def test_windows_that_hold_the_whole_budget_are_not_kept_back(workers: Workers) -> None:
+    """Windows that are kept back hold the whole budget: a wait for more would never end."""
     staged = Staged(TREE, workers, slots=2)
-    early: list[StagedWindow] = []
-    flushed = 0
+    found: list[StagedWindow] = []
 
-    def flush() -> None:
-        nonlocal flushed
-        flushed += 1
-        for item in early:
-            staged.staging.give([item.slot])
-        early.clear()
+    def emit(item: StagedWindow) -> None:
+        found.append(item)
+        staged.staging.give([item.slot])
 
     async with asyncio.timeout(30):
-        await staged.staging.windows(early.append, flush)
-    assert flushed >= len(staged.plan.windows) // 2 - 1
-    staged.staging.release()
-    assert staged.budget.in_use == 0
+        await staged.staging.windows(emit)
+    assert [item.window for item in found] == list(staged.plan.windows)
+    assert staged.budget.in_use == 0 and not staged.staging.held
 
 
 async def test_chunks_take_their_slots_and_room_for_the_compressor_at_once(
@@ -103,7 +98,7 @@ async def test_a_leaf_that_cannot_be_copied_is_named_and_release_returns_everyth
 
     monkeypatch.setattr(np, "copyto", broken)
     with pytest.raises(BaseExceptionGroup) as caught:
-        await staged.staging.windows(lambda item: None, lambda: None)
+        await staged.staging.windows(lambda item: None)
     (error,) = [e for e in caught.value.exceptions if isinstance(e, StagingError)][:1]
     assert (error.path, error.stage) == ("a", "stage")
     monkeypatch.undo()
@@ -127,7 +122,7 @@ async def test_a_cancelled_stage_waits_for_its_copies(
         return staged
 
     monkeypatch.setattr(Staging, "_copy_windows", slowly)
-    task = asyncio.create_task(staged.staging.windows(lambda item: None, lambda: None))
+    task = asyncio.create_task(staged.staging.windows(lambda item: None))
     await asyncio.to_thread(begun.wait, 30)
     task.cancel()
     await asyncio.sleep(0)
@@ -142,7 +137,7 @@ async def test_a_cancelled_stage_waits_for_its_copies(
 
 async def test_what_is_forgotten_is_referred_to_no_more(workers: Workers) -> None:
     staged = Staged(TREE, workers)
-    await staged.staging.windows(lambda item: staged.staging.give([item.slot]), lambda: None)
+    await staged.staging.windows(lambda item: staged.staging.give([item.slot]))
     staged.staging.forget()
     assert all(source.leaf is source.view is None for source in staged.snapshot.sources)
     assert isinstance(staged.snapshot.adapters[0], NumpyAdapter)

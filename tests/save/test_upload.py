@@ -12,9 +12,13 @@ from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.save.serialize import Compressed
-from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow, Placed
+from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow
 
 SLOT = 64 << 10
+
+
+async def not_opened() -> Any:
+    raise AssertionError("a packer opens no file")
 
 
 class Packed:
@@ -23,12 +27,12 @@ class Packed:
     def __init__(self, workers: Workers) -> None:
         self.pool = SlotPool(ByteBudget(16 * SLOT), workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.sent: list[FileWindow] = []
-        self.packer = ChunkPacker(3, SLOT, self.pool, workers, emit=self.sent.append)
+        self.files = DataFiles(not_opened, "x", [1, 1, 1], SLOT, lambda _: None, positional=False)
+        self.packer = ChunkPacker(self.files, SLOT, self.pool, workers, emit=self.sent.append)
 
     async def add(self, nbytes: int) -> None:
         blocks = [b"x" * (nbytes - 4), b"crc!"]
-        file, offset = self.packer.place(nbytes)
-        await self.packer.write([Placed(file, offset, Compressed(blocks, nbytes, 0), nbytes)])
+        await self.packer.write([Compressed(blocks, nbytes, 0)])
 
     async def send_for_good(self, count: int) -> None:
         """So many full slots were sent, none of which can be used again."""
@@ -53,14 +57,14 @@ async def test_chunks_share_a_file_and_a_large_one_has_its_own(workers: Workers)
     for nbytes in (SLOT // 2, SLOT // 2, SLOT // 4, 2 * SLOT + 10, 100):
         await packed.add(nbytes)
     await packed.packer.finish()
-    assert packed.packer.file_nbytes == [SLOT, SLOT // 4, 2 * SLOT + 10, 100]
-    assert [(sent.file, sent.offset, sent.nbytes, sent.file_nbytes) for sent in packed.sent] == [
-        (3, 0, SLOT, SLOT),
-        (4, 0, SLOT // 4, SLOT // 4),
-        (5, 0, SLOT, 2 * SLOT + 10),
-        (5, SLOT, SLOT, 2 * SLOT + 10),
-        (5, 2 * SLOT, 10, 2 * SLOT + 10),
-        (6, 0, 100, 100),
+    assert packed.files.nbytes == [1, 1, 1, SLOT, SLOT // 4, 2 * SLOT + 10, 100]
+    assert [(sent.file, sent.offset, sent.nbytes) for sent in packed.sent] == [
+        (3, 0, SLOT),
+        (4, 0, SLOT // 4),
+        (5, 0, SLOT),
+        (5, SLOT, SLOT),
+        (5, 2 * SLOT, 10),
+        (6, 0, 100),
     ]
 
 
@@ -188,9 +192,15 @@ class Windows:
         self.attempt: Any = ScriptedAttempt()
         self.done: list[tuple[BaseException | None, bool]] = []
         self.progress: list[int] = []
+        self.nbytes = [5 * SLOT // 2] * 8
+
+    async def opened(self) -> Any:
+        return self.attempt
 
     def files(self, stem: str, *, positional: bool) -> DataFiles:
-        return DataFiles(self.attempt, stem, SLOT, self.progress.append, positional=positional)
+        return DataFiles(
+            self.opened, stem, self.nbytes, SLOT, self.progress.append, positional=positional
+        )
 
     async def of(self, file: int, numbers: Sequence[int]) -> list[FileWindow]:
         slots = await self.pool.take(len(numbers))
@@ -199,7 +209,6 @@ class Windows:
                 file,
                 number * SLOT,
                 min(SLOT, 5 * SLOT // 2 - number * SLOT),
-                5 * SLOT // 2,
                 slot,
                 10 + number,
                 lambda slot, error, reusable: self.done.append((error, reusable)),
@@ -225,7 +234,8 @@ async def test_a_file_is_created_once_and_sealed_after_its_last_window(workers: 
 async def test_positional_writes_are_whole_pages_and_requests_are_exact(workers: Workers) -> None:
     made = Windows(workers)
     (slot,) = await made.pool.take(1)
-    window = FileWindow(0, 0, 5000, 5000, slot, 0, lambda *_: None)
+    made.nbytes = [5000]
+    window = FileWindow(0, 0, 5000, slot, 0, lambda *_: None)
     await made.files("x", positional=True).write(window)
     await made.files("y", positional=False).write(window)
     assert made.attempt.log[1] == ("write", "default/d/x-0", 0, 8192)
@@ -247,15 +257,14 @@ async def test_a_slot_of_a_failed_write_is_used_again_only_where_nobody_sends_it
     assert made.done == [(made.attempt.error, positional)] and made.progress == []
 
 
-async def test_a_file_that_was_sent_under_another_name_is_told_with_its_path(
+async def test_a_file_that_was_sent_under_another_name_is_counted_and_has_that_path(
     workers: Workers,
 ) -> None:
     made = Windows(workers)
-    files = DataFiles(made.attempt, "x", 5 * SLOT // 2, made.progress.append, positional=False)
-    told: list[str] = []
-    files.renamed = lambda: told.append(files.path(0))
+    made.nbytes = [SLOT]
+    files = made.files("x", positional=False)
     made.attempt.renamed = ".r1"
     slots = await made.pool.take(1)
     assert files.path(0) == "default/d/x-0"
-    await files.write(FileWindow(0, 0, SLOT, SLOT, slots[0], 0, lambda *_: None))
-    assert told == ["default/d/x-0.r1"] and files.renames == 1
+    await files.write(FileWindow(0, 0, SLOT, slots[0], 0, lambda *_: None))
+    assert files.path(0) == "default/d/x-0.r1" and files.renames == 1

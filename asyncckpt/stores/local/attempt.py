@@ -177,19 +177,20 @@ class LocalAttempt(AttemptTree):
 
     async def _publish(self, publication: Publication, record: bytes | None) -> None:
         self._check_sealed()
+        workers = self._context.workers
         if self._owner_file is not None:
-            await self._guard.run(self._end_exchange)
+            await workers.run(self._end_exchange)
         await self._flush(*self._directories)
         # The record is written last: before it, nothing here is a checkpoint.
         if record is None:
             await self._flush(".")
         else:
-            await self._guard.run(self._write_file, RECORD_NAME, memoryview(record), False)
+            await workers.run(self._write_file, RECORD_NAME, memoryview(record), False)
             await self._flush(RECORD_NAME, ".")
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0
         try:
-            await self._context.workers.run(self._rename, publication)
+            await workers.run(self._rename, publication)
         except asyncio.CancelledError:
             # `run` has waited for the thread: if it began, the outcome is known.
             if not publication.started:

@@ -105,18 +105,20 @@ class LocalDataFile:
         """Write all of `data` at `offset`; afterwards nothing reads it. As `DataFile.write`."""
         self._check_open()
         if len(data):
-            await self._guard.run(self._write, offset, np.frombuffer(data, np.uint8))
+            await self._guard.run(
+                self._write, offset, np.frombuffer(data, np.uint8), path=self._location
+            )
         return True
 
     async def write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
         """Write many short runs. As `ScatteredFile.write_runs`."""
         self._check_open()
-        await self._guard.run(self._write_runs, offsets, runs)
+        await self._guard.run(self._write_runs, offsets, runs, path=self._location)
 
     async def seal(self, nbytes: int) -> None:
         """Flush the file at its length, once, and close it. As `DataFile.seal`."""
         self._check_open()
-        await self._guard.run(self._seal, nbytes)
+        await self._guard.run(self._seal, nbytes, path=self._location)
 
     def _check_open(self) -> None:
         self._guard.check()

@@ -59,11 +59,18 @@ def store_error(action: str, path: str, error: OSError) -> StoreError:
 
 @contextlib.contextmanager
 def reported(action: str, path: str) -> Iterator[None]:
-    """Turn an `OSError` inside into a `StoreError` that names the action and the path."""
+    """Turn an `OSError` inside into a `StoreError` that names the action and the path.
+
+    An error about a thread that is stuck gets the path.
+    """
     try:
         yield
     except OSError as error:
         raise store_error(action, path, error) from error
+    except ThreadAbandonedError as error:
+        if error.location is None:
+            error.location, error.args = path, (f"{path}: {error}",)
+        raise
 
 
 class Guard:
@@ -99,7 +106,7 @@ class Guard:
         Used in the failing thread, too, because its caller may have been cancelled.
         """
         try:
-            with reported(action, path):
+            with reported(action, path or self.location):
                 yield
         except AsyncCheckpointError as error:
             with self._lock:
@@ -108,9 +115,9 @@ class Guard:
                     self.stuck.append(error.future)
             raise
 
-    async def run(self, call: Callable[..., None], *args: Any) -> None:
-        """Make the call in a worker thread, as `Workers.run`."""
-        with self.step():
+    async def run(self, call: Callable[..., None], *args: Any, path: str) -> None:
+        """Make the call, which concerns `path`, in a worker thread, as `Workers.run`."""
+        with self.step(path=path):
             await self.workers.run(call, *args)
 
 

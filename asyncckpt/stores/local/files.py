@@ -67,12 +67,8 @@ class LocalFiles:
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
-        return await self._workers.run(self._read, path, max_nbytes)
-
-    def _read(self, path: str, max_nbytes: int) -> bytes:
-        fd = self._open_file(path)
         with reported("reading", self._full(path)):
-            data = read_at_most(fd, max_nbytes)
+            data = await self._workers.run(self._read, path, max_nbytes)
         if isinstance(data, int):
             raise CorruptCheckpointError(
                 f"{self._full(path)}: {data} bytes, expected at most {max_nbytes}; "
@@ -84,6 +80,9 @@ class LocalFiles:
             )
         return data
 
+    def _read(self, path: str, max_nbytes: int) -> bytes | int:
+        return read_at_most(self._open_file(path), max_nbytes)
+
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
@@ -94,7 +93,8 @@ class LocalFiles:
         is never called and `ahead_nbytes` has no effect. Reads from the page cache are checked in
         steps of `CACHED_NBYTES`.
         """
-        await self._workers.run(self._read_into, path, offset, buffers, how.direct, how.check)
+        with reported("reading", self._full(path)):
+            await self._workers.run(self._read_into, path, offset, buffers, how.direct, how.check)
 
     def _read_into(
         self,
@@ -106,20 +106,19 @@ class LocalFiles:
     ) -> None:
         fd = self._open_file(path)
         try:
-            with reported("reading", self._full(path)):
-                at = pending_at = offset
-                pending: list[memoryview] = []
-                for buffer in buffers:
-                    if direct and _is_aligned(at, buffer) and not cached(fd, at, buffer.size):
-                        self._fill(fd, path, pending_at, pending, offset, at, check)
-                        done = self._fill_direct(path, at, buffer)
-                        pending, pending_at = [memoryview(buffer)[done:]], at + done
-                        if check is not None:
-                            check(pending_at - offset)
-                    elif buffer.size:
-                        pending.append(memoryview(buffer))
-                    at += buffer.size
-                self._fill(fd, path, pending_at, pending, offset, at, check)
+            at = pending_at = offset
+            pending: list[memoryview] = []
+            for buffer in buffers:
+                if direct and _is_aligned(at, buffer) and not cached(fd, at, buffer.size):
+                    self._fill(fd, path, pending_at, pending, offset, at, check)
+                    done = self._fill_direct(path, at, buffer)
+                    pending, pending_at = [memoryview(buffer)[done:]], at + done
+                    if check is not None:
+                        check(pending_at - offset)
+                elif buffer.size:
+                    pending.append(memoryview(buffer))
+                at += buffer.size
+            self._fill(fd, path, pending_at, pending, offset, at, check)
         finally:
             os.close(fd)
 

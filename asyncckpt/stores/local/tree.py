@@ -95,7 +95,7 @@ class AttemptTree:
         location = posixpath.join(self._path, path)
         file = LocalDataFile(path, location, self._guard, self._context.direct)
         self._files.append(file)
-        await self._guard.run(self._open_file, file, nbytes)
+        await self._guard.run(self._open_file, file, nbytes, path=location)
         return file
 
     def _open_file(self, file: LocalDataFile, nbytes: int) -> None:
@@ -110,7 +110,8 @@ class AttemptTree:
         """Write a small file, durably."""
         self._guard.check()
         check_file(path, self.location)
-        await self._guard.run(self._write_file, path, memoryview(data).cast("B"), True)
+        content, at = memoryview(data).cast("B"), posixpath.join(self._path, path)
+        await self._guard.run(self._write_file, path, content, True, path=at)
 
     def _write_file(self, path: str, data: memoryview, flush: bool) -> None:
         with self._step(f"writing {len(data)} bytes", path) as directory:
@@ -149,7 +150,8 @@ class AttemptTree:
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
         """Write a file for the other processes, not durably. As `AttemptFiles.pass_on`."""
         self._check_exchange(path)
-        await self._guard.run(self._pass_on, path, memoryview(data).cast("B"))
+        content, at = memoryview(data).cast("B"), posixpath.join(self._path, EXCHANGE, path)
+        await self._guard.run(self._pass_on, path, content, path=at)
 
     def _pass_on(self, path: str, data: memoryview) -> None:
         where = f"{EXCHANGE}/{path}"

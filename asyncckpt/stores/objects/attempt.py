@@ -13,21 +13,24 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
-from collections.abc import Awaitable, Callable
 
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError
 from asyncckpt.flow.shield import cleaned_up, to_completion
 from asyncckpt.stores.exchange import MARK, mark_of
-from asyncckpt.stores.objects.context import Context, Record, owned
+from asyncckpt.stores.objects.context import Context, Record
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import fixed_path, join
-from asyncckpt.stores.objects.probe import Conditions
-from asyncckpt.stores.objects.publish import Publication, bounded
+from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
 
 log = logging.getLogger("asyncckpt.stores")
+
+MAX_AGE_S = COLLECT_MIN_S / 2
+"""Age after which an attempt does not publish: gc, rule 2."""
 
 
 class ObjectAttempt(ObjectShare):
@@ -35,9 +38,6 @@ class ObjectAttempt(ObjectShare):
 
     Args:
         epoch: the claim under which it writes, 0 for none.
-        max_age_s: an attempt older than this does not publish.
-        conditions: returns which conditional requests the store honours; with ``versions=True``
-            those on versions too.
         shared: other processes may join it once `mark` has returned.
     """
 
@@ -49,22 +49,18 @@ class ObjectAttempt(ObjectShare):
         *,
         epoch: int,
         overwrite: bool,
-        max_age_s: float,
-        conditions: Callable[..., Awaitable[Conditions]],
         shared: bool,
     ) -> None:
         super().__init__(context, name, save_id, shared=shared)
         self._epoch = epoch
         self._overwrite = overwrite
-        self._max_age_s = max_age_s
-        self._conditions = conditions
         self._begun = time.monotonic(), time.time()
         self._sources: dict[str, str] = {}
         self._fixed: dict[str, bytes] = {}
 
-    async def mark(self, host: str) -> None:
+    async def mark(self) -> None:
         """Let other processes join the attempt."""
-        await self._exchange(MARK, mark_of(self._save_id, host))
+        await self._exchange(MARK, mark_of(self._save_id, socket.gethostname()))
 
     # ------------------------------------------------------------------------------------- files
 
@@ -83,7 +79,7 @@ class ObjectAttempt(ObjectShare):
         """
         self._sending.check()
         check_file(path, self.location)
-        content = await owned(self._context, data)
+        content = await self._context.owned(data)
         source = self.source(path)
         if source is None or not in_record:
             await self._sending.send_named(join(self._name, source or path), content)
@@ -113,7 +109,7 @@ class ObjectAttempt(ObjectShare):
     async def _publication_of(self, record: bytes) -> Publication:
         """Find out which conditions the store obeys, and return the publication."""
         self._sending.check_sealed(self._files)
-        conditions = await self._conditions(versions=self._overwrite)
+        conditions = await self._context.probes.conditions(versions=self._overwrite)
         self._check_age()
         witness = join(self._name, self._files[-1].path) if self._files else None
         return Publication(
@@ -138,13 +134,13 @@ class ObjectAttempt(ObjectShare):
             raise
 
     async def _publish(self, publication: Publication) -> None:
-        replaced = await self._put_record(publication)
+        replaced = await publication.commit(overwrite=self._overwrite)
         await self._check_claim()
         self._sending.ended = True
         background = self._context.background
-        background.name(self._name, self._finish(publication, replaced))
-        if self._exchanged:
-            background.tidy(self._end_exchange())
+        background.begin(self._finish(publication, replaced), naming=self._name)
+        passed = "the checkpoint is committed; what its processes have passed on"
+        self._remove_later(self._exchanged, passed)
 
     async def _finish(self, publication: Publication, replaced: Record | None) -> None:
         """Write the fixed names, then those that earlier saves could not write."""
@@ -155,26 +151,13 @@ class ObjectAttempt(ObjectShare):
                 return
             background.unnamed.discard(self._name)
             if replaced is None:
-                background.tidy(publication.settle(None))
+                background.begin(publication.settle(None))
             else:
                 await publication.settle(replaced)
             while background.unnamed:
                 await repair_quietly(self._context, background.unnamed.pop())
         except Exception:  # in the background: no caller would see it
             log.exception("%s: completing a committed checkpoint failed", self.location)
-
-    async def _put_record(self, publication: Publication) -> Record | None:
-        """Put the record in its place; return the one that it has replaced."""
-        if self._overwrite:
-            return await publication.replace()
-        found = await publication.create()
-        if found is None:
-            return None
-        if await found.counts(self._context):
-            # A process that was taken over must learn that first.
-            await self._context.claims.check(self._epoch, self.location)
-            raise publication.exists(found)
-        return await publication.replace(await self._conditions(versions=True))
 
     async def _check_claim(self) -> None:
         """Check that the claim was not taken over before the record was put."""
@@ -189,30 +172,21 @@ class ObjectAttempt(ObjectShare):
                 location=self.location,
             ) from error
 
-    async def _end_exchange(self) -> None:
-        """Remove the mark and the exchanged objects. Logs failures of the store."""
-        trouble = (
-            "the checkpoint is committed; what its processes have passed on could not be removed: "
-            "%s; 'asyncckpt gc' does so later"
-        )
-        async with bounded(self.location, trouble):
-            await self._context.requests.delete(sorted(self._exchanged))
-
     def _check_age(self) -> None:
         monotonic, wall = self._begun
         # A suspended machine stops the first clock; a person may set the second.
         age_s = max(time.monotonic() - monotonic, time.time() - wall)
-        if age_s > self._max_age_s:
+        if age_s > MAX_AGE_S:
             raise SaveError(
                 f"{self.location}: this save began {age_s / 3600:.1f} hours ago, and one that is "
-                f"older than {self._max_age_s / 3600:.1f} hours is not committed, because "
+                f"older than {MAX_AGE_S / 3600:.1f} hours is not committed, because "
                 "'asyncckpt gc' may have removed its data as leftovers; nothing of it is visible. "
                 "Save again",
                 stage="commit",
                 location=self.location,
-                expected=self._max_age_s,
+                expected=MAX_AGE_S,
                 found=age_s,
             )
 
-    def _removed(self) -> set[str]:
+    async def _removable(self) -> set[str]:
         return self._sending.keys | self._exchanged

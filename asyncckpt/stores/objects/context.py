@@ -15,6 +15,7 @@ from asyncckpt.options import KIB, MAX_RECORD_NBYTES
 from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import Body, unless_missing
 from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join, owner
+from asyncckpt.stores.objects.probe import Probes
 from asyncckpt.stores.objects.requests.requests import Requests
 
 T = TypeVar("T")
@@ -39,45 +40,47 @@ class Background:
 
     def __init__(self) -> None:
         self.unnamed: set[str] = set()
-        self._naming: list[tuple[str, BackgroundTask[None]]] = []
-        self._tidying: list[BackgroundTask[None]] = []
+        self._tasks: list[tuple[BackgroundTask[None], str | None]] = []
 
-    def name(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Begin to write the fixed names of a checkpoint."""
-        self._naming = [other for other in self._naming if not other[1].done]
-        self._naming.append((name, BackgroundTask(work)))
+    def begin(self, work: Coroutine[Any, Any, None], *, naming: str | None = None) -> None:
+        """Begin work, for which `ended` waits.
 
-    def tidy(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin work that only `ended` waits for."""
-        self._tidying = [other for other in self._tidying if not other.done]
-        self._tidying.append(BackgroundTask(work))
+        Args:
+            work: what to run.
+            naming: the checkpoint whose fixed names it writes: `named` waits for it, too.
+        """
+        self._tasks = [other for other in self._tasks if not other[0].done]
+        self._tasks.append((BackgroundTask(work), naming))
 
     async def named(self, name: str | None = None) -> None:
         """Wait until no fixed names are being written, of this checkpoint or of any."""
-        for other, work in tuple(self._naming):
-            if name in (None, other):
-                await work.settled()
+        for task, naming in tuple(self._tasks):
+            if naming is not None and name in (None, naming):
+                await task.settled()
 
     async def ended(self) -> None:
-        """Wait until all work has ended."""
-        await self.named()
-        while self._tidying:
-            await self._tidying.pop().settled()
+        """Wait until all work has ended, including what it begins."""
+        while self._tasks:
+            await self._tasks[0][0].settled()
+            self._tasks = [other for other in self._tasks if not other[0].done]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Context:
-    """State that all attempts and readers of a store share.
+    """State that a store shares with its attempts and readers.
 
     Attributes:
-        requests: makes every request.
+        requests: makes every request; closed with the store.
         workers: threads for copies and checks of more than `INLINE_NBYTES`.
-        save_id_of: returns the save id in a commit record, or None for anything else.
-        outline_of: returns the outline of a commit record, or None for anything else; with
-            ``head=True``, from the beginning of a record, unchecked.
+        save_id_of: returns the save id in a commit record, or None for anything else, as
+            `asyncckpt.format.record.save_id_of`.
+        outline_of: returns the outline of a commit record, or None for anything else, as
+            `asyncckpt.format.record.outline_of`; with ``head=True``, from the beginning of a
+            record, unchecked. It and `save_id_of` are called in `workers` for long records.
         epoch_of: returns the epoch in a commit record or its beginning, or None.
+        google: write `commit_success.txt` last, which Orbax expects on Google's store.
         claims: decide which records count.
-        google: write Orbax's mark last.
+        probes: know which conditional requests work.
         background: background tasks.
     """
 
@@ -86,9 +89,106 @@ class Context:
     save_id_of: Callable[[bytes], str | None]
     outline_of: Callable[..., Outline | None]
     epoch_of: Callable[[bytes], int | None]
-    claims: Claims
     google: bool = False
-    background: Background = field(default_factory=Background)
+    claims: Claims = field(init=False)
+    probes: Probes = field(init=False)
+    background: Background = field(init=False, default_factory=Background)
+
+    def __post_init__(self) -> None:
+        self.claims = Claims(self.requests)
+        self.probes = Probes(self.requests)
+
+    async def read_record(self, name: str, *, max_nbytes: int = MAX_RECORD_NBYTES) -> Record | None:
+        """Return what is at the record's key now; None if nothing is. Raises `RequestError`.
+
+        A record that takes several requests may be replaced between them; it is then read again.
+        """
+        with unless_missing():
+            for _ in range(READS_MAX):
+                data = await self.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
+                if data is None:
+                    return Record(None, None)
+                save_id = await self.run_sized(self.save_id_of, data)
+                if save_id is not None or len(data) <= self.requests.policy.first_read_nbytes:
+                    break
+            epoch = self.epoch_of(data) if data and save_id is not None else None
+            return Record(data, save_id, epoch or 0)
+        return None
+
+    async def counts(self, record: Record) -> bool:
+        """Return whether its writer had not been taken over; true if it is not a valid record.
+
+        Raises `StoreError`.
+        """
+        return record.save_id is None or await self.claims.counts(record.save_id, record.epoch)
+
+    async def outline(self, record: Record | None) -> Outline:
+        """Return the outline of a record, which is empty if there is none or it is not valid."""
+        if record is None or record.data is None or record.save_id is None:
+            return Outline("")
+        return await self.run_sized(self.outline_of, record.data) or Outline(record.save_id)
+
+    async def read_head(self, name: str) -> bytes | None:
+        """Return the first `HEAD_NBYTES` of the record, None if it is missing.
+
+        They differ between saves. Raises `RequestError`.
+        """
+        with unless_missing():
+            return bytes(await self.requests.get(join(name, RECORD), 0, HEAD_NBYTES))
+        return None
+
+    async def paths_of(self, name: str, save_id: str | None) -> list[str]:
+        """Return the paths below a checkpoint that carry this save id. Raises `RequestError`."""
+        listed = await self.requests.list(name, recursive=True, limit=LISTED_MAX)
+        paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
+        return [path for path in paths if owner(path) == save_id]
+
+    async def delete_paths(self, name: str, paths: Iterable[str]) -> None:
+        """Delete these paths of a checkpoint. Raises `RequestError`."""
+        await self.requests.delete([join(name, path) for path in paths])
+
+    async def load_fixed(
+        self, name: str, outline: Outline, names: Iterable[FixedName]
+    ) -> dict[str, bytes]:
+        """Return the contents of these fixed names, from the record and the attempt's objects.
+
+        Raises:
+            CorruptCheckpointError: one is missing or damaged.
+            RequestError: one could not be read.
+        """
+        location = self.requests.location(name)
+
+        async def load(fixed: FixedName) -> tuple[str, bytes]:
+            data = outline.contents.get(fixed.path)
+            if data is None and fixed.object is not None:
+                with unless_missing():
+                    key = join(name, fixed.object)
+                    data = await self.requests.read(key, max_nbytes=fixed.nbytes)
+            if data is None or not await self.run_sized(fixed.matches, data):
+                raise CorruptCheckpointError(
+                    f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "
+                    "damaged; only other programs need that file, and the checkpoint itself does "
+                    "not",
+                    file=fixed.object or RECORD,
+                    location=location,
+                    expected=f"{fixed.nbytes} bytes with CRC-32C {fixed.crc32c:08x}",
+                    found=None if data is None else f"{len(data)} bytes",
+                )
+            return fixed.path, data
+
+        return dict(await together(load(fixed) for fixed in names))
+
+    async def run_sized(self, work: Callable[[SizedT], T], data: SizedT) -> T:
+        """Return `work(data)`, run in a worker thread if the data are large."""
+        if len(data) <= INLINE_NBYTES:
+            return work(data)
+        return await self.workers.run(work, data)
+
+    async def owned(self, data: Body) -> bytes:
+        """Return a copy of the bytes that never changes."""
+        if isinstance(data, bytes):
+            return data
+        return await self.run_sized(bytes, as_view(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,116 +205,12 @@ class Record:
     save_id: str | None
     epoch: int = 0
 
-    async def counts(self, context: Context) -> bool:
-        """Return whether its writer had not been taken over; true if it is not a valid record.
-
-        Raises `StoreError`.
-        """
-        return self.save_id is None or await context.claims.counts(self.save_id, self.epoch)
-
-    async def outline(self, context: Context) -> Outline:
-        """Return its outline, which is empty if it is not a valid record."""
-        found = None
-        if self.data is not None and self.save_id is not None:
-            found = await run_sized(context, context.outline_of, self.data)
-        return found or Outline(self.save_id or "")
-
 
 def shared_paths(outline: Outline) -> frozenset[str]:
     """Return the files of a checkpoint that have no save id in their names."""
     return frozenset(path for path in outline.paths if owner(path) is None)
 
 
-async def read_record(context: Context, name: str) -> Record | None:
-    """Return what is at the record's key now; None if nothing is. Raises `RequestError`."""
-    with unless_missing():
-        return await read_present(context, name, max_nbytes=MAX_RECORD_NBYTES)
-    return None
-
-
-async def read_present(context: Context, name: str, *, max_nbytes: int) -> Record:
-    """Return what is at the record's key. Raises `RequestError`, also if it is missing.
-
-    A record that takes several requests may be replaced between them; it is then read again.
-    """
-    for _ in range(READS_MAX):
-        data = await context.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
-        if data is None:
-            return Record(None, None)
-        save_id = await run_sized(context, context.save_id_of, data)
-        if save_id is not None or len(data) <= context.requests.policy.first_read_nbytes:
-            break
-    epoch = context.epoch_of(data) if data and save_id is not None else None
-    return Record(data, save_id, epoch or 0)
-
-
-async def read_head(context: Context, name: str) -> bytes | None:
-    """Return the first `HEAD_NBYTES` of the record, which differ between saves; None if missing.
-
-    Raises `RequestError`.
-    """
-    with unless_missing():
-        return bytes(await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES))
-    return None
-
-
-async def paths_of(context: Context, name: str, save_id: str | None) -> list[str]:
-    """Return the paths below a checkpoint that carry this save id. Raises `RequestError`."""
-    listed = await context.requests.list(name, recursive=True, limit=LISTED_MAX)
-    paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
-    return [path for path in paths if owner(path) == save_id]
-
-
-async def delete_paths(context: Context, name: str, paths: Iterable[str]) -> None:
-    """Delete these paths of a checkpoint. Raises `RequestError`."""
-    await context.requests.delete([join(name, path) for path in paths])
-
-
-async def load_fixed(
-    context: Context, name: str, outline: Outline, names: Iterable[FixedName]
-) -> dict[str, bytes]:
-    """Return the contents of these fixed names, from the record and the attempt's objects.
-
-    Raises:
-        CorruptCheckpointError: one is missing or damaged.
-        RequestError: one could not be read.
-    """
-    location = context.requests.location(name)
-
-    async def load(fixed: FixedName) -> tuple[str, bytes]:
-        data = outline.contents.get(fixed.path)
-        if data is None and fixed.object is not None:
-            with unless_missing():
-                key = join(name, fixed.object)
-                data = await context.requests.read(key, max_nbytes=fixed.nbytes)
-        if data is None or not await run_sized(context, fixed.matches, data):
-            raise CorruptCheckpointError(
-                f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "
-                "damaged; only other programs need that file, and the checkpoint itself does not",
-                file=fixed.object or RECORD,
-                location=location,
-                expected=f"{fixed.nbytes} bytes with CRC-32C {fixed.crc32c:08x}",
-                found=None if data is None else f"{len(data)} bytes",
-            )
-        return fixed.path, data
-
-    return dict(await together(load(fixed) for fixed in names))
-
-
-async def run_sized(context: Context, work: Callable[[SizedT], T], data: SizedT) -> T:
-    """Return `work(data)`, run in a worker thread if the data are large."""
-    if len(data) <= INLINE_NBYTES:
-        return work(data)
-    return await context.workers.run(work, data)
-
-
 def as_view(data: Body) -> memoryview:
     """Return the bytes of any buffer."""
     return memoryview(data).cast("B")
-
-
-async def owned(context: Context, data: Body) -> bytes:
-    """Return a copy of the bytes that never changes."""
-    if isinstance(data, bytes):
-        return data
-    return await run_sized(context, bytes, as_view(data))

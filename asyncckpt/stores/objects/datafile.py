@@ -177,10 +177,24 @@ class ObjectDataFile:
 
 
 class WindowFile(ObjectDataFile):
-    """A file of one window."""
+    """A file of one window.
 
-    def __init__(self, sending: Sending, path: str, nbytes: int) -> None:
+    Raises:
+        UsageError: it is longer than one window, or than one request may send.
+    """
+
+    def __init__(self, sending: Sending, path: str, nbytes: int, window_nbytes: int) -> None:
         super().__init__(sending, path)
+        most = min(window_nbytes, self._context.requests.traits.put_max_nbytes)
+        if nbytes > most:
+            location = f"{sending.location}/{path}"
+            raise UsageError(
+                f"{location}: a data file of {nbytes} bytes does not fit one request of {most}; "
+                "lower target_data_file_nbytes",
+                location=location,
+                expected=most,
+                found=nbytes,
+            )
         self._nbytes = nbytes
         self._written = False
 
@@ -238,29 +252,6 @@ class SerialFile(ObjectDataFile):
         # Under exactly this name, by which the index refers to itself.
         body, self._buffer = self._buffer, bytearray()
         await self._sending.send_named(self._key, body)
-
-
-def open_file(
-    sending: Sending, path: str, nbytes: int, window_nbytes: int | None
-) -> WindowFile | SerialFile:
-    """Open a data file; no request is made.
-
-    Raises:
-        UsageError: it is longer than one window, or than one request may send.
-    """
-    if window_nbytes is None:
-        return SerialFile(sending, path)
-    most = min(window_nbytes, sending.context.requests.traits.put_max_nbytes)
-    if nbytes > most:
-        location = f"{sending.location}/{path}"
-        raise UsageError(
-            f"{location}: a data file of {nbytes} bytes does not fit one request of {most}; lower "
-            "target_data_file_nbytes",
-            location=location,
-            expected=most,
-            found=nbytes,
-        )
-    return WindowFile(sending, path, nbytes)
 
 
 def cut(data: Bytes | bytearray, nbytes: int) -> Bytes | bytearray:

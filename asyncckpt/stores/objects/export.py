@@ -21,7 +21,7 @@ from asyncckpt.flow.shield import cleaned_up, to_completion, together
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.export import REPLACEABLE_SUFFIXES
 from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
-from asyncckpt.stores.objects.context import Context, owned
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import RECORD, check_key, join
@@ -79,7 +79,7 @@ class ObjectExport:
         self._sending.check()
         check_file(path, self.location)
         check_key(self.location, path)
-        self._index[path] = await owned(self._context, data)
+        self._index[path] = await self._context.owned(data)
 
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path`, or with ``""`` all files, under their names, durably.

@@ -9,28 +9,17 @@
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
-from asyncckpt.flow.shield import together
+from asyncckpt.flow.shield import mapped
 from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
-from asyncckpt.stores.objects.clients.client import Body, RequestError
-from asyncckpt.stores.objects.context import (
-    HEAD_NBYTES,
-    INLINE_NBYTES,
-    Context,
-    Record,
-    as_view,
-    load_fixed,
-    read_head,
-    read_present,
-    read_record,
-)
+from asyncckpt.stores.objects.clients.client import Body, Listed, RequestError, unless_missing
+from asyncckpt.stores.objects.context import HEAD_NBYTES, INLINE_NBYTES, Context, as_view
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.paths import path_parts, read_parts
@@ -70,17 +59,15 @@ class ObjectFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)
-        record: Record | None = None
         data: bytes | None
-        try:
-            if path == RECORD:
-                record = await read_present(self._context, self._name, max_nbytes=max_nbytes)
-                data = record.data
-            else:
+        if path == RECORD:
+            data = await self._read_record(max_nbytes)
+        else:
+            try:
                 data = await self._requests.read(key, max_nbytes=max_nbytes)
-        except RequestError as error:
-            content = await self._content(path, error)
-            data = content if len(content) <= max_nbytes else None
+            except RequestError as error:
+                content = await self._content(path, error)
+                data = content if len(content) <= max_nbytes else None
         if data is None:
             raise CorruptCheckpointError(
                 f"{self._full(path)}: more than {max_nbytes} bytes, expected at most that; "
@@ -89,22 +76,38 @@ class ObjectFiles:
                 location=self.location,
                 expected=max_nbytes,
             )
-        # A record that is damaged now may only have been damaged in transit: `changed` ignores it.
-        if record is not None and record.save_id is not None:
-            await self._check_counts(record)
-            if self._head is None:
-                self._head = data[:HEAD_NBYTES]
         return data
 
-    async def _check_counts(self, record: Record) -> None:
-        """Raise `CheckpointNotFoundError` for a record whose writer had been taken over before."""
-        if not await record.counts(self._context):
+    async def _read_record(self, max_nbytes: int) -> bytes | None:
+        """Return the record, or None if it is longer than `max_nbytes`.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or its writer had been taken over before.
+            StoreError: the read failed for another reason.
+        """
+        with reported("reading", self._full(RECORD)):
+            record = await self._context.read_record(self._name, max_nbytes=max_nbytes)
+        if record is None:
+            raise self._missing(RECORD)
+        if not await self._context.counts(record):
             raise CheckpointNotFoundError(
                 f"{self.location}: the record here does not count: its writer (epoch "
                 f"{record.epoch}) had been taken over before. A save of this step replaces it",
                 location=self.location,
                 found=record.save_id,
             )
+        # A record that is damaged now may only have been damaged in transit: `changed` ignores it.
+        if self._head is None and record.save_id is not None and record.data is not None:
+            self._head = record.data[:HEAD_NBYTES]
+        return record.data
+
+    def _missing(self, path: str) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"{self._full(path)}: no such object; there is no checkpoint here, or it was deleted "
+            "while it was being read",
+            location=self.location,
+            found=path,
+        )
 
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
@@ -123,16 +126,10 @@ class ObjectFiles:
         if len(spans) == 1:
             await self._range(path, key, destination, *spans[0], how.check)
             return
-        waiting = iter(spans)
-        streams = min(RANGES_AT_ONCE, len(spans))
+        streams = RANGES_AT_ONCE
         if how.ahead_nbytes is not None:
             streams = max(1, min(streams, how.ahead_nbytes // RANGE_NBYTES))
-
-        async def stream() -> None:
-            for start, stop in waiting:
-                await self._range(path, key, destination, start, stop)
-
-        await together(stream() for _ in range(streams))
+        await mapped(lambda span: self._range(path, key, destination, *span), spans, streams)
 
     async def _range(
         self,
@@ -175,41 +172,32 @@ class ObjectFiles:
         """
         if error.kind != "missing":
             raise store_error("reading", self._full(path), error) from error
+        context = self._context
         if path not in ("", RECORD) and path not in self._contents:
-            try:
-                record = await read_record(self._context, self._name)
-                if record is not None:
-                    outline = await record.outline(self._context)
-                    fixed = [one for one in outline.fixed if one.path == path]
-                    self._contents |= outline.contents
-                    self._contents |= await load_fixed(self._context, self._name, outline, fixed)
-            except RequestError as second:
-                raise store_error("reading", self._full(path), second) from second
+            with reported("reading", self._full(path)):
+                outline = await context.outline(await context.read_record(self._name))
+                fixed = [one for one in outline.fixed if one.path == path]
+                self._contents |= outline.contents
+                self._contents |= await context.load_fixed(self._name, outline, fixed)
         if path in self._contents:
             return self._contents[path]
-        raise CheckpointNotFoundError(
-            f"{self._full(path)}: no such object; there is no checkpoint here, or it was deleted "
-            "while it was being read",
-            location=self.location,
-            found=path,
-        ) from error
+        raise self._missing(path) from error
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List one level of the checkpoint, never from a cache. As `CheckpointFiles.entries`."""
         key = self._key(path)
-        try:
+        listed: list[Listed] = []
+        with reported("listing", self._full(path)), unless_missing():
             listed = await self._requests.list(key, recursive=False, limit=max_entries)
             if not listed:
                 return [Entry("", await self._requests.size(key), False)]
-        except RequestError as error:
-            if error.kind != "missing":
-                raise store_error("listing", self._full(path), error) from error
+        if not listed:
             raise CheckpointNotFoundError(
                 f"{self._full(path)}: nothing is stored there; there is no checkpoint here, or it "
                 "was deleted while it was being read",
                 location=self.location,
                 found=path,
-            ) from error
+            )
         if len(listed) > max_entries:
             raise CorruptCheckpointError(
                 f"{self._full(path)}: more than {max_entries} entries; this is not a checkpoint, "
@@ -237,7 +225,7 @@ class ObjectFiles:
         if self._head is None:
             return None
         with reported("reading the record", self._full(RECORD)):
-            head = await read_head(self._context, self._name)
+            head = await self._context.read_head(self._name)
         if head is None:
             return "deleted"
         return None if head == self._head else "replaced"
@@ -257,7 +245,7 @@ class ObjectFiles:
         return join(self._name, path)
 
     def _full(self, path: str) -> str:
-        return posixpath.join(self.location, path) if path else self.location
+        return self._requests.location(join(self._name, path))
 
 
 class _Destination:

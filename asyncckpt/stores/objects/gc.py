@@ -27,12 +27,11 @@ least):
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.claims import inherited_name
-from asyncckpt.stores.objects.clients.client import Listed, RequestError, unless_missing
-from asyncckpt.stores.objects.context import Context, read_record
+from asyncckpt.stores.objects.clients.client import Listed, RequestError
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import (
     LISTED_MAX,
     RECORD,
@@ -44,30 +43,26 @@ from asyncckpt.stores.objects.layout import (
     owner,
     probe_key,
 )
+from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
 from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
 
+COLLECT_MIN_S = 7 * 24 * 3600.0
+"""Least age of what is removed: longer than any save, and twice the age at which an attempt refuses
+to publish."""
+
 KEYS_PER_DELETION = 1000
 """Keys per deletion request of S3; the record is read again before each."""
 
 
-async def remove_garbage(
-    context: Context,
-    older_than_s: float,
-    *,
-    lists: Sequence[int] = (),
-    deletes: bool = False,
-    dry_run: bool,
-) -> list[str]:
+async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool) -> list[str]:
     """Remove leftovers; return their keys, sorted, and for uploads ``key?upload``.
 
     Args:
         context: of the store.
         older_than_s: minimum age in seconds.
-        lists: epochs of the claims with a list, ascending, as `Seen.lists`.
-        deletes: the store has conditional deletion.
         dry_run: remove nothing.
 
     Raises:
@@ -75,6 +70,8 @@ async def remove_garbage(
             written or has too many; removals until then are not undone.
     """
     requests = context.requests
+    lists = (await context.claims.seen()).lists
+    deletes = bool(lists) and (await context.probes.conditions(create=False, versions=True)).delete
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
     listed = await control_entries(requests)
@@ -90,39 +87,19 @@ async def remove_garbage(
         await requests.delete(control)
     removed += control
     for name in await checkpoint_names(requests):
-        fenced: list[str] = []
-        if deletes:
-            fenced = await _fenced(context, name, before_s, dry_run=dry_run)
-        removed += fenced
-        removed += await _checkpoint(context, name, before_s, fenced=bool(fenced), dry_run=dry_run)
+        removed += await _checkpoint(context, name, before_s, deletes=deletes, dry_run=dry_run)
     return sorted(removed)
 
 
-async def _fenced(context: Context, name: str, before_s: float, *, dry_run: bool) -> list[str]:
-    """Remove a record that does not count, so that its objects belong to none; return its key."""
-    requests, key = context.requests, join(name, RECORD)
-    # The version is read first: what replaces the record later is not deleted.
-    version = record = None
-    with unless_missing():
-        version = await requests.version(key)
-        record = await read_record(context, name)
-    if version is None or record is None or await record.counts(context):
-        return []
-    listed = await requests.list(name, recursive=False, limit=LISTED_MAX)
-    if not any(entry.key == key and _is_older(entry, before_s) for entry in listed):
-        return []
-    if not dry_run:
-        await requests.delete_version(key, version)
-    return [key]
-
-
 async def _checkpoint(
-    context: Context, name: str, before_s: float, *, fenced: bool, dry_run: bool
+    context: Context, name: str, before_s: float, *, deletes: bool, dry_run: bool
 ) -> list[str]:
-    """Remove objects without a record; with `fenced`, one that does not count is none."""
+    """Remove a record that does not count, and objects to which no record refers."""
     requests = context.requests
-    listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     removed: list[str] = []
+    # The version is read before the listing, so what replaces the record later stays.
+    record, version = await read_version(context, name, wanted=True) if deletes else (None, None)
+    listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     if len(listed) > LISTED_MAX:
         log.warning(
             "%s: more than %d objects, which no checkpoint has; skipped",
@@ -131,17 +108,24 @@ async def _checkpoint(
         )
         return removed
     old = [entry.key for entry in listed if _is_older(entry, before_s)]
+    key = join(name, RECORD)
+    fenced = record is not None and key in old and not await context.counts(record)
+    if fenced:
+        if not dry_run:
+            await delete_record(context, name, version)
+        removed.append(key)
     ours = [key for key in old if owner(key.removeprefix(f"{name}/")) is not None]
     for first in range(0, len(ours), KEYS_PER_DELETION):
-        record = await read_record(context, name)
+        record = await context.read_record(name)
         if record is not None and record.save_id is None:
             log.warning(
                 "%s: its commit record is damaged or of a newer release; nothing was removed",
                 requests.location(name),
             )
             break
-        gone = record is None or (fenced and not await record.counts(context))
-        outline = Outline("") if record is None or gone else await record.outline(context)
+        if record is not None and fenced and not await context.counts(record):
+            record = None
+        outline = await context.outline(record)
         some = ours[first : first + KEYS_PER_DELETION]
         dead = [key for key in some if _is_dead(key.removeprefix(f"{name}/"), outline)]
         if not dry_run:

@@ -71,17 +71,8 @@ from functools import partial
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
 from asyncckpt.flow.shield import together
 from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
-from asyncckpt.stores.objects.context import (
-    HEAD_NBYTES,
-    Context,
-    Record,
-    delete_paths,
-    paths_of,
-    read_head,
-    read_record,
-    shared_paths,
-)
-from asyncckpt.stores.objects.failures import store_error
+from asyncckpt.stores.objects.context import HEAD_NBYTES, Context, Record, shared_paths
+from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.remove import delete_record, read_version
@@ -138,14 +129,30 @@ class Publication:
 
     # ------------------------------------------------------------------------------------ commit
 
+    async def commit(self, *, overwrite: bool) -> Record | None:
+        """Put the record in its place; return the one that it replaced.
+
+        Without `overwrite`, it replaces only a record that does not count.
+
+        Raises:
+            CheckpointExistsError: the record that is there stays.
+            FencedError: the claim of this process was taken over.
+            StoreError: the present record could not be read; nothing was replaced.
+            SaveError: the outcome is unknown, or another process was faster.
+        """
+        if not overwrite:
+            found = await self.create()
+            if found is None:
+                return None
+            await self._check_fenced(found)
+            self.conditions = await self.context.probes.conditions(versions=True)
+        return await self._replace(overwrite)
+
     async def create(self) -> Record | None:
         """Create the record; return the object that was there instead, or None.
 
         Without conditional creation, two attempts that look at the same time may both believe that
         they have won; the later one has.
-
-        Raises:
-            SaveError: the outcome is unknown, or the checkpoint was deleted meanwhile.
         """
         if self.conditions.create:
             return await self._create()
@@ -159,24 +166,14 @@ class Publication:
                 return None
         return found
 
-    async def replace(self, fenced_only: Conditions | None = None) -> Record | None:
-        """Put the record in place of what is there; return what it replaced.
-
-        Args:
-            fenced_only: replace only a record that does not count, on these conditions.
-
-        Raises:
-            CheckpointExistsError: with `fenced_only`, the present record counts; left untouched.
-            StoreError: the present record could not be read; nothing was replaced.
-            SaveError: the outcome is unknown, or another save was faster.
-        """
-        self.conditions = fenced_only or self.conditions
+    async def _replace(self, overwrite: bool) -> Record | None:
+        """Put the record in place of what is there; return what it replaced."""
         for _ in range(TURNS_MAX):
             old, version = await self._read_before()
             if old is not None and old.data == self.record:
                 return None  # from an earlier try of ours, whose response was lost
-            if fenced_only and old is not None and await old.counts(self.context):
-                raise self.exists(old)
+            if old is not None and not overwrite:
+                await self._check_fenced(old)
             if old is not None and old.save_id is not None:
                 claims, location = self.context.claims, self._location
                 await claims.begin_replacing(old.save_id, self.save_id, self.epoch, location)
@@ -192,6 +189,13 @@ class Publication:
             f"other saves with overwrite=True were faster {TURNS_MAX} times; nothing of this save "
             "is visible. Let one process save a step"
         )
+
+    async def _check_fenced(self, found: Record) -> None:
+        """Raise if the record that is there counts: it stays."""
+        if await self.context.counts(found):
+            # A process that was taken over must learn that first.
+            await self.context.claims.check(self.epoch, self._location)
+            raise self._exists(found)
 
     async def _create(self) -> Record | None:
         """Create the record; return the object that was there instead, or None."""
@@ -275,7 +279,7 @@ class Publication:
         removed: another try would bring back a record without data.
         """
         self._retried = True
-        found = await read_record(self.context, self.name)
+        found = await self.context.read_record(self.name)
         if (found and found.data) != (old and old.data):
             return False
         self._deleted = found is None and not await self._has_witness()
@@ -308,15 +312,12 @@ class Publication:
     # ------------------------------------------------------------------------------------- reads
 
     async def _read_before(self) -> tuple[Record | None, str | None]:
-        try:
+        with reported("reading the record", self._requests.location(self._key), stage="commit"):
             return await read_version(self.context, self.name, wanted=self.conditions.replace)
-        except RequestError as error:
-            url = self._requests.location(self._key)
-            raise store_error("reading the record", url, error, stage="commit") from error
 
     async def _read_back(self, error: RequestError | None) -> Record | None:
         try:
-            return await read_record(self.context, self.name)
+            return await self.context.read_record(self.name)
         except RequestError as second:
             raise self._unresolved(error, f"that failed too ({second})") from second
 
@@ -324,7 +325,7 @@ class Publication:
         text = f"{self._location}: {why}"
         return SaveError(text, location=self._location, stage="commit")
 
-    def exists(self, found: Record) -> CheckpointExistsError:
+    def _exists(self, found: Record) -> CheckpointExistsError:
         """Return the error for an object that is there and stays."""
         if found.save_id is not None:
             return CheckpointExistsError(
@@ -375,7 +376,6 @@ class Publication:
 
         Logs failures of the store: the checkpoint is committed.
         """
-        finished = False
         async with bounded(
             self._location,
             "the checkpoint is committed, but files for other programs could not be written: %s; "
@@ -388,8 +388,8 @@ class Publication:
                 )
             )
             await write_marks(self.context, self.name, self.fixed)
-            finished = True
-        return finished
+            return True
+        return False
 
     async def settle(self, replaced: Record | None) -> None:
         """Remove the replaced checkpoint, and let the fixed names follow the record.
@@ -403,18 +403,18 @@ class Publication:
                 written |= await self._remove(replaced)
                 claims, old = self.context.claims, replaced.save_id
                 await claims.end_replacing(old, self.save_id, self.epoch)
-            head = await read_head(self.context, self.name)
+            head = await self.context.read_head(self.name)
             if head != self.record[:HEAD_NBYTES]:
                 await follow_record(self.context, self.name, self.save_id, written)
 
     async def _remove(self, replaced: Record) -> set[str]:
         """Remove the objects of a replaced save; return its fixed names that ours lacks."""
         context, name = self.context, self.name
-        stale = shared_paths(await replaced.outline(context)) - set(self.fixed)
-        dead = await paths_of(context, name, replaced.save_id)
+        stale = shared_paths(await context.outline(replaced)) - set(self.fixed)
+        dead = await context.paths_of(name, replaced.save_id)
         if not self.conditions.replace:
-            present = await read_record(context, name)
+            present = await context.read_record(name)
             if present is None or present.save_id in (None, replaced.save_id):
                 return set()
-        await delete_paths(context, name, [*sorted(stale), *dead])
+        await context.delete_paths(name, [*sorted(stale), *dead])
         return set(stale)

@@ -24,17 +24,9 @@ from functools import partial
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.ports import Removal
 from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
-from asyncckpt.stores.objects.context import (
-    Context,
-    Record,
-    delete_paths,
-    paths_of,
-    read_record,
-    shared_paths,
-)
+from asyncckpt.stores.objects.context import Context, Record, shared_paths
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import RECORD, join, marks
-from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.repair import follow_record
 
 log = logging.getLogger("asyncckpt.stores")
@@ -59,7 +51,7 @@ async def read_version(
             version = await context.requests.version(join(name, RECORD))
         if version is None:
             return None, None
-    record = await read_record(context, name)
+    record = await context.read_record(name)
     return record, None if record is None else version
 
 
@@ -80,9 +72,7 @@ async def delete_record(context: Context, name: str, version: str | None) -> Non
             raise
 
 
-async def unlist(
-    context: Context, name: str, conditions: Conditions, epoch: int, seal: bytes
-) -> Removal:
+async def unlist(context: Context, name: str, epoch: int, seal: bytes = b"") -> Removal:
     """Delete the record, after what other programs look for; the result removes the bytes.
 
     What belonged to a damaged record is unknown: gc removes that by its age.
@@ -93,17 +83,19 @@ async def unlist(
         StoreError: the error says whether the checkpoint is still there.
     """
     location = context.requests.location(name)
+    await context.background.named(name)
+    conditions = await context.probes.conditions(create=False, versions=True)
     with reported("deleting", location):
         record, version = await read_version(context, name, wanted=conditions.delete)
         if record is None or not (record.data or b"").endswith(seal):
             raise CheckpointNotFoundError(
                 f"{location}: there is no checkpoint to delete", location=location
             )
-        names = shared_paths(await record.outline(context))
+        names = shared_paths(await context.outline(record))
         await context.claims.check(epoch, location)
         if context.google:
-            await delete_paths(context, name, marks(names))
-        await delete_paths(context, name, sorted(names))
+            await context.delete_paths(name, marks(names))
+        await context.delete_paths(name, sorted(names))
         await context.claims.check(epoch, location)
         # If another version is there now, ours was replaced, and its bytes are of no use either.
         await delete_record(context, name, version)
@@ -117,13 +109,13 @@ async def _remove_bytes(
         return
     location = context.requests.location(name)
     with reported("removing the bytes of a deleted checkpoint", location):
-        await delete_paths(context, name, await paths_of(context, name, save_id))
+        await context.delete_paths(name, await context.paths_of(name, save_id))
         for _ in range(ROUNDS_MAX):
-            record = await read_record(context, name)
+            record = await context.read_record(name)
             if record is None or record.save_id != save_id:
                 break
             log.warning("%s: the record came back; removed again", location)
-            await delete_paths(context, name, [RECORD])
+            await context.delete_paths(name, [RECORD])
         try:
             # Another save may have been committed here meanwhile.
             await follow_record(context, name, None, names)

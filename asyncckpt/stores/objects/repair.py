@@ -21,13 +21,7 @@ from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
-from asyncckpt.stores.objects.context import (
-    Context,
-    delete_paths,
-    load_fixed,
-    read_head,
-    read_record,
-)
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks
 
 log = logging.getLogger("asyncckpt.stores")
@@ -69,18 +63,18 @@ async def follow_record(
         RequestError: a request failed.
     """
     for _ in range(ROUNDS_MAX):
-        record = await read_record(context, name)
+        record = await context.read_record(name)
         if record is not None and record.save_id is None:
             return  # its fixed names are unknown
         present = None if record is None else record.save_id
         if present == save_id:
             return
-        outline = Outline("") if record is None else await record.outline(context)
-        files = await load_fixed(context, name, outline, outline.fixed)
+        outline = await context.outline(record)
+        files = await context.load_fixed(name, outline, outline.fixed)
         stale = [path for path in paths if path not in outline.paths]
         if present is None and context.google:
             stale += marks(paths)
-        await delete_paths(context, name, stale)
+        await context.delete_paths(name, stale)
         await write_fixed(context, name, files)
         if present is not None:
             await write_marks(context, name, files)
@@ -100,13 +94,12 @@ async def repair(context: Context, name: str) -> bool:
     here = await _listed(context, name, "")
     if RECORD not in here:
         return False
-    head = await read_head(context, name)
+    head = await context.read_head(name)
     if head is None:
         return False
     outline = context.outline_of(head, head=True)
     if outline is None:  # not a record, or one with a long list
-        record = await read_record(context, name)
-        outline = Outline("") if record is None else await record.outline(context)
+        outline = await context.outline(await context.read_record(name))
     if not outline.fixed:
         return False
     for directory in {fixed.path.rpartition("/")[0] for fixed in outline.fixed} - {""}:
@@ -115,12 +108,12 @@ async def repair(context: Context, name: str) -> bool:
     if not wrong and not (context.google and SUCCESS not in here):
         return False
     # That was the unchecked beginning of a record; what is written comes from all of it.
-    record = await read_record(context, name)
-    if record is None or record.save_id != outline.save_id or not await record.counts(context):
+    record = await context.read_record(name)
+    if record is None or record.save_id != outline.save_id or not await context.counts(record):
         return False
-    outline = await record.outline(context)
+    outline = await context.outline(record)
     bad = [fixed for fixed in outline.fixed if fixed.path in wrong]
-    await write_fixed(context, name, await load_fixed(context, name, outline, bad))
+    await write_fixed(context, name, await context.load_fixed(name, outline, bad))
     paths = [fixed.path for fixed in outline.fixed]
     await write_marks(context, name, paths)
     await follow_record(context, name, record.save_id, paths)

@@ -10,8 +10,14 @@ from __future__ import annotations
 from asyncckpt.errors import UsageError
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, check_passed, is_mark_of, too_large
 from asyncckpt.stores.objects.clients.client import Body, unless_missing
-from asyncckpt.stores.objects.context import Context, owned, read_record
-from asyncckpt.stores.objects.datafile import ABORT_S, ObjectDataFile, Sending, open_file
+from asyncckpt.stores.objects.context import Context
+from asyncckpt.stores.objects.datafile import (
+    ABORT_S,
+    ObjectDataFile,
+    Sending,
+    SerialFile,
+    WindowFile,
+)
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import exchange_path, join
 from asyncckpt.stores.objects.publish import bounded
@@ -47,7 +53,11 @@ class ObjectShare:
         self._sending.check()
         check_file(path, self.location)
         self._check_own(path)
-        file = open_file(self._sending, path, nbytes, window_nbytes)
+        file: ObjectDataFile
+        if window_nbytes is None:
+            file = SerialFile(self._sending, path)
+        else:
+            file = WindowFile(self._sending, path, nbytes, window_nbytes)
         self._files.append(file)
         return file
 
@@ -65,7 +75,7 @@ class ObjectShare:
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
         """Store an object for the other processes. As `AttemptFiles.pass_on`."""
         self._check_exchange(path)
-        await self._exchange(path, await owned(self._context, data))
+        await self._exchange(path, await self._context.owned(data))
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
         """Return what a process has passed on, or None. As `AttemptFiles.taken`."""
@@ -111,11 +121,22 @@ class ObjectShare:
 
     async def _remove(self) -> None:
         async with self._context.requests.cleaning_up(ABORT_S):
-            await self._context.requests.delete(sorted(self._removed()))
+            await self._context.requests.delete(sorted(await self._removable()))
 
-    def _removed(self) -> set[str]:
+    async def _removable(self) -> set[str]:
         """Return the keys that an abort removes."""
         return self._sending.keys
+
+    def _remove_later(self, keys: set[str], what: str) -> None:
+        """Remove objects in the background; failures of the store are logged."""
+
+        async def remove() -> None:
+            trouble = f"{what} could not be removed: %s; 'asyncckpt gc' does so later"
+            async with bounded(self.location, trouble):
+                await self._context.requests.delete(sorted(keys))
+
+        if keys:
+            self._context.background.begin(remove())
 
 
 class ObjectJoinedAttempt(ObjectShare):
@@ -125,11 +146,10 @@ class ObjectJoinedAttempt(ObjectShare):
         """Return whether the attempt's mark is there. Raises `StoreError`."""
         key = self._exchange_key(MARK)
         requests = self._context.requests
-        with reported("looking for the attempt to join", requests.location(key)):
-            mark = None
-            with unless_missing():
-                mark = await requests.read(key, max_nbytes=MARK_NBYTES)
-        return is_mark_of(self._save_id, mark)
+        location = requests.location(key)
+        with reported("looking for the attempt to join", location), unless_missing():
+            return is_mark_of(self._save_id, await requests.read(key, max_nbytes=MARK_NBYTES))
+        return False
 
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
         """Make a small file durable. As `AttemptFiles.put`.
@@ -140,7 +160,7 @@ class ObjectJoinedAttempt(ObjectShare):
         self._sending.check()
         check_file(path, self.location)
         self._check_own(path)
-        await self._sending.send_named(join(self._name, path), await owned(self._context, data))
+        await self._sending.send_named(join(self._name, path), await self._context.owned(data))
 
     async def settle(self) -> None:
         """Check that every own file is sealed, and so durable. As `JoinedAttempt.settle`."""
@@ -148,22 +168,12 @@ class ObjectJoinedAttempt(ObjectShare):
 
     async def leave(self) -> None:
         """End the share without waiting for requests. As `JoinedAttempt.leave`."""
-        if self._sending.ended:
-            return
-        self._sending.ended = True
-        if self._sending.orphans:
-            self._context.background.tidy(self._remove_orphans())
+        if not self._sending.ended:
+            self._sending.ended = True
+            self._remove_later(self._sending.orphans, "objects that were sent twice")
 
-    async def _remove_orphans(self) -> None:
-        trouble = (
-            "objects that were sent twice could not be removed: %s; 'asyncckpt gc' does so later"
-        )
-        async with bounded(self.location, trouble):
-            await self._context.requests.delete(sorted(self._sending.orphans))
-
-    async def _remove(self) -> None:
+    async def _removable(self) -> set[str]:
         # Process 0 should not publish, but a mistake about that would cost a checkpoint.
-        async with self._context.requests.cleaning_up(ABORT_S):
-            record = await read_record(self._context, self._name)
-        if record is None or record.save_id != self._save_id:
-            await super()._remove()
+        record = await self._context.read_record(self._name)
+        committed = record is not None and record.save_id == self._save_id
+        return set() if committed else self._sending.keys

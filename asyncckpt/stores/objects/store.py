@@ -4,41 +4,34 @@
 #   stores/objects/claims/counting.py.
 # Rule 2: a deletion removes the record before the bytes that it refers to, and finds those by the
 #   record's save id, so that another attempt at the same name loses nothing.
-# Rule 3: between calls only the results of probes are kept, and for repairs the names that this
-#   process used and the checkpoints that it could not complete.
+# Rule 3: between calls only the results of probes are kept, and for repairs the checkpoints that
+#   this process could not complete.
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import socket
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
-from asyncckpt.flow.threads import Workers
 from asyncckpt.format.claim import Claim
-from asyncckpt.format.record import STEP_NAME, Outline
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
 from asyncckpt.reports import nbytes_text
 from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.claims.takeover import take_over
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.gc import remove_garbage
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S, remove_garbage
 from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, note_key
-from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
-from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.requests.sizes import (
     PUT_THRESHOLD_NBYTES,
     Choice,
@@ -48,15 +41,8 @@ from asyncckpt.stores.objects.requests.sizes import (
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
 from asyncckpt.stores.paths import NOTE_NBYTES, check_name
 
-COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Least age that `collect` accepts: longer than any save, and twice the age at which an attempt
-refuses to publish."""
-
 REPAIRED_STEPS = 3
 """Newest steps that `sweep` repairs: a crash leaves these unfinished, and people look at them."""
-
-REPAIRED_NAMES = 4
-"""One-shot checkpoints, last used by this process, that `sweep` repairs."""
 
 READ_GAP_NBYTES = 512 * KIB
 """What a stream of 85 MB/s reads in 6 ms, a fifth of the latency of a request."""
@@ -75,50 +61,32 @@ class ObjectStore:
     """A prefix of a bucket that holds checkpoints by name.
 
     All methods run on the event loop of the client.
-
-    Args:
-        requests: makes every request; closed with the store.
-        save_id_of: as `asyncckpt.format.record.save_id_of`.
-        outline_of: as `asyncckpt.format.record.outline_of`. Both are called in worker threads for
-            records of more than 64 KiB.
-        epoch_of: as `asyncckpt.format.record.epoch_of`.
-        workers: threads for copies and checks.
-        google: write `commit_success.txt` last, which Orbax expects on Google's store.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        *,
-        save_id_of: Callable[[bytes], str | None],
-        outline_of: Callable[..., Outline | None],
-        workers: Workers,
-        epoch_of: Callable[[bytes], int | None],
-        google: bool = False,
-    ) -> None:
-        traits = requests.traits
-        self.url = requests.url
-        self.capabilities = StoreCapabilities(
+    def __init__(self, context: Context) -> None:
+        self.url = context.requests.url
+        self._context = context
+        self._requests = context.requests
+        self._choices: dict[int, Choice] = {}
+        self._noted: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """As `Store.capabilities`."""
+        traits = self._requests.traits
+        return StoreCapabilities(
             client_copies=traits.put_copies,
             positional_writes=False,
-            conditional_create=traits.conditional_create,
+            conditional_create=self._context.probes.creates,
             read_copies=traits.get_copies,
             read_gap_nbytes=READ_GAP_NBYTES,
             reads=READS,
             shared_link=True,
             proves_dead=False,
         )
-        self._requests = requests
-        self._context = Context(
-            requests, workers, save_id_of, outline_of, epoch_of, Claims(requests), google
-        )
-        self._probes = Probes(requests, google=google)
-        self._used: OrderedDict[str, None] = OrderedDict()
-        self._choices: OrderedDict[int, Choice] = OrderedDict()
-        self._noted: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
 
     # -------------------------------------------------------------------------------------- save
 
@@ -138,9 +106,6 @@ class ObjectStore:
         """
         traits, requests = self._requests.traits, self._requests
         put_max_nbytes = min(traits.put_max_nbytes, PUT_THRESHOLD_NBYTES)
-        wanted = data_file_nbytes
-        if wanted is not None:
-            data_file_nbytes = min(wanted, put_max_nbytes)
         requests.fix_streams("put", concurrency)
         choice = choose(
             nbytes,
@@ -150,12 +115,11 @@ class ObjectStore:
             chunk_nbytes=chunk_nbytes,
             data_file_nbytes=data_file_nbytes,
             put_max_nbytes=put_max_nbytes,
-            last=self._choices.get(nbytes),
+            last=self._choices.pop(nbytes, None),
         )
         self._choices[nbytes] = choice
-        self._choices.move_to_end(nbytes)
         if len(self._choices) > CHOICES_MAX:
-            self._choices.popitem(last=False)
+            del self._choices[next(iter(self._choices))]
         return Sizes(
             choice.data_file_nbytes,
             choice.window_nbytes,
@@ -164,7 +128,7 @@ class ObjectStore:
             # A file is one request, and a chunk is in one file.
             chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,
-            notes=_clamped(wanted, choice.window_nbytes, put_max_nbytes),
+            notes=_clamped(data_file_nbytes, choice.window_nbytes, put_max_nbytes),
         )
 
     async def begin(
@@ -187,21 +151,18 @@ class ObjectStore:
         """
         self._check(name, save_id)
         check_epoch(epoch)
-        self._use(name)
-        self._probes.begin()
+        self._context.probes.begin()
         attempt = ObjectAttempt(
             self._context,
             name,
             save_id,
             epoch=epoch,
             overwrite=overwrite,
-            max_age_s=COLLECT_MIN_S / 2,
-            conditions=self._conditions,
             shared=shared,
         )
         if shared:
             try:
-                await attempt.mark(socket.gethostname())
+                await attempt.mark()
             except BaseException:
                 await attempt.abort()
                 raise
@@ -251,22 +212,8 @@ class ObjectStore:
         """
         check_name(name)
         check_key(self._requests.location(name))
-        conditions = await self._conditions(versions=False)
+        conditions = await self._context.probes.conditions(versions=False)
         return ObjectExport(self._context, name, overwrite=overwrite, conditional=conditions.create)
-
-    async def _conditions(self, *, versions: bool) -> Conditions:
-        conditions = await self._probes.conditions(versions=versions)
-        self.capabilities = dataclasses.replace(
-            self.capabilities, conditional_create=conditions.create
-        )
-        return conditions
-
-    def _use(self, name: str) -> None:
-        if not STEP_NAME.fullmatch(name):
-            self._used[name] = None
-            self._used.move_to_end(name)
-            while len(self._used) > REPAIRED_NAMES:
-                self._used.popitem(last=False)
 
     async def settled(self) -> None:
         """Wait until no fixed names are being written. As `Store.settled`."""
@@ -281,14 +228,13 @@ class ObjectStore:
 
     def files(self, name: str) -> ObjectFiles:
         """Return read access to one checkpoint; nothing is requested yet."""
-        self._use(check_name(name))
-        return ObjectFiles(self._context, name, self.capabilities)
+        return ObjectFiles(self._context, check_name(name), self.capabilities)
 
     # ------------------------------------------------------------------------------------ claims
 
     async def claim(self) -> Claim | None:
         """Take over the root (stores/objects/claims/takeover.py). As `Store.claim`."""
-        conditions = await self._conditions(versions=False)
+        conditions = await self._context.probes.conditions(versions=False)
         return await take_over(self._context) if conditions.create else None
 
     async def claims(self) -> Sequence[Claim]:
@@ -312,7 +258,7 @@ class ObjectStore:
         check_epoch(epoch)
 
         async def delete() -> None:
-            await (await self._unlist(name, epoch))()
+            await (await unlist(self._context, name, epoch))()
 
         await uninterrupted(delete())
 
@@ -320,24 +266,17 @@ class ObjectStore:
         """Delete a checkpoint as `delete` does, but leave its bytes to the result."""
         check_name(name)
         check_epoch(epoch)
-        return await uninterrupted(self._unlist(name, epoch, seal))
-
-    async def _unlist(self, name: str, epoch: int, seal: bytes = b"") -> Removal:
-        await self._context.background.named(name)
-        return await unlist(self._context, name, await self._unlisting(), epoch, seal)
-
-    async def _unlisting(self) -> Conditions:
-        return await self._probes.conditions(create=False, versions=True)
+        return await uninterrupted(unlist(self._context, name, epoch, seal))
 
     async def sweep(self) -> Sequence[str]:
         """Repair fixed names that a committed save could not write; remove nothing.
 
-        Looks at the newest steps and at names that this process used. Leftovers stay, since a
-        living attempt looks like a dead one: see `collect`.
+        Looks at the newest steps. Leftovers stay, since a living attempt looks like a dead one: see
+        `collect`.
         """
         steps = sorted((n for n in await self.names() if STEP_NAME.fullmatch(n)), key=int)
         async with asyncio.TaskGroup() as group:
-            for name in [*steps[-REPAIRED_STEPS:], *self._used]:
+            for name in steps[-REPAIRED_STEPS:]:
                 group.create_task(repair_quietly(self._context, name))
         return ()
 
@@ -355,11 +294,7 @@ class ObjectStore:
                 found=older_than_s,
             )
         with reported("removing leftovers", self.url):
-            lists = (await self._context.claims.seen()).lists
-            deletes = bool(lists) and (await self._unlisting()).delete
-            removed = await remove_garbage(
-                self._context, older_than_s, lists=lists, deletes=deletes, dry_run=dry_run
-            )
+            removed = await remove_garbage(self._context, older_than_s, dry_run=dry_run)
             for name in [] if dry_run else await self.names():
                 await repair_quietly(self._context, name)
             return removed
@@ -392,7 +327,7 @@ class ObjectStore:
 
     async def _close(self) -> None:
         await self._context.background.ended()
-        await self._probes.close()
+        await self._context.probes.close()
         await self._requests.close()
 
 

@@ -205,8 +205,9 @@ async def test_what_an_abandoned_thread_opens_after_all_is_closed(
     task = asyncio.create_task(work)
     await asyncio.to_thread(reached.wait, 30)
     task.cancel()
-    with pytest.raises(ThreadAbandonedError, match="was stuck in") as caught:
+    with pytest.raises(ThreadAbandonedError, match=r"default/small: .*was stuck") as caught:
         await task
+    assert str(caught.value.location).endswith(path)
     go_on.set()
     await asyncio.wait([asyncio.wrap_future(caught.value.future)])
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -15,7 +15,9 @@ from aiobotocore.session import AioSession
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import ObjectClient
 from asyncckpt.stores.objects.clients.opening import open_client
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import is_probe
+from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
 from asyncckpt.testing.checkpoints import epoch_of, expect, identity, outline_of, save_id_of
@@ -71,18 +73,10 @@ async def opened_at(url: str, options: dict[str, Any], **more: Any) -> AsyncIter
         workers.shutdown(wait=False)
 
 
-def store_of(client: ObjectClient, workers: Workers, **more: Any) -> ObjectStore:
+def store_of(client: ObjectClient, workers: Workers, policy: RequestPolicy = HASTY) -> ObjectStore:
     """A store over a client, impatient with servers that fail on purpose."""
-    requests = Requests(client, policy=more.pop("policy", HASTY))
-    return ObjectStore(
-        requests,
-        save_id_of=save_id_of,
-        outline_of=outline_of,
-        epoch_of=epoch_of,
-        workers=workers,
-        google=client.url.startswith("gs://"),
-        **more,
-    )
+    requests, google = Requests(client, policy=policy), client.url.startswith("gs://")
+    return ObjectStore(Context(requests, workers, save_id_of, outline_of, epoch_of, google))
 
 
 def new_root() -> str:

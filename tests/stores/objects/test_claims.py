@@ -18,7 +18,7 @@ from asyncckpt.errors import (
     SaveOutcomeUnknownError,
     StoreError,
 )
-from asyncckpt.stores.objects import listings, probe
+from asyncckpt.stores.objects.requests import listings
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import expect, expect_no_record, fill, identity, save
 from tests.simulator import Fault, Gate, Simulator
@@ -30,12 +30,6 @@ DAY_S = 24 * HOUR_S
 YEAR_S = 366 * DAY_S
 KINDS = ("obstore", "gcsfs")
 LISTS = {"kind": "put_object", "key": "*/inherited-*"}
-
-
-@pytest.fixture(autouse=True)
-def _unpaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which this simulator does not ask for."""
-    monkeypatch.setattr(probe, "WRITE_SPACING_S", 0.0)
 
 
 async def claimed(store: ObjectStore) -> int:
@@ -267,7 +261,7 @@ async def test_a_takeover_that_dies_at_any_request_hides_and_loses_nothing(
             first = await claimed(store)
             await save(store, "1", "a", 1, epoch=first)
             async with opened(kind, sim) as dying:
-                await dying._conditions(versions=False)
+                await dying._context.probes.conditions(versions=False)
                 applied, at = bool(number % 2), number // 2 + 1
                 fault = Fault(number=at, times=FOREVER, reset=True, applied=applied)
                 sim.faults.append(fault)
@@ -351,7 +345,7 @@ async def one_history(seed: int) -> None:
         places = [opened("memory", None, root, policy=UNRACED) for _ in range(3)]  # type: ignore[arg-type]
         stores = [await stack.enter_async_context(place) for place in places]
         for store in stores:
-            await store._conditions(versions=False)
+            await store._context.probes.conditions(versions=False)
             in_turns(store, turns)
         reader = await stack.enter_async_context(opened("memory", None, root))  # type: ignore[arg-type]
 
@@ -415,7 +409,7 @@ async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
             await saving
         await save(other, "3", "b", 3, epoch=second)
         before = set(names(sim))
-        conditions = await other._unlisting()
+        conditions = await other._context.probes.conditions(create=False, versions=True)
         objects = sim.buckets["bucket"].objects
         for key, item in list(objects.items()):
             objects[key] = replace(item, modified_s=item.modified_s - 2 * HOUR_S)

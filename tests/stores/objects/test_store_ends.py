@@ -11,9 +11,8 @@ import pytest
 from asyncckpt.errors import CheckpointExistsError, SaveError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects import publish
-from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import RequestError
-from asyncckpt.stores.objects.context import READS_MAX, Context, read_record
+from asyncckpt.stores.objects.context import READS_MAX, Context
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.testing.checkpoints import epoch_of, expect, fill, identity, outline_of, save
@@ -174,7 +173,7 @@ def uniform(data: bytes) -> str | None:
 
 def context_of(store: Requests, workers: Workers) -> Context:
     """The context of readers of such records."""
-    return Context(store, workers, uniform, outline_of, epoch_of, Claims(store))
+    return Context(store, workers, uniform, outline_of, epoch_of)
 
 
 async def test_a_long_record_that_is_replaced_between_its_reads_is_read_again() -> None:
@@ -183,7 +182,7 @@ async def test_a_long_record_that_is_replaced_between_its_reads_is_read_again() 
     gate = asyncio.Event()
     store, client = requests(None, gate, policy=policy)
     client.objects["1/checkpoint.json"] = b"a" * 20
-    reading = asyncio.create_task(read_record(context_of(store, workers), "1"))
+    reading = asyncio.create_task(context_of(store, workers).read_record("1"))
     while len(client.requests) < 2:
         await asyncio.sleep(0)
     client.objects["1/checkpoint.json"] = b"b" * 21
@@ -216,7 +215,7 @@ async def test_a_damaged_record_is_read_again_only_if_it_takes_several_requests(
     workers = Workers(1, "test-clients")
     store, client = requests(policy=replace(AT_ONCE, first_read_nbytes=8))
     client.objects["1/checkpoint.json"] = damaged = b"x" * (nbytes - 1) + b"y"
-    found = await read_record(context_of(store, workers), "1")
+    found = await context_of(store, workers).read_record("1")
     assert found is not None
     assert (found.data, found.save_id) == (damaged, None)
     assert len(client.requests) == reads

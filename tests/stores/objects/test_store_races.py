@@ -97,7 +97,7 @@ def test_a_broken_rule_is_noticed(sim: Simulator, monkeypatch: pytest.MonkeyPatc
     """With a record that is put unconditionally, all of them win."""
 
     async def create(self: Publication) -> None:
-        await self._requests.replace(self._key, self._record)
+        await self._requests.replace(self._key, self.record)
 
     sim.clear()
     monkeypatch.setattr(Publication, "create", create)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from asyncckpt.flow.shield import together
+from asyncckpt.flow.shield import mapped
 from asyncckpt.format.claim import (
     CLAIM_NBYTES,
     Claim,
@@ -15,7 +15,7 @@ from asyncckpt.format.claim import (
 )
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.stores.claims import claim_name, inherited_name, lost_error, new_claim
-from asyncckpt.stores.objects.context import Context, read_head, read_record
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.requests.listings import checkpoint_names
@@ -54,28 +54,26 @@ async def take_over(context: Context) -> Claim:
 
 async def _committed(context: Context) -> list[str]:
     """Return the save ids of the records of claimed epochs that count now."""
-    names = iter(filter(STEP_NAME.fullmatch, await checkpoint_names(context.requests)))
-    found: list[str] = []
 
-    async def look() -> None:
-        for name in names:
-            identity = await _identity(context, name)
-            if identity is not None and identity[1] and await context.claims.counts(*identity):
-                found.append(identity[0])
+    async def look(name: str) -> str | None:
+        identity = await _identity(context, name)
+        if identity is None or not identity[1] or not await context.claims.counts(*identity):
+            return None
+        return identity[0]
 
-    await together(look() for _ in range(READS))
-    return found
+    steps = list(filter(STEP_NAME.fullmatch, await checkpoint_names(context.requests)))
+    return [save_id for save_id in await mapped(look, steps, READS) if save_id is not None]
 
 
 async def _identity(context: Context, name: str) -> tuple[str, int] | None:
     """Return save id and epoch of the record; None if there is none."""
-    head = await read_head(context, name)
+    head = await context.read_head(name)
     if head is None:
         return None
     # A list may name too much: readers check whether a record is valid.
     outline, epoch = context.outline_of(head, head=True), context.epoch_of(head)
     if outline is None or epoch is None:
-        record = await read_record(context, name)
+        record = await context.read_record(name)
         if record is None or record.save_id is None:
             return None
         return record.save_id, record.epoch
