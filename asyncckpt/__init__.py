@@ -24,9 +24,9 @@ _EXPORTS = {
     "DirectoryCoordinator": "coordinators.directory",
     "PendingSave": "session.pending",
     "collect_garbage": "session.gc",
-    "convert": "convert.api",
-    "diff": "convert.api",
-    "export": "convert.api",
+    "convert": "convert.convert",
+    "diff": "convert.diff",
+    "export": "convert.convert",
     "inspect": "checkpointer",
     "progress_bar": "reports",
     "restore": "checkpointer",
@@ -100,9 +100,9 @@ if TYPE_CHECKING:
     from asyncckpt.checkpointer import restore_into as restore_into
     from asyncckpt.checkpointer import save as save
     from asyncckpt.checkpointer import verify as verify
-    from asyncckpt.convert.api import convert as convert
-    from asyncckpt.convert.api import diff as diff
-    from asyncckpt.convert.api import export as export
+    from asyncckpt.convert.convert import convert as convert
+    from asyncckpt.convert.convert import export as export
+    from asyncckpt.convert.diff import diff as diff
     from asyncckpt.coordinators.directory import DirectoryCoordinator as DirectoryCoordinator
     from asyncckpt.errors import AsyncCheckpointError as AsyncCheckpointError
     from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from asyncckpt import checkpointer as _async
-from asyncckpt.convert import api as _convert
+from asyncckpt.convert import convert as _convert
+from asyncckpt.convert import diff as _diff
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.session import gc as _gc
 from asyncckpt.session.pending import BlockingPendingSave
@@ -121,6 +122,6 @@ inspect = _blocking(_async.inspect)
 verify = _blocking(_async.verify)
 convert = _blocking(_convert.convert)
 export = _blocking(_convert.export)
-diff = _blocking(_convert.diff)
+diff = _blocking(_diff.diff)
 collect_garbage = _blocking(_gc.collect_garbage)
 tune = _blocking(_tune.tune)

@@ -16,13 +16,22 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, Unpack
 
-from asyncckpt.arguments import checked_metadata, guarded, typed
+from asyncckpt.arguments import (
+    ConvertArguments,
+    Location,
+    checked_metadata,
+    completed,
+    documented,
+    guarded,
+    typed,
+)
 from asyncckpt.convert.as_save import capture_stored, write_checkpoint
-from asyncckpt.convert.destination import Target, format_of
+from asyncckpt.convert.destination import Format, Target, format_of
+from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_writer import write_files
-from asyncckpt.convert.source import Work, options_of, shares
+from asyncckpt.convert.source import Runtimes, options_of, shares
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointExistsError,
@@ -43,135 +52,196 @@ LARGEST_CHUNK_NBYTES = 1 * GIB
 logger = logging.getLogger("asyncckpt")
 
 
-class Conversion(Work[ConvertReport]):
-    """Conversion of one checkpoint to a destination; other arguments as for `convert`."""
+@documented
+async def convert(
+    source: Location,
+    destination: Location,
+    *,
+    to: Format | None = None,
+    max_file_nbytes: int | None = None,
+    **arguments: Unpack[ConvertArguments],
+) -> ConvertReport:
+    """Convert `source` to another format at `destination`, whole and durable.
 
-    def __init__(
-        self,
-        source: str | os.PathLike[str],
-        destination: str | os.PathLike[str],
-        *,
-        to: str | None,
-        orbax: bool = False,
-        max_file_nbytes: int | None = None,
-        overwrite: bool,
-        metadata: Mapping[str, Any] | None,
-        options: SaveOptions | None,
-        storage_options: Mapping[str, Any] | None,
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self._source = source
-        self._format, max_file_nbytes = format_of(destination, to, max_file_nbytes)
-        self._source_options, options_of_destination = options_of(
-            (source, destination), storage_options
-        )
-        # Stored leaves do not change, so there is nothing to hold or to wait for.
-        options = dataclasses.replace(typed("options", options, SaveOptions), snapshot="copy")
-        if self._format == "safetensors" and options.compression is not None:
+    Leaves are read, checked and written box by box, within the byte budget; nothing is visible
+    before it is whole, and the next conversion removes leftovers of one that died. Ties, scalars,
+    containers, metadata and metrics are kept.
+
+    Args:
+        source: a checkpoint of any format that `restore` reads, a safetensors file, or the root of
+            a run, which means its newest step.
+        destination: where to write. A path that ends in ``<root>/<step>`` becomes that step.
+        to: ``"asyncckpt"`` or ``"safetensors"``; None: safetensors if the destination ends in
+            ``.safetensors``, which is then a single file. Without that suffix a safetensors
+            destination is a directory, with an index if it has several files.
+        max_file_nbytes: size at which a safetensors directory continues in its next file.
+        metadata: JSON values added to those of the source.
+        overwrite: replace what is at the destination, atomically.
+        options: as for saving; `host_memory_nbytes` covers reading and writing, and `leaf_options`
+            may cast dtypes.
+        storage_options: options of the file system for URLs.
+        progress: called on an engine's thread with a `Progress`.
+
+    Cancellation: waits for running reads and writes, removes what was written, then raises.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at `source`.
+        CheckpointExistsError: something exists at `destination`.
+        CorruptCheckpointError: names leaf, file and offset; nothing was written.
+        UsageError: the format cannot hold a leaf; names it and a way out. Nothing was written.
+    """
+    given = completed(ConvertArguments, arguments)
+    return await _run(source, destination, to=to, max_file_nbytes=max_file_nbytes, **given)
+
+
+@documented
+async def export(
+    source: Location,
+    destination: Location,
+    *,
+    to: Literal["orbax"] = "orbax",
+    **arguments: Unpack[ConvertArguments],
+) -> ConvertReport:
+    """Write `source` to `destination` in a form that Orbax can restore.
+
+    Orbax restores checkpoints of this library as they are, unless a leaf is stored in pieces: this
+    makes every leaf one array. Arguments, cancellation, errors: as `convert`; in addition:
+
+    Raises:
+        UnsupportedLeafError: Orbax cannot hold a leaf; names it. Nothing was written.
+    """
+    given = completed(ConvertArguments, arguments)
+    if to != "orbax":
+        raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
+    return await _run(source, destination, to="asyncckpt", orbax=True, **given)
+
+
+async def _run(
+    source: Location,
+    destination: Location,
+    *,
+    to: str | None,
+    orbax: bool = False,
+    max_file_nbytes: int | None = None,
+    overwrite: bool,
+    metadata: Mapping[str, Any] | None,
+    options: SaveOptions | None,
+    storage_options: Mapping[str, Any] | None,
+    progress: Callable[[Progress], None] | None,
+) -> ConvertReport:
+    form, max_file_nbytes = format_of(destination, to, max_file_nbytes)
+    source_options, destination_options = options_of((source, destination), storage_options)
+    # Stored leaves do not change, so there is nothing to hold or to wait for.
+    chosen = dataclasses.replace(typed("options", options, SaveOptions), snapshot="copy")
+    if form == "safetensors":
+        if chosen.compression is not None:
             raise UsageError(
                 f"{destination}: safetensors files are not compressed; leave compression out"
             )
-        if self._format == "safetensors":  # files of any size, each one object
-            options_of_destination = multipart_options(destination, options_of_destination)
-        packing = options.compression is not None or options.leaf_options is not None
-        reading, cache, writing = shares(options.host_memory_nbytes, packing=packing)
-        super().__init__(
-            "write", reading_nbytes=reading, working_nbytes=writing, cache_nbytes=cache
-        )
-        store, name = self._working.one(
-            destination, direct_io=options.direct_io, storage_options=options_of_destination
-        )
-        self._target = Target(
-            location=destination,
-            orbax=orbax,
-            overwrite=overwrite,
-            max_file_nbytes=max_file_nbytes,
-            runtime=self._working,
-            store=store,
-            name=name,
-            options=options,
-            metadata=checked_metadata(metadata),
-            # A chunk is held before and after it is packed.
-            largest_nbytes=writing // 2 if packing else LARGEST_CHUNK_NBYTES,
-            progress=guarded(progress),
-        )
+        # Files of any size, each one object.
+        destination_options = multipart_options(destination, destination_options)
+    packing = chosen.compression is not None or chosen.leaf_options is not None
+    reading, cache, writing = shares(chosen.host_memory_nbytes, packing=packing)
+    runtimes = Runtimes("write", reading_nbytes=reading, working_nbytes=writing)
+    store, name = runtimes.working.one(
+        destination, direct_io=chosen.direct_io, storage_options=destination_options
+    )
+    target = Target(
+        location=destination,
+        format=form,
+        orbax=orbax,
+        overwrite=overwrite,
+        max_file_nbytes=max_file_nbytes,
+        runtime=runtimes.working,
+        store=store,
+        name=name,
+        options=chosen,
+        metadata=checked_metadata(metadata),
+        # A chunk is held before and after it is packed.
+        largest_nbytes=writing // 2 if packing else LARGEST_CHUNK_NBYTES,
+        progress=guarded(progress),
+    )
 
-    async def _run(self) -> ConvertReport:
+    async def work() -> ConvertReport:
         begun = time.perf_counter()
-        deadline_s = self._target.options.deadline_s
-        deadline = asyncio.timeout(deadline_s)
+        deadline = asyncio.timeout(chosen.deadline_s)
         try:
             async with deadline:
-                return await self._convert(begun)
+                await _refuse_existing(target)
+                reader = await runtimes.open(source, source_options, cache)
+                try:  # remove leftovers of conversions and saves that died next to the destination
+                    await store.sweep()
+                except AsyncCheckpointError as error:
+                    logger.warning("%s could not be swept: %s", store.url, error)
+                return await _convert(target, reader, begun)
         except (TimeoutError, SaveAbortedError):
             if not deadline.expired():
                 raise
             raise DeadlineExceededError(
-                f"{self._target.location}: the conversion did not finish within {deadline_s} s and "
+                f"{destination}: the conversion did not finish within {chosen.deadline_s} s and "
                 "was aborted; nothing was written. Raise SaveOptions.deadline_s",
-                location=os.fspath(self._target.location),
+                location=os.fspath(destination),
             ) from None
 
-    async def _convert(self, begun: float) -> ConvertReport:
-        await self._refuse_existing()
-        reader = await self._open(self._source, self._source_options)
-        try:  # remove leftovers of conversions and saves that died next to the destination
-            await self._target.store.sweep()
-        except AsyncCheckpointError as error:
-            logger.warning("%s could not be swept: %s", self._target.store.url, error)
-        opened = reader.opened
-        taken = await self._working.engine.compute.run(capture_stored, reader)
-        write = write_files if self._format == "safetensors" else write_checkpoint
-        facts = await write(self._target, reader, taken)
-        unverified = [
-            taken.paths[leaf]
-            for leaf in taken.array_leaf
-            if not opened.is_verified(piece.array for piece in reader.pieces[leaf])
-        ]
-        notes = [*facts.pop("notes", ()), *opened.notes]
-        if unverified:
-            notes.append(opened.unverified_note(len(unverified), len(taken.array_leaf)))
-        large = max((storage.chunk_nbytes for storage in opened.storages), default=0)
-        if large > self._cache_nbytes:
-            notes.append(
-                f"its largest chunk takes {nbytes_text(large)} and was decoded alone, beyond the "
-                f"{nbytes_text(self._cache_nbytes)} kept for reading"
-            )
-        return ConvertReport(
-            source=opened.location,
-            source_format=opened.format,
-            format=self._format,
-            read_nbytes=reader.read_nbytes,
-            total_s=time.perf_counter() - begun,
-            unverified=tuple(unverified),
-            notes=tuple(notes),
-            **facts,
+    return await runtimes.run(work)
+
+
+async def _convert(target: Target, reader: LeafReader, begun: float) -> ConvertReport:
+    opened = reader.opened
+    taken = await target.runtime.engine.compute.run(capture_stored, reader)
+    write = write_files if target.format == "safetensors" else write_checkpoint
+    facts = await write(target, reader, taken)
+    unverified = [
+        taken.paths[leaf]
+        for leaf in taken.array_leaf
+        if not opened.is_verified(piece.array for piece in reader.pieces[leaf])
+    ]
+    notes = [*facts.pop("notes", ()), *opened.notes]
+    if unverified:
+        notes.append(opened.unverified_note(len(unverified), len(taken.array_leaf)))
+    large = max((storage.chunk_nbytes for storage in opened.storages), default=0)
+    if large > reader.cache_nbytes:
+        notes.append(
+            f"its largest chunk takes {nbytes_text(large)} and was decoded alone, beyond the "
+            f"{nbytes_text(reader.cache_nbytes)} kept for reading"
+        )
+    return ConvertReport(
+        source=opened.location,
+        source_format=opened.format,
+        format=target.format,
+        read_nbytes=reader.read_nbytes,
+        total_s=time.perf_counter() - begun,
+        unverified=tuple(unverified),
+        notes=tuple(notes),
+        **facts,
+    )
+
+
+async def _refuse_existing(target: Target) -> None:
+    if target.overwrite:
+        return
+    files = target.store.files(target.name)
+    try:
+        taken = await _is_taken(files)
+    except CheckpointNotFoundError:
+        return
+    finally:
+        await files.close()
+    if taken:
+        raise CheckpointExistsError(
+            f"{files.location}: something already exists here; pass overwrite=True "
+            "(--overwrite) to replace it, or choose another name",
+            location=files.location,
         )
 
-    async def _refuse_existing(self) -> None:
-        if self._target.overwrite:
-            return
-        files = self._target.store.files(self._target.name)
-        try:
-            taken = await self._is_taken(files)
-        except CheckpointNotFoundError:
-            return
-        finally:
-            await files.close()
-        if taken:
-            raise CheckpointExistsError(
-                f"{files.location}: something already exists here; pass overwrite=True "
-                "(--overwrite) to replace it, or choose another name",
-                location=files.location,
-            )
 
-    async def _is_taken(self, files: CheckpointFiles) -> bool:
-        names = {entry.name for entry in await files.entries(max_entries=MAX_ENTRIES)}
-        others = {name for name in names if not name.startswith(".asyncckpt-")}
-        if files.capabilities.proves_dead or others - {DATABASE}:
-            return bool(names)
-        if not others:
-            return False
-        # On object stores, aborted attempts leave data below the same name.
-        below = await files.entries(DATABASE, max_entries=MAX_ENTRIES)
-        return any(entry.name != "d" for entry in below)
+async def _is_taken(files: CheckpointFiles) -> bool:
+    names = {entry.name for entry in await files.entries(max_entries=MAX_ENTRIES)}
+    others = {name for name in names if not name.startswith(".asyncckpt-")}
+    if files.capabilities.proves_dead or others - {DATABASE}:
+        return bool(names)
+    if not others:
+        return False
+    # On object stores, aborted attempts leave data below the same name.
+    below = await files.entries(DATABASE, max_entries=MAX_ENTRIES)
+    return any(entry.name != "d" for entry in below)

@@ -80,6 +80,7 @@ class Target:
 
     Attributes:
         location: path or URL as given.
+        format: what is written.
         orbax: Orbax must be able to restore it.
         overwrite: replace what exists there.
         max_file_nbytes: size at which a set of safetensors files continues in the next file; None
@@ -89,6 +90,7 @@ class Target:
     """
 
     location: str | os.PathLike[str]
+    format: Format
     orbax: bool
     overwrite: bool
     max_file_nbytes: int | None

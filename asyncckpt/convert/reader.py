@@ -23,8 +23,6 @@ import numpy.typing as npt
 from asyncckpt.checkpoint.metadata import Extents, LeafIndex, OpenCheckpoint
 from asyncckpt.convert.tiles import Part
 from asyncckpt.flow.arena import Arena
-from asyncckpt.flow.shield import leading_error
-from asyncckpt.format.record import Piece
 from asyncckpt.options import MIB
 from asyncckpt.planning.restore import cells_overlapping, intersection
 from asyncckpt.restore.fetch import Fetch
@@ -190,10 +188,7 @@ class LeafReader:
         self._turn = np.zeros(opened.row_count, np.int64)
         self.in_order(range(len(self.pieces)))
         self._indices: dict[int, LeafIndex] = {}
-        # The row of each leaf that consists of one chunk, as nearly all small leaves do, else -1.
-        self._single = [self._single_row(own) for own in self.pieces]
         self._blocks = Blocks(cache_nbytes, self._group, self._load)
-        self._lock = threading.Lock()
         self.read_nbytes = 0
 
     def in_order(self, leaves: Sequence[int]) -> None:
@@ -217,14 +212,16 @@ class LeafReader:
             CorruptCheckpointError: names leaf, file and offset.
             StoreError: reading failed.
         """
-        single = self._single[leaf]
-        spec = self.specs[leaf]
-        if single >= 0 and spec is not None and box.shape == spec.shape:
-            self._copy(single, (), out)
-            return
+        pieces, spec = self.pieces[leaf], self.specs[leaf]
+        if len(pieces) == 1 and spec is not None and box.shape == spec.shape:
+            array = pieces[0].array
+            if self._counts[self.opened.arrays.spec[array]] == 1:
+                # One chunk, as nearly all small leaves are.
+                self._copy(self.opened.first_rows[array], (), out)
+                return
         index = self._indices.get(leaf)
         if index is None:
-            index = self._indices[leaf] = LeafIndex(self.opened, self.pieces[leaf])
+            index = self._indices[leaf] = LeafIndex(self.opened, pieces)
         for array, part, memory in index.overlaps(box, out):
             grid = self.opened.storage(array).grid
             first = self.opened.first_rows[array]
@@ -243,13 +240,6 @@ class LeafReader:
     def parts(self, leaf: int) -> list[Part]:
         """Return the arrays of a leaf: the offset of each, and its grid."""
         return [(p.offset, self.opened.storage(p.array).grid) for p in self.pieces[leaf]]
-
-    def _single_row(self, pieces: Sequence[Piece]) -> int:
-        if len(pieces) != 1:
-            return -1
-        array = pieces[0].array
-        one = self._counts[self.opened.arrays.spec[array]] == 1
-        return self.opened.first_rows[array] if one else -1
 
     # -- loading
 
@@ -278,17 +268,12 @@ class LeafReader:
         pool, compute = self._runtime.pool, self._runtime.engine.compute
         reads = plan_reads(self.opened, self.extents, destinations, slot_nbytes=pool.slot_nbytes)
 
-        async def read() -> int:
+        async def read() -> None:
             fetch = Fetch(reads, pool, compute)
-            try:
-                await fetch.run()
-            except BaseExceptionGroup as group:
-                raise leading_error(group) from None
-            return fetch.read_nbytes
+            await fetch.run()
+            self.read_nbytes += fetch.read_nbytes
 
-        read_nbytes = self._runtime.engine.submit(read).future.result()
-        with self._lock:
-            self.read_nbytes += read_nbytes
+        self._runtime.engine.submit(read).future.result()
         return values
 
     def _destinations(self, rows: Sequence[int]) -> tuple[Destinations, list[Values]]:

@@ -5,20 +5,21 @@
     read box by box ──► window in a slot ──► write ──► seal ──► rename
 """
 
-# Rule 1: a slot is taken before its task exists, in file order: the budget bounds tasks.
+# Rule 1: each stream takes a slot for one window at a time, in file order.
 # Rule 2: tensors that are written tile by tile follow all windows, which may share their pages.
 
 from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
 from asyncckpt.convert.tiles import tiles
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.buffers import Slot, SlotPool
-from asyncckpt.flow.shield import cleaned_up, leading_error, to_completion
+from asyncckpt.flow.shield import cleaned_up, leading_error, to_completion, together
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
 from asyncckpt.ports import Bytes, DataFile, Export, ExportingStore, ScatteredFile, Sizes
@@ -37,6 +38,8 @@ from asyncckpt.reports import Progress
 from asyncckpt.save.plan_cache import options_of_leaf, stored_spec
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
+
+T = TypeVar("T")
 
 
 async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Facts:
@@ -135,10 +138,8 @@ class FilesWriter:
 
     def __post_init__(self) -> None:
         self._compute = self.target.runtime.engine.compute
-        self._streams = asyncio.Semaphore(self.concurrency)
         self._positional = self.target.store.capabilities.positional_writes
         self._done_nbytes = 0
-        self._readers: dict[int, ArrayReader] = {}
 
     async def run(self) -> None:
         """Write every file, whole and durable.
@@ -163,29 +164,39 @@ class FilesWriter:
                         nbytes=plan.file_nbytes[number],
                         window_nbytes=None if self._positional else self.pool.slot_nbytes,
                     )
-                    await self._write(file, windows[number], tiled.get(number, ()))
+                    await self._each(partial(self._window, file), windows[number])
+                    await self._each(partial(self._tile, file), self._tiles(tiled.get(number, ())))
                     sealing.create_task(file.seal(plan.file_nbytes[number]))
         except BaseExceptionGroup as errors:
             raise leading_error(errors) from None
         if plan.index is not None:
             await self.attempt.put(*plan.index)
 
-    async def _write(
-        self, file: DataFile, windows: Sequence[Window], tiled: Sequence[Tensor]
-    ) -> None:
-        async with asyncio.TaskGroup() as group:
-            for window in windows:
-                await self._start(group, self._window, file, window)
-        async with asyncio.TaskGroup() as group:
-            for tensor in tiled:
-                for box in self._tiles(tensor):
-                    await self._start(group, self._tile, file, tensor, box)
+    async def _each(self, write: Callable[[Slot, T], Awaitable[bool]], items: Iterable[T]) -> None:
+        """Write all items, each in a slot; `write` returns whether the slot may be reused."""
+        waiting = iter(items)
 
-    def _tiles(self, tensor: Tensor) -> Iterator[Box]:
-        # Counted in the dtype that is read, whose elements may be wider than the stored ones.
-        itemsize = max(tensor.spec.itemsize, self.taken.sources[tensor.number].spec.itemsize)
-        parts = self.reader.parts(self.taken.array_leaf[tensor.number])
-        return tiles(parts, itemsize, self.pool.slot_nbytes)
+        async def stream() -> None:
+            for item in waiting:
+                slots = await self.pool.take(1, grow=False)
+                reusable = self._positional
+                try:
+                    reusable |= await write(slots[0], item)
+                finally:
+                    if reusable:
+                        self.pool.release(slots, sys.exception())
+                    else:  # a request may still be sending it
+                        self.pool.discard(slots)
+
+        await together(stream() for _ in range(self.concurrency))
+
+    def _tiles(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Box]]:
+        for tensor in tensors:
+            # Counted in the dtype that is read, whose elements may be wider than the stored ones.
+            itemsize = max(tensor.spec.itemsize, self.taken.sources[tensor.number].spec.itemsize)
+            parts = self.reader.parts(self.taken.array_leaf[tensor.number])
+            for box in tiles(parts, itemsize, self.pool.slot_nbytes):
+                yield tensor, box
 
     def _written(self, nbytes: int) -> None:
         self._done_nbytes += nbytes
@@ -193,26 +204,7 @@ class FilesWriter:
             total = sum(self.plan.file_nbytes)
             self.target.progress(Progress("convert", min(self._done_nbytes, total), total))
 
-    async def _start(self, group: asyncio.TaskGroup, work: Any, *args: Any) -> None:
-        await self._streams.acquire()
-        try:
-            slots = await self.pool.take(1, grow=False)
-        except BaseException:
-            self._streams.release()
-            raise
-        task = group.create_task(work(slots[0], *args))
-        # A task that is cancelled before its first step never runs its `finally`.
-        task.add_done_callback(partial(self._free, slots))
-
-    def _free(self, slots: list[Slot], task: asyncio.Task[bool]) -> None:
-        self._streams.release()
-        error = None if task.cancelled() else task.exception()
-        if self._positional or not (task.cancelled() or error or not task.result()):
-            self.pool.release(slots, error)
-        else:  # a request may still be sending it
-            self.pool.discard(slots)
-
-    async def _window(self, slot: Slot, file: DataFile, window: Window) -> bool:
+    async def _window(self, file: DataFile, slot: Slot, window: Window) -> bool:
         data = slot.buffer[: window.nbytes]
         await self._compute.run(self._fill, window, data)
         if not self._positional:
@@ -223,7 +215,8 @@ class FilesWriter:
         self._written(window.nbytes)
         return reusable
 
-    async def _tile(self, slot: Slot, file: DataFile, tensor: Tensor, box: Box) -> bool:
+    async def _tile(self, file: DataFile, slot: Slot, tile: tuple[Tensor, Box]) -> bool:
+        tensor, box = tile
         dtype = DTYPES[tensor.spec.dtype]
         data = slot.buffer[: box.size * dtype.itemsize]
         await self._compute.run(self._reader(tensor).read, box, data.view(dtype).reshape(box.shape))
@@ -254,13 +247,9 @@ class FilesWriter:
 
     def _reader(self, tensor: Tensor) -> ArrayReader:
         taken, number = self.taken, tensor.number
-        reader = self._readers.get(number)
-        if reader is None:
-            path = taken.paths[taken.array_leaf[number]]
-            source, adapter = taken.sources[number], taken.adapters[number]
-            reader = ArrayReader(source, adapter, tensor.spec.dtype, path=path)
-            self._readers[number] = reader
-        return reader
+        path = taken.paths[taken.array_leaf[number]]
+        source, adapter = taken.sources[number], taken.adapters[number]
+        return ArrayReader(source, adapter, tensor.spec.dtype, path=path)
 
 
 def _runs(tensor: Tensor, box: Box, data: Bytes) -> tuple[list[int], list[Bytes]]:

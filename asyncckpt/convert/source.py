@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, extents_of, refuse_implied
 from asyncckpt.checkpoint.open import open_any
@@ -24,59 +25,50 @@ from asyncckpt.stores.objects.clients.urls import is_url, parse_url
 R = TypeVar("R")
 
 
-class Work(Generic[R]):
-    """Conversion or comparison, with one engine that reads and one that does the work.
+class Runtimes:
+    """The runtimes of one conversion or comparison: one reads, the other does the work."""
 
-    `cache_nbytes` limits the decoded chunks that each checkpoint may keep.
-    """
-
-    def __init__(
-        self, name: str, *, reading_nbytes: int, working_nbytes: int, cache_nbytes: int
-    ) -> None:
-        self._cache_nbytes = cache_nbytes
+    def __init__(self, name: str, *, reading_nbytes: int, working_nbytes: int) -> None:
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading_nbytes)
-        self._working = Runtime(f"asyncckpt-{name}", host_memory_nbytes=working_nbytes)
+        self.working = Runtime(f"asyncckpt-{name}", host_memory_nbytes=working_nbytes)
 
-    async def outcome(self) -> R:
-        """Do the work, then close all files and end all threads; return the result."""
+    async def run(self, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """Do the work on its engine, then close all files and end all threads."""
         try:
-            return await self._working.engine.submit(self._run).wait()
+            return await self.working.engine.submit(work).wait()
         finally:
             await uninterrupted(self._aclose())
 
     async def _aclose(self) -> None:
         try:
-            await self._working.aclose()
+            await self.working.aclose()
         finally:
             await self._reading.aclose()
 
-    async def _run(self) -> R:
-        raise NotImplementedError
-
-    async def _open(
-        self, location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+    async def open(
+        self,
+        location: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        cache_nbytes: int,
     ) -> LeafReader:
-        """Open a checkpoint on the engine that reads."""
-        return await self._reading.engine.submit(
-            lambda: open_source(
-                self._reading,
-                location,
-                storage_options=storage_options,
-                cache_nbytes=self._cache_nbytes,
-            )
-        ).wait()
+        """Open a checkpoint on the engine that reads; errors: as `open_source`."""
+        opening = partial(
+            open_source, self._reading, location, storage_options, cache_nbytes=cache_nbytes
+        )
+        return await self._reading.engine.submit(opening).wait()
 
 
 async def open_source(
     runtime: Runtime,
     location: str | os.PathLike[str],
-    *,
     storage_options: Mapping[str, Any] | None,
+    *,
     cache_nbytes: int,
 ) -> LeafReader:
     """Open the checkpoint at a location, or the newest step of the run at it.
 
-    Its store is open until the runtime is closed.
+    Its store is open until the runtime is closed. `cache_nbytes` limits the decoded chunks that the
+    reader may keep.
 
     Raises:
         CheckpointNotFoundError: it is neither.
@@ -95,7 +87,7 @@ async def open_source(
             opened = await _newest(store, runtime.engine.compute, error)
     # Given the arrays, readers report at once which of them they cannot read.
     wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
-    extents = await extents_of(opened, None if opened.record else wanted)
+    extents = await extents_of(opened, wanted)
     refuse_implied(opened, extents, wanted)
     return LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
 

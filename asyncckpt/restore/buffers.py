@@ -37,8 +37,6 @@ class Buffers:
         destinations: the overlaps of parts and stored arrays, which are fetched.
         owners: per destination the number of the leaf that waits for it.
         sharers: by destination the numbers of further leaves that wait for it (tied arrays).
-        waiting: per leaf the number of destinations that it waits for.
-        idle: numbers of the leaves that wait for none.
     """
 
     parts: list[Sequence[Memory]]
@@ -46,8 +44,16 @@ class Buffers:
     destinations: Destinations
     owners: Sequence[int]
     sharers: Mapping[int, Sequence[int]]
-    waiting: list[int]
-    idle: list[int]
+
+    def chunks_of_leaves(self, counts: Sequence[int]) -> list[int]:
+        """Return the number of chunks that each leaf waits for, from those of each destination."""
+        chunks = [0] * len(self.parts)
+        for leaf, count in zip(self.owners, counts, strict=True):
+            chunks[leaf] += count
+        for number, leaves in self.sharers.items():
+            for leaf in leaves:
+                chunks[leaf] += counts[number]
+        return chunks
 
 
 def allocate(
@@ -67,7 +73,6 @@ def allocate(
     destinations = Destinations()
     owners: list[int] = []
     sharers: dict[int, list[int]] = {}
-    waiting, idle = [1] * len(leaves), []
     for number, leaf in enumerate(leaves):
         boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
@@ -81,26 +86,19 @@ def allocate(
         assert leaf.spec is not None
         index = LeafIndex(opened, opened.pieces(leaf.saved, leaf.array))
         wanted = [Box.whole(leaf.spec.shape)] if boxes is None else boxes
-        found = [
-            overlap
-            for wanted_box, memory in zip(wanted, parts[number], strict=True)
-            for overlap in index.overlaps(wanted_box, memory)
-        ]
-        waiting[number] = len(found)
-        if not found:
-            idle.append(number)
-        for array, part, values in found:
-            box = None if part.shape == opened.storage(array).spec.shape else part
-            if array in tied_arrays:
-                address = values.__array_interface__["data"][0]
-                key = (opened.first_rows[array], box, address, values.shape, values.strides)
-                first = shared.setdefault(key, len(destinations))
-                if first < len(destinations):
-                    sharers.setdefault(first, []).append(number)
-                    continue
-            destinations.add(leaf.path, array, box, values, flat_target(values))
-            owners.append(number)
-    return Buffers(parts, nbytes, destinations, owners, sharers, waiting, idle)
+        for wanted_box, memory in zip(wanted, parts[number], strict=True):
+            for array, part, values in index.overlaps(wanted_box, memory):
+                box = None if part.shape == opened.storage(array).spec.shape else part
+                if array in tied_arrays:
+                    address = values.__array_interface__["data"][0]
+                    key = (opened.first_rows[array], box, address, values.shape, values.strides)
+                    first = shared.setdefault(key, len(destinations))
+                    if first < len(destinations):
+                        sharers.setdefault(first, []).append(number)
+                        continue
+                destinations.add(leaf.path, array, box, values, flat_target(values))
+                owners.append(number)
+    return Buffers(parts, nbytes, destinations, owners, sharers)
 
 
 def _memory(

@@ -133,7 +133,7 @@ class Decode:
                 self._fill(part)
                 continue
             batch = ReadBatch(-1, 0, len(data), inline)
-            self._scatter(part, self._payload(batch, part, np.frombuffer(data, np.uint8)), 0)
+            self._scatter(part, self._payload(batch, part, [np.frombuffer(data, np.uint8)]), 0)
 
     def checks(
         self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]
@@ -178,19 +178,7 @@ class Decode:
 
     def encoded(self, batch: ReadBatch, stored: list[Bytes]) -> None:
         """Check, decode and copy a chunk that lies in several buffers."""
-        part = batch.parts[0]
-        codec = self.codec(part)
-        buffers = list(stored)
-        if len(buffers[-1]) < codec.trailer_nbytes:
-            buffers = [np.concatenate(buffers)]
-        end = buffers[-1].nbytes - codec.trailer_nbytes
-        trailer, buffers[-1] = buffers[-1][end:], buffers[-1][:end]
-        if self._has_crcs or codec.crc32c:
-            crc = 0
-            for buffer in buffers:
-                crc = crc32c(buffer, crc)
-            self.expect(batch, part.row, crc, trailer)
-        payload = self._elements(batch, part, buffers)
+        payload = self._payload(batch, batch.parts[0], stored)
         for each in batch.parts:
             self._scatter(each, payload, 0)
 
@@ -248,7 +236,7 @@ class Decode:
                 last = part.row
                 start = int(extents.offset[last]) - batch.offset
                 stored = data[start : start + int(extents.nbytes[last])]
-                payload = self._payload(batch, part, stored)
+                payload = self._payload(batch, part, [stored])
             self._scatter(part, payload, 0)
 
     # -- parts of these
@@ -262,15 +250,22 @@ class Decode:
         _, within = intersection(storage.grid, part.row - self._opened.first_rows[array], box)
         values[within] = element.view(DTYPES[storage.spec.dtype])[0]
 
-    def _payload(self, batch: ReadBatch, part: Part, stored: Bytes) -> Bytes:
-        """Return the checked elements of a chunk without a checksum in the index."""
+    def _payload(self, batch: ReadBatch, part: Part, stored: Sequence[Bytes]) -> Bytes:
+        """Return the checked elements of a chunk, which lies in these buffers."""
         codec = self.codec(part)
-        end = stored.nbytes - codec.trailer_nbytes
+        buffers = list(stored)
+        if buffers[-1].nbytes < codec.trailer_nbytes:
+            buffers = [np.concatenate(buffers)]
+        end = buffers[-1].nbytes - codec.trailer_nbytes
         if end < 0:
-            raise self._damaged(batch, part.row, f"{stored.nbytes} bytes hold no checksum")
-        if codec.crc32c and not trailer_matches(stored[end:], crc32c(stored[:end])):
-            raise self._damaged(batch, part.row, "the checksum behind the chunk differs")
-        return self._elements(batch, part, [stored[:end]])
+            raise self._damaged(batch, part.row, f"{buffers[-1].nbytes} bytes hold no checksum")
+        trailer, buffers[-1] = buffers[-1][end:], buffers[-1][:end]
+        if self._has_crcs or codec.crc32c:
+            crc = 0
+            for buffer in buffers:
+                crc = crc32c(buffer, crc)
+            self.expect(batch, part.row, crc, trailer)
+        return self._elements(batch, part, buffers)
 
     def _elements(self, batch: ReadBatch, part: Part, stored: list[Bytes]) -> Bytes:
         """Return the elements of a checked chunk, given without its trailer."""

@@ -19,6 +19,7 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.recorder import Recorder
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch
 from asyncckpt.ports import DIRECT, Bytes, Reading
@@ -42,13 +43,11 @@ class Fetch:
         concurrency: the user's number of reads in flight; None for as many as the files prefer,
             which are asked before every read: a store learns meanwhile what its link rewards.
         own_memory: destinations were allocated here, so that reads may bypass the page cache.
-        arrived: called with the numbers of destinations that hold their checked values.
+        arrived: called with the destination of every chunk that is there, checked; with that of
+            several chunks as many times.
         progress: called with the bytes of every read.
-        left: per destination, the number of chunks that have not arrived; by default those of the
-            plan. Two fetches that fill the same destinations share it.
-        explain: keep every call in `calls`.
         recorder: notes when ranges are read, and when they are decoded.
-        calls: every call that reads, if the restore is to be explained.
+        calls: every call that reads, so far.
         read_nbytes: bytes that have been read.
     """
 
@@ -60,8 +59,6 @@ class Fetch:
     own_memory: bool = True
     arrived: Callable[[Sequence[int]], None] = lambda _: None
     progress: Callable[[int], None] = lambda _: None
-    left: list[int] = field(default_factory=list)
-    explain: bool = False
     recorder: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
@@ -70,8 +67,6 @@ class Fetch:
         self._capabilities = self._files.capabilities
         self._decode = Decode(self.reads)
         self._limiter = Limiter(self._files.reads(self.concurrency))
-        self._first = not self.left
-        self.left = self.left or list(self.reads.plan.counts)
         self.calls: list[Read] = []
         self.read_nbytes = 0
 
@@ -84,31 +79,31 @@ class Fetch:
             CorruptCheckpointError: names leaf, file and offset.
             StoreError: reading failed.
         """
-        if self._first and 0 in self.left:
-            self.arrived([number for number, left in enumerate(self.left) if left == 0])
         plan = self.reads.plan
         if len(plan.inline):
             await self.compute.run(self._decode.without_extent)
-            self._count(plan.inline.column(1))
+            self.arrived(plan.inline.column(1))
         batches, gap_nbytes = plan.batches, self._capabilities.read_gap_nbytes
         if self._capabilities.read_copies:
             calls: Iterable[Read] = far(batches, self._begins, gap_nbytes, self._limiter.ceiling)
         else:
             calls = near(batches, self._begins, gap_nbytes)
-        async with asyncio.TaskGroup() as group:
-            for read in calls:
-                if self.explain:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for read in calls:
                     self.calls.append(read)
-                self._limiter.ceiling = self._files.reads(self.concurrency)
-                stream = await self._limiter.acquire()
-                try:
-                    slots, extra = await self._lease(read)
-                except BaseException:
-                    stream.release()
-                    raise
-                task = group.create_task(self._read(read, slots, extra, stream))
-                # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, stream, slots, extra))
+                    self._limiter.ceiling = self._files.reads(self.concurrency)
+                    stream = await self._limiter.acquire()
+                    try:
+                        slots, extra = await self._lease(read)
+                    except BaseException:
+                        stream.release()
+                        raise
+                    task = group.create_task(self._read(read, slots, extra, stream))
+                    # A task that is cancelled before its first step never runs its `finally`.
+                    task.add_done_callback(partial(self._free, stream, slots, extra))
+        except BaseExceptionGroup as errors:
+            raise leading_error(errors) from None
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one."""
@@ -178,18 +173,7 @@ class Fetch:
         self.read_nbytes += span(batches)
         for batch in batches:
             self.progress(batch.nbytes)
-            self._count(batch.parts.column(1))
-
-    def _count(self, requests: Sequence[int]) -> None:
-        """Note that one more chunk has arrived for each of these destinations."""
-        left = self.left
-        ended: list[int] = []
-        for request in requests:
-            left[request] -= 1
-            if left[request] == 0:
-                ended.append(request)
-        if ended:
-            self.arrived(ended)
+            self.arrived(batch.parts.column(1))
 
     async def _direct(
         self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit

@@ -2,13 +2,14 @@
 
 # Rule 1: values are handed over only after every checksum has passed.
 # Rule 2: the loop only starts and counts reads; work per leaf runs in worker threads.
-# Rule 3: a leaf is placed once all its destinations have arrived; `_waiting` counts them down.
+# Rule 3: a leaf is placed once all its chunks have arrived; `_waiting` counts them down.
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,12 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
-from asyncckpt.restore.buffers import Buffers, Memory, allocate, check_overlaps, tied_key
+from asyncckpt.restore.buffers import Buffers, allocate, check_overlaps, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_reads import share_reads
 from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
-from asyncckpt.restore.match import LeafRestore, Matching
+from asyncckpt.restore.match import Matching
 from asyncckpt.restore.place import Placement
 from asyncckpt.restore.plan import PlannedReads, plan_reads
 from asyncckpt.restore.request import RestoreRequest
@@ -34,10 +35,12 @@ PLACE_LEAVES = 4096
 """Leaves placed by one call of a worker, in a few milliseconds."""
 
 
+@dataclass(eq=False, repr=False)
 class RestorePipeline:
     """One restore, from matched leaves to finished ones.
 
     Attributes:
+        exchanger: reads once what several processes want, if they do so.
         results: the restored leaves.
         nbytes: bytes of the restored arrays.
         read_nbytes: bytes read from the store.
@@ -47,40 +50,34 @@ class RestorePipeline:
         reads: what was read and why, if the restore is to be explained.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        opened: OpenCheckpoint,
-        matching: Matching,
-        request: RestoreRequest,
-        exchanger: Exchanger | None = None,
-        *,
-        recorder: Recorder,
-    ) -> None:
-        self._recorder = recorder
-        self._exchanger = exchanger
-        self._runtime = runtime
-        self._opened = opened
-        self._leaves = matching.leaves
-        self._arrays = matching.leaves[: matching.array_count]
-        self._request = request
-        self._into = request.mode == "into"
-        self._atomic = self._into and request.options.atomic
-        self._placement = Placement(opened, request)
+    runtime: Runtime
+    opened: OpenCheckpoint
+    matching: Matching
+    request: RestoreRequest
+    exchanger: Exchanger | None
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        self._leaves = self.matching.leaves
+        self._arrays = self._leaves[: self.matching.array_count]
+        self._into = self.request.mode == "into"
+        self._atomic = self._into and self.request.options.atomic
+        self._placement = Placement(self.opened, self.request)
         # A store that copies anyway copies to the destination, also below what direct reads need.
-        copies = opened.files.capabilities.read_copies
+        copies = self.opened.files.capabilities.read_copies
         self._plan = partial(
             plan_reads,
-            slot_nbytes=runtime.pool.slot_nbytes,
+            slot_nbytes=self.runtime.pool.slot_nbytes,
             direct_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
         )
-        self._parts: list[Sequence[Memory]] = []  # of each array
+        self._buffers: Buffers
+        self._waiting: list[int] = []  # for so many chunks, by number of the array
         self._ready: list[int] = []
         self._arrived = asyncio.Event()
         self._tied: dict[Hashable, Any] = {}
         self._done_nbytes = 0
         self._started = False
-        self.results: list[Any] = [None] * len(matching.leaves)
+        self.results: list[Any] = [None] * len(self._leaves)
         self.nbytes = 0
         self.read_nbytes = 0
         self.received_nbytes = 0
@@ -96,11 +93,12 @@ class RestorePipeline:
         Raises:
             CorruptCheckpointError: names leaf, file and offset.
         """
-        compute = self._runtime.engine.compute
+        compute = self.runtime.engine.compute
         try:
-            if self._arrays:
+            # Without arrays too, a process takes part in what the others agree on.
+            if self._arrays or self.exchanger is not None:
                 await self._read()
-            with self._recorder.span("place"):
+            with self.recorder.span("place"):
                 await compute.run(self._place_late)
         except BaseExceptionGroup as group:
             raise self._explained(leading_error(group)) from None
@@ -108,25 +106,33 @@ class RestorePipeline:
             raise self._explained(error) from None
 
     async def _read(self) -> None:
-        opened, runtime = self._opened, self._runtime
+        opened, runtime = self.opened, self.runtime
         compute = runtime.engine.compute
         wanted = None
         if opened.record is None:
             wanted = [a for leaf in self._arrays for a in leaf.arrays()]
-        with self._recorder.span("plan"):
+        with self.recorder.span("plan"):
             extents = await extents_of(opened, wanted)
-            buffers, reads = await compute.run(self._prepare, extents)
+            reads = await compute.run(self._prepare, extents)
         self._started = True
-        self._ready = buffers.idle
         self._arrived.set()
         shared = None
-        if self._exchanger is not None and opened.record is not None:
-            shared = await share_reads(self._exchanger, reads, self._plan)
-        fetch = partial(self._fetch, buffers, reads.plan.read_nbytes)
-        own = fetch(reads if shared is None else shared.own)
-        fetches = [own]
+        if self.exchanger is not None and opened.record is not None:
+            shared = await share_reads(self.exchanger, reads, self._plan)
+        options = self.request.options
+        fetch = partial(
+            Fetch,
+            pool=runtime.pool,
+            compute=compute,
+            concurrency=None if options.concurrency == "auto" else options.concurrency,
+            own_memory=not self._into or self._atomic,
+            arrived=self._count_down,
+            progress=partial(self._progress, reads.plan.read_nbytes),
+            recorder=self.recorder,
+        )
+        fetches = [fetch(reads)]
         if shared is not None:
-            fetches.append(fetch(shared.streamed, left=own.left))
+            fetches = [fetch(shared.own), fetch(shared.streamed)]
         async with asyncio.TaskGroup() as group:
             placing = group.create_task(self._place_arrived())
             async with asyncio.TaskGroup() as fetching:
@@ -134,49 +140,28 @@ class RestorePipeline:
                     fetching.create_task(shared.exchange())
                 for each in fetches:
                     fetching.create_task(each.run())
-            self._arrived.set()
             await placing
-        self.read_nbytes = own.read_nbytes
-        if self._exchanger is not None:
-            self.read_nbytes += self._exchanger.read_nbytes
-            self.received_nbytes = self._exchanger.received_nbytes
-        if self._request.options.explain:
+        self.read_nbytes = fetches[0].read_nbytes
+        if self.exchanger is not None:
+            self.read_nbytes += self.exchanger.read_nbytes
+            self.received_nbytes = self.exchanger.received_nbytes
+        if options.explain:
+            owners = self._buffers.owners
             for each in fetches:
-                self.reads += await compute.run(explained, each, self._arrays, buffers.owners)
+                self.reads += await compute.run(explained, each, self._arrays, owners)
 
-    def _fetch(
-        self,
-        buffers: Buffers,
-        total_nbytes: int,
-        reads: PlannedReads,
-        left: list[int] | None = None,
-    ) -> Fetch:
-        """Return the fetch stage of some reads, of `total_nbytes` in all."""
-        options, runtime = self._request.options, self._runtime
-        return Fetch(
-            reads,
-            runtime.pool,
-            runtime.engine.compute,
-            concurrency=None if options.concurrency == "auto" else options.concurrency,
-            own_memory=not self._into or self._atomic,
-            arrived=partial(self._count_down, buffers),
-            progress=partial(self._progress, total_nbytes),
-            explain=options.explain,
-            recorder=self._recorder,
-            left=left or [],
-        )
-
-    def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:
-        """Note that some destinations hold their values."""
-        waiting, owners, sharers = buffers.waiting, buffers.owners, buffers.sharers
-        arrived = list(map(owners.__getitem__, destinations))
+    def _count_down(self, destinations: Sequence[int]) -> None:
+        """Note that a chunk of each of these destinations has arrived."""
+        waiting, owners, sharers = self._waiting, self._buffers.owners, self._buffers.sharers
+        leaves = list(map(owners.__getitem__, destinations))
         if sharers:
-            arrived += itertools.chain(*[sharers.get(number, ()) for number in destinations])
-        for owner in arrived:
-            waiting[owner] -= 1
-            if not waiting[owner]:
-                self._ready.append(owner)
-        self._arrived.set()
+            leaves += itertools.chain(*[sharers.get(number, ()) for number in destinations])
+        for leaf in leaves:
+            waiting[leaf] -= 1
+            if not waiting[leaf]:
+                self._ready.append(leaf)
+        if self._ready:
+            self._arrived.set()
 
     async def _place_arrived(self) -> None:
         done = 0
@@ -186,15 +171,15 @@ class RestorePipeline:
             while self._ready:
                 batch = self._ready[:PLACE_LEAVES]
                 del self._ready[: len(batch)]
-                with self._recorder.span("place"):
-                    await self._runtime.engine.compute.run(self._place, batch)
+                with self.recorder.span("place"):
+                    await self.runtime.engine.compute.run(self._place, batch)
                 done += len(batch)
 
     def _progress(self, total_nbytes: int, nbytes: int) -> None:
         self._done_nbytes += nbytes
-        if self._request.progress is not None:
+        if self.request.progress is not None:
             done = min(self._done_nbytes, total_nbytes)
-            self._request.progress(Progress("fetch", done, total_nbytes))
+            self.request.progress(Progress("fetch", done, total_nbytes))
 
     def _explained(self, error: BaseException) -> BaseException:
         """Return the error, with the targets that were written."""
@@ -214,28 +199,32 @@ class RestorePipeline:
 
     # -- in worker threads
 
-    def _prepare(self, extents: Extents) -> tuple[Buffers, PlannedReads]:
+    def _prepare(self, extents: Extents) -> PlannedReads:
         """Allocate memory and plan the reads; nothing of a target is written yet."""
-        opened = self._opened
-        arrays = self._arrays
+        opened = self.opened
         if opened.record is None:
-            self._look_at_foreign(extents, arrays)
+            self._look_at_foreign(extents)
+        self._check()
         in_place = self._into and not self._atomic
-        framework = self._request.framework.name
-        buffers = allocate(opened, arrays, framework=framework, in_place=in_place)
-        if self._into:
-            check_overlaps(self._leaves, opened.first_rows)
+        framework = self.request.framework.name
+        buffers = allocate(opened, self._arrays, framework=framework, in_place=in_place)
         reads = self._plan(opened, extents, buffers.destinations)
-        self._parts, self.nbytes = buffers.parts, buffers.nbytes
-        # Making these scalars can fail and writes to no target: it is done before any read.
-        self._place_scalars(writing=False)
-        return buffers, reads
+        self._buffers, self.nbytes = buffers, buffers.nbytes
+        self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
+        self._ready = [leaf for leaf, chunks in enumerate(self._waiting) if not chunks]
+        return reads
 
-    def _look_at_foreign(self, extents: Extents, arrays: Sequence[LeafRestore]) -> None:
+    def _check(self) -> None:
+        """Check targets, and make the scalars that are no target: both can fail."""
+        if self._into:
+            check_overlaps(self._leaves, self.opened.first_rows)
+        self._place_scalars(writing=False)
+
+    def _look_at_foreign(self, extents: Extents) -> None:
         """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
-        opened, runtime = self._opened, self._runtime
+        opened, arrays = self.opened, self._arrays
         self.notes.extend(opened.notes)
-        budget = runtime.budget.capacity
+        budget = self.runtime.budget.capacity
         own = [a for leaf in arrays if leaf.target is None for a in leaf.arrays()]
         refuse_implied(opened, extents, own)
         self.unverified = [leaf.path for leaf in arrays if not opened.is_verified(leaf.arrays())]
@@ -251,7 +240,7 @@ class RestorePipeline:
 
     def _place(self, batch: Sequence[int]) -> None:
         """Make the leaves of arrays whose values have arrived."""
-        arrays, parts = self._arrays, self._parts
+        arrays, parts = self._arrays, self._buffers.parts
         for number in batch:
             if self._atomic:
                 # A value that does not fit must be found before any target is touched.
@@ -260,28 +249,27 @@ class RestorePipeline:
                 self._place_array(number)
 
     def _place_array(self, number: int) -> None:
-        leaf, opened = self._arrays[number], self._opened
+        leaf, opened = self._arrays[number], self.opened
         key: Hashable | None = None
         if opened.arrays.tied:
             # Leaves that share memory come back as one object, unless they differ in other facts.
-            shared = tied_key(opened, leaf, self._request.framework.name)
+            shared = tied_key(opened, leaf, self.request.framework.name)
             if shared is not None:
                 facts = opened.leaves.extra.get(leaf.saved)
                 key = (shared, opened.leaves.kind[leaf.saved], str(facts))
         if key is not None and key in self._tied:
             self.results[number] = self._tied[key]
             return
-        value = self._placement.place(leaf, self._parts[number])
-        self.results[number], self._parts[number] = value, ()
+        parts = self._buffers.parts
+        value = self._placement.place(leaf, parts[number])
+        self.results[number], parts[number] = value, ()
         if key is not None:
             self._tied[key] = value
 
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then those of scalars."""
-        if not self._arrays:
-            if self._into:
-                check_overlaps(self._leaves, self._opened.first_rows)
-            self._place_scalars(writing=False)
+        if not self._started:
+            self._check()
         if self._atomic:
             for writing in (False, True):
                 for number, leaf in enumerate(self._arrays):

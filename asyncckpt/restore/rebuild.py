@@ -6,14 +6,17 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from asyncckpt.adapters import AdapterSet
 from asyncckpt.errors import RestoreError, RestoreWarning
 from asyncckpt.reports import RestoreReport
-from asyncckpt.restore.restore import ABSENT, RestoreOutcome
+from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.restore.state_dicts import as_it_was, in_kind
 from asyncckpt.tree import Flat, PerProcess, escape, match_glob, unflatten, unflatten_like, where
+
+ABSENT: Final = object()
+"""Stands for a leaf that was not restored."""
 
 
 def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet) -> Any:
@@ -22,13 +25,12 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
         _warn(outcome.report)
     if flat is not None:
         leaves = [
-            _of_all(outcome, path)
-            if leaf is PerProcess.all
-            else (leaf if restored is ABSENT else restored)
-            for path, restored, leaf in zip(flat.paths, outcome.leaves, flat.leaves, strict=True)
+            _of_all(outcome, path) if leaf is PerProcess.all else outcome.wanted.get(number, leaf)
+            for number, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True))
         ]
         return unflatten_like(flat, leaves, adapters.nodes)
-    tree = unflatten(outcome.structure, outcome.leaves)
+    restored = [outcome.saved.get(n, ABSENT) for n in range(outcome.structure.leaf_count)]
+    tree = unflatten(outcome.structure, restored)
     return tree if outcome.request.include is None else _prune(tree)[0]
 
 
@@ -38,7 +40,7 @@ def _of_all(outcome: RestoreOutcome, path: str) -> Any:
     if found is None:
         return PerProcess.all  # strict=False: the checkpoint has none
     structure, ordinals = found
-    values = unflatten(structure, [outcome.given[ordinal] for ordinal in ordinals])
+    values = unflatten(structure, [outcome.saved[ordinal] for ordinal in ordinals])
     return [values[process] for process in sorted(values)]
 
 
@@ -123,7 +125,7 @@ def _states(outcome: RestoreOutcome, flat: Flat) -> Iterator[tuple[str, Any, Any
         if path not in subtrees:
             continue  # strict=False or include=: the checkpoint has nothing for it
         structure, ordinals = subtrees[path]
-        leaves = [outcome.given.get(ordinal, ABSENT) for ordinal in ordinals]
+        leaves = [outcome.saved.get(ordinal, ABSENT) for ordinal in ordinals]
         if include is not None:
             # Include selects all or nothing of it: a part was refused before the read.
             held = any([leaf is not ABSENT for leaf in leaves])

@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import CheckpointNotFoundError
@@ -18,34 +18,24 @@ from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.exchanger import WORTH_NBYTES, Exchanger
 from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
-from asyncckpt.restore.match import Matching, match
+from asyncckpt.restore.match import match
 from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.restore.request import Holder, RestoreRequest
 from asyncckpt.runtime import Runtime, reads_in_flight
 from asyncckpt.tree import Structure
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "ABSENT"
-
-
-ABSENT: Final = _Absent()
-"""Stands for a leaf that was not restored."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreOutcome:
-    """Restored leaves.
+    """Restored leaves, as far as the caller's thread needs them.
 
     Attributes:
         request: what was asked for.
         structure: containers of the checkpoint.
         form: its format, as `OpenCheckpoint.format`.
-        leaves: by ordinal of the target's leaf, or of the saved leaf where there is no target;
-            `ABSENT` for those that were not restored.
-        given: by ordinal of the saved leaf, values for objects with a state dict, and for
-            `PerProcess.all`.
+        saved: by ordinal of the saved leaf, those without a leaf of the target, and those of
+            objects with a state dict.
+        wanted: by ordinal of the target's leaf, those of a target that is not filled.
         replaced: path, holder and new value of each immutable leaf.
         written: paths of the targets whose own memory was written.
         report: what happened.
@@ -54,8 +44,8 @@ class RestoreOutcome:
     request: RestoreRequest
     structure: Structure
     form: str
-    leaves: Sequence[Any]
-    given: Mapping[int, Any]
+    saved: Mapping[int, Any]
+    wanted: Mapping[int, Any]
     replaced: Sequence[tuple[str, Holder, Any]]
     written: Sequence[str]
     report: RestoreReport
@@ -117,7 +107,7 @@ async def run_restore(
     if agreement is not None:
         await agreement.matched(opened, matching, request.strict)
     recorder.add("match", since)
-    pipeline = RestorePipeline(runtime, opened, matching, request, exchanger, recorder=recorder)
+    pipeline = RestorePipeline(runtime, opened, matching, request, exchanger, recorder)
     await pipeline.run()
     notes = pipeline.notes
     if not request.strict and 2 * matching.matched < matching.wanted:
@@ -144,34 +134,18 @@ async def run_restore(
         reads=pipeline.reads,
         timeline=recorder.timeline(),
     )
-    return _outcome(opened.format, matching, pipeline, request, report)
-
-
-def _outcome(
-    form: str,
-    matching: Matching,
-    pipeline: RestorePipeline,
-    request: RestoreRequest,
-    report: RestoreReport,
-) -> RestoreOutcome:
-    leaves: list[Any] = []
-    given: dict[int, Any] = {}
+    saved: dict[int, Any] = {}
+    wanted: dict[int, Any] = {}
     replaced: list[tuple[str, Holder, Any]] = []
-    if request.mode == "into":
-        for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
-            if leaf.want is not None and leaf.want.holder is not None:
+    for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
+        if leaf.want is None or request.stateful:
+            saved[leaf.saved] = value
+        if leaf.want is not None:
+            if request.mode == "like":
+                wanted[leaf.number] = value
+            elif leaf.want.holder is not None:
                 replaced.append((leaf.path, leaf.want.holder, value))
-            elif request.stateful:
-                given[leaf.saved] = value
-    else:
-        like = request.mode == "like"
-        leaves = [ABSENT] * (len(request.wanted) if like else matching.structure.leaf_count)
-        for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
-            if like and leaf.want is None:
-                given[leaf.saved] = value  # a part of `PerProcess.all`
-            else:
-                leaves[leaf.number] = value
-    written = pipeline.written() if replaced or given else []
+    written = pipeline.written() if replaced or request.stateful else []
     return RestoreOutcome(
-        request, matching.structure, form, leaves, given, replaced, written, report
+        request, matching.structure, opened.format, saved, wanted, replaced, written, report
     )

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, extents_of
-from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, StoreError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.reports import Damage, Progress, VerifyReport
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.plan import Destinations, plan_reads
@@ -61,15 +60,14 @@ async def verify_foreign(
     damages: dict[str, Damage] = {}
     try:
         await read(leaf_of)
-    except (AsyncCheckpointError, BaseExceptionGroup) as error:
-        _expected(error)
+    except (CorruptCheckpointError, StoreError):
         # Something is damaged: all is read again, array by array.
         read_nbytes = inline_nbytes
         for array, path in leaf_of.items():
             try:
                 await read([array])
-            except (AsyncCheckpointError, BaseExceptionGroup) as fault:
-                damages.setdefault(path, _damage(path, _expected(fault)))
+            except (CorruptCheckpointError, StoreError) as fault:
+                damages.setdefault(path, _damage(path, fault))
     return VerifyReport(
         location=opened.location,
         step=step,
@@ -85,12 +83,3 @@ def _damage(path: str, fault: CorruptCheckpointError | StoreError) -> Damage:
     if isinstance(fault, CorruptCheckpointError):
         return Damage(path, fault.file or "", fault.offset, str(fault))
     return Damage(path, "", None, str(fault))
-
-
-def _expected(error: BaseException) -> CorruptCheckpointError | StoreError:
-    """Return the damage reported by an error; raise other errors."""
-    if isinstance(error, BaseExceptionGroup):
-        error = leading_error(error)
-    if not isinstance(error, (CorruptCheckpointError, StoreError)):
-        raise error
-    return error

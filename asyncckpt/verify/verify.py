@@ -7,6 +7,7 @@ import posixpath
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -75,7 +76,6 @@ class _Verify:
         self._kept: dict[int, bytearray] = {}
         self._sizes: dict[str, int] = {}
         self._index = _NO_CHUNKS  # where it cannot be read
-        self._owners: tuple[Sequence[str], Column, Column, Column] | None = None
 
     async def run(self, step: int | None, begun: float) -> VerifyReport:
         opened, record = self.opened, self.record
@@ -186,35 +186,34 @@ class _Verify:
         """Return the paths of the leaves of these chunks, tied leaves included."""
         if not rows:
             return []
-        if self._owners is None:
-            self._owners = _owners_of(self.opened)
         paths, leaf, starts, stops = self._owners
         wanted = np.sort(np.asarray(rows))
         held = np.searchsorted(wanted, starts) < np.searchsorted(wanted, stops)
         return [paths[number] for number in np.unique(leaf[held]).tolist()]
 
+    @cached_property
+    def _owners(self) -> tuple[Sequence[str], Column, Column, Column]:
+        """Paths of all leaves (none if the tree is damaged), and the chunks of each piece.
+
+        A piece has the number of its leaf, its first chunk, and one past its last.
+        """
+        opened = self.opened
+        try:
+            paths = opened.structure().paths()
+        except CorruptCheckpointError:
+            paths = []
+        leaf, first, count = [], [], []
+        for number, pieces in enumerate(opened.leaf_pieces() if paths else ()):
+            for piece in pieces:
+                leaf.append(number)
+                first.append(opened.first_rows[piece.array])
+                count.append(opened.storage(piece.array).grid.chunk_count)
+        starts = np.array(first, np.int64)
+        return paths, np.array(leaf, np.int64), starts, starts + np.array(count, np.int64)
+
     def _damage(self, leaf: str | None, file: str, offset: int | None, reason: str) -> None:
         if len(self._damages) <= DAMAGES_MAX:
             self._damages.append(Damage(leaf, file, offset, reason))
-
-
-def _owners_of(opened: OpenCheckpoint) -> tuple[Sequence[str], Column, Column, Column]:
-    """Return the paths of all leaves (none if the tree is damaged), and the chunks of each piece.
-
-    A piece has the number of its leaf, its first chunk, and one past its last.
-    """
-    try:
-        paths = opened.structure().paths()
-    except CorruptCheckpointError:
-        paths = []
-    leaf, first, count = [], [], []
-    for number, pieces in enumerate(opened.leaf_pieces() if paths else ()):
-        for piece in pieces:
-            leaf.append(number)
-            first.append(opened.first_rows[piece.array])
-            count.append(opened.storage(piece.array).grid.chunk_count)
-    starts = np.array(first, np.int64)
-    return paths, np.array(leaf, np.int64), starts, starts + np.array(count, np.int64)
 
 
 class _FileChecker:

@@ -33,7 +33,7 @@ def opened() -> Iterator[Open]:
         runtime = Runtime("test-read", host_memory_nbytes=32 * MIB)
         runtimes.append(runtime)
         return runtime.engine.submit(
-            lambda: open_source(runtime, path, storage_options=None, cache_nbytes=cache_nbytes)
+            lambda: open_source(runtime, path, None, cache_nbytes=cache_nbytes)
         ).result()
 
     yield opened

@@ -26,7 +26,7 @@ def test_memory_of_our_own_has_the_stored_shapes_and_dtypes() -> None:
     )
     shapes = [[(part.shape, part.dtype.name) for part in parts] for parts in buffers.parts]
     assert shapes == [[((2, 3), "float64")], [((40_000,), "float64")], [((0, 4), "int8")]]
-    assert buffers.owners == [0, 1, 2] and buffers.waiting == [1, 1, 1]
+    assert buffers.owners == [0, 1, 2] and buffers.chunks_of_leaves([1, 4, 0]) == [1, 4, 0]
     wanted = buffers.destinations
     for values, flat, parts in zip(wanted.values, wanted.flat, buffers.parts, strict=True):
         assert values is parts[0]
@@ -74,10 +74,11 @@ def test_mutable_arrays_that_were_tied_share_memory(
     buffers = allocate(checkpoint, leaves, framework=framework, in_place=False)
     ((one,), (other,)) = buffers.parts
     assert (one is other) is together
-    # Memory that is shared is filled once, and both leaves wait for it.
-    assert len(buffers.destinations) == (1 if together else 2)
+    # Memory that is shared is filled once, and both leaves wait for its chunks.
+    counts = [3] if together else [3, 2]
+    assert len(buffers.destinations) == len(counts)
     assert buffers.sharers == ({0: [1]} if together else {})
-    assert buffers.waiting == [1, 1]
+    assert buffers.chunks_of_leaves(counts) == [3, counts[-1]]
 
 
 def test_targets_may_overlap_only_where_the_checkpoint_has_one_array() -> None:

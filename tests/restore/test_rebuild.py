@@ -11,7 +11,7 @@ from asyncckpt.adapters import adapters_for_loaded_frameworks
 from asyncckpt.errors import RestoreError, RestoreWarning
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.rebuild import finish_into, finish_tree
-from asyncckpt.restore.restore import ABSENT, RestoreOutcome
+from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.tree import flatten
 from tests.restore.opened import LOCATION, request
 
@@ -50,15 +50,15 @@ class Holder:
         self.container["value"] = value
 
 
-def outcome(saved: Any, mode: str, like: Any = None, **changed: Any) -> RestoreOutcome:
-    """Return what a restore of everything in `saved` hands over."""
-    flat = flatten(saved)
+def outcome(tree: Any, mode: str, like: Any = None, **changed: Any) -> RestoreOutcome:
+    """Return what a restore of everything in `tree` hands over."""
+    flat = flatten(tree)
     arguments: dict[str, Any] = {
         "request": request(mode, like, **changed.pop("how", {})),
         "structure": flat.structure,
         "form": "asyncckpt",
-        "leaves": flat.leaves,
-        "given": dict(enumerate(flat.leaves)),
+        "saved": dict(enumerate(flat.leaves)),
+        "wanted": dict(enumerate(flat.leaves)),
         "replaced": [],
         "written": [],
         "report": RestoreReport(LOCATION, 1, len(flat.leaves), 0, 0, 0.0),
@@ -82,7 +82,7 @@ def test_without_a_target_the_saved_containers_come_back_plain() -> None:
 
 def test_with_a_target_its_containers_hold_the_leaves_and_its_own_where_none_came() -> None:
     like = Point(10, {"a": 20})
-    made = outcome(like, "like", like, leaves=[1, ABSENT])
+    made = outcome(like, "like", like, wanted={0: 1})
     assert tree_of(made, like) == Point(1, {"a": 20})
 
 
@@ -98,8 +98,8 @@ def test_with_a_target_its_containers_hold_the_leaves_and_its_own_where_none_cam
 )
 def test_of_a_part_nothing_is_left_that_was_not_asked_for(absent: Any, expected: Any) -> None:
     saved = {"a": {"b": 1, "c": 2}, "l": [3, {"d": 4}], "never": {}}
-    leaves = [ABSENT if leaf in absent else leaf for leaf in flatten(saved).leaves]
-    made = outcome(saved, "saved", leaves=leaves, how={"include": ["some"]})
+    restored = {n: leaf for n, leaf in enumerate(flatten(saved).leaves) if leaf not in absent}
+    made = outcome(saved, "saved", saved=restored, how={"include": ["some"]})
     assert tree_of(made) == expected
 
 
@@ -156,7 +156,7 @@ def test_an_object_of_which_nothing_was_asked_for_keeps_its_state() -> None:
     target = {"a": first, "b": second}
     state = {"w": 1, "b": 2}
     made = outcome(
-        {"a": state, "b": state}, "into", target, given={0: 1, 1: 2}, how={"include": ["a"]}
+        {"a": state, "b": state}, "into", target, saved={0: 1, 1: 2}, how={"include": ["a"]}
     )
     into(made, target)
     assert sum(first.state.values()) == 3 and second.state == {"w": 0, "b": 0}

@@ -220,6 +220,24 @@ def test_some_chunks_are_exchanged_and_some_are_not(
     assert job.place.gathers.keys() == {(0, 1)}
 
 
+@pytest.mark.parametrize("job", [4], indirect=True)
+@pytest.mark.parametrize("without", [0, 3])
+def test_a_process_that_wants_no_array_keeps_no_other_waiting(
+    job: ExchangingJob, monkeypatch: pytest.MonkeyPatch, without: int
+) -> None:
+    monkeypatch.setattr(module("exchange.shared_metadata"), "SHARED_NBYTES", 4096)
+    tree = many_leaves()
+    save(job, tree)
+
+    def like(process: int) -> dict[str, Any]:
+        return {"step": 12} if process == without else tree
+
+    reports = restored(job, like, ONCE)
+    assert not [r for r in reports if isinstance(r, BaseException)], reports
+    received = [report.received_nbytes > 100_000 for report in reports]
+    assert received == [process != without for process in range(4)]
+
+
 def test_large_metadata_are_read_once(
     job: ExchangingJob, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

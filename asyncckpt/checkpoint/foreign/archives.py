@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from asyncckpt.checkpoint.foreign.listing import Listing, Range, batches, named
 from asyncckpt.checkpoint.foreign.raw import Run
-from asyncckpt.checkpoint.metadata import StoredFile
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CorruptCheckpointError,
@@ -34,7 +33,6 @@ from asyncckpt.format.foreign.torch.torch_zip import (
 )
 from asyncckpt.format.foreign.torch.unpickle import ALLOWANCE_RATIO, Allowance
 from asyncckpt.options import MIB
-from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import array_spec
 
 MAX_VALUE_NBYTES = 256 * MIB
@@ -67,18 +65,12 @@ class Archives:
         faults: why an entry cannot be read, by its number.
     """
 
-    def __init__(
-        self,
-        files: CheckpointFiles,
-        stored: Mapping[str, StoredFile],
-        entries: Sequence[Entry],
-        allowance: Allowance,
-    ) -> None:
+    def __init__(self, listing: Listing, entries: Sequence[Entry], allowance: Allowance) -> None:
         self.values: dict[int, object] = {}
         self.runs: dict[tuple[int, int], Run] = {}
         self.faults: dict[int, AsyncCheckpointError] = {}
-        self._listing = Listing(files, "", {path: file.nbytes for path, file in stored.items()})
-        self._file_numbers = {path: number for number, path in enumerate(stored)}
+        self._listing = listing
+        self._file_numbers = {path: number for number, path in enumerate(listing.nbytes_of)}
         self._entries = entries
         self._allowance = allowance
         self._heads: dict[bytes, tuple[SavedTensor, int]] = {}

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from asyncckpt.checkpoint.foreign.archives import Archives
-from asyncckpt.checkpoint.foreign.listing import named, stored_files
+from asyncckpt.checkpoint.foreign.listing import Listing, list_some, named
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.foreign.torch.dcp import (
@@ -78,8 +78,8 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
         check_tiling(entries, file=shown)
     newer = sorted(unpickler.unknown)
     del data, source, unpickler
-    stored = await stored_files(files, dict.fromkeys(i.file for e in entries for i in e.items))
-    archives = Archives(files, stored, entries, allowance)
+    listing = await list_some(files, dict.fromkeys(i.file for e in entries for i in e.items))
+    archives = Archives(listing, entries, allowance)
     await archives.read()
     values = [archives.values.get(n, _Placed(n)) for n in range(len(entries))]
     with named(files, METADATA_NAME) as shown:
@@ -93,14 +93,13 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
         if not isinstance(leaf, _Placed):
             tables.add_scalar(leaf)
         elif leaf.number in archives.faults:
-            _add_refused(tables, entries[leaf.number], archives.faults[leaf.number], stored)
+            _add_refused(tables, entries[leaf.number], archives.faults[leaf.number], listing)
         else:
             _add_tensor(tables, leaf.number, entries[leaf.number], archives)
     return tables.open(
-        files,
+        listing,
         "dcp",
         flat.structure,
-        list(stored.values()),
         library="torch.distributed.checkpoint",
         metadata={},
         notes=(NEWER.format(fields=", ".join(newer)),) if newer else (),
@@ -144,14 +143,11 @@ def _add_tensor(tables: RunTables, number: int, entry: Entry, archives: Archives
 
 
 def _add_refused(
-    tables: RunTables,
-    entry: Entry,
-    fault: AsyncCheckpointError,
-    stored: Mapping[str, StoredFile],
+    tables: RunTables, entry: Entry, fault: AsyncCheckpointError, listing: Listing
 ) -> None:
     """Add an unreadable entry as the next leaf."""
     item = entry.items[0]
-    size = stored[item.file].nbytes
+    size = listing.nbytes_of[item.file]
     start = min(item.offset, size)
     tables.add_refused(
         "torch",
@@ -159,7 +155,7 @@ def _add_refused(
         if entry.shape is None or entry.dtype not in DTYPES
         else array_spec(entry.shape, entry.dtype),
         fault,
-        file=list(stored).index(item.file),
+        file=list(listing.nbytes_of).index(item.file),
         start=start,
         nbytes=min(item.nbytes, size - start),
     )

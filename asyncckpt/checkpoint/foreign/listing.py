@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
-from asyncckpt.checkpoint.metadata import StoredFile, missing
+from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -206,8 +206,8 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
     return Listing(files, directory, dict(sorted(nbytes_of.items())))
 
 
-async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str, StoredFile]:
-    """Return the files by path, in the order of `paths`; only their directories are listed."""
+async def list_some(files: CheckpointFiles, paths: Iterable[str]) -> Listing:
+    """List these files, in the order of `paths`; only their directories are listed."""
     paths = list(paths)
     first = {posixpath.dirname(path): path for path in reversed(paths)}
 
@@ -226,7 +226,7 @@ async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str
             with contextlib.suppress(CheckpointNotFoundError):
                 await files.read_into(path, 0, [])  # raises why it is not listed
             raise missing(files.location, path)
-    return {path: StoredFile(path, nbytes_of[path]) for path in paths}
+    return Listing(files, "", {path: nbytes_of[path] for path in paths})
 
 
 # ----------------------------------------------------------------------------------------- errors

@@ -8,6 +8,7 @@ last full chunk of an axis is a separate array.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncckpt.checkpoint.foreign.listing import Listing
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage, StoredFile
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.codecs import PLAIN, Bytes, Codec
@@ -23,7 +25,6 @@ from asyncckpt.format.record import ArrayTable, JsonValue, LeafTable, Piece
 from asyncckpt.format.scalars import Scalar, encode_scalar
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, INLINE_NBYTES
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import ITEMSIZES, ArraySpec, array_spec
 from asyncckpt.tree import Structure, array_names
 
@@ -204,17 +205,19 @@ class RunTables:
 
     def open(
         self,
-        files: CheckpointFiles,
+        listing: Listing,
         form: str,
         tree: Structure,
-        stored_files: Sequence[StoredFile],
         *,
         library: str,
         metadata: Mapping[str, JsonValue],
         metrics: Mapping[str, float] | None = None,
         notes: tuple[str, ...] = (),
     ) -> OpenCheckpoint:
-        """Return the checkpoint of all leaves that were added, in the containers of `tree`."""
+        """Return the checkpoint of all leaves that were added, in the containers of `tree`.
+
+        `listing` has the files that hold them, in the order of their numbers.
+        """
         extents, refused = self._extents(), self._refused
 
         async def read_extents(_: OpenCheckpoint, wanted: Sequence[int] | None) -> Extents:
@@ -224,13 +227,13 @@ class RunTables:
             return extents
 
         return OpenCheckpoint(
-            files=files,
+            files=listing.files,
             format=form,
             tree=tree,
             leaves=LeafTable(self._kinds, self._values, self._extra, self._pieces),
             arrays=ArrayTable(self._names(tree), self._specs, self._tied),
             storages=tuple(self._storages),
-            stored_files=tuple(stored_files),
+            stored_files=tuple(itertools.starmap(StoredFile, listing.nbytes_of.items())),
             read_extents=read_extents,
             metadata=metadata,
             metrics=metrics or {},

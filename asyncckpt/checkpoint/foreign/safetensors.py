@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import named, side_by_side, stored_files
+from asyncckpt.checkpoint.foreign.listing import Listing, list_some, named, side_by_side
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.foreign.safetensors import (
     LENGTH_NBYTES,
@@ -53,43 +53,42 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
         return await _open_set(files, indexes[0])
     if indexes or len(tensors) != 1:
         _refuse_choice(files.location, indexes or tensors)
-    return await _open_file(files, StoredFile(tensors[0], regular[tensors[0]]))
-
-
-async def _open_file(files: CheckpointFiles, stored: StoredFile) -> OpenCheckpoint:
-    header = await _read_header(files, stored)
-    places = dict.fromkeys(header.specs, (0, header))
-    return _opened(files, places, [stored], header.metadata)
+    path = tensors[0]
+    listing = Listing(files, "", {path: regular[path]})
+    header = await _read_header(listing, path)
+    return _opened(listing, dict.fromkeys(header.specs, (0, header)), header.metadata)
 
 
 async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
     data = await files.read(path, max_nbytes=MAX_INDEX_NBYTES)
     with named(files, path) as shown:
         weight_map = decode_index(data, file=shown)
-    stored = await stored_files(files, dict.fromkeys(weight_map.values()))
-    read = await side_by_side(files, partial(_read_header, files), list(stored.values()))
-    headers = dict(zip(stored, read, strict=True))
-    numbers = {name: number for number, name in enumerate(stored)}
+    listing = await list_some(files, dict.fromkeys(weight_map.values()))
+    paths = list(listing.nbytes_of)
+    read = await side_by_side(files, partial(_read_header, listing), paths)
+    headers = dict(zip(paths, read, strict=True))
+    numbers = {name: number for number, name in enumerate(paths)}
     with named(files, path) as shown:
         check_set(weight_map, headers, file=shown)
     places = {name: (numbers[file], headers[file]) for name, file in weight_map.items()}
-    return _opened(files, places, list(stored.values()), _merged(headers))
+    return _opened(listing, places, _merged(headers))
 
 
-async def _read_header(files: CheckpointFiles, file: StoredFile) -> Header:
-    head = np.empty(min(HEAD_NBYTES, file.nbytes), np.uint8)
-    await files.read_into(file.path, 0, [head])
-    with named(files, file.path) as shown:
-        nbytes = header_nbytes(head[:LENGTH_NBYTES].tobytes(), file.nbytes, file=shown)
+async def _read_header(listing: Listing, path: str) -> Header:
+    files, file_nbytes = listing.files, listing.nbytes_of[path]
+    head = np.empty(min(HEAD_NBYTES, file_nbytes), np.uint8)
+    await files.read_into(path, 0, [head])
+    with named(files, path) as shown:
+        nbytes = header_nbytes(head[:LENGTH_NBYTES].tobytes(), file_nbytes, file=shown)
     text = head[LENGTH_NBYTES : LENGTH_NBYTES + nbytes].tobytes()
     if len(text) < nbytes:
         rest = np.empty(nbytes - len(text), np.uint8)
-        await files.read_into(file.path, LENGTH_NBYTES + len(text), [rest])
+        await files.read_into(path, LENGTH_NBYTES + len(text), [rest])
         text += rest.tobytes()
         del rest
     del head
-    with named(files, file.path) as shown:
-        header = decode_header(text, file.nbytes, file=shown)
+    with named(files, path) as shown:
+        header = decode_header(text, file_nbytes, file=shown)
         if holds_parts(header.metadata, file=shown):
             raise UnsupportedFormatError(
                 f"{shown}: its tensors are parts of larger ones, written by each rank for itself; "
@@ -102,13 +101,12 @@ async def _read_header(files: CheckpointFiles, file: StoredFile) -> Header:
 
 
 def _opened(
-    files: CheckpointFiles,
+    listing: Listing,
     places: Mapping[str, tuple[int, Header]],
-    stored: Sequence[StoredFile],
     metadata: Mapping[str, JsonValue],
 ) -> OpenCheckpoint:
     """Return the checkpoint of tensors, given by name: number and header of the file of each."""
-    tree = _saved_tree(files, metadata, tuple(places))
+    tree = _saved_tree(listing.files.location, metadata, tuple(places))
     tables = RunTables()
     pieces: dict[str, Sequence[Piece]] = {}
     for leaf, (kind, name) in enumerate(zip(tree.leaves.kind, tree.tensors, strict=True)):
@@ -123,10 +121,9 @@ def _opened(
             run = Run((0,) * len(spec.shape), spec.shape, file, header.offsets[name])
             pieces[name] = tables.add_array(kind, spec.dtype, [run], extra)
     return tables.open(
-        files,
+        listing,
         "safetensors",
         tree.structure,
-        stored,
         library="safetensors",
         metadata=tree.metadata,
         metrics=tree.metrics,
@@ -134,7 +131,7 @@ def _opened(
 
 
 def _saved_tree(
-    files: CheckpointFiles, metadata: Mapping[str, JsonValue], names: tuple[str, ...]
+    location: str, metadata: Mapping[str, JsonValue], names: tuple[str, ...]
 ) -> SavedTree:
     """Return the tree that the metadata describes, or a dict of all tensors by name.
 
@@ -143,9 +140,9 @@ def _saved_tree(
     """
     texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
     try:
-        tree, others = decode_tree(texts, len(names), file=files.location)
+        tree, others = decode_tree(texts, len(names), file=location)
     except CorruptCheckpointError as error:
-        error.location = files.location
+        error.location = location
         raise
     if tree is not None:
         if {name for name in tree.tensors if name is not None} == set(names):
@@ -153,7 +150,7 @@ def _saved_tree(
         metadata = others
         logger.warning(
             "%s: the tensors are not those of the tree in its metadata; they are read by name",
-            files.location,
+            location,
         )
     count = len(names)
     structure = Structure((Node("dict", names, tuple(range(count))),), count)

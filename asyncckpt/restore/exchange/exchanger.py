@@ -96,29 +96,28 @@ class Exchanger:
         end = max((stream.batches.stop for stream in streams), default=self.next_batch)
         ahead: deque[tuple[int, int, asyncio.Task[Bytes]]] = deque()
         ahead_nbytes = 0
+
+        async def exchange_next() -> None:
+            nonlocal ahead_nbytes
+            batch, number, reading = ahead.popleft()
+            await self._exchange(streams[number], batch, await reading, incoming[number])
+            ahead_nbytes -= streams[number].piece_nbytes
+
         async with asyncio.TaskGroup() as tasks:
             for batch, number in batches:
                 stream = streams[number]
                 if ahead and ahead_nbytes + stream.piece_nbytes > self.batch_nbytes:
-                    ahead_nbytes -= await self._next(ahead, streams, incoming)
+                    await exchange_next()
                 reading = tasks.create_task(self._read_piece(stream, batch, paths))
                 ahead.append((batch, number, reading))
                 ahead_nbytes += stream.piece_nbytes
             while ahead:
-                await self._next(ahead, streams, incoming)
+                await exchange_next()
         await self.agreement.ready(end)
         self.next_batch = end
 
-    async def _next(
-        self,
-        ahead: deque[tuple[int, int, asyncio.Task[Bytes]]],
-        streams: Sequence[Stream],
-        incoming: Mapping[int, Incoming],
-    ) -> int:
-        """Exchange the next batch, once its piece is read; return the size of a piece."""
-        batch, number, reading = ahead.popleft()
-        stream = streams[number]
-        piece = await reading
+    async def _exchange(self, stream: Stream, batch: int, piece: Bytes, incoming: Incoming) -> None:
+        """Exchange one batch, of which this process has read a piece."""
         taking_part = self._gather(stream.members, piece, batch)
         # If others would wait for ever, a process that has said that it is ready takes part.
         gathered = await (uninterrupted(taking_part) if self.exchange.binding else taking_part)
@@ -133,8 +132,7 @@ class Exchanger:
         self._idle.append(piece)
         for part in stream.parts(batch):
             self.received_nbytes += part.stop - part.start
-            await incoming[number].deliver(gathered[part])
-        return stream.piece_nbytes
+            await incoming.deliver(gathered[part])
 
     async def _gather(
         self, members: tuple[int, ...], piece: Bytes, batch: int
