@@ -93,7 +93,7 @@ class OpenRun:
                 await core.idle()
             except (asyncio.CancelledError, KeyboardInterrupt):
                 for pending in core.saves.pending():
-                    await uninterrupted(pending._aborted())
+                    await pending._job.abort()
                 raise
             finally:
                 await uninterrupted(core.aclose())

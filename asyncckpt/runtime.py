@@ -145,7 +145,7 @@ class Runtime:
     async def aclose(self) -> None:
         """Release all resources and end all threads. Idempotent."""
         try:
-            if self.engine.usable and not self.engine.abandoned:
+            if self.engine.usable:
                 await self.engine.submit(self.release).wait()
         finally:
             await self.engine.aclose()

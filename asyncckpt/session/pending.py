@@ -18,7 +18,6 @@ from typing import Any
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.engine import Job, ended, wait_quietly
-from asyncckpt.flow.threads import finished
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.save.save import SaveState
 
@@ -153,21 +152,11 @@ class PendingSave:
                 raise
             except (asyncio.CancelledError, KeyboardInterrupt):
                 self._seen = True
-                await self._aborted()
+                await self._job.abort()
                 raise
             if self._job.done() and self._job.future.exception() is not None:
                 self._seen = True
                 self._job.future.result()
-
-    async def _aborted(self) -> None:
-        """Abort the save and wait for its clean-up; in a blocking call, Ctrl-C abandons it."""
-        if blocks_here():
-            self._job.abort()
-            return
-        self._job.cancel()
-        waiter = asyncio.wrap_future(self._job.future)
-        await finished(waiter)
-        waiter.exception()
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

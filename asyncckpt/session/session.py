@@ -42,6 +42,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.flow.threads import unresolved
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import SaveReport
 from asyncckpt.restore.request import Mode, RestoreRequest, restore_request
@@ -265,8 +266,7 @@ class Session:
     ) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
-        staged: Future[None] = Future()
-        staged.set_running_or_notify_cancel()  # cancelling a wait for it must not resolve it
+        staged: Future[None] = unresolved()
 
         def let_go(_: object = None) -> None:
             if not staged.done():
@@ -452,11 +452,7 @@ class Session:
         """
         engine = self.runtime.engine
         try:
-            with self._closing:
-                first = self._release_job is None
-                if first and engine.usable and not engine.abandoned:
-                    self._release_job = engine.submit(self._release)
-                job = self._release_job
+            job, first = self._released()
             # The engine refuses jobs as soon as one call has ended it below: only one call may
             # submit, and none may end the engine before this job has ended.
             if job is not None and not engine.abandoned:
@@ -469,11 +465,17 @@ class Session:
     def begin_close(self) -> None:
         """Release everything as `aclose`, without waiting for it. From any thread."""
         engine = self.runtime.engine
+        job, first = self._released()
+        if job is not None and first:
+            job.future.add_done_callback(lambda _: engine.begin_close())
+
+    def _released(self) -> tuple[Job[None] | None, bool]:
+        """Return the job that releases everything, if any, and whether this call began it."""
         with self._closing:
-            if self._release_job is not None or not engine.usable or engine.abandoned:
-                return
-            self._release_job = engine.submit(self._release)
-        self._release_job.future.add_done_callback(lambda _: engine.begin_close())
+            first = self._release_job is None
+            if first and self.runtime.engine.usable:
+                self._release_job = self.runtime.engine.submit(self._release)
+            return self._release_job, first
 
 
 def _futures_of(session: weakref.ref[Session]) -> Callable[[], list[Future[Any]]]:
