@@ -24,6 +24,7 @@ from typing import (
 from asyncckpt.errors import UsageError
 from asyncckpt.options import STEP_MAX, RestoreOptions, SaveOptions, check_seconds
 from asyncckpt.reports import Progress, RestoreReport
+from asyncckpt.retention import Retention
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +48,19 @@ logger = logging.getLogger("asyncckpt")
 
 # Each is declared once, here. The second item of `Annotated` is its default; the others default to
 # None. `documented` lists them one by one in signatures, `completed` fills in the defaults.
+
+
+class RunArguments(TypedDict, total=False):
+    """Arguments of a `Checkpointer`."""
+
+    keep: Retention | None
+    save_options: SaveOptions | None
+    restore_options: RestoreOptions | None
+    storage_options: Mapping[str, Any] | None
+    coordinator: Annotated[object, "auto"]
+    preemption: Annotated[bool, False]
+    grace_s: float | None
+    takeover: Annotated[bool, False]
 
 
 class LocationArguments(TypedDict, total=False):
