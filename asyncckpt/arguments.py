@@ -206,16 +206,15 @@ def check_keep(keep: object) -> None:
         raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
 
 
-def check_takeover(takeover: object) -> None:
+def check_switch(name: str, value: object) -> None:
     """Check that this is True or False."""
-    if not isinstance(takeover, bool):
-        raise UsageError(f"takeover={takeover!r}: pass True or False", found=takeover)
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={value!r:.80}: pass True or False", found=value)
 
 
 def check_preemption(preemption: object, grace_s: object) -> None:
     """Check the arguments about preemption."""
-    if not isinstance(preemption, bool):
-        raise UsageError(f"preemption={preemption!r:.80}: pass True or False", found=preemption)
+    check_switch("preemption", preemption)
     check_seconds("grace_s", grace_s)
     if grace_s is not None and not preemption:
         raise UsageError(

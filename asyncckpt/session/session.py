@@ -24,7 +24,7 @@ from asyncckpt.arguments import (
     check_coordinator,
     check_keep,
     check_preemption,
-    check_takeover,
+    check_switch,
     checked_globs,
     checked_metadata,
     checked_metrics,
@@ -112,7 +112,7 @@ class Session:
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
         check_keep(keep)
         check_coordinator(coordinator)
-        check_takeover(takeover)
+        check_switch("takeover", takeover)
         check_preemption(preemption, grace_s)
         budget = self.save_options.host_memory_nbytes
         if budget is None and one_shot:
