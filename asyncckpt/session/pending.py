@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 from asyncckpt.errors import UsageError
@@ -34,16 +33,9 @@ class PendingSave:
     """
 
     def __init__(
-        self,
-        job: Job[SaveReport],
-        staged: Future[None],
-        state: SaveState,
-        *,
-        location: str,
-        step: int | None,
+        self, job: Job[SaveReport], state: SaveState, *, location: str, step: int | None
     ) -> None:
         self._job = job
-        self._staged = staged
         self._state = state
         self._seen = False
         self._listeners: set[object] = set()
@@ -146,7 +138,7 @@ class PendingSave:
             try:
                 if blocks_here():
                     self._job.refuse_own_thread()
-                await ended(self._staged)
+                await ended(self._state.staged)
             except UsageError:  # `refuse_own_thread` has cancelled the save
                 self._seen = True
                 raise

@@ -42,7 +42,6 @@ from asyncckpt.errors import (
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
-from asyncckpt.flow.threads import unresolved
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import SaveReport
 from asyncckpt.restore.request import Mode, RestoreRequest, restore_request
@@ -266,19 +265,13 @@ class Session:
     ) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
-        staged: Future[None] = unresolved()
-
-        def let_go(_: object = None) -> None:
-            if not staged.done():
-                staged.set_result(None)
-
         busy: bool | None = None
         if number is not None and request.stall_first and request.options.on_overlap != "wait":
             busy = bool(self.saves.pending())  # process 0 decides by its own
-        job = self.call(partial(self._save, request, state, let_go, number, busy))
+        job = self.call(partial(self._save, request, state, number, busy))
         # Whatever ends the job also ends the wait for staging.
-        job.future.add_done_callback(let_go)
-        return kind(job, staged, state, location=location, step=request.step)
+        job.future.add_done_callback(state.let_go)
+        return kind(job, state, location=location, step=request.step)
 
     def _checked(self, options: SaveOptions | None) -> SaveOptions:
         """Refuse options that all saves of the session share, so that one save cannot set them."""
@@ -331,13 +324,12 @@ class Session:
         self,
         request: SaveRequest,
         state: SaveState,
-        staged: Callable[[], None],
         number: int | None,
         busy: bool | None,
     ) -> SaveReport:
         store, claim = self.root.store, self.claims.epoch
         pruner = self._pruner if self.processes.leads else None
-        given = (self.runtime, store, self._layouts, request, state, staged, claim, pruner)
+        given = (self.runtime, store, self._layouts, request, state, claim, pruner)
         if number is None:
             save = Save(*given)
         else:
