@@ -126,6 +126,10 @@ class Round:
             parts.append(part)
         return b"".join(parts)
 
+    async def post_name(self) -> None:
+        """Send process 0 the name of the call; it ends the round if it made another call."""
+        await self.post("name", self.name.encode())
+
     async def abort(self, error: BaseException, stage: str | None = None) -> bool:
         """End the round with an error for all, unless it is decided already.
 
@@ -192,8 +196,7 @@ class Round:
                 async with asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self.watch())
                     if self.name and not self.leads:
-                        # If process 0 has made another call, it ends the round.
-                        await self.post("name", self.name.encode())
+                        await self.post_name()
                     result = await part()
                     watching.cancel()
             except BaseException as raised:
