@@ -70,11 +70,13 @@ class Job(Generic[T]):
     Attributes:
         future: resolves when the task has ended.
         caller: makes calls of the coroutine in the thread that waits for it; None for most jobs.
+        drained: the end of the process waits for it, as for a save.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.future: Future[T] = unresolved()
         self.caller: CallerThread | None = None
+        self.drained = False
         self._engine = engine
         self._task: asyncio.Task[T] | None = None
         self._cancelled = False
@@ -197,7 +199,6 @@ class Engine:
         self._ending = False
         self.abandoned = False
         self.drain_deadline_s = 0.0
-        self.on_exit: Callable[[], list[Future[Any]]] | None = None
         self.io = Workers(IO_THREADS, f"{name}-io")
         self.compute = Workers(min(COMPUTE_THREADS_MAX, os.cpu_count() or 1), f"{name}-compute")
 
@@ -399,8 +400,8 @@ class Engine:
         if self.forked or self._thread is None:
             return
         given_up = self._closed or self.abandoned
-        saves = self.on_exit() if self.on_exit and not given_up else []
-        pending = [save for save in saves if not save.done()]
+        jobs = () if given_up else tuple(self._jobs)
+        pending = [job.future for job in jobs if job.drained and not job.done()]
         if pending:
             _warn(
                 f"{self._name}: the process ends without close(); waiting up to "

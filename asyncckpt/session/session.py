@@ -151,7 +151,6 @@ class Session:
         self._settling: Job[None] | None = None
         engine = self.runtime.engine
         engine.drain_deadline_s = self.save_options.exit_deadline_s
-        engine.on_exit = _futures_of(weakref.ref(self))
         weakref.finalize(self, _end, engine).atexit = False
         self.preemption: Preemption | None = None
         if preemption:
@@ -269,6 +268,7 @@ class Session:
         if number is not None and request.stall_first and request.options.on_overlap != "wait":
             busy = bool(self.saves.pending())  # process 0 decides by its own
         job = self.call(partial(self._save, request, state, number, busy))
+        job.drained = True
         # Whatever ends the job also ends the wait for staging.
         job.future.add_done_callback(state.let_go)
         return kind(job, state, location=location, step=request.step)
@@ -357,6 +357,7 @@ class Session:
         self.steps.saved(report.step)
         with contextlib.suppress(ClosedError):
             self._settling = self.runtime.engine.submit(self._settle)
+            self._settling.drained = True
         return self._noted(report)
 
     async def _settle(self) -> None:
@@ -468,17 +469,6 @@ class Session:
             if first and self.runtime.engine.usable:
                 self._release_job = self.runtime.engine.submit(self._release)
             return self._release_job, first
-
-
-def _futures_of(session: weakref.ref[Session]) -> Callable[[], list[Future[Any]]]:
-    def futures() -> list[Future[Any]]:
-        alive = session()
-        if alive is None:
-            return []
-        jobs = [save._job for save in alive.saves.pending()]
-        return [job.future for job in (*jobs, alive._settling) if job is not None]
-
-    return futures
 
 
 def _end(engine: Any) -> None:
