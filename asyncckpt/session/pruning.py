@@ -61,7 +61,6 @@ class Pruner:
         root: where the steps are.
         steps: finds them.
         pinned: names that are being read now, which stay, kept up to date by `Reads`.
-        removing: the last removal of bytes in the background, None before the first.
     """
 
     policy: Retention
@@ -75,7 +74,7 @@ class Pruner:
         self._seen: dict[int, Seen] = {}
         self._own: set[int] = set()  # steps that this run has saved
         self._looking: BackgroundTask[list[int]] | None = None
-        self.removing: Job[None] | None = None
+        self._removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
         self._logged: set[str] = set()
 
@@ -121,9 +120,9 @@ class Pruner:
         )
 
     async def settle(self) -> None:
-        """Wait until no bytes are being removed in the background."""
-        if self.removing is not None:
-            await ended(self.removing.future)
+        """Wait until no bytes are being removed in the background. From any thread."""
+        if self._removing is not None:
+            await ended(self._removing.future)
 
     async def _unlist(self, steps: list[int], deleted: list[int], notes: list[str]) -> None:
         removals: list[tuple[int, Removal]] = []
@@ -147,7 +146,7 @@ class Pruner:
                     notes.append(f"step {step} could not be deleted: {error}")
         finally:
             if removals:
-                self.removing = self.runtime.engine.submit(lambda: self._remove(removals))
+                self._removing = self.runtime.engine.submit(lambda: self._remove(removals))
 
     async def _remove(self, removals: Sequence[tuple[int, Removal]]) -> None:
         for step, remove in removals:

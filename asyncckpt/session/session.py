@@ -427,8 +427,8 @@ class Session:
         while self._refusals:
             await ended(self._refusals.pop())
         await self.settled()
-        if self._pruner is not None and self._pruner.removing is not None:
-            await ended(self._pruner.removing.future)
+        if self._pruner is not None:
+            await self._pruner.settle()
 
     async def settled(self) -> None:
         """Wait until the checkpoints of ended saves are whole for other programs, too.
