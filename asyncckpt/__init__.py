@@ -14,11 +14,56 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from asyncckpt.errors import AsyncCheckpointError as AsyncCheckpointError
+from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError
+from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
+from asyncckpt.errors import ClosedError as ClosedError
+from asyncckpt.errors import CorruptCheckpointError as CorruptCheckpointError
+from asyncckpt.errors import DeadlineExceededError as DeadlineExceededError
+from asyncckpt.errors import DtypeMismatchError as DtypeMismatchError
+from asyncckpt.errors import EngineDiedError as EngineDiedError
+from asyncckpt.errors import FencedError as FencedError
+from asyncckpt.errors import MismatchError as MismatchError
+from asyncckpt.errors import ResourceError as ResourceError
+from asyncckpt.errors import RestoreError as RestoreError
+from asyncckpt.errors import RestoreWarning as RestoreWarning
+from asyncckpt.errors import SaveAbortedError as SaveAbortedError
+from asyncckpt.errors import SaveError as SaveError
+from asyncckpt.errors import SaveOutcomeUnknownError as SaveOutcomeUnknownError
+from asyncckpt.errors import ShapeMismatchError as ShapeMismatchError
+from asyncckpt.errors import StagingError as StagingError
+from asyncckpt.errors import StoreError as StoreError
+from asyncckpt.errors import TreeMismatchError as TreeMismatchError
+from asyncckpt.errors import UnsupportedFormatError as UnsupportedFormatError
+from asyncckpt.errors import UnsupportedLeafError as UnsupportedLeafError
+from asyncckpt.errors import UsageError as UsageError
+from asyncckpt.reports import CheckpointInfo as CheckpointInfo
+from asyncckpt.reports import ConvertReport as ConvertReport
+from asyncckpt.reports import Damage as Damage
+from asyncckpt.reports import DiffReport as DiffReport
+from asyncckpt.reports import FileInfo as FileInfo
+from asyncckpt.reports import LeafDifference as LeafDifference
+from asyncckpt.reports import LeafInfo as LeafInfo
+from asyncckpt.reports import ProcessPart as ProcessPart
+from asyncckpt.reports import Progress as Progress
+from asyncckpt.reports import ProgressBar as ProgressBar
+from asyncckpt.reports import ReadItem as ReadItem
+from asyncckpt.reports import ReadRange as ReadRange
+from asyncckpt.reports import RestoreReport as RestoreReport
+from asyncckpt.reports import SaveReport as SaveReport
+from asyncckpt.reports import Span as Span
+from asyncckpt.reports import Timeline as Timeline
+from asyncckpt.reports import VerifyReport as VerifyReport
+from asyncckpt.reports import progress_bar as progress_bar
+from asyncckpt.retention import KeepBest as KeepBest
+from asyncckpt.retention import KeepEvery as KeepEvery
+from asyncckpt.retention import KeepLast as KeepLast
+from asyncckpt.retention import Retention as Retention
 from asyncckpt.version import VERSION as __version__
 
 logging.getLogger("asyncckpt").addHandler(logging.NullHandler())
 
-_EXPORTS = {
+_LATER = {
     "ShardedArray": "adapters.sharded_array",
     "Checkpointer": "checkpointer",
     "DirectoryCoordinator": "coordinators.directory",
@@ -28,67 +73,25 @@ _EXPORTS = {
     "diff": "convert.diff",
     "export": "convert.convert",
     "inspect": "checkpointer",
-    "progress_bar": "reports",
     "restore": "checkpointer",
     "restore_into": "checkpointer",
     "save": "checkpointer",
     "tune": "tune.measure",
     "verify": "checkpointer",
-    "AsyncCheckpointError": "errors",
-    "CheckpointExistsError": "errors",
-    "CheckpointNotFoundError": "errors",
-    "ClosedError": "errors",
-    "CorruptCheckpointError": "errors",
-    "DeadlineExceededError": "errors",
-    "DtypeMismatchError": "errors",
-    "EngineDiedError": "errors",
-    "FencedError": "errors",
-    "MismatchError": "errors",
-    "ResourceError": "errors",
-    "RestoreError": "errors",
-    "RestoreWarning": "errors",
-    "SaveAbortedError": "errors",
-    "SaveError": "errors",
-    "SaveOutcomeUnknownError": "errors",
-    "ShapeMismatchError": "errors",
-    "StagingError": "errors",
-    "StoreError": "errors",
-    "TreeMismatchError": "errors",
-    "UnsupportedFormatError": "errors",
-    "UnsupportedLeafError": "errors",
-    "UsageError": "errors",
     "LeafOptions": "options",
     "RestoreOptions": "options",
     "SaveOptions": "options",
     "TunePoint": "tune.recommend",
     "TuneReport": "tune.recommend",
-    "CheckpointInfo": "reports",
-    "ConvertReport": "reports",
-    "Damage": "reports",
-    "DiffReport": "reports",
-    "FileInfo": "reports",
-    "LeafDifference": "reports",
-    "LeafInfo": "reports",
-    "ProcessPart": "reports",
-    "Progress": "reports",
-    "ProgressBar": "reports",
-    "ReadItem": "reports",
-    "ReadRange": "reports",
-    "RestoreReport": "reports",
-    "SaveReport": "reports",
-    "Span": "reports",
-    "Timeline": "reports",
-    "VerifyReport": "reports",
-    "KeepBest": "retention",
-    "KeepEvery": "retention",
-    "KeepLast": "retention",
-    "Retention": "retention",
     "ArraySpec": "spec",
     "PerProcess": "tree.per_process",
 }
+"""Names that are imported at first use, because their modules import NumPy and more."""
 
+_imported = {name: getattr(value, "__module__", "") for name, value in globals().items()}
 # Not `torch`: `from asyncckpt import *` must work without PyTorch.
-__all__ = [*_EXPORTS, "__version__", "blocking"]
+__all__ = [name for name, module in _imported.items() if module.startswith("asyncckpt.")]
+__all__ += [*_LATER, "__version__", "blocking"]
 
 if TYPE_CHECKING:
     import asyncckpt.blocking as blocking
@@ -104,54 +107,9 @@ if TYPE_CHECKING:
     from asyncckpt.convert.convert import export as export
     from asyncckpt.convert.diff import diff as diff
     from asyncckpt.coordinators.directory import DirectoryCoordinator as DirectoryCoordinator
-    from asyncckpt.errors import AsyncCheckpointError as AsyncCheckpointError
-    from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError
-    from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
-    from asyncckpt.errors import ClosedError as ClosedError
-    from asyncckpt.errors import CorruptCheckpointError as CorruptCheckpointError
-    from asyncckpt.errors import DeadlineExceededError as DeadlineExceededError
-    from asyncckpt.errors import DtypeMismatchError as DtypeMismatchError
-    from asyncckpt.errors import EngineDiedError as EngineDiedError
-    from asyncckpt.errors import FencedError as FencedError
-    from asyncckpt.errors import MismatchError as MismatchError
-    from asyncckpt.errors import ResourceError as ResourceError
-    from asyncckpt.errors import RestoreError as RestoreError
-    from asyncckpt.errors import RestoreWarning as RestoreWarning
-    from asyncckpt.errors import SaveAbortedError as SaveAbortedError
-    from asyncckpt.errors import SaveError as SaveError
-    from asyncckpt.errors import SaveOutcomeUnknownError as SaveOutcomeUnknownError
-    from asyncckpt.errors import ShapeMismatchError as ShapeMismatchError
-    from asyncckpt.errors import StagingError as StagingError
-    from asyncckpt.errors import StoreError as StoreError
-    from asyncckpt.errors import TreeMismatchError as TreeMismatchError
-    from asyncckpt.errors import UnsupportedFormatError as UnsupportedFormatError
-    from asyncckpt.errors import UnsupportedLeafError as UnsupportedLeafError
-    from asyncckpt.errors import UsageError as UsageError
     from asyncckpt.options import LeafOptions as LeafOptions
     from asyncckpt.options import RestoreOptions as RestoreOptions
     from asyncckpt.options import SaveOptions as SaveOptions
-    from asyncckpt.reports import CheckpointInfo as CheckpointInfo
-    from asyncckpt.reports import ConvertReport as ConvertReport
-    from asyncckpt.reports import Damage as Damage
-    from asyncckpt.reports import DiffReport as DiffReport
-    from asyncckpt.reports import FileInfo as FileInfo
-    from asyncckpt.reports import LeafDifference as LeafDifference
-    from asyncckpt.reports import LeafInfo as LeafInfo
-    from asyncckpt.reports import ProcessPart as ProcessPart
-    from asyncckpt.reports import Progress as Progress
-    from asyncckpt.reports import ProgressBar as ProgressBar
-    from asyncckpt.reports import ReadItem as ReadItem
-    from asyncckpt.reports import ReadRange as ReadRange
-    from asyncckpt.reports import RestoreReport as RestoreReport
-    from asyncckpt.reports import SaveReport as SaveReport
-    from asyncckpt.reports import Span as Span
-    from asyncckpt.reports import Timeline as Timeline
-    from asyncckpt.reports import VerifyReport as VerifyReport
-    from asyncckpt.reports import progress_bar as progress_bar
-    from asyncckpt.retention import KeepBest as KeepBest
-    from asyncckpt.retention import KeepEvery as KeepEvery
-    from asyncckpt.retention import KeepLast as KeepLast
-    from asyncckpt.retention import Retention as Retention
     from asyncckpt.session.gc import collect_garbage as collect_garbage
     from asyncckpt.session.pending import PendingSave as PendingSave
     from asyncckpt.spec import ArraySpec as ArraySpec
@@ -164,8 +122,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in ("blocking", "torch"):
         return importlib.import_module(f"asyncckpt.{name}")
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(f"asyncckpt.{_EXPORTS[name]}"), name)
+    if name in _LATER:
+        value = getattr(importlib.import_module(f"asyncckpt.{_LATER[name]}"), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'asyncckpt' has no attribute {name!r}")
@@ -180,7 +138,7 @@ class _Package(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _EXPORTS and isinstance(value, ModuleType)):
+        if not (name in _LATER and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

@@ -24,6 +24,7 @@ from typing import (
 from asyncckpt.errors import UsageError
 from asyncckpt.options import STEP_MAX, RestoreOptions, SaveOptions, check_seconds
 from asyncckpt.reports import Progress, RestoreReport
+from asyncckpt.retention import Retention
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +48,19 @@ logger = logging.getLogger("asyncckpt")
 
 # Each is declared once, here. The second item of `Annotated` is its default; the others default to
 # None. `documented` lists them one by one in signatures, `completed` fills in the defaults.
+
+
+class RunArguments(TypedDict, total=False):
+    """Arguments of a `Checkpointer`."""
+
+    keep: Retention | None
+    save_options: SaveOptions | None
+    restore_options: RestoreOptions | None
+    storage_options: Mapping[str, Any] | None
+    coordinator: Annotated[object, "auto"]
+    preemption: Annotated[bool, False]
+    grace_s: float | None
+    takeover: Annotated[bool, False]
 
 
 class LocationArguments(TypedDict, total=False):
@@ -192,16 +206,15 @@ def check_keep(keep: object) -> None:
         raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
 
 
-def check_takeover(takeover: object) -> None:
+def check_switch(name: str, value: object) -> None:
     """Check that this is True or False."""
-    if not isinstance(takeover, bool):
-        raise UsageError(f"takeover={takeover!r}: pass True or False", found=takeover)
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={value!r:.80}: pass True or False", found=value)
 
 
 def check_preemption(preemption: object, grace_s: object) -> None:
     """Check the arguments about preemption."""
-    if not isinstance(preemption, bool):
-        raise UsageError(f"preemption={preemption!r:.80}: pass True or False", found=preemption)
+    check_switch("preemption", preemption)
     check_seconds("grace_s", grace_s)
     if grace_s is not None and not preemption:
         raise UsageError(

@@ -15,6 +15,7 @@ from asyncckpt.arguments import (
     ProgressCallback,
     RestoreArguments,
     RestoreIntoArguments,
+    RunArguments,
     StepSaveArguments,
     checked_callback,
     completed,
@@ -23,10 +24,8 @@ from asyncckpt.arguments import (
 )
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
-from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
 from asyncckpt.restore.rebuild import finish_into, finish_tree
-from asyncckpt.retention import Retention
 from asyncckpt.save.snapshot import tree_nbytes
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.session import Session
@@ -39,30 +38,9 @@ class OpenRun:
 
     _pending: type[PendingSave] = PendingSave
 
-    def __init__(
-        self,
-        root: Location,
-        *,
-        keep: Retention | None = None,
-        save_options: SaveOptions | None = None,
-        restore_options: RestoreOptions | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        coordinator: object = "auto",
-        preemption: bool = False,
-        grace_s: float | None = None,
-        takeover: bool = False,
-    ) -> None:
-        self._session = Session(
-            root,
-            keep=keep,
-            save_options=save_options,
-            restore_options=restore_options,
-            storage_options=storage_options,
-            coordinator=coordinator,
-            preemption=preemption,
-            grace_s=grace_s,
-            takeover=takeover,
-        )
+    @documented
+    def __init__(self, root: Location, **arguments: Unpack[RunArguments]) -> None:
+        self._session = Session(root, **completed(RunArguments, arguments))
 
     def __repr__(self) -> str:
         return f"Checkpointer{self._session!r}"
@@ -93,7 +71,7 @@ class OpenRun:
                 await core.idle()
             except (asyncio.CancelledError, KeyboardInterrupt):
                 for pending in core.saves.pending():
-                    await uninterrupted(pending._aborted())
+                    await pending._job.abort()
                 raise
             finally:
                 await uninterrupted(core.aclose())

@@ -98,17 +98,8 @@ class Runtime:
         return store
 
     def one(self, location: Any, *, direct_io: Any, storage_options: Any) -> tuple[Store, str]:
-        """Return store and name of one checkpoint, whose location may be a pair of both."""
-        if isinstance(location, tuple) and len(location) == 2 and _is_store(location[0]):
-            store, name = location
-            _check_location(store, storage_options)
-            self._stores.append(store)
-            return store, check_name(name)
-        _check_location(location, storage_options)
-        if is_url(location):
-            root, name = split_url(str(location))
-        else:
-            root, name = open_local(_local(location))
+        """Return store and name of one checkpoint; see `place_of`."""
+        root, name = place_of(location, storage_options)
         return self.store(root, direct_io=direct_io, storage_options=storage_options), name
 
     def _objects(self, root: str, storage_options: Any) -> Store:
@@ -143,10 +134,18 @@ class Runtime:
     async def aclose(self) -> None:
         """Release all resources and end all threads. Idempotent."""
         try:
-            if self.engine.usable and not self.engine.abandoned:
+            if self.engine.usable:
                 await self.engine.submit(self.release).wait()
         finally:
             await self.engine.aclose()
+
+
+def place_of(location: Any, storage_options: object) -> tuple[Any, str]:
+    """Return root and name of one checkpoint, whose location may be a pair of store and name."""
+    if isinstance(location, tuple) and len(location) == 2 and _is_store(location[0]):
+        return location[0], check_name(location[1])
+    _check_location(location, storage_options)
+    return split_url(str(location)) if is_url(location) else open_local(_local(location))
 
 
 def reads_in_flight(files: CheckpointFiles, wanted: Any) -> int:

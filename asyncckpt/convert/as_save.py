@@ -127,7 +127,6 @@ async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) 
             stall_first=False,
         ),
         SaveState(),
-        lambda: None,  # no caller waits for the state to be copied
     )
     saved = await save.run(asyncio.Lock())
     same = ("location", "leaf_count", "array_count", "nbytes", "stored_nbytes", "file_count")

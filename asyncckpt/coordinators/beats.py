@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.service import CALL_LIMIT_S
 from asyncckpt.errors import StoreError
-from asyncckpt.flow.engine import Engine, Job, ended
+from asyncckpt.flow.background import BackgroundTask
 
 BEAT_S = 5.0
 """Interval of beats."""
@@ -50,17 +50,13 @@ class Beats:
     itself stopped for a minute does not know about the others yet.
 
     Args:
-        engine: runs the beats.
         group: the processes.
         silence_s: seconds without a new beat after which a process is silent.
         every_s: interval of beats; longer with many processes, shorter with a short `silence_s`.
     """
 
-    def __init__(
-        self, engine: Engine, group: Group, silence_s: float, every_s: float = BEAT_S
-    ) -> None:
+    def __init__(self, group: Group, silence_s: float, every_s: float = BEAT_S) -> None:
         self.group = group
-        self._engine = engine
         self._silence_s = silence_s
         if group.process_count > MANY_PROCESSES:
             every_s = max(every_s, SLOW_BEAT_S)
@@ -69,7 +65,7 @@ class Beats:
         # Silence takes at least two observations, however long this process was stopped.
         self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
         self._rounds = 0
-        self._beating: Job[None] | None = None
+        self._beating: BackgroundTask[None] | None = None
         self._count = 0
         self._reached: dict[str, int] = {}
         self._text = ""
@@ -82,7 +78,7 @@ class Beats:
         """Begin a round; beats go on until all begun rounds have ended."""
         self._rounds += 1
         if self._beating is None:
-            self._beating = self._engine.submit(self.run)
+            self._beating = BackgroundTask(self.run())
 
     async def end(self) -> None:
         """End a round; after the last one, post that this process rests."""
@@ -91,7 +87,7 @@ class Beats:
             return
         beating, self._beating = self._beating, None
         beating.cancel()
-        await ended(beating.future)
+        await beating.settled()
         if not self._rounds:  # none has begun meanwhile
             await self._rest()
 

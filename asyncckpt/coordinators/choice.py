@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 from asyncckpt.arguments import check_coordinator
 from asyncckpt.coordinators.single import SingleCoordinator
@@ -20,14 +19,8 @@ ALONE = (
 )
 
 
-class Processes(NamedTuple):
-    """Index and count of the processes of a runtime."""
-
-    process_index: int
-    process_count: int
-
-    def __str__(self) -> str:
-        return f"process {self.process_index} of {self.process_count}"
+Place = tuple[int, int]
+"""Index and count of the processes of a runtime."""
 
 
 def choose(coordinator: object) -> Coordinator:
@@ -62,10 +55,10 @@ def _automatic() -> Coordinator:
     jax, torch = _jax_processes(), _torch_processes()
     if jax is not None and torch is not None and jax != torch:
         raise UsageError(
-            f"jax.distributed says that this is {jax}, torch.distributed says {torch}: give both "
-            f"runtimes the same ranks, or {ALONE}",
-            expected=tuple(jax),
-            found=tuple(torch),
+            f"jax.distributed says that this is process {jax[0]} of {jax[1]}, torch.distributed "
+            f"says process {torch[0]} of {torch[1]}: give both runtimes the same ranks, or {ALONE}",
+            expected=jax,
+            found=torch,
         )
     if jax is not None:
         from asyncckpt.coordinators.jax import JaxCoordinator
@@ -79,7 +72,7 @@ def _automatic() -> Coordinator:
     return SingleCoordinator()
 
 
-def _jax_processes() -> Processes | None:
+def _jax_processes() -> Place | None:
     """Return the processes of jax.distributed, None unless it was initialised with several."""
     if "jax" not in sys.modules:
         return None
@@ -95,7 +88,7 @@ def _jax_processes() -> Processes | None:
     return _several(initialized_processes())
 
 
-def _torch_processes() -> Processes | None:
+def _torch_processes() -> Place | None:
     """Return the processes of torch.distributed, None unless initialised with several."""
     if "torch.distributed" not in sys.modules:
         return None
@@ -104,8 +97,8 @@ def _torch_processes() -> Processes | None:
     return _several(initialized_processes())
 
 
-def _several(processes: tuple[int, int] | None) -> Processes | None:
-    return Processes(*processes) if processes is not None and processes[1] > 1 else None
+def _several(place: Place | None) -> Place | None:
+    return place if place is not None and place[1] > 1 else None
 
 
 def _check_alone() -> None:

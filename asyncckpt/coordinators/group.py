@@ -62,8 +62,6 @@ class Group:
 
 async def part(group: Group) -> None:
     """Leave the group; the last process to leave deletes its keys."""
-    if group.process_count == 1:
-        return
     await group.coordinator.put(group.key(BYE, str(group.process_index)), b"bye")
     gone = await group.coordinator.list(group.key(BYE))
     if len(gone) == group.process_count:

@@ -87,8 +87,6 @@ async def shake_hands(
     hello = Hello(secrets.token_hex(8), socket.gethostname()[:HOST_LENGTH], os.getpid())
     place = f"{PREFIX}/{hashlib.sha256(root.encode(errors='surrogatepass')).hexdigest()[:32]}"
     meeting = Meeting(coordinator, place, root, opened, hello, arrival_s)
-    if coordinator.process_count == 1:
-        return meeting.group(secrets.token_hex(16), [hello.host])
     if coordinator.process_index == 0:
         return await _Host(meeting).gather()
     return await _join(meeting)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -93,7 +94,9 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
             while True:
                 # Waits take turns in the thread: the more there are, the shorter each turn.
                 slice_s = min(max(end - time.monotonic(), 0.0), self._slice_s / self._waits)
-                value = await self._wait_once(key, slice_s)
+                value = await self.call(
+                    f"wait({key})", partial(JaxService.wait, key=key, timeout_s=slice_s), turn=WAIT
+                )
                 if value is not None or time.monotonic() >= end:
                     return value
         finally:
@@ -104,11 +107,6 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
     ) -> JaxExchange:
         """Return JAX's collectives, launched in the caller's thread, without a time limit."""
         return JaxExchange(self.process_index, self._gathers, in_caller)
-
-    async def _wait_once(self, key: str, slice_s: float) -> bytes | None:
-        return await self.call(
-            f"wait({key})", lambda service: service.wait(key, slice_s), turn=WAIT
-        )
 
 
 class JaxService:

@@ -243,18 +243,19 @@ class Round:
         wanted = self.group.process_count - 1
         self._expect()
         while True:
-            for key, message in self._found.items():
-                if refuse is not None and key.startswith(f"{instead}/"):
-                    raise refuse(int(key.rpartition("/")[2]), message)
-            found = {
-                int(key.rpartition("/")[2]): message
-                for key, message in self._found.items()
-                if key.startswith(f"{what}/")
-            }
+            if refuse is not None:
+                for process, message in self._messages(instead).items():
+                    raise refuse(process, message)
+            found = self._messages(what)
             if len(found) == wanted:
                 return found
             self._changed.clear()
             await self._changed.wait()
+
+    def _messages(self, what: str) -> dict[int, bytes]:
+        """Return the messages of this kind that have been found, by process."""
+        keys = ((key.rpartition("/"), message) for key, message in self._found.items())
+        return {int(process): message for (kind, _, process), message in keys if kind == what}
 
     async def lowest(self, what: str, *, above: int) -> int | None:
         """Return the lowest of the last numbers of all other processes, once it is above a number.
@@ -262,9 +263,7 @@ class Round:
         None if the round has failed.
         """
         while not self.failed:
-            numbers = [
-                int(number) for key, number in self._found.items() if key.startswith(f"{what}/")
-            ]
+            numbers = [int(number) for number in self._messages(what).values()]
             if len(numbers) == self.group.process_count - 1 and min(numbers) > above:
                 return min(numbers)
             self._changed.clear()
@@ -428,14 +427,13 @@ class Round:
 
     def _other_call(self) -> UsageError | None:
         """Return the error for a process that made another call."""
-        for key, name in self._found.items():
-            if key.startswith("name/") and name.decode() != self.name:
-                other = self.group.named(int(key.removeprefix("name/")))
+        for process, name in self._messages("name").items():
+            if (other := name.decode()) != self.name:
                 return UsageError(
-                    f"{other} called {name.decode()} where {self.group.named(0)} called "
-                    f"{self.name}: all processes make the same calls in the same order",
+                    f"{self.group.named(process)} called {other} where {self.group.named(0)} "
+                    f"called {self.name}: all processes make the same calls in the same order",
                     expected=self.name,
-                    found=name.decode(),
+                    found=other,
                 )
         return None
 

@@ -30,11 +30,15 @@ class BackgroundTask(Generic[T]):
         await self.settled()
         return self._task.result()
 
+    def cancel(self) -> None:
+        """Ask it to end."""
+        self._task.cancel()
+
     async def settled(self) -> None:
         """Wait for its end, ignoring its outcome; cancelling the wait does not cancel the task."""
         await asyncio.wait((self._task,))
 
     async def stop(self) -> None:
         """Cancel it and wait for its end, however often the waiter is cancelled."""
-        self._task.cancel()
+        self.cancel()
         await finished(self._task)

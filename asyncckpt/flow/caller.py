@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from asyncckpt.flow.threads import unresolved
+
 T = TypeVar("T")
 
 
@@ -28,7 +30,7 @@ class CallerThread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self.wake: Future[None] = Future()
+        self.wake = unresolved()
 
     async def run(self, function: Callable[[], T]) -> T:
         """Call the function in the thread that waits, and return its result. For the job.
@@ -49,7 +51,7 @@ class CallerThread:
     def serve(self) -> None:
         """Make the pending calls. For the thread that waits, after `wake`."""
         with self._lock:
-            self.wake = Future()
+            self.wake = unresolved()
         while self._calls:
             function, done = self._calls.popleft()
             if not done.set_running_or_notify_cancel():

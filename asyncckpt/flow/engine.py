@@ -42,8 +42,8 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.caller import CallerThread
-from asyncckpt.flow.driver import blocks_here
-from asyncckpt.flow.threads import Workers, finished, seen, thread_error
+from asyncckpt.flow.driver import blocks_here, run_blocking
+from asyncckpt.flow.threads import Workers, finished, seen, thread_error, unresolved
 from asyncckpt.options import ABANDON_S, CLEANUP_S
 
 T = TypeVar("T")
@@ -70,12 +70,13 @@ class Job(Generic[T]):
     Attributes:
         future: resolves when the task has ended.
         caller: makes calls of the coroutine in the thread that waits for it; None for most jobs.
+        drained: the end of the process waits for it, as for a save.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.future: Future[T] = Future()
+        self.future: Future[T] = unresolved()
         self.caller: CallerThread | None = None
-        self.future.set_running_or_notify_cancel()  # only the end of the task resolves it
+        self.drained = False
         self._engine = engine
         self._task: asyncio.Task[T] | None = None
         self._cancelled = False
@@ -91,68 +92,51 @@ class Job(Generic[T]):
     async def wait(self) -> T:
         """Return the job's result.
 
-        Cancellation: cancels the job, waits for its clean-up, then raises `CancelledError`.
+        Cancellation, and Ctrl-C in a thread that blocks: cancels the job, waits for its clean-up,
+        then raises.
+
+        Raises:
+            UsageError: this thread blocks, and is the engine's own; the job was cancelled.
         """
         if blocks_here():
-            return self.result()
-        waiter = asyncio.wrap_future(self.future)
+            self.refuse_own_thread()
         try:
-            await self._attend(waiter)
-        except asyncio.CancelledError:
-            self.cancel()
-            while not waiter.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._attend(waiter)
-            seen(waiter)
+            await self._attend()
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            await self.abort()
             raise
-        return waiter.result()
+        return self.future.result()
 
-    async def _attend(self, waiter: asyncio.Future[T]) -> None:
-        """Wait for the job, and make its calls in this thread."""
-        while self.caller is not None and not waiter.done():
-            woken = asyncio.wrap_future(self.caller.wake)
-            await asyncio.wait((waiter, woken), return_when=asyncio.FIRST_COMPLETED)
-            self.caller.serve()
-        await asyncio.wait((waiter,))
+    def result(self) -> T:
+        """Return the job's result, as `wait`, for callers without a loop."""
+        return run_blocking(self.wait())
 
-    def _attend_blocking(self) -> None:
-        """As `_attend`, for callers without a loop."""
+    async def abort(self) -> None:
+        """Cancel the job and wait for its end, however often the waiter is cancelled.
+
+        A second Ctrl-C abandons its clean-up.
+
+        Raises:
+            UsageError: this thread blocks, and is the engine's own; the job was cancelled.
+        """
+        try:
+            self.cancel()
+            while not self.future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._attend()
+        except KeyboardInterrupt:
+            self._engine.abandoned = True
+            raise
+
+    async def _attend(self) -> None:
+        """Wait for the end of the job, and make its calls in this thread."""
         caller = self.caller
         if caller is not None:
             self.future.add_done_callback(lambda _: caller.poke())
             while not self.future.done():
-                wait_quietly(caller.wake)
+                await ended(caller.wake)
                 caller.serve()
-        wait_quietly(self.future)
-
-    def result(self) -> T:
-        """Return the job's result, for callers without a loop.
-
-        Ctrl-C cancels the job and waits for its clean-up; a second Ctrl-C abandons it.
-
-        Raises:
-            UsageError: this is the engine's own thread; the job was cancelled.
-        """
-        self.refuse_own_thread()
-        try:
-            self._attend_blocking()
-        except KeyboardInterrupt:
-            self.abort()
-            raise
-        return self.future.result()
-
-    def abort(self) -> None:
-        """Cancel the job and wait for its end. Blocking; Ctrl-C abandons its clean-up.
-
-        Raises:
-            UsageError: this is the engine's own thread; the job was cancelled nevertheless.
-        """
-        try:
-            self.cancel()
-            self._attend_blocking()
-        except KeyboardInterrupt:
-            self._engine.abandoned = True
-            raise
+        await ended(self.future)
 
     def refuse_own_thread(self) -> None:
         """Refuse to wait on the engine's own thread for a job that has not ended.
@@ -215,7 +199,6 @@ class Engine:
         self._ending = False
         self.abandoned = False
         self.drain_deadline_s = 0.0
-        self.on_exit: Callable[[], list[Future[Any]]] | None = None
         self.io = Workers(IO_THREADS, f"{name}-io")
         self.compute = Workers(min(COMPUTE_THREADS_MAX, os.cpu_count() or 1), f"{name}-compute")
 
@@ -235,8 +218,9 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        """Whether it has been started and takes jobs."""
-        return self._thread is not None and not (self._closed or self._died or self.forked)
+        """Whether it has been started, takes jobs, and ends them."""
+        ended = self._closed or self._died or self.abandoned or self.forked
+        return self._thread is not None and not ended
 
     @property
     def runs_here(self) -> bool:
@@ -416,8 +400,8 @@ class Engine:
         if self.forked or self._thread is None:
             return
         given_up = self._closed or self.abandoned
-        saves = self.on_exit() if self.on_exit and not given_up else []
-        pending = [save for save in saves if not save.done()]
+        jobs = () if given_up else tuple(self._jobs)
+        pending = [job.future for job in jobs if job.drained and not job.done()]
         if pending:
             _warn(
                 f"{self._name}: the process ends without close(); waiting up to "
@@ -493,6 +477,7 @@ async def ended(future: Future[Any]) -> None:
         await asyncio.wait((waiter,))
     except asyncio.CancelledError:
         waiter.cancel()  # detaches it; only the end of its job resolves the future
+        seen(waiter)
         raise
     waiter.exception()
 

@@ -229,6 +229,13 @@ def called(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
+def unresolved() -> Future[Any]:
+    """Return a future that is not resolved by cancelling a wait for it."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 def seen(waiter: asyncio.Future[Any]) -> None:
     """Mark the outcome as retrieved, so that asyncio does not log it."""
     if not waiter.cancelled():

@@ -13,7 +13,8 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from asyncckpt.arguments import progress_notes
@@ -27,6 +28,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
+from asyncckpt.flow.threads import unresolved
 from asyncckpt.format.record import RECORD_NAME, is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import Attempt, AttemptFiles, CheckpointFiles, Sizes, Store
@@ -48,17 +50,23 @@ logger = logging.getLogger("asyncckpt")
 
 @dataclass(slots=True, eq=False)
 class SaveState:
-    """Visible state of a running save."""
+    """Visible state of a running save; `staged` resolves when every leaf may be mutated."""
 
     stage: str = "plan"
     done_nbytes: int = 0
     total_nbytes: int = 0
     blocked_s: float = 0.0
+    staged: Future[None] = field(default_factory=unresolved)
 
     @property
     def progress(self) -> Progress:
         """Stage and bytes done."""
         return Progress(self.stage, self.done_nbytes, self.total_nbytes)
+
+    def let_go(self, _: object = None) -> None:
+        """Tell the caller that the leaves may be mutated. Idempotent."""
+        if not self.staged.done():
+            self.staged.set_result(None)
 
 
 async def record_of(files: CheckpointFiles) -> bytes | None:
@@ -110,7 +118,6 @@ class Save:
         layouts: layouts of earlier saves.
         request: what is saved.
         state: updated as the save proceeds.
-        staged: called when every leaf may be mutated.
         claim: returns the epoch of the session's claim, which the first save makes.
         retaining: deletes older checkpoints, if anything does.
     """
@@ -120,7 +127,6 @@ class Save:
     layouts: LayoutCache
     request: SaveRequest
     state: SaveState
-    staged: Callable[[], None]
     claim: Callable[[], Coroutine[Any, Any, int]] = no_claim
     retaining: Retaining | None = None
 
@@ -360,7 +366,7 @@ class Save:
         await copied.wait()
         self.state.blocked_s = time.perf_counter() - self.request.begun
         self.state.stage = "upload"
-        self.staged()
+        self.state.let_go()
 
     async def _give_up(self, error: BaseException) -> None:
         """Clean up after a save that ends with this error."""

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Literal
 
 from asyncckpt.errors import UsageError
@@ -132,6 +131,6 @@ def skipped(kind: type[PendingSave], engine: Engine, report: SaveReport) -> Pend
     """Return a save that was skipped because another one was in flight."""
     job: Job[SaveReport] = Job(engine)
     job.future.set_result(report)
-    staged: Future[None] = Future()
-    staged.set_result(None)
-    return kind(job, staged, SaveState(), location=report.location, step=report.step)
+    state = SaveState()
+    state.let_go()
+    return kind(job, state, location=report.location, step=report.step)

@@ -12,13 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.engine import Job, ended, wait_quietly
-from asyncckpt.flow.threads import finished
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.save.save import SaveState
 
@@ -35,16 +33,9 @@ class PendingSave:
     """
 
     def __init__(
-        self,
-        job: Job[SaveReport],
-        staged: Future[None],
-        state: SaveState,
-        *,
-        location: str,
-        step: int | None,
+        self, job: Job[SaveReport], state: SaveState, *, location: str, step: int | None
     ) -> None:
         self._job = job
-        self._staged = staged
         self._state = state
         self._seen = False
         self._listeners: set[object] = set()
@@ -147,27 +138,17 @@ class PendingSave:
             try:
                 if blocks_here():
                     self._job.refuse_own_thread()
-                await ended(self._staged)
+                await ended(self._state.staged)
             except UsageError:  # `refuse_own_thread` has cancelled the save
                 self._seen = True
                 raise
             except (asyncio.CancelledError, KeyboardInterrupt):
                 self._seen = True
-                await self._aborted()
+                await self._job.abort()
                 raise
             if self._job.done() and self._job.future.exception() is not None:
                 self._seen = True
                 self._job.future.result()
-
-    async def _aborted(self) -> None:
-        """Abort the save and wait for its clean-up; in a blocking call, Ctrl-C abandons it."""
-        if blocks_here():
-            self._job.abort()
-            return
-        self._job.cancel()
-        waiter = asyncio.wrap_future(self._job.future)
-        await finished(waiter)
-        waiter.exception()
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

@@ -198,7 +198,7 @@ class Processes:
                 self._runtime.share_host(group.processes_on_host)
                 # Beats also tell which processes have come to a call.
                 every_s = min(BEAT_S, self._arrival_s / 3)
-                self._beats = Beats(self._runtime.engine, group, self._silence_s, every_s)
+                self._beats = Beats(group, self._silence_s, every_s)
             return self._beats
 
     async def release(self) -> None:

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +20,11 @@ from typing import Any
 
 from asyncckpt.errors import (
     CheckpointNotFoundError,
-    ClosedError,
     CorruptCheckpointError,
     FencedError,
     UnsupportedFormatError,
 )
+from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import mapped
 from asyncckpt.format.record import RECORD_TAIL_NBYTES, decode_record
@@ -62,7 +61,6 @@ class Pruner:
         root: where the steps are.
         steps: finds them.
         pinned: names that are being read now, which stay, kept up to date by `Reads`.
-        removing: the last removal of bytes in the background, None before the first.
     """
 
     policy: Retention
@@ -75,8 +73,8 @@ class Pruner:
         self._uses_metrics = uses_metrics(self.policy)
         self._seen: dict[int, Seen] = {}
         self._own: set[int] = set()  # steps that this run has saved
-        self._looking: Job[list[int]] | None = None
-        self.removing: Job[None] | None = None
+        self._looking: BackgroundTask[list[int]] | None = None
+        self._removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
         self._logged: set[str] = set()
 
@@ -85,8 +83,7 @@ class Pruner:
 
         A step that appears meanwhile counts after the next save.
         """
-        with contextlib.suppress(ClosedError):  # the run is about to end
-            self._looking = self.runtime.engine.submit(self.steps.candidates)
+        self._looking = BackgroundTask(self.steps.candidates())
 
     async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
         """Delete the steps that the policy does not keep after a save; never raises.
@@ -123,9 +120,9 @@ class Pruner:
         )
 
     async def settle(self) -> None:
-        """Wait until no bytes are being removed in the background."""
-        if self.removing is not None:
-            await ended(self.removing.future)
+        """Wait until no bytes are being removed in the background. From any thread."""
+        if self._removing is not None:
+            await ended(self._removing.future)
 
     async def _unlist(self, steps: list[int], deleted: list[int], notes: list[str]) -> None:
         removals: list[tuple[int, Removal]] = []
@@ -149,7 +146,7 @@ class Pruner:
                     notes.append(f"step {step} could not be deleted: {error}")
         finally:
             if removals:
-                self.removing = self.runtime.engine.submit(lambda: self._remove(removals))
+                self._removing = self.runtime.engine.submit(lambda: self._remove(removals))
 
     async def _remove(self, removals: Sequence[tuple[int, Removal]]) -> None:
         for step, remove in removals:
@@ -168,7 +165,7 @@ class Pruner:
         """Return the steps to delete, and what a person should know about the decision."""
         known: dict[int, Seen | None] = dict(self._seen)
         looking, self._looking = self._looking, None
-        listed = await (self.steps.candidates() if looking is None else looking.wait())
+        listed = await (self.steps.candidates() if looking is None else looking.result())
         candidates = sorted({*listed, saved})
 
         async def read(step: int) -> None:

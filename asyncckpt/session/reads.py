@@ -181,12 +181,9 @@ class Reads:
         return await self._read("verify", step, verify)
 
     async def _read(self, verb: Verb, step: int | None, read: Read[T]) -> T:
-        if self._root.name:
-            name = self._root.name
-            return await self._read_one(verb, name, None, self._root.store.files(name), read)
-        if step is not None:
-            files = self._root.store.files(str(step))
-            return await self._read_one(verb, str(step), step, files, read)
+        if self._root.name or step is not None:
+            name = self._root.name or str(step)
+            return await self._read_one(verb, name, step, self._root.store.files(name), read)
         newest = await self._steps.newest()
         again = True
         while newest is not None:

@@ -12,8 +12,8 @@ from typing import Any
 from asyncckpt.coordinators.messages import decode_error
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.ports import NotingStore, Store
-from asyncckpt.runtime import Runtime
-from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url, split_url
+from asyncckpt.runtime import Runtime, place_of
+from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url
 
 logger = logging.getLogger("asyncckpt")
 
@@ -46,26 +46,22 @@ class Root:
         direct_io: Any,
         storage_options: Mapping[str, Any] | None,
     ) -> None:
-        self.name = ""
         self.to_sweep = False
         self._runtime = runtime
         self.swept = False
         self._opening = asyncio.Lock()
         self._open_store: Callable[[], Store] | None = None
         given = {"direct_io": direct_io, "storage_options": storage_options}
-        if is_url(location):
-            # Imports libraries and looks up accounts: not on the caller's loop.
-            root, self.name = split_url(str(location)) if one_shot else (str(location), "")
-            url = parse_url(root)
+        root, self.name = place_of(location, storage_options) if one_shot else (location, "")
+        if is_url(root):
+            # Opening imports libraries and looks up accounts: not on the caller's loop.
+            url = parse_url(str(root))
             if not (storage_options or {}).keys() & {"client", "filesystem"}:
                 check_scheme(url)
             self.url = str(url).rstrip("/")
             self._open_store = partial(runtime.store, root, **given)
         else:
-            if one_shot:
-                self.store, self.name = runtime.one(location, **given)
-            else:
-                self.store = runtime.store(location, **given)
+            self.store = runtime.store(root, **given)
             self.url = self.store.url.rstrip("/")
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ from asyncckpt.arguments import (
     check_coordinator,
     check_keep,
     check_preemption,
-    check_takeover,
+    check_switch,
     checked_globs,
     checked_metadata,
     checked_metrics,
@@ -111,7 +111,7 @@ class Session:
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
         check_keep(keep)
         check_coordinator(coordinator)
-        check_takeover(takeover)
+        check_switch("takeover", takeover)
         check_preemption(preemption, grace_s)
         budget = self.save_options.host_memory_nbytes
         if budget is None and one_shot:
@@ -151,7 +151,6 @@ class Session:
         self._settling: Job[None] | None = None
         engine = self.runtime.engine
         engine.drain_deadline_s = self.save_options.exit_deadline_s
-        engine.on_exit = _futures_of(weakref.ref(self))
         weakref.finalize(self, _end, engine).atexit = False
         self.preemption: Preemption | None = None
         if preemption:
@@ -265,20 +264,14 @@ class Session:
     ) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
-        staged: Future[None] = Future()
-        staged.set_running_or_notify_cancel()  # cancelling a wait for it must not resolve it
-
-        def let_go(_: object = None) -> None:
-            if not staged.done():
-                staged.set_result(None)
-
         busy: bool | None = None
         if number is not None and request.stall_first and request.options.on_overlap != "wait":
             busy = bool(self.saves.pending())  # process 0 decides by its own
-        job = self.call(partial(self._save, request, state, let_go, number, busy))
+        job = self.call(partial(self._save, request, state, number, busy))
+        job.drained = True
         # Whatever ends the job also ends the wait for staging.
-        job.future.add_done_callback(let_go)
-        return kind(job, staged, state, location=location, step=request.step)
+        job.future.add_done_callback(state.let_go)
+        return kind(job, state, location=location, step=request.step)
 
     def _checked(self, options: SaveOptions | None) -> SaveOptions:
         """Refuse options that all saves of the session share, so that one save cannot set them."""
@@ -331,13 +324,12 @@ class Session:
         self,
         request: SaveRequest,
         state: SaveState,
-        staged: Callable[[], None],
         number: int | None,
         busy: bool | None,
     ) -> SaveReport:
         store, claim = self.root.store, self.claims.epoch
         pruner = self._pruner if self.processes.leads else None
-        given = (self.runtime, store, self._layouts, request, state, staged, claim, pruner)
+        given = (self.runtime, store, self._layouts, request, state, claim, pruner)
         if number is None:
             save = Save(*given)
         else:
@@ -365,6 +357,7 @@ class Session:
         self.steps.saved(report.step)
         with contextlib.suppress(ClosedError):
             self._settling = self.runtime.engine.submit(self._settle)
+            self._settling.drained = True
         return self._noted(report)
 
     async def _settle(self) -> None:
@@ -434,8 +427,8 @@ class Session:
         while self._refusals:
             await ended(self._refusals.pop())
         await self.settled()
-        if self._pruner is not None and self._pruner.removing is not None:
-            await ended(self._pruner.removing.future)
+        if self._pruner is not None:
+            await self._pruner.settle()
 
     async def settled(self) -> None:
         """Wait until the checkpoints of ended saves are whole for other programs, too.
@@ -452,11 +445,7 @@ class Session:
         """
         engine = self.runtime.engine
         try:
-            with self._closing:
-                first = self._release_job is None
-                if first and engine.usable and not engine.abandoned:
-                    self._release_job = engine.submit(self._release)
-                job = self._release_job
+            job, first = self._released()
             # The engine refuses jobs as soon as one call has ended it below: only one call may
             # submit, and none may end the engine before this job has ended.
             if job is not None and not engine.abandoned:
@@ -469,22 +458,17 @@ class Session:
     def begin_close(self) -> None:
         """Release everything as `aclose`, without waiting for it. From any thread."""
         engine = self.runtime.engine
+        job, first = self._released()
+        if job is not None and first:
+            job.future.add_done_callback(lambda _: engine.begin_close())
+
+    def _released(self) -> tuple[Job[None] | None, bool]:
+        """Return the job that releases everything, if any, and whether this call began it."""
         with self._closing:
-            if self._release_job is not None or not engine.usable or engine.abandoned:
-                return
-            self._release_job = engine.submit(self._release)
-        self._release_job.future.add_done_callback(lambda _: engine.begin_close())
-
-
-def _futures_of(session: weakref.ref[Session]) -> Callable[[], list[Future[Any]]]:
-    def futures() -> list[Future[Any]]:
-        alive = session()
-        if alive is None:
-            return []
-        jobs = [save._job for save in alive.saves.pending()]
-        return [job.future for job in (*jobs, alive._settling) if job is not None]
-
-    return futures
+            first = self._release_job is None
+            if first and self.runtime.engine.usable:
+                self._release_job = self.runtime.engine.submit(self._release)
+            return self._release_job, first
 
 
 def _end(engine: Any) -> None:

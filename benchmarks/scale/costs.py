@@ -16,7 +16,6 @@ from asyncckpt import options
 from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.flow.engine import Engine
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.entries import decode_entries
@@ -164,11 +163,10 @@ def messages(process_count: int) -> Figures:
     values: dict[str, bytes] = {}
     made = [_Counted(values, index, process_count) for index in range(process_count)]
     hosts = ("host",) * process_count
-    engine = Engine("scale")
 
     async def part(index: int) -> None:
         group = Group(made[index], "a" * 32, index, process_count, hosts, "meeting")
-        beats = Beats(engine, group, SILENCE_S)
+        beats = Beats(group, SILENCE_S)
         round_ = Round(beats, "save", 0, arrival_s=SILENCE_S, silence_s=SILENCE_S)
 
         async def together() -> None:
@@ -188,7 +186,6 @@ def messages(process_count: int) -> Figures:
                 tasks.create_task(part(index))
 
     asyncio.run(everybody())
-    engine.close()
     others = made[1:]
     return {
         "posts_per_process": statistics.mean(member.posts for member in others),

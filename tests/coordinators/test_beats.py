@@ -14,7 +14,6 @@ from asyncckpt.coordinators.beats import BEAT_S, SLOW_BEAT_S, Beats
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.service import CALL_LIMIT_S
 from asyncckpt.errors import StoreError
-from asyncckpt.flow.engine import Engine
 from tests.coordinators.members import Member, members
 
 
@@ -41,7 +40,7 @@ def group_of(member: Member) -> Group:
 
 
 def beats_of(count: int, silence_s: float = 60.0) -> list[Beats]:
-    return [Beats(Engine(), group_of(member), silence_s) for member in members(count)]
+    return [Beats(group_of(member), silence_s) for member in members(count)]
 
 
 @asynccontextmanager
@@ -163,18 +162,18 @@ async def test_a_service_without_an_answer_is_silence(clock: Clock) -> None:
 async def test_many_processes_beat_more_slowly_and_cost_one_call() -> None:
     count = 300
     job = members(count)
-    many = [Beats(Engine(), group_of(member), 60.0) for member in job]
+    many = [Beats(group_of(member), 60.0) for member in job]
     assert {each._every_s for each in many} == {SLOW_BEAT_S}
     async with running(*many):
         pass
     assert dict(job[0].calls) == {"put": 1, "list": 1}
     assert dict(job[1].calls) == {"put": 1, "look": 1}
-    assert Beats(Engine(), group_of(members(2)[0]), 60.0)._every_s == BEAT_S
+    assert Beats(group_of(members(2)[0]), 60.0)._every_s == BEAT_S
 
 
 async def test_beats_come_at_their_interval() -> None:
     member = members(2)[0]
-    beats = Beats(Engine(), group_of(member), 60.0, every_s=0.02)
+    beats = Beats(group_of(member), 60.0, every_s=0.02)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.5):
             await beats.run()

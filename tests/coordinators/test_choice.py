@@ -10,7 +10,7 @@ import pytest
 
 from asyncckpt.arguments import check_coordinator
 from asyncckpt.coordinators import choice
-from asyncckpt.coordinators.choice import Processes, choose
+from asyncckpt.coordinators.choice import Place, choose
 from asyncckpt.coordinators.directory import DirectoryCoordinator
 from asyncckpt.coordinators.jax import JaxCoordinator
 from asyncckpt.coordinators.single import SingleCoordinator
@@ -48,7 +48,7 @@ def test_choosing_imports_nothing_and_starts_no_backend() -> None:
     assert out.splitlines() == ["SingleCoordinator()", "[]", "SingleCoordinator() False"]
 
 
-def runtimes(patch: pytest.MonkeyPatch, jax: Processes | None, torch: Processes | None) -> None:
+def runtimes(patch: pytest.MonkeyPatch, jax: Place | None, torch: Place | None) -> None:
     patch.setattr(choice, "_jax_processes", lambda: jax)
     patch.setattr(choice, "_torch_processes", lambda: torch)
     patch.setattr("asyncckpt.coordinators.jax.JaxCoordinator", lambda: "jax")
@@ -56,22 +56,22 @@ def runtimes(patch: pytest.MonkeyPatch, jax: Processes | None, torch: Processes 
 
 
 def test_of_two_runtimes_that_agree_jax_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtimes(monkeypatch, Processes(1, 4), Processes(1, 4))
+    runtimes(monkeypatch, (1, 4), (1, 4))
     assert choose("auto") == "jax"
-    runtimes(monkeypatch, None, Processes(1, 4))
+    runtimes(monkeypatch, None, (1, 4))
     assert choose("auto") == "torch"
 
 
-@pytest.mark.parametrize("torch", [Processes(2, 4), Processes(1, 8)])
+@pytest.mark.parametrize("torch", [(2, 4), (1, 8)])
 def test_two_runtimes_that_disagree_are_refused(
-    monkeypatch: pytest.MonkeyPatch, torch: Processes
+    monkeypatch: pytest.MonkeyPatch, torch: Place
 ) -> None:
-    runtimes(monkeypatch, Processes(1, 4), torch)
+    runtimes(monkeypatch, (1, 4), torch)
     with pytest.raises(
         UsageError, match=r"jax\.distributed says that this is process 1 of 4, "
     ) as e:
         choose("auto")
-    assert f"torch.distributed says {torch}" in str(e.value)
+    assert f"torch.distributed says process {torch[0]} of {torch[1]}" in str(e.value)
     assert isinstance(choose("single"), SingleCoordinator)
 
 

@@ -19,7 +19,6 @@ from asyncckpt.coordinators.directory import DirectoryCoordinator, DirectoryServ
 from asyncckpt.coordinators.group import part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.errors import StoreError, UsageError
-from asyncckpt.flow.engine import Engine
 
 
 def test_it_is_public_and_checks_its_path() -> None:
@@ -162,7 +161,7 @@ async def test_nothing_blocks_the_loop_and_nothing_is_left(
         ]
     groups = [call.result() for call in calls]
     async with asyncio.TaskGroup() as tasks:
-        beats = [Beats(Engine(), group, 60.0, every_s=0.01) for group in groups]
+        beats = [Beats(group, 60.0, every_s=0.01) for group in groups]
         running = [tasks.create_task(each.run()) for each in beats]
         await asyncio.sleep(0.1)
         for task in running:

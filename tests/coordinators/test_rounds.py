@@ -62,7 +62,7 @@ def play(
         async def one(process: int, part: Part) -> Any:
             group = Group(service, "a" * 32, process, COUNT, ("h0", "h1", "h2"), "asyncckpt/x")
             round_ = Round(
-                Beats(engine, group, silence_s, every_s=0.05),
+                Beats(group, silence_s, every_s=0.05),
                 "save",
                 7,
                 name=name if isinstance(name, str) else name[process],
@@ -395,7 +395,7 @@ def test_a_round_that_begins_while_another_one_ends_is_heard(engine: Engine) -> 
     async def both() -> str:
         service = SingleCoordinator()
         group = Group(service, "a" * 32, 0, 2, ("h", "h"), "asyncckpt/x")
-        beats = Beats(engine, group, 20.0, every_s=0.05)
+        beats = Beats(group, 20.0, every_s=0.05)
         beats.begin()
         beats.reached("save", 1)
         ending = asyncio.create_task(beats.end())
@@ -417,7 +417,7 @@ def test_a_process_that_was_left_behind_learns_that_the_outcome_is_unknown(engin
         groups = [
             Group(service, "a" * 32, process, 2, ("h0", "h1"), "asyncckpt/x") for process in (0, 1)
         ]
-        ahead, behind = (Beats(engine, group, 20.0, every_s=0.05) for group in groups)
+        ahead, behind = (Beats(group, 20.0, every_s=0.05) for group in groups)
         round_ = Round(behind, "save", 7, arrival_s=20.0, silence_s=20.0)
         ahead.begin()
         ahead.reached("save", 9)

@@ -16,6 +16,7 @@ import pytest
 
 from asyncckpt.errors import ClosedError, EngineDiedError, ResourceError, UsageError
 from asyncckpt.flow import engine as module
+from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import Engine, Job, wait_quietly
 from tests import children
 
@@ -237,7 +238,7 @@ async def test_the_engine_does_not_need_the_callers_loop(engine: Engine) -> None
 WAITS: list[tuple[str, bool, Callable[[Engine, Job[Any]], Any]]] = [
     # Those who own the job cancel it: nobody else waits for it.
     ("result", True, lambda _, job: job.result()),
-    ("abort", True, lambda _, job: job.abort()),
+    ("abort", True, lambda _, job: run_blocking(job.abort())),
     ("refuse", True, lambda _, job: job.refuse_own_thread()),
     ("wait", False, lambda _, job: wait_quietly(job.future)),
     ("timeout", False, lambda _, job: wait_quietly(job.future, 30)),
@@ -312,7 +313,7 @@ def test_a_drained_engine_ends_within_its_deadline(caplog: pytest.LogCaptureFixt
     job = engine.submit(step)
     assert step.reached.wait(30)
     engine.drain_deadline_s = 0.1
-    engine.on_exit = lambda: [job.future]
+    job.drained = True
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING, "asyncckpt"), pytest.warns(RuntimeWarning) as warned:
         engine.drain()  # the job's clean-up hangs, too

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -26,7 +25,7 @@ ENGINE = Engine("not started")
 
 def running(step: int) -> PendingSave:
     job: Job[SaveReport] = Job(ENGINE)
-    return PendingSave(job, Future(), SaveState(), location="here", step=step)
+    return PendingSave(job, SaveState(), location="here", step=step)
 
 
 def fail(pending: PendingSave) -> None:
@@ -154,7 +153,7 @@ async def test_a_failure_that_a_thread_waits_for_is_raised_by_nobody_else(
     wait: Callable[[BlockingPendingSave], object],
 ) -> None:
     saves = InFlight()
-    pending = BlockingPendingSave(Job(ENGINE), Future(), SaveState(), location="here", step=1)
+    pending = BlockingPendingSave(Job(ENGINE), SaveState(), location="here", step=1)
     saves.add(pending)
     waiting = in_thread(lambda: wait(pending))
     while not pending._listeners:
@@ -162,7 +161,7 @@ async def test_a_failure_that_a_thread_waits_for_is_raised_by_nobody_else(
     looked: list[BaseException | None] = []
     pending._job.future.add_done_callback(lambda _: looked.append(saves.unseen_error()))
     fail(pending)  # a look at this very moment finds nothing
-    pending._staged.set_result(None)
+    pending._state.staged.set_result(None)
     with pytest.raises(StoreError, match="step 1"):
         await waiting
     assert looked == [None] and saves.unseen_error() is None
@@ -170,7 +169,7 @@ async def test_a_failure_that_a_thread_waits_for_is_raised_by_nobody_else(
 
 def test_a_failure_is_left_to_others_by_a_thread_whose_time_is_up() -> None:
     saves = InFlight()
-    pending = BlockingPendingSave(Job(ENGINE), Future(), SaveState(), location="here", step=1)
+    pending = BlockingPendingSave(Job(ENGINE), SaveState(), location="here", step=1)
     saves.add(pending)
     with pytest.raises(TimeoutError):
         pending.result(0.0)
@@ -184,7 +183,7 @@ async def test_a_failure_while_staging_is_raised_by_nobody_else() -> None:
     starting = asyncio.create_task(pending._wait_staged())
     await asyncio.sleep(0)
     fail(pending)
-    pending._staged.set_result(None)
+    pending._state.staged.set_result(None)
     assert await asyncio.to_thread(saves.unseen_error) is None
     with pytest.raises(StoreError, match="step 1"):
         await starting
