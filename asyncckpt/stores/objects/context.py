@@ -96,7 +96,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.requests)
-        self.probes = Probes(self.requests)
+        self.probes = Probes(self.requests, google=self.google)
 
     async def read_record(self, name: str, *, max_nbytes: int = MAX_RECORD_NBYTES) -> Record | None:
         """Return what is at the record's key now; None if nothing is. Raises `RequestError`.

@@ -24,6 +24,9 @@ log = logging.getLogger("asyncckpt.stores")
 REMOVE_S = 120.0
 """Longest time for the removal of a probe; one that stays behind does no harm."""
 
+WRITE_SPACING_S = 1.1
+"""Time between writes of one object on Google's store, which accepts one per second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
@@ -43,15 +46,14 @@ class Conditions:
 class Probes:
     """The probes of one store, each made once, when it is first needed.
 
-    Google's store accepts one write of an object per second, and refuses others, which are tried
-    again.
-
     Args:
         requests: of the store.
+        google: leave time between two writes of one object.
     """
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, *, google: bool) -> None:
         self._requests = requests
+        self._spacing_s = WRITE_SPACING_S if google else 0.0
         self._creates: bool | None = None if requests.traits.conditional_create else False
         self._begun: BackgroundTask[bool] | None = None
         self._versions: tuple[bool, bool] | None = None
@@ -104,8 +106,7 @@ class Probes:
         async with self._object() as key:
             # "exists" to the first one is an answer too: it refuses what an earlier try created.
             try:
-                refused = not await requests.create(key, b"1")
-                refused = refused or not await requests.create(key, b"2")
+                refused = not await requests.create(key, b"1") or await self._refuses_second(key)
             except RequestError as error:
                 if error.kind != "invalid":
                     raise
@@ -132,6 +133,7 @@ class Probes:
         async with self._object() as key:
             await requests.replace(key, b"1")
             stale = await requests.version(key)
+            await asyncio.sleep(self._spacing_s)
             if traits.conditional_replace:
                 try:
                     await requests.replace(key, b"2", version=stale)
@@ -156,9 +158,33 @@ class Probes:
         finally:
             try:
                 async with self._requests.cleaning_up(REMOVE_S):
-                    await self._requests.delete([key])
+                    await self._remove(key)
             except (TimeoutError, RequestError) as error:
                 log.debug("%s is left behind: %r", self._requests.location(key), error)
+
+    # The next two first go straight to the client: that a store takes one write of an object per
+    # second says nothing about how many requests it takes.
+
+    async def _refuses_second(self, key: str) -> bool:
+        requests = self._requests
+        try:
+            async with asyncio.timeout(requests.policy.timeout_s):
+                await requests.client.put(key, b"2", create=True)
+        except (TimeoutError, RequestError) as error:
+            if isinstance(error, RequestError) and error.kind in ("exists", "invalid"):
+                return error.kind == "exists"
+            await asyncio.sleep(self._spacing_s)
+            return not await requests.create(key, b"2")
+        return False
+
+    async def _remove(self, key: str) -> None:
+        requests = self._requests
+        try:
+            async with asyncio.timeout(requests.policy.timeout_s):
+                await requests.client.delete([key])
+        except (TimeoutError, RequestError):
+            await asyncio.sleep(self._spacing_s)
+            await requests.delete([key])
 
 
 async def _is_stale(request: Awaitable[None]) -> bool:
