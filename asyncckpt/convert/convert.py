@@ -191,14 +191,15 @@ async def _convert(target: Target, reader: LeafReader, begun: float) -> ConvertR
     taken = await target.runtime.engine.compute.run(capture_stored, reader)
     write = write_files if target.format == "safetensors" else write_checkpoint
     facts = await write(target, reader, taken)
+    arrays = [leaf for leaf, pieces in enumerate(reader.pieces) if pieces]
     unverified = [
         taken.paths[leaf]
-        for leaf in taken.array_leaf
+        for leaf in arrays
         if not opened.is_verified(piece.array for piece in reader.pieces[leaf])
     ]
     notes = [*facts.pop("notes", ()), *opened.notes]
     if unverified:
-        notes.append(opened.unverified_note(len(unverified), len(taken.array_leaf)))
+        notes.append(opened.unverified_note(len(unverified), len(arrays)))
     large = max((storage.chunk_nbytes for storage in opened.storages), default=0)
     if large > reader.cache_nbytes:
         notes.append(

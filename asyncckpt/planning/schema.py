@@ -26,7 +26,7 @@ from asyncckpt.tree import Structure
 SCHEMA_VERSION = 3
 
 MAX_SCHEMA_NBYTES = 256 << 20
-"""A longer schema is not parsed; one of 100,000 leaves has 10 MiB."""
+"""A longer schema is not parsed; one of 100,000 leaves that all differ has 25 MiB."""
 
 NBYTES_PER_VALUE = 2
 """Bytes per value of the densest JSON documents; schemas have more."""
@@ -84,10 +84,17 @@ def schema_digest(schema: Schema) -> str:
 def encode_schema(schema: Schema) -> bytes:
     """Return the schema as bytes for other processes; equal schemas have equal bytes.
 
-    Equal leaves, as most are, are written once, and referred to by number.
+    Leaves that are equal but for their ties, as most are, are written once, and referred to by
+    number.
     """
     kinds: dict[SchemaLeaf, int] = {}
-    numbers = [kinds.setdefault(leaf, len(kinds)) for leaf in schema.leaves]
+    numbers: list[int] = []
+    tied: list[tuple[int, int]] = []
+    for leaf in schema.leaves:
+        if leaf.tied_to is not None:
+            tied.append((len(numbers), leaf.tied_to))
+            leaf = dataclasses.replace(leaf, tied_to=None)
+        numbers.append(kinds.setdefault(leaf, len(kinds)))
     document = {
         "version": SCHEMA_VERSION,
         "planner": PLANNER_VERSION,
@@ -95,6 +102,7 @@ def encode_schema(schema: Schema) -> bytes:
         "tree": schema.structure.to_json(),
         "leaves": numbers,
         "kinds": list(kinds),
+        "tied": tied,
     }
     text = json.dumps(
         document, default=_fields, sort_keys=True, separators=(",", ":"), allow_nan=False
@@ -139,16 +147,17 @@ def _schema(document: Any) -> Schema:
         if document[name] != expected:
             raise ValueError(f"{name} is {document[name]!r:.40}, this library's is {expected}")
     kinds = [_leaf(**item) for item in document["kinds"]]
-    leaves = tuple([kinds[number] for number in _lengths(document["leaves"])])
-    for number, leaf in enumerate(leaves):
-        if leaf.tied_to is not None and leaf.tied_to not in range(number):
-            raise ValueError(f"leaf {number} is tied to {leaf.tied_to}")
+    leaves = [kinds[number] for number in _lengths(document["leaves"])]
+    for number, source in map(_lengths, document["tied"]):
+        if source >= number:
+            raise ValueError(f"leaf {number} is tied to {source}")
+        leaves[number] = dataclasses.replace(leaves[number], tied_to=source)
     structure = Structure.from_json(document["tree"])
     if structure.leaf_count != len(leaves):
         raise ValueError(f"{structure.leaf_count} leaves in the tree, {len(leaves)} described")
     if not isinstance(document["options"], dict):
         raise TypeError("'options' is not an object")
-    return Schema(structure, leaves, document["options"])
+    return Schema(structure, tuple(leaves), document["options"])
 
 
 def _leaf(
@@ -164,12 +173,14 @@ def _leaf(
 ) -> SchemaLeaf:
     if not isinstance(partial, bool):
         raise TypeError(f"{partial!r:.40} is not a boolean")
+    if tied_to is not None:
+        raise ValueError(f"a kind of leaves is tied to {tied_to!r:.40}")
     return SchemaLeaf(
         _text(kind),
         None if spec is None else _spec(**spec),
         None if options is None else _leaf_options(**options),
         _text(extra),
-        None if tied_to is None else _integer(tied_to),
+        None,
         None if partition is None else _partition(**partition),
         None if boxes is None else tuple([_box(**box) for box in boxes]),
         partial,

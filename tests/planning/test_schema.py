@@ -109,6 +109,18 @@ def test_the_digest_does_not_depend_on_the_hash_seed() -> None:
     assert outputs == {schema_digest(SCHEMA)}
 
 
+def test_a_tied_leaf_costs_a_few_bytes() -> None:
+    """Also one that thousands of processes hold, as all copies of sharded parameters are."""
+    partition = Partition((64,), "mesh 4096", tuple(range(4096)))
+    leaf = SchemaLeaf("jax", ArraySpec((4096, 64), "float32"), partition=partition)
+    tied = [dataclasses.replace(leaf, tied_to=number) for number in range(500)]
+    schema = Schema(flatten([0] * 1000).structure, (*[leaf] * 500, *tied))
+    data = encode_schema(schema)
+    assert decode_schema(data, file="x") == schema
+    once = encode_schema(Schema(flatten([0]).structure, (leaf,)))
+    assert len(data) < len(once) + 40 * 1000
+
+
 DOCUMENT = json.loads(encode_schema(SCHEMA))
 
 
@@ -127,9 +139,12 @@ WRONG = {
     "another planner": {**DOCUMENT, "planner": 1},
     "no tree": {key: value for key, value in DOCUMENT.items() if key != "tree"},
     "fewer leaves than the tree": {**DOCUMENT, "leaves": DOCUMENT["leaves"][:-1]},
-    "a tie forward": with_kind(0, tied_to=3),
-    "a tie to itself": with_kind(0, tied_to=0),
-    "a negative tie": with_kind(2, tied_to=-1),
+    "a tie forward": {**DOCUMENT, "tied": [[0, 3]]},
+    "a tie to itself": {**DOCUMENT, "tied": [[0, 0]]},
+    "a negative tie": {**DOCUMENT, "tied": [[2, -1]]},
+    "a tie of no leaf": {**DOCUMENT, "tied": [[6, 0]]},
+    "half a tie": {**DOCUMENT, "tied": [[2]]},
+    "a tied kind": with_kind(1, tied_to=0),
     "a number of no kind": {**DOCUMENT, "kinds": DOCUMENT["kinds"][:-1]},
     "a negative number": {**DOCUMENT, "leaves": [-2, *DOCUMENT["leaves"][1:]]},
     "a kind that is no text": with_kind(0, kind=3),
