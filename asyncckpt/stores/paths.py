@@ -99,15 +99,16 @@ def clipped(name: str) -> str:
     return os.fsencode(name)[:_NAME_NBYTES].decode("utf-8", "ignore")
 
 
-def check_name(name: str) -> str:
+def check_name(name: object) -> str:
     """Return the name, or raise `UsageError` unless it is one path part and not reserved."""
-    if not name or "/" in name or "\0" in name or name in (".", "..", CONTROL):
+    text = name if isinstance(name, str) else ""
+    if path_parts(text) != (text,) or text == CONTROL:
         raise UsageError(
             f"{name!r} cannot name a checkpoint: pass one path part, not empty, "
             f"'.', '..' or {CONTROL!r}",
             found=name,
         )
-    return name
+    return text
 
 
 def check_save_id(save_id: str) -> None:

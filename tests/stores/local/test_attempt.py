@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import asyncckpt
 from asyncckpt.errors import (
     CheckpointExistsError,
     SaveError,
@@ -199,6 +200,14 @@ def test_a_one_shot_location_is_a_name_in_its_parent(tmp_path: Path) -> None:
     for location in ("/", f"{tmp_path}/.asyncckpt"):
         with pytest.raises(UsageError, match="cannot name a checkpoint"):
             open_local(location)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".", "..", "a\0", ".asyncckpt", 5, None])
+async def test_what_is_no_name_is_refused(store: LocalStore, name: Any) -> None:
+    with pytest.raises(UsageError, match="cannot name a checkpoint"):
+        await store.begin(name, "a")
+    with pytest.raises(UsageError, match="cannot name a checkpoint"):
+        await asyncckpt.save((store, name), {"w": 1})
 
 
 async def test_long_names_are_saved(store: LocalStore) -> None:

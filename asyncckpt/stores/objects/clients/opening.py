@@ -357,13 +357,17 @@ def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
     )
 
 
-def _uncached(kind: Any, **arguments: Any) -> Any:
+def _uncached(kind: Any, /, **arguments: Any) -> Any:
     """Return a new filesystem that keeps no listings.
 
     Without an argument: some filesystems pass those that they do not know on to their library.
     """
+    from fsspec.dircache import DirCache
+
     filesystem = kind(**arguments)
-    filesystem.dircache.use_listings_cache = False
+    cache = getattr(filesystem, "dircache", None)
+    if isinstance(cache, DirCache):
+        cache.use_listings_cache = False
     return filesystem
 
 

@@ -182,6 +182,21 @@ def test_a_filesystem_gets_the_users_arguments_alone_and_keeps_no_listings() -> 
             assert ckpt.steps() == list(range(step + 1))
 
 
+class Plain(Strict):
+    """A filesystem with a cache of its own, and an option of any name."""
+
+    protocol = "strict"
+
+    def __init__(self, *, kind: str) -> None:
+        super().__init__(user=kind)
+        self.dircache = {}
+
+
+def test_a_filesystem_may_have_a_cache_of_its_own_and_any_options() -> None:
+    fsspec.register_implementation("strict", Plain, clobber=True)
+    blocking.save("strict://test/plain", {"w": [1.0]}, storage_options={"kind": "mine"})
+
+
 async def test_the_caller_of_a_checkpointer_does_not_wait_for_its_client(
     monkeypatch: pytest.MonkeyPatch, sim: Simulator
 ) -> None:
