@@ -24,7 +24,7 @@ from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import check_parts, held_parts, selection
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
-from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, tensor_view
+from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, of_kind, tensor_view
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box, Partition, array_spec
@@ -320,9 +320,7 @@ def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
         with torch.no_grad():
             made = torch.empty_like(like)
             made.to_local().copy_(local)
-    if isinstance(like, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=like.requires_grad)
-    return made.requires_grad_(like.requires_grad)
+    return of_kind(made, like)
 
 
 def _fill(tensor: torch.Tensor, division: Division, parts: Sequence[npt.NDArray[Any]]) -> None:

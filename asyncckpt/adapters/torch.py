@@ -48,6 +48,15 @@ NumPy's own type codes have no bfloat16 and float8: integers carry their bits.""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+def of_kind(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor as a parameter or buffer if `like` is one, with its `requires_grad`."""
+    if isinstance(like, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
+    if isinstance(like, torch.nn.Buffer):
+        return torch.nn.Buffer(tensor, persistent=like.persistent)
+    return tensor.requires_grad_(like.requires_grad)
+
+
 class TorchAdapter:
     """`torch.Tensor` and `Parameter`; requires_grad is taken from the target and not saved.
 
@@ -144,11 +153,7 @@ class TorchAdapter:
         if not like.is_cpu and not like.is_meta:
             tensor = tensor.to(like.device)
         check_values(target.path, target.spec, tuple(tensor.shape), _NAMES[tensor.dtype])
-        if isinstance(like, torch.nn.Parameter):
-            return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
-        if isinstance(like, torch.nn.Buffer):
-            return torch.nn.Buffer(tensor, persistent=like.persistent)
-        return tensor.requires_grad_(like.requires_grad)
+        return of_kind(tensor, like)
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         if dtype in TORCH_DTYPES:

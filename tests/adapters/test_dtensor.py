@@ -239,11 +239,15 @@ def test_a_target_is_checked_and_its_kind_is_kept() -> None:
         mesh = init_device_mesh("cpu", (2,))
         plain = distribute_tensor(numbered(4), mesh, [Shard(0)], src_data_rank=None)
         frozen = torch.nn.Parameter(plain, requires_grad=False)
-        for like in (plain, frozen, torch.nn.Parameter(plain), plain.clone().requires_grad_()):
+        buffer = torch.nn.Buffer(plain.clone(), persistent=False)
+        parameter = torch.nn.Parameter(plain)
+        for like in (plain, frozen, parameter, plain.clone().requires_grad_(), buffer):
             target = adapter.target("a/b", like, in_place=False)
             made = adapter.place(target, [np.zeros(2, np.float32)])
             assert isinstance(made, torch.nn.Parameter) == isinstance(like, torch.nn.Parameter)
             assert made.requires_grad == like.requires_grad
+            assert isinstance(made, torch.nn.Buffer) == (like is buffer)
+            assert not getattr(made, "persistent", False)
             with pytest.raises(errors.ShapeMismatchError, match=r"^a/b: "):
                 adapter.place(target, [np.zeros(3, np.float32)])
             with pytest.raises(errors.DtypeMismatchError, match=r"^a/b: "):

@@ -280,7 +280,7 @@ class Publication:
         """
         self._retried = True
         found = await self.context.read_record(self.name)
-        if (found and found.data) != (old and old.data):
+        if found != old:
             return False
         self._deleted = found is None and not await self._has_witness()
         return not self._deleted
