@@ -88,7 +88,7 @@ _LATER = {
 }
 """Names that are imported at first use, because their modules import NumPy and more."""
 
-_imported = {name: getattr(value, "__module__", "") for name, value in globals().items()}
+_imported = {name: getattr(value, "__module__", "") for name, value in list(globals().items())}
 # Not `torch`: `from asyncckpt import *` must work without PyTorch.
 __all__ = [name for name, module in _imported.items() if module.startswith("asyncckpt.")]
 __all__ += [*_LATER, "__version__", "blocking"]
