@@ -111,7 +111,7 @@ def _engine_threads() -> set[str]:
     }
 
 
-def _open_files() -> set[str]:
+def open_files() -> set[str]:
     """The descriptors of this process with what they refer to."""
     directory = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
     found = set()
@@ -127,7 +127,7 @@ def _open_files() -> set[str]:
     return found
 
 
-def _pending_tasks() -> dict[int, str]:
+def pending_tasks() -> dict[int, str]:
     return {
         id(task): repr(task)
         for task in gc.get_objects()
@@ -142,11 +142,11 @@ def nothing_left_behind() -> Iterator[None]:
     What is initialised once per process (a framework's backend, say) has to be so before it.
     """
     gc.collect()
-    threads, files, tasks = _engine_threads(), _open_files(), _pending_tasks()
+    threads, files, tasks = _engine_threads(), open_files(), pending_tasks()
     yield
     gc.collect()
     left = [f"thread {name}" for name in sorted(_engine_threads() - threads)]
-    left += [f"descriptor {name}" for name in sorted(_open_files() - files)]
-    left += [f"task {text}" for key, text in _pending_tasks().items() if key not in tasks]
+    left += [f"descriptor {name}" for name in sorted(open_files() - files)]
+    left += [f"task {text}" for key, text in pending_tasks().items() if key not in tasks]
     if left:
         pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)

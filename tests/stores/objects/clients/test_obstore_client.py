@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import resource
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from asyncckpt.stores.objects.clients.obstore_client import (
 )
 from tests.simulator import LOOPBACK, Fault, Gate, Simulator, simulator
 from tests.stores.objects.clients.opened import obstore_from
-from tests.watch import nothing_left_behind
+from tests.watch import nothing_left_behind, open_files, pending_tasks
 
 BODY_NBYTES = 48 * MIB
 """Far more than the buffers of a connection hold on both sides."""
@@ -305,12 +304,12 @@ async def test_a_closed_client_leaves_no_connection_and_no_thread(sim: Simulator
         await client.close()
 
     await use()  # the threads of obstore are for the life of the process
-    descriptors = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
-    files, threads = len(os.listdir(descriptors)), threading.active_count()
+    files, tasks, threads = open_files(), pending_tasks(), threading.active_count()
     with nothing_left_behind():
         for _ in range(5):
             await use()
-        await until(lambda: len(os.listdir(descriptors)) <= files)
+        # The service closes its side of a connection when it sees that ours is closed.
+        await until(lambda: open_files() <= files and pending_tasks().keys() <= tasks.keys())
     assert threading.active_count() <= threads
 
 
