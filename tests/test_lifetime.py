@@ -280,16 +280,23 @@ def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
 def test_a_process_that_ends_without_close_finishes_its_saves_and_warns(tmp_path: Path) -> None:
     child = children.start(
         """
-        import sys, time
+        import sys, threading, warnings
         import numpy as np
         from asyncckpt import blocking
         from asyncckpt.stores.local import publish
 
-        def slowly(*names, rename=publish.rename_noreplace):
-            time.sleep(1)  # the process reaches its end meanwhile
-            rename(*names)
+        warned = threading.Event()
 
-        publish.rename_noreplace = slowly
+        def show(*args, shown=warnings.showwarning):
+            shown(*args)
+            warned.set()
+
+        def late(source, target, rename=publish.rename_noreplace):
+            assert target.endswith("1") or warned.wait(30)
+            rename(source, target)
+
+        warnings.showwarning = show
+        publish.rename_noreplace = late
         ckpt = blocking.Checkpointer(sys.argv[1])
         ckpt.start_save(1, {"w": np.arange(2_000_000.0)})
         ckpt.start_save(2, {"w": np.arange(2_000_000.0)})
