@@ -98,6 +98,10 @@ class Retaining(Protocol):
     def look(self) -> None:
         """Begin to look for older checkpoints: the save is about to be committed."""
 
+    async def forget(self) -> None:
+        """End the look: the save has failed. Waits for it, through cancellations."""
+        ...
+
     async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
         """Delete older checkpoints; must not raise.
 
@@ -229,6 +233,8 @@ class Save:
                 made = await self._conclude(made)
             self._others = made.timelines
         except BaseException as error:
+            if self.retaining is not None:
+                await self.retaining.forget()
             await self._give_up(error)
             raise
         state.done_nbytes = state.total_nbytes

@@ -85,6 +85,12 @@ class Pruner:
         """
         self._looking = BackgroundTask(self.steps.candidates())
 
+    async def forget(self) -> None:
+        """End the listing. As `Retaining.forget`."""
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            await looking.stop()
+
     async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
         """Delete the steps that the policy does not keep after a save; never raises.
 

@@ -158,14 +158,30 @@ async def test_steps_are_listed_while_the_save_is_published(tmp_path: Path) -> N
     async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
         await save(ckpt, 1)
         script = Script(ckpt)
-        publish = script.hold("publish")
+        publish, names = script.hold("publish"), script.hold("names")
         saving = asyncio.create_task(save(ckpt, 2))
+        await names.reached()
         await publish.reached()
-        while not script.count("names"):
-            await asyncio.sleep(0.005)
+        names.go()
         publish.go()
         assert (await saving).deleted_steps == (1,)
         assert script.count("names") == 1
+
+
+async def test_a_save_that_fails_ends_the_listing_of_steps(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await save(ckpt, 1)
+        script = Script(ckpt)
+        publish, names = script.hold("publish"), script.hold("names")
+        saving = asyncio.create_task(save(ckpt, 2))
+        await names.reached()  # and held: nothing but the save ends it
+        await publish.reached()
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        tasks = asyncio.all_tasks(ckpt._session.runtime.engine._loop)
+        assert not [task for task in tasks if "candidates" in repr(task)]
+        assert (await save(ckpt, 3)).deleted_steps == (1,)
 
 
 async def test_a_failed_listing_deletes_nothing_and_is_told(tmp_path: Path) -> None:
