@@ -150,32 +150,30 @@ def remove_dead_owner_files(attempt: str, machine: Machine, root: str) -> None:
 def is_locked(path: str) -> bool:
     """Return whether a process holds the lock of an owner file, where locks work."""
     try:
-        with _looked_at(path) as (_, locked):
-            return locked is False
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     except OSError:  # another user's
         return True
+    try:
+        return try_lock(fd, shared=True) is False
+    finally:
+        unlock(fd)
+        os.close(fd)
 
 
 def _is_dead(path: str, machine: Machine, root: str) -> bool:
     try:
-        with _looked_at(path) as (fd, locked):
-            owner = None if locked is False else parse_owner(fd)
-            # Torn: its process was killed while writing it, or is writing it and will look again.
-            return locked is True if owner is None else owner.is_dead(machine, locked, root)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def _looked_at(path: str) -> Iterator[tuple[int, bool | None]]:
-    """Open an owner file; yield it, and whether it has a shared lock, as `try_lock` says."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        yield fd, try_lock(fd, shared=True)
+        locked = try_lock(fd, shared=True)
+        owner = None if locked is False else parse_owner(fd)
+        # Torn: its process was killed while writing it, or is writing it and will look again.
+        return locked is True if owner is None else owner.is_dead(machine, locked, root)
     finally:
         unlock(fd)
         os.close(fd)
