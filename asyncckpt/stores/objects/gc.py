@@ -110,9 +110,7 @@ async def _checkpoint(
     old = [entry.key for entry in listed if _is_older(entry, before_s)]
     key = join(name, RECORD)
     fenced = record is not None and key in old and not await context.counts(record)
-    if fenced:
-        if not dry_run:
-            await delete_record(context, name, version)
+    if fenced and (dry_run or await delete_record(context, name, version)):
         removed.append(key)
     ours = [key for key in old if owner(key.removeprefix(f"{name}/")) is not None]
     for first in range(0, len(ours), KEYS_PER_DELETION):

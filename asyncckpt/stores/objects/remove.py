@@ -55,8 +55,8 @@ async def read_version(
     return record, None if record is None else version
 
 
-async def delete_record(context: Context, name: str, version: str | None) -> None:
-    """Delete the record, unless it has another version than this one (None: any).
+async def delete_record(context: Context, name: str, version: str | None) -> bool:
+    """Delete the record; return False if it has another version than this one (None: any).
 
     Raises:
         RequestError: it could not be deleted.
@@ -64,12 +64,14 @@ async def delete_record(context: Context, name: str, version: str | None) -> Non
     key = join(name, RECORD)
     if version is None:
         await context.requests.delete([key])
-        return
+        return True
     try:
         await context.requests.delete_version(key, version)
     except RequestError as error:
         if error.kind not in ("exists", "missing"):
             raise
+        return False
+    return True
 
 
 async def unlist(context: Context, name: str, epoch: int, seal: bytes = b"") -> Removal:
