@@ -28,6 +28,7 @@ from asyncckpt.stores.objects.clients.obstore_client import (
     ObstoreClient,
     obstore_client,
 )
+from tests import children
 from tests.simulator import LOOPBACK, Fault, Gate, Simulator, simulator
 from tests.stores.objects.clients.opened import obstore_from
 from tests.watch import nothing_left_behind, open_files, pending_tasks
@@ -378,3 +379,28 @@ async def test_a_store_object_keeps_its_options_but_not_its_retries(sim: Simulat
     await client.put("a", b"x")
     assert sim.objects() == {"own/below/a": b"x"}
     await client.close()
+
+
+ENDS_AT_ONCE = """
+import asyncio, os, sys
+from obstore.store import S3Store
+from asyncckpt.stores.objects.clients.obstore_client import obstore_client
+
+async def main():
+    config = {"endpoint": sys.argv[1], "access_key_id": "key", "secret_access_key": "secret",
+              "region": "us-east-1", "virtual_hosted_style_request": "false"}
+    client = obstore_client(S3Store("bucket", config=config, client_options={"allow_http": True}))
+    await client.put("key", b"body")
+
+children = []
+while len(children) < 50 and (pid := os.fork()):
+    children.append(pid)
+if len(children) == 50:
+    print([os.waitpid(pid, 0)[1] for pid in children])
+else:
+    asyncio.run(main())
+"""
+
+
+def test_a_process_that_ends_right_after_a_request_is_not_aborted(sim: Simulator) -> None:
+    assert children.output(ENDS_AT_ONCE, sim.s3_endpoint) == f"{[0] * 50}\n"

@@ -17,6 +17,7 @@ from tests.stores.objects.hasty import HASTY
 from tests.stores.objects.scripted import (
     AT_ONCE,
     SHORT,
+    TURNS,
     Clock,
     Fails,
     Hang,
@@ -174,6 +175,37 @@ async def test_a_cancelled_request_has_ended_and_holds_nothing(times: int) -> No
     for task in tasks:
         with pytest.raises(asyncio.CancelledError):
             await task
+    assert_at_rest(store, client)
+
+
+async def test_a_body_on_its_way_lands_before_it_is_removed() -> None:
+    """A service keeps what it has received, though nobody waits for the answer any more."""
+    received = asyncio.Event()
+    store, client = requests(received, policy=replace(HASTY, ceiling=1))
+    sending, queued = (asyncio.create_task(store.replace(key, b"body")) for key in "ab")
+    while not client.requests:
+        await asyncio.sleep(0)
+    for task in (sending, queued):
+        task.cancel()
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert queued.done() and not sending.done()
+    received.set()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    assert client.objects == {"a": b"body"} and client.requests == ["put a"]
+    assert_at_rest(store, client)
+
+
+async def test_a_cancelled_read_is_not_waited_for() -> None:
+    store, client = requests(Hang(), policy=HASTY)
+    reading = asyncio.create_task(store.get("key", 0, 5))
+    while not client.requests:
+        await asyncio.sleep(0)
+    reading.cancel()
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert reading.cancelled()
     assert_at_rest(store, client)
 
 
