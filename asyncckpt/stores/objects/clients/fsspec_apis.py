@@ -11,6 +11,7 @@ through `_call_s3` and `_call`, which make one request of the S3 and JSON APIs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ PART_UNIT_NBYTES = 256 * KIB
 
 S3_TRAITS = ClientTraits(
     name="s3fs",
-    put_copies=2,  # the `bytes`; measured: botocore keeps some of them beyond their request
+    put_copies=0,
     get_copies=2,
     conditional_create=True,
     conditional_replace=True,
@@ -48,7 +49,7 @@ S3_TRAITS = ClientTraits(
 
 GCS_TRAITS = ClientTraits(
     name="gcsfs",
-    put_copies=1,  # of aiohttp: before Python 3.12.9 it joins headers and body
+    put_copies=0,
     get_copies=2,
     conditional_create=True,
     conditional_replace=True,
@@ -75,6 +76,46 @@ their end, and block the event loop."""
 
 _CANCELLED = 499
 """Status of a deleted upload: a success."""
+
+
+class SlicedBody:
+    """A body that aiohttp sends from where it is, only once, and that botocore takes for a file.
+
+    Of `bytes` botocore makes a file, which is another copy, and keeps both beyond their request.
+    aiohttp repeats a PUT on a connection that was closed, if it can read the body again. A record
+    sent twice could replace what another writer put there in between.
+    """
+
+    def __init__(self, data: Body) -> None:
+        self._view = memoryview(data)
+        self._at = 0
+
+    def __enter__(self) -> SlicedBody:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the memory: libraries keep this object beyond its request."""
+        self._view = memoryview(b"")
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        for start in range(0, len(self._view), SLICE_NBYTES):
+            yield self._view[start : start + SLICE_NBYTES]
+
+    def read(self, nbytes: int) -> bytes:
+        """Return the next bytes, for a signature that covers the body."""
+        start, self._at = self._at, self._at + nbytes
+        return bytes(self._view[start : start + nbytes])
+
+    def tell(self) -> int:
+        """Return where `read` goes on."""
+        return self._at
+
+    def seek(self, offset: int) -> None:
+        """Let `read` go on at `offset`."""
+        self._at = offset
 
 
 # ---------------------------------------------------------------------------------------------- S3
@@ -125,7 +166,7 @@ async def _connect(filesystem: Any) -> None:
     # botocore sends `Expect: 100-continue` with every body, and aiohttp waits for the response
     # without limit: a round trip, and on some stores for ever.
     client = await filesystem.set_session()
-    client.meta.events.register("before-send.s3", _sent_in_slices)
+    client.meta.events.register("before-send.s3", _not_expecting)
     # Bodies protected by TLS, or that never leave the machine, are not hashed for the signature:
     # that would take 0.7 CPU-seconds per GiB on the event loop.
     config = client.meta.config
@@ -134,29 +175,8 @@ async def _connect(filesystem: Any) -> None:
         config.s3 = {**settings, "payload_signing_enabled": False}
 
 
-def _sent_in_slices(request: Any, **_: Any) -> None:
+def _not_expecting(request: Any, **_: Any) -> None:
     request.headers.pop("Expect", None)
-    if hasattr(request.body, "getbuffer"):
-        request.body = _Slices(request.body)
-
-
-class _Slices:
-    """A body that botocore made of `bytes`, for aiohttp to send without a copy, and only once.
-
-    aiohttp repeats a PUT on a connection that was closed, if it can read the body again. A record
-    sent twice could replace what another writer put there in between.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._view: memoryview = file.getbuffer()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Do nothing: botocore rewinds a body before it makes a request of it."""
-        return offset
-
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
-        for start in range(0, len(self._view), SLICE_NBYTES):
-            yield self._view[start : start + SLICE_NBYTES]
 
 
 def is_protected(endpoint: str) -> bool:
@@ -169,28 +189,32 @@ class S3Client(FsspecClient):
     """Objects in a bucket of S3, or of a store that speaks its protocol."""
 
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
-        # The session of a user's filesystem makes two more copies; see `_as_bytes`.
         traits = S3_TRAITS if session.ours else replace(S3_TRAITS, put_copies=3)
         super().__init__(session, url, root, traits=traits, **more)
         self._bucket, prefix = split_bucket(root)
         self._prefix = f"{prefix}/" if prefix else ""
 
-    async def _as_bytes(self, body: Body) -> bytes | bytearray:
+    @contextlib.asynccontextmanager
+    async def _sendable(self, body: Body) -> AsyncIterator[SlicedBody | bytearray]:
+        """Give what botocore sends for the body."""
         if self._session.ours:
-            return await super()._as_bytes(body)
-        # From `bytes` botocore makes a file and sends `Expect: 100-continue`; see `_connect`.
-        return await self._session.in_thread(bytearray, body)
+            with SlicedBody(body) as data:
+                yield data
+        else:
+            # From files botocore sends `Expect: 100-continue`; see `_connect`.
+            yield await self._session.in_thread(bytearray, body)
 
-    async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
+    async def _put(self, key: str, body: Body, create: bool) -> None:
         # Below twice `chunksize` s3fs sends one request.
         mode = "create" if create else "overwrite"
         path = self._path(key)
-        await self._session.call("_pipe_file", path, data, chunksize=len(data) + 1, mode=mode)
+        async with self._sendable(body) as data:
+            await self._call("_pipe_file", path, data, chunksize=len(data) + 1, mode=mode)
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
-        data = await self._as_bytes(body)
-        await self._s3("put_object", key, Body=data, IfMatch=version)
+        async with self._sendable(body) as data:
+            await self._s3("put_object", key, Body=data, IfMatch=version)
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
@@ -202,11 +226,9 @@ class S3Client(FsspecClient):
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
         """See `ObjectClient`; returns the part's ETag."""
-        data = await self._as_bytes(body)
-        answer = await self._s3(
-            "upload_part", key, UploadId=upload, PartNumber=number + 1, Body=data
-        )
-        return str(answer["ETag"])
+        part = {"UploadId": upload, "PartNumber": number + 1}
+        async with self._sendable(body) as data:
+            return str((await self._s3("upload_part", key, **part, Body=data))["ETag"])
 
     async def complete_parts(
         self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
@@ -343,11 +365,11 @@ class GcsClient(FsspecClient):
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `_pipe_file` would copy the body twice, on the event loop."""
         where = {"ifGenerationMatch": "0"} if create else {}
-        await self._upload(key, "media", data=memoryview(body), **where)
+        await self._put_media(key, body, **where)
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by generation."""
-        await self._upload(key, "media", data=memoryview(body), ifGenerationMatch=version)
+        await self._put_media(key, body, ifGenerationMatch=version)
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by generation."""
@@ -397,6 +419,10 @@ class GcsClient(FsspecClient):
         with unless_missing():
             await self._call("_call", "DELETE", upload)
 
+    async def _put_media(self, key: str, body: Body, **condition: str) -> None:
+        with SlicedBody(body) as data:
+            await self._upload(key, "media", data=data, **condition)
+
     async def _upload(self, key: str, kind: str, **more: Any) -> Any:
         filesystem = await self._request(self._session.filesystem())
         url = urljoin(filesystem.base, f"/upload/storage/v1/b/{quote(self._bucket, safe='')}/o")
@@ -411,6 +437,7 @@ class GcsClient(FsspecClient):
     async def _chunk(self, upload: str, body: bytes | memoryview, span: str) -> int | None:
         """Send a chunk; return the number of bytes stored so far, or None for a finished object."""
         headers = {"Content-Range": span, "Content-Length": str(len(body))}
+        # aiohttp takes the answer, 308, for a redirection, which a `SlicedBody` cannot follow.
         found, content = await self._call("_call", "PUT", upload, headers=headers, data=body)
         if content.startswith(b"{"):
             return None

@@ -88,8 +88,7 @@ class FsspecClient(ObjectClient):
                 self.url,
                 self.traits.name,
             )
-        data = await self._as_bytes(body)
-        await self._request(self._put(key, data, create))
+        await self._put(key, body, create)
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         try:
@@ -133,8 +132,10 @@ class FsspecClient(ObjectClient):
 
     # ------------------------------------------------------------------------------- for subclasses
 
-    async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
-        path = self._path(key)
+    async def _put(self, key: str, body: Body, create: bool) -> None:
+        await self._request(self._pipe(self._path(key), await self._as_bytes(body)))
+
+    async def _pipe(self, path: str, data: bytes | bytearray) -> None:
         try:
             await self._session.call("_pipe_file", path, data)
         except FileNotFoundError:  # the directory of the object has to be made first
@@ -198,17 +199,17 @@ class FsspecClient(ObjectClient):
 class MemoryClient(FsspecClient):
     """Objects of this process's memory filesystem, which several clients may share."""
 
-    async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
-        filesystem, path = await self._session.filesystem(), self._path(key)
+    async def _put(self, key: str, body: Body, create: bool) -> None:
+        filesystem, path = await self._request(self._session.filesystem()), self._path(key)
 
         def put() -> None:
             with _MEMORY_LOCK:
                 if create and filesystem.isfile(path):
                     raise FileExistsError(path)
                 # The filesystem keeps `bytes` as they are, and a bytearray may change.
-                filesystem.pipe_file(path, bytes(data))
+                filesystem.pipe_file(path, bytes(body))
 
-        await self._session.in_thread(put)
+        await self._request(self._session.in_thread(put))
 
 
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
