@@ -26,7 +26,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.stores.local.failures import reported
@@ -151,48 +151,54 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     """
     found = collect_notes(layout, older_than_s, dry_run=dry_run)
     with reported("collecting leftovers in", layout.control):
-        if not _leftovers(layout):
-            return found
-        with root_lock(layout):
-            for path in _leftovers(layout):
-                if time.time() - _written_s(path) < older_than_s:
-                    continue
-                if _discard(layout, path, dry_run=dry_run):
+        leftovers = _leftovers(layout)
+        if leftovers and not dry_run:
+            flush_directory(layout.root)
+            flush_directory(layout.control)
+        for path in leftovers:
+            if time.time() - _written_s(path) >= older_than_s:
+                with _locked_old(layout, path, dry_run=dry_run) as dead:
+                    if dead and not dry_run:
+                        remove_attempt(path)
+                if dead:
                     found.append(os.path.relpath(path, layout.control))
     return found
 
 
-def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
-    """Remove the leftover unless it is locked; return whether it is dead.
+@contextlib.contextmanager
+def _locked_old(layout: Layout, path: str, *, dry_run: bool) -> Iterator[bool]:
+    """Keep a leftover locked during the block; yield whether it may be removed.
 
-    A replaced checkpoint whose successor never arrived is put back instead.
+    The root's lock is released before: nobody who deletes or replaces waits for the removal. A
+    replaced checkpoint whose successor never arrived is put back.
     """
+    with contextlib.ExitStack() as held:
+        with root_lock(layout):
+            dead = _lock_old(layout, path, held, dry_run=dry_run)
+        yield dead
+
+
+def _lock_old(layout: Layout, path: str, held: contextlib.ExitStack, *, dry_run: bool) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        if any(map(is_locked, owner_files(path))):
-            return False
-        if not dry_run:
-            remove_attempt(path)  # owner files whose directory is gone
-        return True
+        # Owner files whose directory is gone, unless somebody else has just removed them, too.
+        owners = list(owner_files(path))
+        left = any(map(os.path.lexists, (path + OWNER_SUFFIX, *owners)))
+        return left and not any(map(is_locked, owners))
     except NotADirectoryError:
         return False  # not made by this library
-    try:
-        if try_lock(fd) is False or not leads_to(path, fd):
-            return False
-        if any(map(is_locked, owner_files(path))):
-            return False
-        if _was_replaced(path):
-            owner = read_owner(path)
-            # Without an owner file its name is unknown, and it may be the only one of it.
-            if owner is None or _put_back(layout, path, owner.name, dry_run=dry_run):
-                return False
-        if not dry_run:
-            remove_attempt(path)
+    held.callback(os.close, fd)
+    held.callback(unlock, fd)
+    if try_lock(fd) is False or not leads_to(path, fd):
+        return False
+    if any(map(is_locked, owner_files(path))):
+        return False
+    if not _was_replaced(path):
         return True
-    finally:
-        unlock(fd)
-        os.close(fd)
+    owner = read_owner(path)
+    # Without an owner file its name is unknown, and it may be the only one of it.
+    return owner is not None and not _put_back(layout, path, owner.name, dry_run=dry_run)
 
 
 def _written_s(path: str) -> float:

@@ -24,9 +24,10 @@ from asyncckpt.errors import (
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import JoinedAttempt
 from asyncckpt.stores.local import attempt as attempts
-from asyncckpt.stores.local import joined, locks, owners, publish
+from asyncckpt.stores.local import joined, locks, owners, publish, sweep
 from asyncckpt.stores.local.locks import Machine, Terms, this_machine
 from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.stores.paths import Layout
 from asyncckpt.testing.checkpoints import PAGE, pattern
 from tests.stores.checkpoints import DATA, expect, save, write_file
 from tests.stores.local.shared import die, files_of
@@ -459,6 +460,27 @@ async def test_only_gc_takes_what_a_process_of_another_host_has_left(
     assert left(tmp_path) == []
     await store.close()
     await elsewhere.close()
+
+
+async def test_others_delete_and_replace_while_leftovers_are_removed(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing many takes longer than a deletion would wait for the root's lock."""
+    leftovers = [tmp_path / ".asyncckpt/epoch-0" / name for name in ("8-dead", "9-dead")]
+    for path in leftovers:
+        path.mkdir(parents=True)
+        (path / "data").write_bytes(b"x")
+    age(tmp_path)
+    remove = sweep.remove_attempt
+
+    def remove_unlocked(path: str) -> None:
+        with locks.root_lock(Layout(str(tmp_path)), wait_s=0.0):
+            remove(path)
+
+    monkeypatch.setattr(sweep, "remove_attempt", remove_unlocked)
+    assert await store.sweep() == []  # not empty, and without an owner
+    assert await store.collect(3600.0) == ["epoch-0/8-dead", "epoch-0/9-dead"]
+    assert not any(path.exists() for path in leftovers)
 
 
 async def test_where_there_are_no_locks_processes_are_taken_for_alive(
