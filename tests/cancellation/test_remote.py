@@ -140,7 +140,7 @@ class Remote:
     async def check_quiet(self) -> None:
         """No task, thread, slot or upload is held that was not held before."""
         runtime = self._session.runtime
-        for _ in range(200):
+        for _ in range(2000):
             # What a cancelled request held goes with its connection.
             held = await self._held()
             if held == self._before and not any(pool.discarded for pool in runtime.budget.accounts):
