@@ -36,31 +36,29 @@ async def to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def uninterrupted(coroutine: Coroutine[Any, Any, T], *, timeout_s: float = CLEANUP_S) -> T:
+async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the coroutine's result; a cancellation of the caller is raised once it has ended.
 
     For clean-up on behalf of callers, whose own cancellation must not be lost.
 
-    Cancellation: waits for `timeout_s`, then cancels the coroutine and waits for its end.
+    Cancellation: waits for `CLEANUP_S`, then cancels the coroutine and waits for its end.
     """
     if blocks_here():
         return await coroutine
-    task, cancelled = await _shielded(coroutine, timeout_s)
+    task, cancelled = await _shielded(coroutine)
     if cancelled:
         seen(task)  # the caller gets the cancellation instead
         raise asyncio.CancelledError
     return task.result()
 
 
-async def _shielded(
-    coroutine: Coroutine[Any, Any, T], timeout_s: float = CLEANUP_S
-) -> tuple[asyncio.Task[T], bool]:
+async def _shielded(coroutine: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], bool]:
     """Run the coroutine to its end; return its task, and whether the caller was cancelled."""
     task = asyncio.create_task(coroutine)
     try:
         await asyncio.wait((task,))
     except asyncio.CancelledError:
-        if not await finished(task, timeout_s=timeout_s):
+        if not await finished(task, timeout_s=CLEANUP_S):
             task.cancel()
             await finished(task)
         return task, True

@@ -304,7 +304,8 @@ class _Checked:
     """A middleware of aiohttp that makes errors final and keeps the server's reasons.
 
     gcsfs (2026.10) retries up to six times, with pauses, and drops the reason of a refusal, but
-    raises a `RequestError` at once.
+    raises a `RequestError` at once. For aiohttp some redirections of uploads are reads, which
+    succeed, though nothing is stored.
     """
 
     def __init__(self, hidden: Collection[str]) -> None:
@@ -319,7 +320,10 @@ class _Checked:
         except ClientError as error:
             failure = request_error(error, self._hidden)
         else:
-            if answer.status < 400 or answer.status == _CANCELLED:
+            if answer.status == 308 and "Location" not in answer.headers:
+                answer.status = 200  # an upload goes on; aiohttp would look for a redirection
+            redirected = 300 <= answer.status < 400 and request.method not in ("GET", "HEAD")
+            if (answer.status < 400 and not redirected) or answer.status == _CANCELLED:
                 return answer
             code, message = _said(content)
             retry_after = answer.headers.get("Retry-After")
@@ -437,8 +441,8 @@ class GcsClient(FsspecClient):
     async def _chunk(self, upload: str, body: bytes | memoryview, span: str) -> int | None:
         """Send a chunk; return the number of bytes stored so far, or None for a finished object."""
         headers = {"Content-Range": span, "Content-Length": str(len(body))}
-        # aiohttp takes the answer, 308, for a redirection, which a `SlicedBody` cannot follow.
-        found, content = await self._call("_call", "PUT", upload, headers=headers, data=body)
+        with SlicedBody(body) as data:
+            found, content = await self._call("_call", "PUT", upload, headers=headers, data=data)
         if content.startswith(b"{"):
             return None
         return int(found.get("Range", "bytes=0--1").partition("-")[2]) + 1

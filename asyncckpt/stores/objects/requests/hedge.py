@@ -1,4 +1,7 @@
-"""Hedged requests: a second request races a slow one, and neither is left behind."""
+"""Hedged requests: a second request races a slow one, and neither is left behind.
+
+A body that is on its way when nobody wants it any more may land first.
+"""
 
 # Rule: both tasks have ended when `race` returns or raises, even if it is cancelled repeatedly.
 
@@ -8,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from asyncckpt.flow.threads import seen
+from asyncckpt.flow.threads import finished, seen
 
 T = TypeVar("T")
 
@@ -52,6 +55,25 @@ async def race(
     finally:
         await _end(tasks)
         tasks.clear()  # an error holds this frame by its traceback: it would be a cycle
+
+
+async def landed(sending: Coroutine[Any, Any, T], cancelled: Callable[[], float]) -> T:
+    """Return the coroutine's result; one whose caller is cancelled gets some time to end.
+
+    Cancellation: calls `cancelled`, waits for as many seconds as it returns, cancels the coroutine
+    and waits for its end.
+    """
+    task = asyncio.create_task(sending)
+    try:
+        await asyncio.wait((task,))
+        return task.result()
+    except asyncio.CancelledError:
+        if not await finished(task, timeout_s=cancelled()):
+            await _end((task,))
+        seen(task)  # the caller gets the cancellation instead
+        raise
+    finally:
+        del task  # an error holds this frame by its traceback: it would be a cycle
 
 
 def _succeeded(task: asyncio.Task[Any]) -> bool:

@@ -6,8 +6,9 @@
 # Rule 4: `exists` and `conflict` answer a condition. To a request without one they are trouble of
 #   the server, like `unavailable`.
 # Rule 5: a service stores a body whose last byte it has, whether or not the client still listens.
-#   So a try that sends a body and is cancelled gets LANDING_S to end: what a failed save removes
-#   then does not land after the removal. (test_a_body_on_its_way_lands_before_it_is_removed)
+#   So tries that send bodies get LANDING_S in all to end when they are cancelled: what a failed
+#   save removes does not land after the removal. An engine that is ended does not wait so long.
+#   (test_a_body_on_its_way_lands_before_it_is_removed)
 
 from __future__ import annotations
 
@@ -20,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from asyncckpt.flow.limiter import Limiter, Permit
-from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.stores.objects.clients.client import RETRYABLE, Kind, RequestError
 from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
-from asyncckpt.stores.objects.requests.hedge import race
+from asyncckpt.stores.objects.requests.hedge import landed, race
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 
 T = TypeVar("T")
@@ -36,7 +36,8 @@ LONGEST = 8
 """Times the deadline of the first try that a try gets at most, after others ran out of time."""
 
 LANDING_S = 1.0
-"""How long a cancelled try that sends a body may go on."""
+"""How long cancelled tries that send bodies may go on, together: a save that is given up cancels
+one after the other."""
 
 SILENT_S = 5.0
 """Longest time that cleaning up goes on without an answer from the store. A caller who set a
@@ -55,6 +56,7 @@ class Try(Generic[T]):
         deadline_s: seconds that it may take once it has its permit.
         begun_s: when it got the permit.
         abandoned: it ran out of time, and the client may still be sending its body.
+        unwanted: its caller was cancelled.
     """
 
     call: Callable[[], Awaitable[T]]
@@ -64,6 +66,7 @@ class Try(Generic[T]):
     deadline_s: float
     begun_s: float = 0.0
     abandoned: bool = False
+    unwanted: bool = False
 
     def moved_nbytes(self, answer: T) -> int:
         """Return the bytes of the body: what a read asks for may end past the object's end."""
@@ -91,6 +94,7 @@ class Sender:
         self.url = url
         self.policy = policy
         self._rng = rng
+        self._landing_end_s = -LANDING_S
 
     def fix_streams(self, direction: Direction, streams: int | None) -> None:
         """Set the transfers in flight in one direction; None lets the tuner decide again."""
@@ -196,7 +200,19 @@ class Sender:
             sending = send(this, permit, controller)
             if this.direction == "get":
                 return await sending
-            return await uninterrupted(sending, timeout_s=LANDING_S)
+
+            def cancelled() -> float:
+                this.unwanted = True
+                return self._landing_s()
+
+            return await landed(sending, cancelled)
+
+    def _landing_s(self) -> float:
+        """Return how long a try may go on that is cancelled now."""
+        now_s = self._now()
+        if now_s > self._landing_end_s + LANDING_S:
+            self._landing_end_s = now_s + LANDING_S
+        return max(0.0, self._landing_end_s - now_s)
 
     async def _raced(self, this: Try[T], permit: Permit, controller: ConcurrencyController) -> T:
         """Send one try of a transfer, hedged where it is slow and another request is allowed."""
@@ -210,6 +226,8 @@ class Sender:
 
         def second(last: bool) -> Coroutine[Any, Any, T] | None:
             nonlocal extra
+            if this.unwanted:
+                return None
             if not (last or controller.tuner.active <= self.policy.hedges_at_once):
                 return None
             found = self.limiter.try_acquire()

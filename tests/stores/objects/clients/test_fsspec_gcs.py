@@ -73,6 +73,16 @@ class TestGcs(ClientConformance):
             await client.complete_parts("a", upload, [""])
             assert bytes(await client.get("a", 0, data.size)) == data.tobytes()
 
+    @pytest.mark.parametrize("status", [301, 302, 307])
+    async def test_an_upload_that_is_redirected_is_refused(self, prefix: str, status: int) -> None:
+        """From some redirections aiohttp makes a read, which succeeds, though nothing is stored."""
+        async with self.opened(prefix) as client:
+            self.sim.faults.append(Fault(kind="put_object", status=status, code="redirected"))
+            with pytest.raises(RequestError) as caught:
+                await client.put("a", b"body")
+            assert (caught.value.kind, caught.value.status) == ("endpoint", status)
+            assert not caught.value.retryable
+
     async def test_the_url_of_an_upload_is_in_no_error(self, prefix: str) -> None:
         """Who has it can write."""
         async with self.opened(prefix) as client:

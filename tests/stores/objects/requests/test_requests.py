@@ -78,6 +78,21 @@ async def test_an_error_that_is_kept_keeps_no_body(part: bool) -> None:
     assert gone() is None, gc.get_referrers(gone())
 
 
+async def test_a_body_whose_first_try_failed_is_free_when_it_is_stored() -> None:
+    """Without the garbage collector, which a process that only waits never runs."""
+    store, client = requests(Fails("unavailable"))
+    owner = np.full(4, 7, np.uint8)
+    gone = weakref.ref(owner)
+    gc.disable()
+    try:
+        await store.put(name, owner)
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert_at_rest(store, client)
+
+
 # ------------------------------------------------------------------------------- conditional create
 
 
