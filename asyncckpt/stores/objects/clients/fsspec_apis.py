@@ -189,6 +189,7 @@ class S3Client(FsspecClient):
     """Objects in a bucket of S3, or of a store that speaks its protocol."""
 
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
+        # For the session of a user's filesystem: see `_sendable`.
         traits = S3_TRAITS if session.ours else replace(S3_TRAITS, put_copies=3)
         super().__init__(session, url, root, traits=traits, **more)
         self._bucket, prefix = split_bucket(root)
@@ -277,27 +278,30 @@ class S3Client(FsspecClient):
 # --------------------------------------------------------------------------------------------- GCS
 
 
-def gcs_filesystem(storage_options: Mapping[str, Any], hidden: Collection[str]) -> Any:
-    """Return a filesystem of our own. Blocks; for a thread: it may ask the metadata server."""
+def gcs_options(storage_options: Mapping[str, Any], hidden: Collection[str]) -> dict[str, Any]:
+    """Return arguments of `GCSFileSystem`: the user's, with defaults for the rest."""
     from aiohttp import ClientTimeout
-
-    # The class itself: that of the registry asks every bucket over gRPC for its kind.
-    from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
 
     session = dict(storage_options.get("session_kwargs") or {})
     timeout = ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
     session["middlewares"] = (_Checked(hidden), *session.get("middlewares", ()))
-    return GCSFileSystem(
-        **{
-            "consistency": "none",
-            "requests_timeout": timeout,
-            **storage_options,
-            "session_kwargs": session,
-            "asynchronous": True,
-            "skip_instance_cache": True,
-            "use_listings_cache": False,
-        }
-    )
+    return {
+        "consistency": "none",
+        "requests_timeout": timeout,
+        **storage_options,
+        "session_kwargs": session,
+        "asynchronous": True,
+        "skip_instance_cache": True,
+        "use_listings_cache": False,
+    }
+
+
+def gcs_filesystem(storage_options: Mapping[str, Any], hidden: Collection[str]) -> Any:
+    """Return a filesystem of our own. Blocks; for a thread: it may ask the metadata server."""
+    # The class itself: that of the registry asks every bucket over gRPC for its kind.
+    from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
+
+    return GCSFileSystem(**gcs_options(storage_options, hidden))
 
 
 class _Checked:
@@ -361,7 +365,9 @@ class GcsClient(FsspecClient):
     """Objects in a bucket of Google Cloud Storage."""
 
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
-        super().__init__(session, url, root, traits=GCS_TRAITS, **more)
+        # For the session of a user's filesystem: see `_sendable`.
+        traits = GCS_TRAITS if session.ours else replace(GCS_TRAITS, put_copies=1)
+        super().__init__(session, url, root, traits=traits, **more)
         self._bucket, _, prefix = root.strip("/").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._tails: dict[str, tuple[int, bytes]] = {}
@@ -423,8 +429,14 @@ class GcsClient(FsspecClient):
         with unless_missing():
             await self._call("_call", "DELETE", upload)
 
+    def _sendable(self, body: Body) -> contextlib.AbstractContextManager[Any]:
+        """Give what aiohttp sends for the body."""
+        # Without `_Checked` it looks for a redirection, which needs a body that it can send again;
+        # before Python 3.12.9 it joins that with the headers.
+        return SlicedBody(body) if self._session.ours else contextlib.nullcontext(memoryview(body))
+
     async def _put_media(self, key: str, body: Body, **condition: str) -> None:
-        with SlicedBody(body) as data:
+        with self._sendable(body) as data:
             await self._upload(key, "media", data=data, **condition)
 
     async def _upload(self, key: str, kind: str, **more: Any) -> Any:
@@ -441,7 +453,7 @@ class GcsClient(FsspecClient):
     async def _chunk(self, upload: str, body: bytes | memoryview, span: str) -> int | None:
         """Send a chunk; return the number of bytes stored so far, or None for a finished object."""
         headers = {"Content-Range": span, "Content-Length": str(len(body))}
-        with SlicedBody(body) as data:
+        with self._sendable(body) as data:
             found, content = await self._call("_call", "PUT", upload, headers=headers, data=data)
         if content.startswith(b"{"):
             return None

@@ -248,6 +248,8 @@ def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
 
     def make() -> Any:
         same = {**filesystem.storage_options, "asynchronous": True, "skip_instance_cache": True}
+        if _library(kind) == "gcsfs":
+            same = fsspec_apis.gcs_options(filesystem.storage_options, hidden_values(options))
         again = kind(*filesystem.storage_args, **same)
         return fsspec_apis.connected(again) if _library(kind) == "s3fs" else again
 
