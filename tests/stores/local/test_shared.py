@@ -471,12 +471,20 @@ async def test_others_delete_and_replace_while_leftovers_are_removed(
         path.mkdir(parents=True)
         (path / "data").write_bytes(b"x")
     age(tmp_path)
-    remove = sweep.remove_attempt
+    layout = Layout(str(tmp_path))
+    remove, flush = sweep.remove_attempt, sweep.flush_directory
+    flushed: list[str] = []
+
+    def note_flush(path: str) -> None:
+        flush(path)
+        flushed.append(path)
 
     def remove_unlocked(path: str) -> None:
-        with locks.root_lock(Layout(str(tmp_path)), wait_s=0.0):
+        assert flushed == [layout.root, layout.control]  # or power loss brings names back
+        with locks.root_lock(layout, wait_s=0.0):
             remove(path)
 
+    monkeypatch.setattr(sweep, "flush_directory", note_flush)
     monkeypatch.setattr(sweep, "remove_attempt", remove_unlocked)
     assert await store.sweep() == []  # not empty, and without an owner
     assert await store.collect(3600.0) == ["epoch-0/8-dead", "epoch-0/9-dead"]

@@ -394,6 +394,40 @@ async def test_any_sequence_of_saves_and_takeovers_is_one_history(seeds: range) 
 # -- gc
 
 
+async def test_gc_lists_no_record_that_was_replaced_before_it_could_be_removed(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncckpt.stores.objects.store.COLLECT_MIN_S", HOUR_S)
+    key = "run/1/checkpoint.json"
+    async with opened("gcsfs", sim, policy=UNRACED) as store, opened("gcsfs", sim) as other:
+        first = await claimed(store)
+        gate = Gate()
+        sim.faults.append(Fault(kind="put_object", key=f"*{key}", gate=gate))
+        saving = asyncio.create_task(save(store, "1", "stale", 1, epoch=first))
+        await gate.reached.wait()
+        second = await claimed(other)
+        gate.release()
+        with pytest.raises(FencedError):
+            await saving
+        objects = sim.buckets["bucket"].objects
+        for name, item in list(objects.items()):
+            objects[name] = replace(item, modified_s=item.modified_s - 2 * HOUR_S)
+
+        async def save_first(_: object) -> None:
+            sim.faults.clear()
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(again(), loop))
+
+        async def again() -> None:
+            await save(other, "1", "new", 2, epoch=second, overwrite=True)
+
+        loop = asyncio.get_running_loop()
+        sim.faults[:] = [Fault(kind="delete_object", key=f"*{key}", hook=save_first)]
+        found = list(await other.collect(HOUR_S))
+        assert sim.faults == []
+        assert "1/checkpoint.json" not in found
+        await expect(other, "1", 2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
     sim: Simulator, kind: str, monkeypatch: pytest.MonkeyPatch

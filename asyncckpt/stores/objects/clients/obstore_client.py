@@ -58,8 +58,7 @@ DROP_WAIT_S = 1.0
 0.7 s, and if it were sent after all it would bring back a deleted object."""
 
 EXIT_WAIT_S = 0.05
-"""How long the end of the process waits. Without it a seventh of all small programs aborted, with
-a wait of 1 ms one of 300, with 10 ms none."""
+"""How long the end of the process waits for threads that need microseconds, or a busy core."""
 
 LIST_CHUNK = 1000
 """Entries of a listing per page, as S3."""

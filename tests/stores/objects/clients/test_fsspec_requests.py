@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,11 +20,12 @@ from google.oauth2.credentials import Credentials
 from s3fs import S3FileSystem
 
 from asyncckpt.flow.threads import Workers
+from asyncckpt.options import MIB
 from asyncckpt.stores.objects.clients.client import ObjectClient, RequestError
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Credentials as Known
-from tests.simulator import Fault, Gate, Simulator, simulator
+from tests.simulator import Fault, Gate, Simulator, simulator, simulator_process
 from tests.stores.objects.hasty import HASTY
 
 SCHEMES = ("s3", "gs")
@@ -264,9 +267,11 @@ async def test_bodies_are_signed_unless_they_are_safe_without(given: Given) -> N
     config = {"s3": {"payload_signing_enabled": True}}
     options = given.options("s3", config_kwargs=config)
     async with given.opened("s3", **options) as client:
-        await client.put("a", bytes(3_000_000))
-        assert len(given.sim.requests[-1].headers["x-amz-content-sha256"]) == 64
-        assert bytes(await client.get("a", 0, 3_000_000)) == bytes(3_000_000)
+        data = np.arange(750_000, dtype=np.uint32).view(np.uint8)
+        await client.put("a", data)
+        signed = given.sim.requests[-1].headers["x-amz-content-sha256"]
+        assert signed == hashlib.sha256(data.tobytes()).hexdigest()
+        assert bytes(await client.get("a", 0, 3_000_000)) == data.tobytes()
 
 
 async def test_checksums_that_the_user_asks_for_are_sent(given: Given) -> None:
@@ -447,6 +452,34 @@ async def test_an_async_filesystem_of_which_only_reading_works(given: Given) -> 
     assert found is not None
     assert found.kind == "short", found
     await client.close()
+
+
+# ------------------------------------------------------------------------------------------ copies
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_body_is_sent_from_where_it_lies(
+    workers: Workers, session: AioSession, scheme: str, part: bool
+) -> None:
+    """As `put_copies` declares, by which budgets count."""
+    body = np.full(16 * MIB, 7, np.uint8)
+    with simulator_process(keep_log=False) as sim:
+        given = Given(sim, workers, session)  # type: ignore[arg-type]
+        async with given.opened(scheme) as client:
+            await client.put("a", b"x")
+            upload = await client.begin_parts("b")
+            tracemalloc.start()
+            try:
+                if part:
+                    await client.put_part("b", upload, 0, 0, body)
+                else:
+                    await client.put("b", body)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert client.traits.put_copies == 0
+    assert peak < body.size // 4
 
 
 # ------------------------------------------------------------------- filesystems and loops of users
