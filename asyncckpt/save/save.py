@@ -182,10 +182,11 @@ class Save:
                         report = await to_completion(retained)
                     return replace(report, timeline=self._timeline())
             except TimeoutError:
+                share = f", at {state.progress.fraction:.0%}" if state.total_nbytes else ""
                 raise DeadlineExceededError(
                     f"{self._location}: the save did not finish within {deadline_s} s (it was in "
-                    f"{state.stage}, at {state.progress.fraction:.0%}) and was aborted; earlier "
-                    "checkpoints are intact. Raise SaveOptions.deadline_s or save less",
+                    f"{state.stage}{share}) and was aborted; earlier checkpoints are intact. Raise "
+                    "SaveOptions.deadline_s or save less",
                     stage=state.stage,
                     location=self._location,
                 ) from None

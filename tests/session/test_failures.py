@@ -199,13 +199,14 @@ async def test_a_failing_clean_up_does_not_hide_why_the_save_failed(tmp_path: Pa
 
 
 async def test_a_deadline_aborts_the_save_says_where_it_was_and_cleans_up(tmp_path: Path) -> None:
-    options = asyncckpt.SaveOptions(deadline_s=0.5)
+    options = asyncckpt.SaveOptions(deadline_s=2.0)
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(0, TREE)
         script = Script(ckpt)
-        script.hold("write")
+        for nth in (1, 2):  # data and index, in either order
+            script.hold("write", nth)
         with pytest.raises(
-            DeadlineExceededError, match=r"did not finish within 0\.5 s .*in upload, at 0%"
+            DeadlineExceededError, match=r"did not finish within 2\.0 s .*in upload, at 0%"
         ) as caught:
             await ckpt.save(1, TREE, options=options)
         assert (caught.value.stage, caught.value.location) == ("upload", str(tmp_path / "1"))
@@ -213,6 +214,15 @@ async def test_a_deadline_aborts_the_save_says_where_it_was_and_cleans_up(tmp_pa
         assert await ckpt.steps() == [0]
         assert ckpt._session.runtime.budget.in_use == 0
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+async def test_a_deadline_that_passes_before_sizes_are_known_names_only_the_stage(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        Script(ckpt).hold("read")
+        with pytest.raises(DeadlineExceededError, match=r"\(it was in plan\) and was aborted"):
+            await ckpt.save(1, TREE, options=asyncckpt.SaveOptions(deadline_s=0.05))
 
 
 async def test_a_store_that_stops_answering_delays_a_deadline_by_a_bounded_clean_up(
