@@ -140,22 +140,22 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     refused: list[UnsupportedLeafError] = []
     # This loop decides what a small leaf costs the caller: an array with the spec of an earlier
     # one needs no object, and no call if it has memory of its own.
-    known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
-    sources = snapshot.sources
+    known: dict[tuple[Any, tuple[int, ...]], tuple[ArraySpec, int]] = {}
+    sources, tied, numpy_adapter = snapshot.sources, snapshot.tied, adapters.adapters[0]
+    used, array_leaf, nbytes = snapshot.adapters, snapshot.array_leaf, 0
     for leaf, value in enumerate(flat.leaves):
+        number = len(array_leaf)
         is_plain = type(value) is np.ndarray
-        spec = known.get((value.dtype, value.shape)) if is_plain else None
-        if spec is not None:
-            number = len(sources.specs)
+        facts = known.get((value.dtype, value.shape)) if is_plain else None
+        if facts is not None:
             identity = id(value) if value.base is None else memory_identity(value)
-            first = seen.setdefault(identity, number)
-            if first != number:
-                snapshot.tied[number] = first
+            if seen.setdefault(identity, number) == number:
+                nbytes += facts[1]
             else:
-                snapshot.nbytes += value.nbytes
-            sources.append_plain(spec, value)
-            snapshot.adapters.append(adapters.adapters[0])
-            snapshot.array_leaf.append(leaf)
+                tied[number] = seen[identity]
+            sources.append_plain(facts[0], value)
+            used.append(numpy_adapter)
+            array_leaf.append(leaf)
             continue
         path = flat.paths[leaf]
         try:
@@ -175,21 +175,21 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
         source, adapter = opened
         view = source.view
         if is_plain and view is not None and view is value and source.identity is not None:
-            known[view.dtype, view.shape] = source.spec
-        number = len(sources)
+            known[view.dtype, view.shape] = source.spec, source.spec.nbytes
         first = number if source.identity is None else seen.setdefault(source.identity, number)
-        if first != number:
-            snapshot.tied[number] = first
+        if first == number:
+            nbytes += source.spec.nbytes
         else:
-            snapshot.nbytes += source.spec.nbytes
+            tied[number] = first
         if source.extra:
             snapshot.extra[leaf] = source.extra
         sources.append(source)
-        snapshot.adapters.append(adapter)
-        snapshot.array_leaf.append(leaf)
+        used.append(adapter)
+        array_leaf.append(leaf)
         snapshot.kinds[leaf] = source.framework
     if refused:
         raise _of_all(refused)
+    snapshot.nbytes = nbytes
     return snapshot
 
 
