@@ -29,9 +29,9 @@ test: $(VENV)/.installed-dev  ## run the tests, in three processes
 	$(PYTEST) -n 3 $(addprefix --ignore=,$(TOGETHER))
 	$(PYTEST) -n 3 $(TOGETHER)
 
-test-long: $(VENV)/.installed-dev  ## run the long tests, and all others with new examples
+test-long: $(VENV)/.installed-dev  ## run the long tests, and all others with new examples and random delays
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100
-	$(PY) -m pytest -n 3 --dist loadfile --hypothesis-profile=explore
+	$(PY) -m pytest -n 3 --dist loadfile --hypothesis-profile=explore -p tests.jitter
 
 fuzz: $(VENV)/.installed-dev  ## feed mutated inputs to decoders: make fuzz COUNT=1000000 TARGETS="record node"
 	$(PY) -m tests.fuzz --inputs $(or $(COUNT),100000) $(TARGETS)

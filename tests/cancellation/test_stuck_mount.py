@@ -134,7 +134,7 @@ async def test_a_cancelled_save_ends_on_a_mount_that_does_not_answer(
 async def test_a_deadline_ends_a_save_on_a_mount_that_does_not_answer(
     tmp_path: Path, mount: Mount
 ) -> None:
-    options = asyncckpt.SaveOptions(deadline_s=0.2)
+    options = asyncckpt.SaveOptions(deadline_s=1.0)
     ckpt = asyncckpt.Checkpointer(tmp_path, save_options=options)
     impatient(ckpt)
     async with asyncio.timeout(LIMIT_S):

@@ -152,7 +152,7 @@ async def test_a_checkpointer_is_closed_though_its_filesystem_does_not_answer(
         async with asyncckpt.Checkpointer(
             "dead://run",
             storage_options={"filesystem": filesystem},
-            save_options=SaveOptions(deadline_s=0.2),
+            save_options=SaveOptions(deadline_s=1.0),
         ) as ckpt:
             await ckpt.save(0, {"w": [1.0]}, options=SaveOptions(deadline_s=60.0))
             filesystem.dead = stuck
