@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from traceback import clear_frames
 from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.flow.shield import mapped
 from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error
 from asyncckpt.stores.objects.clients.client import (
@@ -218,24 +218,19 @@ async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) ->
     After an error no further call begins. Raises the first error, with the keys that are `left`.
     """
     left = dict.fromkeys(keys)
-    waiting = iter(keys)
     failed: list[RequestError] = []
 
-    async def stream() -> None:
-        for key in waiting:
+    async def one(key: str) -> None:
+        if not failed:
             try:
                 await delete(key)
             except RequestError as error:
                 failed.append(error)
             else:
                 left.pop(key, None)
-            if failed:
-                return
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(DELETES, len(left))):
-                group.create_task(stream())
+        await mapped(one, keys, DELETES)
         if failed:
             failed[0].left = tuple(left)
             raise failed[0]
