@@ -188,7 +188,7 @@ class S3Client(FsspecClient):
             # From files botocore sends `Expect: 100-continue`; see `_connect`.
             yield await self._session.in_thread(bytearray, body)
 
-    async def _put(self, key: str, body: Body, create: bool) -> None:
+    async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         # Below twice `chunksize` s3fs sends one request.
         mode = "create" if create else "overwrite"
         path = self._path(key)

@@ -73,11 +73,11 @@ class FsspecClient(ObjectClient):
         self._root = root.rstrip("/")
         self._hidden = hidden
         self._endpoint = endpoint
-        self._warned = traits.conditional_create
+        self._warned = False
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
-        """See `ObjectClient`; `create` is refused where the traits do not declare it."""
-        if create and not self.traits.conditional_create:
+        """See `ObjectClient`; `create` is refused: most filesystems create unconditionally."""
+        if create:
             raise RequestError("invalid", f"{self.traits.name} offers no conditional creation")
         if not self._warned:
             self._warned = True
@@ -88,7 +88,7 @@ class FsspecClient(ObjectClient):
                 self.url,
                 self.traits.name,
             )
-        await self._put(key, body, create)
+        await self._request(self._pipe(self._path(key), await self._as_bytes(body)))
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         try:
@@ -131,9 +131,6 @@ class FsspecClient(ObjectClient):
         await self._session.close()
 
     # ------------------------------------------------------------------------------- for subclasses
-
-    async def _put(self, key: str, body: Body, create: bool) -> None:
-        await self._request(self._pipe(self._path(key), await self._as_bytes(body)))
 
     async def _pipe(self, path: str, data: bytes | bytearray) -> None:
         try:
@@ -199,17 +196,17 @@ class FsspecClient(ObjectClient):
 class MemoryClient(FsspecClient):
     """Objects of this process's memory filesystem, which several clients may share."""
 
-    async def _put(self, key: str, body: Body, create: bool) -> None:
+    async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         filesystem, path = await self._request(self._session.filesystem()), self._path(key)
 
-        def put() -> None:
+        def store() -> None:
             with _MEMORY_LOCK:
                 if create and filesystem.isfile(path):
                     raise FileExistsError(path)
                 # The filesystem keeps `bytes` as they are, and a bytearray may change.
                 filesystem.pipe_file(path, bytes(body))
 
-        await self._request(self._session.in_thread(put))
+        await self._request(self._session.in_thread(store))
 
 
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
