@@ -25,7 +25,6 @@ from asyncckpt.stores.objects.clients.client import (
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
 
 T = TypeVar("T")
-Listing = list[Listed]
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -107,7 +106,7 @@ class FsspecClient(ObjectClient):
         info = await self._described(key)
         return str(info.get("generation") or info.get("ETag") or "")
 
-    async def list(self, prefix: str, *, recursive: bool, limit: int) -> Listing:
+    async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """See `ObjectClient`; libraries read all pages, whatever the limit."""
         path = self._path(prefix)
         try:
