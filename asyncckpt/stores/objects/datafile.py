@@ -19,7 +19,7 @@ from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIB
 from asyncckpt.ports import Bytes
 from asyncckpt.stores.objects.clients.client import Body, RequestError
-from asyncckpt.stores.objects.context import INLINE_NBYTES, Context, as_view
+from asyncckpt.stores.objects.context import Context, as_view
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import retried
 
@@ -238,11 +238,7 @@ class SerialFile(ObjectDataFile):
                 f"the index would have more than the {most / MIB:.0f} MiB that one request may "
                 "send; save fewer or larger chunks (chunk_nbytes)"
             )
-        view = as_view(data)
-        if len(view) <= INLINE_NBYTES:
-            self._buffer += view
-        else:
-            await self._context.workers.run(self._buffer.extend, view)
+        await self._context.run_sized(self._buffer.extend, as_view(data))
         return True
 
     async def _seal(self, nbytes: int) -> None:

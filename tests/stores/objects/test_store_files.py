@@ -53,7 +53,8 @@ async def test_a_long_run_is_read_in_ranges_into_any_buffers(sim: Simulator, kin
             await files.read_into("data", 5, buffers)
         assert np.array_equal(found, data[5:])
         gets = [request for request in sim.requests if request.kind == "get_object"]
-        assert len(gets) == 3 and all("range" in request.headers for request in gets)
+        # On a busy machine any request may be repeated.
+        assert len({request.headers["range"] for request in gets}) == 3
         await files.close()
 
 

@@ -15,7 +15,7 @@ from asyncckpt.format.claim import (
 )
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.stores.claims import claim_name, inherited_name, lost_error, new_claim
-from asyncckpt.stores.objects.context import Context
+from asyncckpt.stores.objects.context import Context, Record
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.requests.listings import checkpoint_names
@@ -56,25 +56,22 @@ async def _committed(context: Context) -> list[str]:
     """Return the save ids of the records of claimed epochs that count now."""
 
     async def look(name: str) -> str | None:
-        identity = await _identity(context, name)
-        if identity is None or not identity[1] or not await context.claims.counts(*identity):
+        record = await _record(context, name)
+        if record is None or not record.epoch or not await context.counts(record):
             return None
-        return identity[0]
+        return record.save_id
 
     steps = list(filter(STEP_NAME.fullmatch, await checkpoint_names(context.requests)))
     return [save_id for save_id in await mapped(look, steps, READS) if save_id is not None]
 
 
-async def _identity(context: Context, name: str) -> tuple[str, int] | None:
-    """Return save id and epoch of the record; None if there is none."""
+async def _record(context: Context, name: str) -> Record | None:
+    """Return the record, if possible from its unchecked beginning."""
     head = await context.read_head(name)
     if head is None:
         return None
     # A list may name too much: readers check whether a record is valid.
     outline, epoch = context.outline_of(head, head=True), context.epoch_of(head)
     if outline is None or epoch is None:
-        record = await context.read_record(name)
-        if record is None or record.save_id is None:
-            return None
-        return record.save_id, record.epoch
-    return outline.save_id, epoch
+        return await context.read_record(name)
+    return Record(head, outline.save_id, epoch)

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
@@ -34,31 +33,6 @@ from asyncckpt.stores.objects.clients.urls import split_bucket
 
 PART_UNIT_NBYTES = 256 * KIB
 """Unfinished uploads to GCS grow by multiples of this."""
-
-S3_TRAITS = ClientTraits(
-    name="s3fs",
-    put_copies=0,
-    get_copies=2,
-    conditional_create=True,
-    conditional_replace=True,
-    conditional_delete=True,
-    repeats=True,  # aiohttp, once, on a connection that was kept open
-    multipart=True,
-    parallel_parts=True,
-)
-
-GCS_TRAITS = ClientTraits(
-    name="gcsfs",
-    put_copies=0,
-    get_copies=2,
-    conditional_create=True,
-    conditional_replace=True,
-    conditional_delete=True,
-    multipart=True,
-    part_min_nbytes=PART_UNIT_NBYTES,
-    part_multiple_nbytes=PART_UNIT_NBYTES,
-    part_max_count=1_000_000,
-)
 
 CONNECTIONS = 128
 """Most connections of a session; botocore's default of 10 is below the limit of `Requests`."""
@@ -189,8 +163,17 @@ class S3Client(FsspecClient):
     """Objects in a bucket of S3, or of a store that speaks its protocol."""
 
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
-        # For the session of a user's filesystem: see `_sendable`.
-        traits = S3_TRAITS if session.ours else replace(S3_TRAITS, put_copies=3)
+        traits = ClientTraits(
+            name="s3fs",
+            put_copies=0 if session.ours else 3,  # see `_sendable`
+            get_copies=2,
+            conditional_create=True,
+            conditional_replace=True,
+            conditional_delete=True,
+            repeats=True,  # aiohttp, once, on a connection that was kept open
+            multipart=True,
+            parallel_parts=True,
+        )
         super().__init__(session, url, root, traits=traits, **more)
         self._bucket, prefix = split_bucket(root)
         self._prefix = f"{prefix}/" if prefix else ""
@@ -205,7 +188,7 @@ class S3Client(FsspecClient):
             # From files botocore sends `Expect: 100-continue`; see `_connect`.
             yield await self._session.in_thread(bytearray, body)
 
-    async def _put(self, key: str, body: Body, create: bool) -> None:
+    async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         # Below twice `chunksize` s3fs sends one request.
         mode = "create" if create else "overwrite"
         path = self._path(key)
@@ -347,30 +330,40 @@ def _said(content: bytes) -> tuple[str | None, str]:
         return None, text
 
 
-class GcsSession(FilesystemSession):
-    """A filesystem of gcsfs that renews its token in a worker thread: Google's library blocks."""
-
-    async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        if self.ours:
-            renewable = (await self.filesystem()).credentials
-            token = renewable.credentials
-            expiry = getattr(token, "expiry", None)
-            ends_soon = expiry and expiry.replace(tzinfo=UTC) - datetime.now(UTC) <= REFRESH_AHEAD
-            if token is not None and (ends_soon or not token.valid):
-                await self.in_thread(renewable.maybe_refresh)
-        return await super().call(name, *args, **kwargs)
-
-
 class GcsClient(FsspecClient):
     """Objects in a bucket of Google Cloud Storage."""
 
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
-        # For the session of a user's filesystem: see `_sendable`.
-        traits = GCS_TRAITS if session.ours else replace(GCS_TRAITS, put_copies=1)
+        traits = ClientTraits(
+            name="gcsfs",
+            put_copies=0 if session.ours else 1,  # see `_sendable`
+            get_copies=2,
+            conditional_create=True,
+            conditional_replace=True,
+            conditional_delete=True,
+            multipart=True,
+            part_min_nbytes=PART_UNIT_NBYTES,
+            part_multiple_nbytes=PART_UNIT_NBYTES,
+            part_max_count=1_000_000,
+        )
         super().__init__(session, url, root, traits=traits, **more)
         self._bucket, _, prefix = root.strip("/").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._tails: dict[str, tuple[int, bytes]] = {}
+
+    async def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self._session.ours:
+            await self._request(self._renew_token())
+        return await super()._call(name, *args, **kwargs)
+
+    async def _renew_token(self) -> None:
+        """Renew a token that ends soon in a worker thread: Google's library blocks."""
+        renewable = (await self._session.filesystem()).credentials
+        token = renewable.credentials
+        expiry = getattr(token, "expiry", None)
+        ends_soon = expiry and expiry.replace(tzinfo=UTC) - datetime.now(UTC) <= REFRESH_AHEAD
+        if token is not None and (ends_soon or not token.valid):
+            await self._session.in_thread(renewable.maybe_refresh)
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `_pipe_file` would copy the body twice, on the event loop."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from traceback import clear_frames
 from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.flow.shield import mapped
 from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error
 from asyncckpt.stores.objects.clients.client import (
@@ -25,7 +25,6 @@ from asyncckpt.stores.objects.clients.client import (
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
 
 T = TypeVar("T")
-Listing = list[Listed]
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -73,11 +72,11 @@ class FsspecClient(ObjectClient):
         self._root = root.rstrip("/")
         self._hidden = hidden
         self._endpoint = endpoint
-        self._warned = traits.conditional_create
+        self._warned = False
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
-        """See `ObjectClient`; `create` is refused where the traits do not declare it."""
-        if create and not self.traits.conditional_create:
+        """See `ObjectClient`; `create` is refused: most filesystems create unconditionally."""
+        if create:
             raise RequestError("invalid", f"{self.traits.name} offers no conditional creation")
         if not self._warned:
             self._warned = True
@@ -88,7 +87,7 @@ class FsspecClient(ObjectClient):
                 self.url,
                 self.traits.name,
             )
-        await self._put(key, body, create)
+        await self._request(self._pipe(self._path(key), await self._as_bytes(body)))
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         try:
@@ -107,7 +106,7 @@ class FsspecClient(ObjectClient):
         info = await self._described(key)
         return str(info.get("generation") or info.get("ETag") or "")
 
-    async def list(self, prefix: str, *, recursive: bool, limit: int) -> Listing:
+    async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """See `ObjectClient`; libraries read all pages, whatever the limit."""
         path = self._path(prefix)
         try:
@@ -131,9 +130,6 @@ class FsspecClient(ObjectClient):
         await self._session.close()
 
     # ------------------------------------------------------------------------------- for subclasses
-
-    async def _put(self, key: str, body: Body, create: bool) -> None:
-        await self._request(self._pipe(self._path(key), await self._as_bytes(body)))
 
     async def _pipe(self, path: str, data: bytes | bytearray) -> None:
         try:
@@ -199,17 +195,17 @@ class FsspecClient(ObjectClient):
 class MemoryClient(FsspecClient):
     """Objects of this process's memory filesystem, which several clients may share."""
 
-    async def _put(self, key: str, body: Body, create: bool) -> None:
+    async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         filesystem, path = await self._request(self._session.filesystem()), self._path(key)
 
-        def put() -> None:
+        def store() -> None:
             with _MEMORY_LOCK:
                 if create and filesystem.isfile(path):
                     raise FileExistsError(path)
                 # The filesystem keeps `bytes` as they are, and a bytearray may change.
                 filesystem.pipe_file(path, bytes(body))
 
-        await self._request(self._session.in_thread(put))
+        await self._request(self._session.in_thread(store))
 
 
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
@@ -218,24 +214,19 @@ async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) ->
     After an error no further call begins. Raises the first error, with the keys that are `left`.
     """
     left = dict.fromkeys(keys)
-    waiting = iter(keys)
     failed: list[RequestError] = []
 
-    async def stream() -> None:
-        for key in waiting:
+    async def one(key: str) -> None:
+        if not failed:
             try:
                 await delete(key)
             except RequestError as error:
                 failed.append(error)
             else:
                 left.pop(key, None)
-            if failed:
-                return
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(DELETES, len(left))):
-                group.create_task(stream())
+        await mapped(one, keys, DELETES)
         if failed:
             failed[0].left = tuple(left)
             raise failed[0]

@@ -371,7 +371,7 @@ class ObstoreClient(ObjectClient):
             await self._ask(lambda store: self._api.delete_async(store, path))
 
     async def _all(self, below: str, limit: int) -> Entries:
-        found: Entries = []
+        found: list[Listed] = []
         stream: Any = None
 
         async def next_page(store: Any) -> Any:

@@ -23,7 +23,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients import fsspec_apis
 from asyncckpt.stores.objects.clients.classification import hidden_values, request_error
 from asyncckpt.stores.objects.clients.client import ClientTraits, ObjectClient
-from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, GcsSession, S3Client
+from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, S3Client
 from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, MemoryClient
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async
 from asyncckpt.stores.objects.clients.obstore_client import (
@@ -184,21 +184,15 @@ def _obstore(
             'as "client"',
             location=str(url),
         ) from None
-    try:
-        store = made_store(found)
-    except Exception as error:
-        failure = _not_opened(url, options, error)
-    else:
-        return ObstoreClient(
-            store,
-            str(url),
-            prefix="/".join(url.parts),
-            hidden=hidden_values(options),
-            options=found,
-            in_thread=FilesystemSession(lambda: None, workers).in_thread,
-            other=(lambda: _own(url, options, workers)) if has_fsspec else None,
-        )
-    raise failure
+    return ObstoreClient(
+        _opened(partial(made_store, found), url, options),
+        str(url),
+        prefix="/".join(url.parts),
+        hidden=hidden_values(options),
+        options=found,
+        in_thread=FilesystemSession(lambda: None, workers).in_thread,
+        other=(lambda: _own(url, options, workers)) if has_fsspec else None,
+    )
 
 
 # ------------------------------------------------------------------------------------------ fsspec
@@ -266,19 +260,11 @@ def _client(
     ours: bool = True,
 ) -> ObjectClient:
     """Return the client of a filesystem of the class `kind`."""
-
-    def made() -> Any:
-        try:
-            return make()
-        except Exception as error:
-            failure = _not_opened(url, options, error)
-        raise failure
-
     path = "/".join((url.host, *url.parts))
     shown: dict[str, Any] = {"hidden": hidden_values(options), "endpoint": _endpoint(options)}
+    session = FilesystemSession(partial(_opened, make, url, options), workers, ours=ours)
     if (library := _library(kind)) == "gcsfs":
-        return GcsClient(GcsSession(made, workers, ours=ours), str(url), path, **shown)
-    session = FilesystemSession(made, workers, ours=ours)
+        return GcsClient(session, str(url), path, **shown)
     if library == "s3fs":
         return S3Client(session, str(url), path, **shown)
     root = kind._strip_protocol(str(url))
@@ -289,6 +275,15 @@ def _client(
     return FsspecClient(
         session, str(url), root, traits=ClientTraits(kind.__name__, get_copies=2), **shown
     )
+
+
+def _opened(make: Callable[[], Any], url: Url, options: Mapping[str, Any]) -> Any:
+    """Return the filesystem or store that `make` makes with these options."""
+    try:
+        return make()
+    except Exception as error:
+        failure = _not_opened(url, options, error)
+    raise failure  # whose context is not the library's error, which may hold credentials
 
 
 def _not_opened(url: Url, options: Mapping[str, Any], error: Exception) -> Exception:

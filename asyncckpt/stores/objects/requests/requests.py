@@ -38,12 +38,6 @@ class Sent(NamedTuple):
     orphans: tuple[str, ...]
 
 
-# `Requests.list` hides the type in its class.
-Keys = list[str]
-Tried = list[Try[Any]]
-Listing = list[Listed]
-
-
 class Requests(Sender):
     """Every request of one store.
 
@@ -86,9 +80,9 @@ class Requests(Sender):
                 hedged by a second one.
             body: what to send.
         """
-        failed: Tried = []
-        keys: Keys = []
-        refused: Keys = []
+        failed: list[Try[Any]] = []
+        keys: list[str] = []
+        refused: list[str] = []
         held, nbytes = [body], len(body)
         del body
 
@@ -188,7 +182,7 @@ class Requests(Sender):
         """Return the length of the object in bytes."""
         return await self.send(partial(self.client.size, key))
 
-    async def list(self, prefix: str, *, recursive: bool, limit: int) -> Listing:
+    async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """List what is below `prefix`, as `ObjectClient.list` does."""
         return await self.send(
             partial(self.client.list, prefix, recursive=recursive, limit=limit),
@@ -228,7 +222,7 @@ class Requests(Sender):
         A try whose answer was lost may have begun one, which `pending_parts` lists. With `create`
         the object must be new, as in `complete_parts`.
         """
-        failed: Tried = []
+        failed: list[Try[Any]] = []
         begin = partial(self.client.begin_parts, key, create=create)
         return await self.send(begin, conditional=create, failed=failed), bool(failed)
 
@@ -236,7 +230,7 @@ class Requests(Sender):
         self, key: str, upload: str, number: int, offset: int, body: Body
     ) -> tuple[str, bool]:
         """Store part `number`; return its tag, and whether the body's memory may be used again."""
-        failed: Tried = []
+        failed: list[Try[Any]] = []
         held, nbytes = [body], len(body)
         del body
 
@@ -257,7 +251,7 @@ class Requests(Sender):
         Where the next try finds no such upload because an answer was lost, the object is looked
         up instead.
         """
-        failed: Tried = []
+        failed: list[Try[Any]] = []
 
         async def complete() -> None:
             try:
