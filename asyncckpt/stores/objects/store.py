@@ -23,6 +23,7 @@ from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.claims.takeover import take_over
+from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
@@ -314,7 +315,10 @@ class ObjectStore:
         requests = self._requests
         with reported("looking for errors of earlier jobs", self.url):
             keys = [e.key for e in await control_entries(requests) if is_note(e.key)]
-            notes = [await requests.read(key, max_nbytes=NOTE_NBYTES) for key in keys]
+            notes = []
+            for key in keys:
+                with unless_missing():  # another process takes them, too
+                    notes.append(await requests.read(key, max_nbytes=NOTE_NBYTES))
             await requests.delete(keys)
         return [note for note in notes if note is not None]
 

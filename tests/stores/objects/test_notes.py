@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from asyncckpt.stores.objects.store import COLLECT_MIN_S
-from tests.simulator import Simulator, simulator
-from tests.stores.objects.stores import KINDS, opened
+from tests.simulator import Fault, Simulator, simulator
+from tests.stores.objects.stores import KINDS, ROOT, opened
 from tests.stores.objects.test_store_collect import age, keys
 
 
@@ -36,3 +37,12 @@ async def test_notes_are_kept_taken_and_collected(sim: Simulator, kind: str) -> 
         await store.keep_note(3, b"failed")
         age(sim, COLLECT_MIN_S + 3600)
         assert await store.collect(COLLECT_MIN_S) == [".asyncckpt/error-3"]
+
+
+async def test_a_note_that_another_process_takes_meanwhile_is_left_out(sim: Simulator) -> None:
+    async with opened("s3fs", sim) as store:
+        for process in (1, 2):
+            await store.keep_note(process, f"of {process}".encode())
+        take = partial(sim.delete, "bucket", f"{ROOT}/.asyncckpt/error-1")
+        sim.faults.append(Fault(kind="get_object", key="*error-1", hook=lambda _: take()))
+        assert await store.take_notes() == [b"of 2"]
