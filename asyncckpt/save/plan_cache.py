@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import (
     ArrayTable,
     EncodedTables,
@@ -191,49 +192,40 @@ class Terms(NamedTuple):
     process_count: int = 1
 
 
+def terms_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions) -> Terms:
+    """Return the terms on which one process saves `nbytes` to this store."""
+    size, streams = options.target_data_file_nbytes, options.concurrency
+    budget_nbytes = runtime.budget.capacity
+    sizes = store.sizes(
+        nbytes,
+        budget_nbytes=budget_nbytes,
+        chunk_nbytes=options.chunk_nbytes,
+        data_file_nbytes=None if size == "auto" else size,
+        concurrency=None if streams == "auto" else streams,
+    )
+    if not store.capabilities.positional_writes:
+        budget_nbytes //= 2  # the other half holds the files that compressed chunks are packed into
+    return Terms(options, budget_nbytes, sizes)
+
+
 async def layout_of(
-    snapshot: Snapshot,
-    options: SaveOptions,
-    sizes: Sizes,
-    *,
-    runtime: Runtime,
-    store: Store,
-    cache: LayoutCache,
-    budget_nbytes: int | None = None,
-    process: int = 0,
-    process_count: int = 1,
+    snapshot: Snapshot, terms: Terms, *, cache: LayoutCache, compute: Workers
 ) -> Layout:
     """Return the layout of a snapshot, cached if an earlier one had the same schema.
 
     Raises:
         UsageError: as `make_layout`.
     """
-    budget = runtime.budget.capacity if budget_nbytes is None else budget_nbytes
-    if not store.capabilities.positional_writes:
-        budget //= 2  # the other half holds the files that compressed chunks are packed into
-    terms = Terms(options, budget, sizes, process, process_count)
     key = layout_key(snapshot, terms)
     layout = cache.find(key)
     if layout is None:
         # A user's function may be slow, too.
-        if len(snapshot.paths) > PLANNING_LEAVES or options.leaf_options is not None:
-            layout = await runtime.engine.compute.run(make_layout, snapshot, terms)
+        if len(snapshot.paths) > PLANNING_LEAVES or terms.options.leaf_options is not None:
+            layout = await compute.run(make_layout, snapshot, terms)
         else:
             layout = make_layout(snapshot, terms)
         cache.keep(key, layout)
     return layout
-
-
-def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions) -> Sizes:
-    """Return the sizes for a save of `nbytes` to this store."""
-    size, streams = options.target_data_file_nbytes, options.concurrency
-    return store.sizes(
-        nbytes,
-        budget_nbytes=runtime.budget.capacity,
-        chunk_nbytes=options.chunk_nbytes,
-        data_file_nbytes=None if size == "auto" else size,
-        concurrency=None if streams == "auto" else streams,
-    )
 
 
 def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
@@ -337,7 +329,10 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
             process_count=process_count,
         )
     except UsageError as error:
-        raise _with_path(error, names, snapshot.paths) from None
+        if error.path in names:  # that of an array
+            error.path = snapshot.paths[names.index(error.path)]
+            error.args = (f"{where(error.path)}: {error}",)
+        raise
     if plan.compressed:
         _check_packed(plan, snapshot, budget_nbytes)
     arrays = plan.arrays
@@ -481,20 +476,6 @@ def stored_spec(path: str, source: Source, own: LeafOptions) -> ArraySpec:
             found=own.dtype,
         )
     return ArraySpec(spec.shape, own.dtype)
-
-
-def _with_path(error: UsageError, names: Sequence[str], paths: Sequence[str]) -> UsageError:
-    """Return the planner's error about an array, naming the leaf by its path."""
-    if error.path not in names:
-        return error
-    path = paths[names.index(error.path)]
-    return UsageError(
-        f"{where(path)}: {error}",
-        path=path,
-        stage=error.stage,
-        expected=error.expected,
-        found=error.found,
-    )
 
 
 def scalar_as_array_fits(value: Any) -> bool:
