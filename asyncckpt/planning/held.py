@@ -100,7 +100,7 @@ def held_chunks(arrays: Arrays, holders: Holders) -> tuple[Column, HeldChunks, t
 
 def _whole(part: Part, count: int, holders: Holders) -> HeldChunks:
     kind = holders.number(part.layout.holders)
-    if not holders.includes_own(kind):
+    if not holders.includes_own[kind]:
         return NOTHING
     cells, zeros = np.arange(count), np.zeros(count, np.int64)
     whole = Box.whole(part.grid.shape)
@@ -121,7 +121,7 @@ class HeldShards:
         if holders.process_count > 1:
             kinds[:] = [holders.number(shard.holders) for shard in shards]
             own = [
-                number for number, kind in enumerate(kinds.tolist()) if holders.includes_own(kind)
+                number for number, kind in enumerate(kinds.tolist()) if holders.includes_own[kind]
             ]
             shards, kinds = [shards[number] for number in own], kinds[own]
         boxes = [shard.box for shard in shards]

@@ -68,11 +68,6 @@ class Part:
     offset: tuple[int, ...]
     layout: LeafLayout
 
-    @property
-    def zstd_level(self) -> int | None:
-        """Compression level, or None."""
-        return self.layout.zstd_level
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrays:

@@ -21,7 +21,6 @@ import numpy as np
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import (
-    ArrayTable,
     CommitRecord,
     FileEntry,
     FixedName,
@@ -183,7 +182,7 @@ class Commit:
                 source = None if data is index.manifest else source
                 files.append(FixedName.of(name, data, source))
         request, layout = self.request, self.layout
-        snapshot, arrays = request.snapshot, layout.plan.arrays
+        snapshot = request.snapshot
         # The chunk index ends with its own CRC, which is left out: the CRC of data followed by
         # their CRC is a constant, and would bind nothing.
         chunks = index.chunk_index
@@ -200,7 +199,7 @@ class Commit:
                 tree=snapshot.structure.to_json(),
                 leaves=LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, layout.pieces),
                 specs=layout.specs,
-                arrays=ArrayTable(list(arrays.names), layout.spec_of, arrays.tied),
+                arrays=layout.arrays,
                 files=tuple(files),
                 chunk_index=IndexExtent(
                     index_file,

@@ -65,7 +65,7 @@ class Layout:
         plan: places of all chunks; arrays of leaves first, then scalars as arrays for Orbax.
         catalog: sorted keys and templates; None where another process commits.
         specs: distinct ways in which arrays are stored.
-        spec_of: index into `specs` per array of the plan.
+        arrays: the arrays of the plan, as the record has them.
         pieces: offsets and arrays of the leaves that are stored as several, by leaf index.
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
@@ -78,7 +78,7 @@ class Layout:
     plan: SavePlan
     catalog: Catalog | None
     specs: tuple[StoredSpec, ...]
-    spec_of: list[int]
+    arrays: ArrayTable
     pieces: Mapping[int, tuple[Piece, ...]]
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
@@ -339,30 +339,24 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
     specs: dict[StoredSpec, int] = {}
     spec_of: list[int] = []
     for part in arrays.parts:
-        stored = StoredSpec(part.spec, part.grid.chunk_shape, part.zstd_level)
+        stored = StoredSpec(part.spec, part.grid.chunk_shape, part.layout.zstd_level)
         spec_of.append(specs.setdefault(stored, len(specs)))
+    spec_of = list(map(spec_of.__getitem__, arrays.part.tolist()))
+    table = ArrayTable(list(arrays.names), spec_of, arrays.tied)
+    pieces = _pieces(arrays, snapshot)
     commits = process == 0
     orbax: Mapping[str, bytes] | None = None
-    notes: tuple[str, ...] = ()
-    if snapshot.uneven:
-        notes = (UNEVEN,)
-    elif commits:
-        orbax, notes = orbax_files(snapshot, plan, mirrors)
-    pieces = _pieces(arrays, snapshot)
-    spec_of = list(map(spec_of.__getitem__, arrays.part.tolist()))
+    notes: tuple[str, ...] = (UNEVEN,) if snapshot.uneven else ()
     tables = None
     if commits and not snapshot.uneven:
-        tables = encode_tables(
-            snapshot.structure.to_json(),
-            LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, pieces),
-            tuple(specs),
-            ArrayTable(list(arrays.names), spec_of, arrays.tied),
-        )
+        orbax, notes = orbax_files(snapshot, plan, mirrors)
+        leaf_table = LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, pieces)
+        tables = encode_tables(snapshot.structure.to_json(), leaf_table, tuple(specs), table)
     return Layout(
         plan=plan,
         catalog=make_catalog(arrays) if commits else None,
         specs=tuple(specs),
-        spec_of=spec_of,
+        arrays=table,
         tables=tables,
         pieces=pieces,
         mirrors=tuple(mirrors),

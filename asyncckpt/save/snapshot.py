@@ -28,8 +28,6 @@ from asyncckpt.reports import Progress
 from asyncckpt.spec import ArraySpec, Box
 from asyncckpt.tree import Structure, flatten, where
 
-_SCALARS = frozenset((int, float, bool, complex, str, bytes))
-
 NAMED_LEAVES = 20
 """Unsupported leaves that one error describes; the rest are counted."""
 
@@ -287,18 +285,17 @@ def tree_nbytes(tree: Any) -> int:
 
 def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAdapter] | None:
     """Open a leaf for staging, with its adapter; return None for a scalar."""
-    kind = type(value)
-    if kind in _SCALARS:
-        data = bytes_as_array(value) if kind is bytes else None
+    found = adapters.resolve(type(value))
+    if found is None:
+        raise unsupported(path, value)
+    if isinstance(found, str):
+        data = bytes_as_array(value) if found == "bytes" else None
         if data is None:
             return None
         adapter = adapters.adapters[0]
         source = adapter.source(path, data)
         source.extra = {"python": "bytes"}
         return source, adapter
-    found = adapters.resolve(kind)
-    if found is None or isinstance(found, str):
-        raise unsupported(path, value)
     source = found.source(path, value)
     rank = len(source.spec.shape)
     if rank > MAX_RANK:
