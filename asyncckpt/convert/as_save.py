@@ -81,8 +81,8 @@ def capture_stored(reader: LeafReader) -> Snapshot:
         else:
             result.nbytes += spec.nbytes
         facts = result.extra.get(leaf)
-        result.sources.append(Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts))
-        result.adapters.append(adapter)
+        source = Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts)
+        result.sources.append(source, adapter)
         result.array_leaf.append(leaf)
     return result
 

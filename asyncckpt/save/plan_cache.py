@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import (
@@ -283,11 +282,8 @@ def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:
         spec = _MIRROR_SPECS[snapshot.kinds[leaf]]
         values = np.asarray(snapshot.scalars[leaf], DTYPES[spec.dtype])
         snapshot.sources.append_plain(spec, values)
-        snapshot.adapters.append(_NUMPY)
         snapshot.array_leaf.append(leaf)
 
-
-_NUMPY = NumpyAdapter()
 
 _MIRROR_SPECS = {
     "bool": array_spec((), "bool"),

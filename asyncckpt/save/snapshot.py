@@ -47,7 +47,6 @@ class Snapshot:
         scalars: the scalar values themselves, by leaf index.
         sources: the arrays, in leaf order; when they are staged, then scalars that are stored as
             arrays too (`add_mirrors`).
-        adapters: the adapter of each array.
         array_leaf: leaf index of each array.
         tied: arrays that share all bytes with an earlier one, by array index.
         extra: facts saved with the bytes, by leaf index.
@@ -63,7 +62,6 @@ class Snapshot:
     values: list[Any] = field(default_factory=list)
     scalars: dict[int, Any] = field(default_factory=dict)
     sources: Sources = field(default_factory=Sources)
-    adapters: list[ArrayAdapter] = field(default_factory=list)
     array_leaf: list[int] = field(default_factory=list)
     tied: dict[int, int] = field(default_factory=dict)
     extra: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -152,7 +150,6 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             else:
                 snapshot.nbytes += value.nbytes
             sources.append_plain(spec, value)
-            snapshot.adapters.append(adapters.adapters[0])
             snapshot.array_leaf.append(leaf)
             continue
         path = flat.paths[leaf]
@@ -182,8 +179,7 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             snapshot.nbytes += source.spec.nbytes
         if source.extra:
             snapshot.extra[leaf] = source.extra
-        sources.append(source)
-        snapshot.adapters.append(adapter)
+        sources.append(source, adapter)
         snapshot.array_leaf.append(leaf)
         snapshot.kinds[leaf] = source.framework
     if refused:
@@ -202,6 +198,7 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
     numbers: dict[int, int] = {}
     held: dict[int, OwnPart] = {}
     lacking: dict[int, Sequence[int]] = {}
+    numpy: ArrayAdapter = NumpyAdapter()
     for ordinal, leaf in enumerate(merged.leaves):
         mine = own.get(ordinal)
         whole.kinds.append(leaf.kind)
@@ -215,11 +212,10 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
         whole.values.append(None)
         number = numbers[ordinal] = len(whole.sources)
         if mine is None:
-            source = Source(leaf.spec, None, None, shards=())
-            adapter = snapshot.adapters[0] if snapshot.adapters else NumpyAdapter()
+            source, adapter = Source(leaf.spec, None, None, shards=()), numpy
         else:
-            source = snapshot.sources[number_of[mine]]
-            adapter = snapshot.adapters[number_of[mine]]
+            place = number_of[mine]
+            source, adapter = snapshot.sources[place], snapshot.sources.adapter(place)
         held[number] = own_part(
             leaf, process, process_count, shards=source.shards, partition=source.partition
         )
@@ -229,8 +225,7 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
             whole.nbytes += leaf.spec.nbytes
         if leaf.extra:
             whole.extra[ordinal] = json.loads(leaf.extra)
-        whole.sources.append(source)
-        whole.adapters.append(adapter)
+        whole.sources.append(source, adapter)
         whole.array_leaf.append(ordinal)
     whole.held, whole.lacking = held, lacking
     whole.uneven = any(len(leaf.processes) < process_count for leaf in merged.leaves)
