@@ -53,7 +53,9 @@ class Sources(Sequence[Source]):
 
     def append(self, source: Source, adapter: ArrayAdapter) -> None:
         """Add an array that has facts of its own."""
-        self.opened[len(self.specs)], self.adapters[len(self.specs)] = source, adapter
+        number = len(self.specs)
+        self.opened[number] = source
+        self.adapters[number] = adapter
         self.specs.append(source.spec)
         self.plain.append(None)
 

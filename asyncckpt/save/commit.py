@@ -81,8 +81,8 @@ class Commit:
         request: the tree, and what the caller wants in the record.
         save_id: identity of the save, 32 hex digits.
         compute: threads that encode.
+        epoch: the claim under which the processes save.
         writers: number of processes that save together.
-        epoch: the claim under which they do.
         after_data: where files keep their names, `put_index` is called once the data are durable:
             consent is asked for when this process has written its part.
         checked: rows whose checksums are compared with those of replicas in other processes.
@@ -94,10 +94,10 @@ class Commit:
     _: KW_ONLY
     save_id: str
     compute: Workers
-    writers: int = 1
     epoch: int = 0
 
     def __post_init__(self) -> None:
+        self.writers = 1
         self._metadata = self.request.metadata
         self.after_data = self.request.consent is not None
         self.checked: Column = NO_ROWS

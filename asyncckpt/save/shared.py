@@ -248,7 +248,6 @@ class SharedSave(Save):
             self.request,
             save_id=self._save_id,
             compute=self.runtime.engine.compute,
-            writers=self._group.process_count,
             epoch=self._epoch,
             round_=self.round_,
             files=self._files,
