@@ -72,18 +72,12 @@ def capture_stored(reader: LeafReader) -> Snapshot:
         if spec is None:
             result.scalars[leaf] = decode_scalar(kind, values[leaf])
             continue
-        number = len(result.sources)
         # Leaves whose arrays all share their chunks become one array again.
         arrays = tuple([tied.get(piece.array, piece.array) for piece in reader.pieces[leaf]])
-        first = seen.setdefault(arrays, number)
-        if first != number:
-            result.tied[number] = first
-        else:
-            result.nbytes += spec.nbytes
+        first = seen.setdefault(arrays, len(result.sources))
         facts = result.extra.get(leaf)
         source = Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts)
-        result.sources.append(source, adapter)
-        result.array_leaf.append(leaf)
+        result.add(leaf, source, adapter, first)
     return result
 
 

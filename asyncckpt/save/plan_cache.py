@@ -30,7 +30,7 @@ from asyncckpt.options import (
     LeafOptions,
     SaveOptions,
 )
-from asyncckpt.planning.leaves import Arrays, LeafLayout
+from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.merge import Merged, OwnPart
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, Source, Store
@@ -339,7 +339,10 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
         spec_of.append(specs.setdefault(stored, len(specs)))
     spec_of = list(map(spec_of.__getitem__, arrays.part.tolist()))
     table = ArrayTable(list(arrays.names), spec_of, arrays.tied)
-    pieces = _pieces(arrays, snapshot)
+    pieces = {
+        snapshot.array_leaf[number]: tuple([Piece(arrays.of(array).offset, array) for array in own])
+        for number, own in arrays.pieces.items()
+    }
     commits = process == 0
     orbax: Mapping[str, bytes] | None = None
     notes: tuple[str, ...] = (UNEVEN,) if snapshot.uneven else ()
@@ -359,15 +362,6 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
         orbax=orbax,
         notes=notes,
     )
-
-
-def _pieces(arrays: Arrays, snapshot: Snapshot) -> dict[int, tuple[Piece, ...]]:
-    """Return offsets and arrays of the leaves that are stored as several, by leaf index."""
-    pieces: dict[int, tuple[Piece, ...]] = {}
-    for number, own in arrays.pieces.items():
-        parts = [Piece(arrays.of(array).offset, array) for array in own]
-        pieces[snapshot.array_leaf[number]] = tuple(parts)
-    return pieces
 
 
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:

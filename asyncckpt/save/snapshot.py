@@ -70,6 +70,19 @@ class Snapshot:
     lacking: Mapping[int, Sequence[int]] = field(default_factory=dict)
     uneven: bool = False
 
+    def add(self, leaf: int, source: Source, adapter: ArrayAdapter, first: int) -> None:
+        """Add the array of a leaf.
+
+        `first` is the number of the earlier array whose bytes it shares, or else its own number.
+        """
+        number = len(self.sources)
+        if first != number:
+            self.tied[number] = first
+        else:
+            self.nbytes += source.spec.nbytes
+        self.sources.append(source, adapter)
+        self.array_leaf.append(leaf)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Consent:
@@ -173,14 +186,9 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             known[view.dtype, view.shape] = source.spec
         number = len(sources)
         first = number if source.identity is None else seen.setdefault(source.identity, number)
-        if first != number:
-            snapshot.tied[number] = first
-        else:
-            snapshot.nbytes += source.spec.nbytes
+        snapshot.add(leaf, source, adapter, first)
         if source.extra:
             snapshot.extra[leaf] = source.extra
-        sources.append(source, adapter)
-        snapshot.array_leaf.append(leaf)
         snapshot.kinds[leaf] = source.framework
     if refused:
         raise _of_all(refused)
@@ -219,14 +227,10 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
         held[number] = own_part(
             leaf, process, process_count, shards=source.shards, partition=source.partition
         )
-        if leaf.tied_to is not None:
-            whole.tied[number] = numbers[leaf.tied_to]
-        else:
-            whole.nbytes += leaf.spec.nbytes
+        first = number if leaf.tied_to is None else numbers[leaf.tied_to]
+        whole.add(ordinal, source, adapter, first)
         if leaf.extra:
             whole.extra[ordinal] = json.loads(leaf.extra)
-        whole.sources.append(source, adapter)
-        whole.array_leaf.append(ordinal)
     whole.held, whole.lacking = held, lacking
     whole.uneven = any(len(leaf.processes) < process_count for leaf in merged.leaves)
     return whole
