@@ -75,7 +75,7 @@ class Snapshot:
 
         `first` is the number of the earlier array whose bytes it shares, or else its own number.
         """
-        number = len(self.sources)
+        number = len(self.array_leaf)
         if first != number:
             self.tied[number] = first
         else:
@@ -184,7 +184,7 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
         view = source.view
         if is_plain and view is not None and view is value and source.identity is not None:
             known[view.dtype, view.shape] = source.spec
-        number = len(sources)
+        number = len(sources.specs)
         first = number if source.identity is None else seen.setdefault(source.identity, number)
         snapshot.add(leaf, source, adapter, first)
         if source.extra:
