@@ -252,8 +252,11 @@ def _overlap(
     grid: ChunkGrid, itemsize: int, box: Box | None, direct: bool
 ) -> tuple[Column, Column, Column]:
     whole = Box.whole(grid.shape)
-    if box is None:
+    if box is None or box == whole:
         box = whole
+        if grid.chunk_shape == grid.shape:
+            size = np.array([grid.chunk_size * itemsize], np.int64)
+            return np.zeros(1, np.int64), np.array([0 if direct else -1], np.int64), size
     if len(box.shape) != len(whole.shape) or (box.size and box.intersect(whole) != box):
         raise ValueError(f"{box} is no part of an array of shape {grid.shape}")
     rows = cells_overlapping(grid, box)
