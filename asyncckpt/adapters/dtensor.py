@@ -26,6 +26,7 @@ from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, of_kind, tensor_view
 from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.planning.tiling import grid_boxes
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box, Partition, array_spec
 from asyncckpt.spec import Shard as HeldBox
@@ -269,7 +270,7 @@ def _divide(
     return Division(
         shape=tuple(held[-1][1] if held else 0 for held in runs),
         shards=holding.shards,
-        local=tuple(arithmetic.grid(runs)),
+        local=tuple(grid_boxes(runs)),
         partition=None if len(ranks.members) == 1 else holding.partition,
     )
 

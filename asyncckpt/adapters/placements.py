@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from asyncckpt.adapters.meshes import Coordinate, Mesh, interned, shortened
+from asyncckpt.planning.tiling import grid_boxes
 from asyncckpt.spec import Box, Partition, Shard
 
 Run = tuple[int, int]
@@ -65,7 +66,7 @@ def hold(
     holders: dict[Box, tuple[int, ...]] = {}
     held: list[list[Box]] = []
     for coordinate in coordinates:
-        boxes = grid(runs_of(mesh.shape, layout, shape, coordinate))
+        boxes = grid_boxes(runs_of(mesh.shape, layout, shape, coordinate))
         held.append(boxes)
         fixed = tuple((axis, coordinate[axis]) for axis in used)
         for box in boxes:
@@ -85,14 +86,6 @@ def _holding(
         numbers=tuple(tuple(number[box] for box in boxes) for boxes in held),
         partition=partition,
     )
-
-
-def grid(runs: Sequence[Sequence[Run]]) -> list[Box]:
-    """Return the boxes of all combinations of the runs along each axis, in C order."""
-    return [
-        Box(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
-        for sides in itertools.product(*runs)
-    ]
 
 
 def runs_of(

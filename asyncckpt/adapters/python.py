@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import ml_dtypes
@@ -29,6 +30,12 @@ _KINDS: Final[dict[type, ScalarKind]] = {
     str: "str",
     bytes: "bytes",
 }
+
+
+NUMBERS: Final[dict[str, Callable[[Any], Scalar]]] = {
+    kind.__name__: kind for kind in (bool, int, float, complex)
+}
+"""Types of Python numbers, by name."""
 
 
 def scalar_kind(kind: type) -> ScalarKind | None:
@@ -121,11 +128,7 @@ def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> 
             expected=kind,
             found=f"{values.dtype}{list(values.shape)}",
         )
-    if kind == "bool":
-        return bool(values)
-    if kind == "int":
-        return int(values)
-    return float(values) if kind == "float" else complex(values)
+    return NUMBERS[kind](values)
 
 
 def _overflows(value: Any, dtype: np.dtype[Any]) -> bool:

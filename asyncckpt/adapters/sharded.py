@@ -40,21 +40,14 @@ class ShardedAdapter:
         array: ShardedArray = leaf
         spec, division = spec_of(array), division_of(array)
         views = tuple([inside(array, number) for number in division.first])
-        if division.gap is not None:
-            return Source(
-                spec,
-                leaf,
-                None,
-                _identity(array),
-                shards=division.shards,
-                views=views,
-                partial=True,
-            )
-        if len(views) == 1:
+        partial = division.gap is not None
+        if not partial and len(views) == 1:
             return Source(spec, leaf, views[0], _identity(array))
-        if not views:
+        if not partial and not views:
             return Source(spec, leaf, np.empty(spec.shape, array.dtype))
-        return Source(spec, leaf, None, _identity(array), shards=division.shards, views=views)
+        source = Source(spec, leaf, None, _identity(array), shards=division.shards, views=views)
+        source.partial = partial
+        return source
 
     def fetch(self, source: Source, box: Box, out: Memory) -> None:
         array: ShardedArray = source.leaf

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from asyncckpt.ports import Source
+from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.spec import ArraySpec
+
+_NUMPY = NumpyAdapter()
 
 
 class Sources(Sequence[Source]):
@@ -22,12 +25,14 @@ class Sources(Sequence[Source]):
         specs: shape and dtype of each.
         plain: the array itself if it has no `Source` yet, else None.
         opened: sources by number.
+        adapters: adapters of those that were appended with one, by number.
     """
 
     def __init__(self) -> None:
         self.specs: list[ArraySpec] = []
         self.plain: list[npt.NDArray[Any] | None] = []
         self.opened: dict[int, Source] = {}
+        self.adapters: dict[int, ArrayAdapter] = {}
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -42,9 +47,15 @@ class Sources(Sequence[Source]):
             self.plain[number] = None
         return found
 
-    def append(self, source: Source) -> None:
+    def adapter(self, number: int) -> ArrayAdapter:
+        """Return the adapter of an array."""
+        return self.adapters.get(number, _NUMPY)
+
+    def append(self, source: Source, adapter: ArrayAdapter) -> None:
         """Add an array that has facts of its own."""
-        self.opened[len(self.specs)] = source
+        number = len(self.specs)
+        self.opened[number] = source
+        self.adapters[number] = adapter
         self.specs.append(source.spec)
         self.plain.append(None)
 

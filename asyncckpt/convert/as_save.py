@@ -20,7 +20,7 @@ from asyncckpt.format.record import STEP_NAME, decode_scalar
 from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.ports import Source
-from asyncckpt.save.plan_cache import LayoutCache, layout_of, sizes_for
+from asyncckpt.save.plan_cache import LayoutCache, layout_of, terms_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.snapshot import SaveRequest, Snapshot
 from asyncckpt.spec import ArraySpec, Box
@@ -72,18 +72,12 @@ def capture_stored(reader: LeafReader) -> Snapshot:
         if spec is None:
             result.scalars[leaf] = decode_scalar(kind, values[leaf])
             continue
-        number = len(result.sources)
         # Leaves whose arrays all share their chunks become one array again.
         arrays = tuple([tied.get(piece.array, piece.array) for piece in reader.pieces[leaf]])
-        first = seen.setdefault(arrays, number)
-        if first != number:
-            result.tied[number] = first
-        else:
-            result.nbytes += spec.nbytes
+        first = seen.setdefault(arrays, len(result.sources))
         facts = result.extra.get(leaf)
-        result.sources.append(Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts))
-        result.adapters.append(adapter)
-        result.array_leaf.append(leaf)
+        source = Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts)
+        result.add(leaf, source, adapter, first)
     return result
 
 
@@ -146,9 +140,8 @@ async def _check_orbax(
     options: SaveOptions,
     layouts: LayoutCache,
 ) -> None:
-    runtime, store = target.runtime, target.store
-    sizes = sizes_for(runtime, store, taken.nbytes, options)
-    layout = await layout_of(taken, options, sizes, runtime=runtime, store=store, cache=layouts)
+    terms = terms_for(target.runtime, target.store, taken.nbytes, options)
+    layout = await layout_of(taken, terms, cache=layouts, compute=target.runtime.engine.compute)
     if layout.orbax is None:
         raise UnsupportedLeafError(
             f"{location}: Orbax cannot restore this tree, so it was not "
@@ -164,7 +157,8 @@ def _leaf_options(
 ) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
     """Return the user's options, with the source's chunks where others would be read twice."""
     own = target.options.leaf_options
-    most = sizes_for(target.runtime, target.store, taken.nbytes, target.options).chunk_limit_nbytes
+    terms = terms_for(target.runtime, target.store, taken.nbytes, target.options)
+    most = terms.sizes.chunk_limit_nbytes
     largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)
     shapes: dict[str, tuple[int, ...]] = {}
     for leaf, source in zip(taken.array_leaf, taken.sources, strict=True):

@@ -248,7 +248,7 @@ class FilesWriter:
     def _reader(self, tensor: Tensor) -> ArrayReader:
         taken, number = self.taken, tensor.number
         path = taken.paths[taken.array_leaf[number]]
-        source, adapter = taken.sources[number], taken.adapters[number]
+        source, adapter = taken.sources[number], taken.sources.adapter(number)
         return ArrayReader(source, adapter, tensor.spec.dtype, path=path)
 
 

@@ -25,13 +25,14 @@ class Holders:
 
     Attributes:
         sets: the distinct sets, sorted, by number.
+        includes_own: whether this process is in the set, by number.
     """
 
     def __init__(self, process: int = 0, process_count: int = 1) -> None:
         self.process = process
         self.process_count = process_count
         self.sets: list[Processes] = []
-        self._own: list[bool] = []
+        self.includes_own: list[bool] = []
         self._numbers: dict[Processes, int] = {}
         # Keeps the objects alive: another one could get the same id otherwise.
         self._seen: dict[int, tuple[Processes | None, int]] = {}
@@ -46,13 +47,9 @@ class Holders:
         number = self._numbers.setdefault(members, len(self.sets))
         if number == len(self.sets):
             self.sets.append(members)
-            self._own.append(self.process in members)
+            self.includes_own.append(self.process in members)
         self._seen[id(processes)] = processes, number
         return number
-
-    def includes_own(self, number: int) -> bool:
-        """Return whether this process is in the set."""
-        return self._own[number]
 
     def common(self, numbers: Iterable[int]) -> int:
         """Return the number of the set of processes that all these sets have in common."""

@@ -27,7 +27,7 @@ from asyncckpt.planning.chunk_shape import (
     cut_freely,
     dense_cell,
 )
-from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.planning.tiling import grid_boxes, tiling_fault
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Partition, Shard
 
 PADDED_NBYTES = 1 * MIB
@@ -145,14 +145,8 @@ def _cuts_of(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) ->
 
 
 def _cells(shape: tuple[int, ...], starts: Sequence[Sequence[int]]) -> list[Box]:
-    axes = [
-        [(a, b - a) for a, b in itertools.pairwise((*at, n))]
-        for at, n in zip(starts, shape, strict=True)
-    ]
-    return [
-        Box(tuple([o for o, _ in cell]), tuple([n for _, n in cell]))
-        for cell in itertools.product(*axes)
-    ]
+    axes = zip(starts, shape, strict=True)
+    return grid_boxes([list(itertools.pairwise((*at, n))) for at, n in axes])
 
 
 def _check_chunk_shape(spec: ArraySpec, chunk_shape: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from asyncckpt.planning.balance import Holders
 from asyncckpt.planning.grid import WHOLE_NBYTES, cell_starts
 from asyncckpt.planning.leaves import Arrays, LeafLayout, Part
 from asyncckpt.planning.overlap import BoxIndex, contiguous_runs, runs_within
-from asyncckpt.planning.table import Column
+from asyncckpt.planning.table import Column, expanded
 from asyncckpt.planning.tiling import box_text
 from asyncckpt.spec import Box, ChunkGrid, Partition, Shard
 
@@ -87,9 +87,8 @@ def held_chunks(arrays: Arrays, holders: Holders) -> tuple[Column, HeldChunks, t
     count_of = np.array([len(chunks.cell) for chunks in found], np.int64)
     counts = count_of[arrays.part]
     counts[list(arrays.tied)] = 0
-    array = np.repeat(np.arange(len(counts)), counts)
-    base = (np.cumsum(count_of) - count_of)[arrays.part] - (np.cumsum(counts) - counts)
-    at = base[array] + np.arange(len(array))
+    array, place = expanded(counts)
+    at = (np.cumsum(count_of) - count_of)[arrays.part][array] + place
     rows = HeldChunks(*np.hstack([NOTHING, *found])[:, at])
     boxes: list[HeldBox] = []
     for number in np.flatnonzero(np.isin(arrays.part, list(in_parts))).tolist():
@@ -100,7 +99,7 @@ def held_chunks(arrays: Arrays, holders: Holders) -> tuple[Column, HeldChunks, t
 
 def _whole(part: Part, count: int, holders: Holders) -> HeldChunks:
     kind = holders.number(part.layout.holders)
-    if not holders.includes_own(kind):
+    if not holders.includes_own[kind]:
         return NOTHING
     cells, zeros = np.arange(count), np.zeros(count, np.int64)
     whole = Box.whole(part.grid.shape)
@@ -121,7 +120,7 @@ class HeldShards:
         if holders.process_count > 1:
             kinds[:] = [holders.number(shard.holders) for shard in shards]
             own = [
-                number for number, kind in enumerate(kinds.tolist()) if holders.includes_own(kind)
+                number for number, kind in enumerate(kinds.tolist()) if holders.includes_own[kind]
             ]
             shards, kinds = [shards[number] for number in own], kinds[own]
         boxes = [shard.box for shard in shards]
@@ -188,9 +187,7 @@ def _cells_inside(
     low = -(-np.maximum(starts, 0) // chunk)
     high = np.where(stops >= shape, np.array(grid.counts, np.int64), stops // chunk)
     spans = np.maximum(high - low, 0)
-    counts = spans.prod(axis=1)
-    which = np.repeat(np.arange(len(starts)), counts)
-    rest = np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
+    which, rest = expanded(spans.prod(axis=1))
     cells = np.zeros(len(which), np.int64)
     stride = 1
     for axis in reversed(range(len(grid.shape))):

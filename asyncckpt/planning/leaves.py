@@ -16,7 +16,7 @@ from asyncckpt.options import MAX_PIECES
 from asyncckpt.planning.balance import Holders
 from asyncckpt.planning.grid import choose_grid, travels_in_parts
 from asyncckpt.planning.pack import TRAILER_NBYTES
-from asyncckpt.planning.table import Column
+from asyncckpt.planning.table import Column, expanded
 from asyncckpt.spec import ArraySpec, ChunkGrid, Partition, Shard
 
 PIECE_MARK = "%~"
@@ -67,11 +67,6 @@ class Part:
     grid: ChunkGrid
     offset: tuple[int, ...]
     layout: LeafLayout
-
-    @property
-    def zstd_level(self) -> int | None:
-        """Compression level, or None."""
-        return self.layout.zstd_level
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +152,7 @@ def plan_arrays(
     base_of = np.cumsum(count_of) - count_of
     counts = count_of[kind_of]
     first = np.cumsum(counts) - counts
-    owner = np.repeat(np.arange(len(leaves)), counts)
+    owner, place = expanded(counts)
     names = list(map(attrgetter("name"), leaves))
     pieces: dict[int, range] = {}
     if len(owner) > len(leaves):
@@ -173,7 +168,7 @@ def plan_arrays(
         for number in range(counts[i]):
             tied[int(first[i]) + number] = int(first[other]) + number
     parts = list(itertools.chain.from_iterable(distinct.parts))
-    part = base_of[kind_of][owner] + np.arange(len(owner)) - first[owner]
+    part = base_of[kind_of][owner] + place
     facts: list[tuple[int, int, bool]] = []
     for p in parts:
         payload_nbytes = p.grid.chunk_size * p.spec.itemsize

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.planning.balance import to_the_least
-from asyncckpt.planning.table import Column, Table
+from asyncckpt.planning.table import Column, Table, expanded
 
 TRAILER_NBYTES = 4
 """The CRC-32C that zarr's crc32c codec appends to a chunk."""
@@ -114,9 +114,8 @@ def cut_windows(
 
     offset, payload = row_offset[planned], row_payload[planned]
     first, last = offset // slot_nbytes, (offset + payload - 1) // slot_nbytes
-    counts = last - first + 1
-    which = np.repeat(np.arange(len(planned)), counts)
-    slot = first[which] + np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
+    which, place = expanded(last - first + 1)
+    slot = first[which] + place
     begin = slot * slot_nbytes - offset[which]
     start = np.maximum(begin, 0)
     stop = np.minimum(begin + slot_nbytes, payload[which])

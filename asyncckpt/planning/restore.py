@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.planning.overlap import contiguous_runs
-from asyncckpt.planning.table import Column, Table
+from asyncckpt.planning.table import Column, Table, expanded
 from asyncckpt.spec import Box, ChunkGrid
 
 
@@ -242,10 +242,8 @@ def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Co
         sizes.append(len(found[-1][0]))
     counts_of = np.array(sizes, np.int64)
     base_of = np.cumsum(counts_of) - counts_of
-    counts = counts_of[want_of]
-    request = np.repeat(np.arange(len(array)), counts)
-    at = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
-    at += base_of[want_of][request]
+    request, place = expanded(counts_of[want_of])
+    at = base_of[want_of][request] + place
     rows, direct, nbytes = np.hstack([np.zeros((3, 0), np.int64), *found])[:, at]
     return stored.first_row[array][request] + rows, request, direct, nbytes
 

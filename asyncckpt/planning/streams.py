@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.planning.table import Column
+from asyncckpt.planning.table import Column, expanded
 
 PIECE_MIN_NBYTES = 16 << 10
 """Smallest piece of a process; with more than 4,096 members, batches become larger."""
@@ -65,9 +65,8 @@ def encoded_rows(rows: Column) -> bytes:
 
 def _decoded_rows(message: bytes) -> Column:
     starts, stops = _unpacked(message).reshape(-1, 2).T
-    counts = stops - starts
-    firsts = np.cumsum(counts) - counts
-    return np.repeat(starts - firsts, counts) + np.arange(counts.sum())
+    run, place = expanded(stops - starts)
+    return starts[run] + place
 
 
 def _packed(values: Column) -> bytes:

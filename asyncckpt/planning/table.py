@@ -15,6 +15,12 @@ Column = npt.NDArray[np.int64]
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
+def expanded(counts: Column) -> tuple[Column, Column]:
+    """Return the item of each row, and the row's place in it, for items of so many rows each."""
+    item = np.repeat(np.arange(len(counts)), counts)
+    return item, np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
+
+
 class Table(Sequence[Row]):
     """Rows `first` to `stop` of some columns, converted to named tuples on access.
 

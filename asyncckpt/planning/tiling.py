@@ -40,6 +40,14 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
+def grid_boxes(runs: Sequence[Sequence[tuple[int, int]]]) -> list[Box]:
+    """Return the boxes of all combinations of the runs along each axis, in C order."""
+    return [
+        Box(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
+        for sides in itertools.product(*runs)
+    ]
+
+
 def box_text(box: Box) -> str:
     """Return the box as an index expression: `[0:4, 8:10]`."""
     return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(box.offset, box.shape, strict=True))}]"

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from asyncckpt.checkpoint.metadata import Storage
 from asyncckpt.checkpoint.payload import scatter
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.codecs import ChunkError, Codec
+from asyncckpt.format.codecs import ChunkError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.restore import Part, ReadBatch, intersection
@@ -105,22 +105,15 @@ class Decode:
         self._destinations = reads.destinations
         self._any_encoded = any(map(attrgetter("codec.decode"), reads.opened.storages))
 
-    def codec(self, part: Part) -> Codec:
+    def storage(self, part: Part) -> Storage:
         """Return how the chunk of a part is stored."""
-        return self._storage(part).codec
+        return self._opened.storage(self._destinations.array[part.request])
 
     def encoded_parts(self, batch: ReadBatch) -> list[Part]:
         """Return the parts of a batch whose chunks must be decoded."""
         if not self._any_encoded:
             return []
-        return [part for part in batch.parts if self.codec(part).decode is not None]
-
-    def payload_nbytes(self, part: Part) -> int:
-        """Return the size of the elements of the part's chunk."""
-        return self._storage(part).chunk_nbytes
-
-    def _storage(self, part: Part) -> Storage:
-        return self._opened.storage(self._destinations.array[part.request])
+        return [part for part in batch.parts if self.storage(part).codec.decode is not None]
 
     # -- the ways of a chunk
 
@@ -148,7 +141,7 @@ class Decode:
             part = batch.parts[0]
             direct = is_direct(batch)
             tail = rest[: batch.nbytes - data.nbytes]
-            trailer = tail[tail.nbytes - self.codec(part).trailer_nbytes :]
+            trailer = tail[tail.nbytes - self.storage(part).codec.trailer_nbytes :]
             crc = start = 0
             while direct and start < data.nbytes and (self._has_crcs or trailer.nbytes):
                 while there <= begin + start:
@@ -172,7 +165,7 @@ class Decode:
         """
         for part in batch.parts:
             self._scatter(part, data, start)
-        if not self._has_crcs and not self.codec(batch.parts[0]).crc32c:
+        if not self._has_crcs and not self.storage(batch.parts[0]).codec.crc32c:
             return 0
         return crc32c(data, crc)
 
@@ -252,7 +245,7 @@ class Decode:
 
     def _payload(self, batch: ReadBatch, part: Part, stored: Sequence[Bytes]) -> Bytes:
         """Return the checked elements of a chunk, which lies in these buffers."""
-        codec = self.codec(part)
+        codec = self.storage(part).codec
         buffers = list(stored)
         if buffers[-1].nbytes < codec.trailer_nbytes:
             buffers = [np.concatenate(buffers)]
@@ -269,19 +262,20 @@ class Decode:
 
     def _elements(self, batch: ReadBatch, part: Part, stored: list[Bytes]) -> Bytes:
         """Return the elements of a checked chunk, given without its trailer."""
-        decode = self.codec(part).decode
+        storage = self.storage(part)
+        decode = storage.codec.decode
         if decode is None:
             (data,) = stored
             self.check_length(batch, part, data.nbytes)
             return data
         try:
-            return decode(stored, self.payload_nbytes(part))
+            return decode(stored, storage.chunk_nbytes)
         except ChunkError as error:
             raise self._damaged(batch, part.row, str(error)) from None
 
     def check_length(self, batch: ReadBatch, part: Part, nbytes: int) -> None:
         """Check that a chunk that is not encoded is as long as its elements."""
-        expected = self.payload_nbytes(part)
+        expected = self.storage(part).chunk_nbytes
         if nbytes != expected:
             reason = f"it has {nbytes} bytes, the array needs {expected}"
             raise self._damaged(batch, part.row, reason)

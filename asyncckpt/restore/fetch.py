@@ -137,7 +137,7 @@ class Fetch:
             return [], copies
         (batch,) = read.batches
         encoded = self._decode.encoded_parts(batch)
-        largest = max((self._decode.payload_nbytes(p) for p in encoded), default=0)
+        largest = max((self._decode.storage(p).chunk_nbytes for p in encoded), default=0)
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
         extra = min(largest + copies, max(0, capacity - count * slot_nbytes))
         return await self.pool.take(count, grow=False, extra=extra), extra
@@ -214,7 +214,7 @@ class Fetch:
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.
         row = batch.parts[0].row
-        codec = self._decode.codec(batch.parts[0])
+        codec = self._decode.storage(batch.parts[0]).codec
         payload = batch.nbytes - codec.trailer_nbytes
         self._decode.check_length(batch, batch.parts[0], payload)
         start, crc = 0, 0

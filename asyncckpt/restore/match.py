@@ -366,14 +366,13 @@ class _Matcher:
         return want.target.spec != saved_leaf(opened, want.path, saved, array).spec
 
     def _leaf(self, number: int, want: Wanted, saved: int) -> LeafRestore:
-        opened, target = self.opened, want.target
-        _, path, _, array, pieces, spec, value, *_ = saved_leaf(
-            opened, want.path, saved, self._arrays[saved]
-        )
+        opened, target, path = self.opened, want.target, want.path
+        leaf = saved_leaf(opened, path, saved, self._arrays[saved])
+        spec, value = leaf.spec, leaf.scalar
         if want.fixed and (spec is not None or not _equal(value, want.leaf)):
             self._mismatches.add(
                 MismatchError,
-                want.path,
+                path,
                 f"this {type(want.leaf).__name__} is immutable, and so is what holds it: it can "
                 "be neither filled nor replaced",
                 advice=NOT_REPLACEABLE,
@@ -386,7 +385,7 @@ class _Matcher:
             facts = opened.leaves.extra.get(saved, NO_FACTS), target.extra or NO_FACTS
             cast = self.request.cast
             check_array(self._mismatches, path, spec, target.spec, facts, cast=cast)
-        return LeafRestore(number, path, saved, array, pieces, spec, value, want, target)
+        return leaf._replace(number=number, scalar=value, want=want, target=target)
 
     def _scalar(self, want: Wanted, value: Any) -> Any:
         """Return a scalar of the record, as a rank-0 array where the target is an array."""

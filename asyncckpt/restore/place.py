@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.python import scalar_from_array, scalar_kind
+from asyncckpt.adapters.python import NUMBERS, scalar_from_array, scalar_kind
 from asyncckpt.checkpoint.casts import lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import DtypeMismatchError
@@ -157,8 +157,5 @@ def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
     kind = extra.get("python")
     if kind == "bytes":
         return values.tobytes()
-    number = _NUMBERS.get(kind) if isinstance(kind, str) else None
+    number = NUMBERS.get(kind) if isinstance(kind, str) else None
     return None if number is None or values.shape else number(values[()])
-
-
-_NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}

@@ -21,7 +21,6 @@ import numpy as np
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import (
-    ArrayTable,
     CommitRecord,
     FileEntry,
     FixedName,
@@ -82,8 +81,8 @@ class Commit:
         request: the tree, and what the caller wants in the record.
         save_id: identity of the save, 32 hex digits.
         compute: threads that encode.
+        epoch: the claim under which the processes save.
         writers: number of processes that save together.
-        epoch: the claim under which they do.
         after_data: where files keep their names, `put_index` is called once the data are durable:
             consent is asked for when this process has written its part.
         checked: rows whose checksums are compared with those of replicas in other processes.
@@ -95,10 +94,10 @@ class Commit:
     _: KW_ONLY
     save_id: str
     compute: Workers
-    writers: int = 1
     epoch: int = 0
 
     def __post_init__(self) -> None:
+        self.writers = 1
         self._metadata = self.request.metadata
         self.after_data = self.request.consent is not None
         self.checked: Column = NO_ROWS
@@ -183,7 +182,7 @@ class Commit:
                 source = None if data is index.manifest else source
                 files.append(FixedName.of(name, data, source))
         request, layout = self.request, self.layout
-        snapshot, arrays = request.snapshot, layout.plan.arrays
+        snapshot = request.snapshot
         # The chunk index ends with its own CRC, which is left out: the CRC of data followed by
         # their CRC is a constant, and would bind nothing.
         chunks = index.chunk_index
@@ -200,7 +199,7 @@ class Commit:
                 tree=snapshot.structure.to_json(),
                 leaves=LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, layout.pieces),
                 specs=layout.specs,
-                arrays=ArrayTable(list(arrays.names), layout.spec_of, arrays.tied),
+                arrays=layout.arrays,
                 files=tuple(files),
                 chunk_index=IndexExtent(
                     index_file,

@@ -55,7 +55,7 @@ def make_catalog(arrays: Arrays) -> Catalog:
     # Of every part: where its sorted keys are among metadata and chunks in C order.
     places_of: list[npt.NDArray[np.int64]] = []
     for part in arrays.parts:
-        data = encode_metadata(part.spec, part.grid.chunk_shape, part.zstd_level)
+        data = encode_metadata(part.spec, part.grid.chunk_shape, part.layout.zstd_level)
         template_of.append(templates.setdefault(data, len(templates)))
         suffixes = [metadata_key(""), *chunk_keys("", part.grid.counts)]
         places = sorted(range(len(suffixes)), key=suffixes.__getitem__)

@@ -69,6 +69,7 @@ class SharedCommit(Commit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.writers = self.round_.group.process_count
         self.after_data |= not self.round_.leads
         self.checked = checked_rows(self.layout.plan, self.round_.number, whole=self.layout.fresh)
         self._others: list[Entries] | None = None

@@ -37,6 +37,7 @@ from asyncckpt.save.serialize import (
     Compressed,
     Compressor,
     WindowChecksums,
+    WindowSums,
     seal_small,
 )
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
@@ -243,17 +244,17 @@ class Pipeline:
         if before is not None:
             await before.wait()
         turn.set()
-        return self._fold(StagedWindow(item.window, slot, sums))
+        return self._fold(item, sums)
 
     def _emit(self, item: StagedWindow) -> None:
         """Hand a window that was sealed when it was copied to the uploads."""
-        self._final.put_nowait(self._fold(item))
+        assert item.sums is not None
+        self._final.put_nowait(self._fold(item, item.sums))
 
-    def _fold(self, item: StagedWindow) -> FileWindow:
+    def _fold(self, item: StagedWindow, sums: WindowSums) -> FileWindow:
         """Return a sealed window with its bytes final; called in plan order."""
         window, slot = item.window, item.slot
-        assert item.sums is not None
-        self._checksums.fold(window, slot.buffer, item.sums)
+        self._checksums.fold(window, slot.buffer, sums)
         self._unfolded -= 1
         if not self._unfolded:
             self._folded.set()
@@ -273,7 +274,7 @@ class Pipeline:
         running: deque[tuple[StagedChunks, asyncio.Task[list[Compressed]]]] = deque()
         async with asyncio.TaskGroup() as group:
             while (item := await self._chunks.get()) is not None:
-                zstd = [arrays.of(plan.row_array[row]).zstd_level or 0 for row in item.rows]
+                zstd = [arrays.of(plan.row_array[row]).layout.zstd_level or 0 for row in item.rows]
                 call = self._compressed(compressor, item, zstd)
                 running.append((item, group.create_task(call)))
                 # The queue may be empty because the budget is used up: then nothing more comes

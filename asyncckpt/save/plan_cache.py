@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import (
     ArrayTable,
     EncodedTables,
@@ -30,7 +30,7 @@ from asyncckpt.options import (
     LeafOptions,
     SaveOptions,
 )
-from asyncckpt.planning.leaves import Arrays, LeafLayout
+from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.merge import Merged, OwnPart
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, Source, Store
@@ -64,7 +64,7 @@ class Layout:
         plan: places of all chunks; arrays of leaves first, then scalars as arrays for Orbax.
         catalog: sorted keys and templates; None where another process commits.
         specs: distinct ways in which arrays are stored.
-        spec_of: index into `specs` per array of the plan.
+        arrays: the arrays of the plan, as the record has them.
         pieces: offsets and arrays of the leaves that are stored as several, by leaf index.
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
@@ -77,7 +77,7 @@ class Layout:
     plan: SavePlan
     catalog: Catalog | None
     specs: tuple[StoredSpec, ...]
-    spec_of: list[int]
+    arrays: ArrayTable
     pieces: Mapping[int, tuple[Piece, ...]]
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
@@ -191,49 +191,40 @@ class Terms(NamedTuple):
     process_count: int = 1
 
 
+def terms_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions) -> Terms:
+    """Return the terms on which one process saves `nbytes` to this store."""
+    size, streams = options.target_data_file_nbytes, options.concurrency
+    budget_nbytes = runtime.budget.capacity
+    sizes = store.sizes(
+        nbytes,
+        budget_nbytes=budget_nbytes,
+        chunk_nbytes=options.chunk_nbytes,
+        data_file_nbytes=None if size == "auto" else size,
+        concurrency=None if streams == "auto" else streams,
+    )
+    if not store.capabilities.positional_writes:
+        budget_nbytes //= 2  # the other half holds the files that compressed chunks are packed into
+    return Terms(options, budget_nbytes, sizes)
+
+
 async def layout_of(
-    snapshot: Snapshot,
-    options: SaveOptions,
-    sizes: Sizes,
-    *,
-    runtime: Runtime,
-    store: Store,
-    cache: LayoutCache,
-    budget_nbytes: int | None = None,
-    process: int = 0,
-    process_count: int = 1,
+    snapshot: Snapshot, terms: Terms, *, cache: LayoutCache, compute: Workers
 ) -> Layout:
     """Return the layout of a snapshot, cached if an earlier one had the same schema.
 
     Raises:
         UsageError: as `make_layout`.
     """
-    budget = runtime.budget.capacity if budget_nbytes is None else budget_nbytes
-    if not store.capabilities.positional_writes:
-        budget //= 2  # the other half holds the files that compressed chunks are packed into
-    terms = Terms(options, budget, sizes, process, process_count)
     key = layout_key(snapshot, terms)
     layout = cache.find(key)
     if layout is None:
         # A user's function may be slow, too.
-        if len(snapshot.paths) > PLANNING_LEAVES or options.leaf_options is not None:
-            layout = await runtime.engine.compute.run(make_layout, snapshot, terms)
+        if len(snapshot.paths) > PLANNING_LEAVES or terms.options.leaf_options is not None:
+            layout = await compute.run(make_layout, snapshot, terms)
         else:
             layout = make_layout(snapshot, terms)
         cache.keep(key, layout)
     return layout
-
-
-def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions) -> Sizes:
-    """Return the sizes for a save of `nbytes` to this store."""
-    size, streams = options.target_data_file_nbytes, options.concurrency
-    return store.sizes(
-        nbytes,
-        budget_nbytes=runtime.budget.capacity,
-        chunk_nbytes=options.chunk_nbytes,
-        data_file_nbytes=None if size == "auto" else size,
-        concurrency=None if streams == "auto" else streams,
-    )
 
 
 def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
@@ -291,11 +282,8 @@ def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:
         spec = _MIRROR_SPECS[snapshot.kinds[leaf]]
         values = np.asarray(snapshot.scalars[leaf], DTYPES[spec.dtype])
         snapshot.sources.append_plain(spec, values)
-        snapshot.adapters.append(_NUMPY)
         snapshot.array_leaf.append(leaf)
 
-
-_NUMPY = NumpyAdapter()
 
 _MIRROR_SPECS = {
     "bool": array_spec((), "bool"),
@@ -337,52 +325,43 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
             process_count=process_count,
         )
     except UsageError as error:
-        raise _with_path(error, names, snapshot.paths) from None
+        if error.path in names:  # that of an array
+            error.path = snapshot.paths[names.index(error.path)]
+            error.args = (f"{where(error.path)}: {error}",)
+        raise
     if plan.compressed:
         _check_packed(plan, snapshot, budget_nbytes)
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
     spec_of: list[int] = []
     for part in arrays.parts:
-        stored = StoredSpec(part.spec, part.grid.chunk_shape, part.zstd_level)
+        stored = StoredSpec(part.spec, part.grid.chunk_shape, part.layout.zstd_level)
         spec_of.append(specs.setdefault(stored, len(specs)))
+    spec_of = list(map(spec_of.__getitem__, arrays.part.tolist()))
+    table = ArrayTable(list(arrays.names), spec_of, arrays.tied)
+    pieces = {
+        snapshot.array_leaf[number]: tuple([Piece(arrays.of(array).offset, array) for array in own])
+        for number, own in arrays.pieces.items()
+    }
     commits = process == 0
     orbax: Mapping[str, bytes] | None = None
-    notes: tuple[str, ...] = ()
-    if snapshot.uneven:
-        notes = (UNEVEN,)
-    elif commits:
-        orbax, notes = orbax_files(snapshot, plan, mirrors)
-    pieces = _pieces(arrays, snapshot)
-    spec_of = list(map(spec_of.__getitem__, arrays.part.tolist()))
+    notes: tuple[str, ...] = (UNEVEN,) if snapshot.uneven else ()
     tables = None
     if commits and not snapshot.uneven:
-        tables = encode_tables(
-            snapshot.structure.to_json(),
-            LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, pieces),
-            tuple(specs),
-            ArrayTable(list(arrays.names), spec_of, arrays.tied),
-        )
+        orbax, notes = orbax_files(snapshot, plan, mirrors)
+        leaf_table = LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, pieces)
+        tables = encode_tables(snapshot.structure.to_json(), leaf_table, tuple(specs), table)
     return Layout(
         plan=plan,
         catalog=make_catalog(arrays) if commits else None,
         specs=tuple(specs),
-        spec_of=spec_of,
+        arrays=table,
         tables=tables,
         pieces=pieces,
         mirrors=tuple(mirrors),
         orbax=orbax,
         notes=notes,
     )
-
-
-def _pieces(arrays: Arrays, snapshot: Snapshot) -> dict[int, tuple[Piece, ...]]:
-    """Return offsets and arrays of the leaves that are stored as several, by leaf index."""
-    pieces: dict[int, tuple[Piece, ...]] = {}
-    for number, own in arrays.pieces.items():
-        parts = [Piece(arrays.of(array).offset, array) for array in own]
-        pieces[snapshot.array_leaf[number]] = tuple(parts)
-    return pieces
 
 
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:
@@ -481,20 +460,6 @@ def stored_spec(path: str, source: Source, own: LeafOptions) -> ArraySpec:
             found=own.dtype,
         )
     return ArraySpec(spec.shape, own.dtype)
-
-
-def _with_path(error: UsageError, names: Sequence[str], paths: Sequence[str]) -> UsageError:
-    """Return the planner's error about an array, naming the leaf by its path."""
-    if error.path not in names:
-        return error
-    path = paths[names.index(error.path)]
-    return UsageError(
-        f"{where(path)}: {error}",
-        path=path,
-        stage=error.stage,
-        expected=error.expected,
-        found=error.found,
-    )
 
 
 def scalar_as_array_fits(value: Any) -> bool:

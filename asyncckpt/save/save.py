@@ -36,7 +36,7 @@ from asyncckpt.reports import Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.pipeline import Pipeline
-from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
+from asyncckpt.save.plan_cache import Layout, LayoutCache, Terms, add_mirrors, layout_of, terms_for
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
 from asyncckpt.save.upload import DataFiles
@@ -213,12 +213,13 @@ class Save:
         self._epoch = await self.claim()
         if positional and not request.overwrite:
             await self._refuse_existing()
-        sizes = sizes_for(self.runtime, store, request.snapshot.nbytes, request.options)
+        terms = terms_for(self.runtime, store, request.snapshot.nbytes, request.options)
+        sizes = terms.sizes
         hits = self.layouts.hits
         budget = self.runtime.budget
         try:
             with self._recorder.span("plan"):
-                layout = await self._plan(sizes)
+                layout = await self._plan(terms)
             plan, cached = layout.plan, self.layouts.hits > hits
             state.total_nbytes = sum(plan.file_nbytes)
             if plan.compressed:
@@ -264,16 +265,10 @@ class Save:
 
     # -- overridden by `SharedSave`
 
-    async def _plan(self, sizes: Sizes) -> Layout:
+    async def _plan(self, terms: Terms) -> Layout:
         """Return the layout of the tree, cached or new."""
-        return await layout_of(
-            self.request.snapshot,
-            self.request.options,
-            sizes,
-            runtime=self.runtime,
-            store=self.store,
-            cache=self.layouts,
-        )
+        compute = self.runtime.engine.compute
+        return await layout_of(self.request.snapshot, terms, cache=self.layouts, compute=compute)
 
     async def _begin(self) -> None:
         """Begin the attempt that this save writes to."""

@@ -40,11 +40,11 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
-from asyncckpt.ports import AttemptFiles, JoinedAttempt, NotingStore, Sizes
+from asyncckpt.ports import AttemptFiles, JoinedAttempt, NotingStore
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.merge import SharedCommit
-from asyncckpt.save.plan_cache import Layout
+from asyncckpt.save.plan_cache import Layout, Terms
 from asyncckpt.save.save import Save, no_claim, record_of
 from asyncckpt.save.shared_plan import KNOWN, VISIBLE_S, SharedPlan
 
@@ -182,11 +182,9 @@ class SharedSave(Save):
         if self.round_.leads:
             await super()._refuse_existing()
 
-    async def _plan(self, sizes: Sizes) -> Layout:
-        plan = SharedPlan(self.round_, self.request, self._files)
-        snapshot, layout = await plan.agree(
-            sizes, runtime=self.runtime, store=self.store, cache=self.layouts
-        )
+    async def _plan(self, terms: Terms) -> Layout:
+        plan = SharedPlan(self.round_, self.request, self._files, self.runtime.engine.compute)
+        snapshot, layout = await plan.agree(terms, self.layouts)
         self.request = replace(self.request, snapshot=snapshot)
         self._known = not layout.fresh
         return layout
@@ -250,7 +248,6 @@ class SharedSave(Save):
             self.request,
             save_id=self._save_id,
             compute=self.runtime.engine.compute,
-            writers=self._group.process_count,
             epoch=self._epoch,
             round_=self.round_,
             files=self._files,

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.merge import merge_schemas
 from asyncckpt.planning.schema import (
     MAX_SCHEMA_NBYTES,
@@ -28,14 +29,14 @@ from asyncckpt.planning.schema import (
     encode_schema,
     schema_digest,
 )
-from asyncckpt.ports import AttemptFiles, Sizes, Store
-from asyncckpt.runtime import Runtime
+from asyncckpt.ports import AttemptFiles
 from asyncckpt.save.commit import Opened
 from asyncckpt.save.plan_cache import (
     Agreement,
     Layout,
     LayoutCache,
     Limits,
+    Terms,
     layout_of,
     options_of_leaf,
     tree_key,
@@ -58,15 +59,15 @@ class SharedPlan:
         round_: messages of the processes about this save.
         request: what is saved.
         attempt: returns the files of the attempt, once that is open.
+        compute: worker threads.
     """
 
     round_: Round
     request: SaveRequest
     attempt: Opened
+    compute: Workers
 
-    async def agree(
-        self, sizes: Sizes, *, runtime: Runtime, store: Store, cache: LayoutCache
-    ) -> tuple[Snapshot, Layout]:
+    async def agree(self, terms: Terms, cache: LayoutCache) -> tuple[Snapshot, Layout]:
         """Return the tree, completed by what other processes have, and this process' layout.
 
         Raises:
@@ -79,37 +80,29 @@ class SharedPlan:
         fresh = agreed is None or agreed.run_id != group.run_id
         if agreed is None or fresh:
             change = "" if agreed is not None else first_change(cache.latest_agreed(), key)
-            agreed = await self._agreement(runtime, sizes, change, agreed)
+            agreed = await self._agreement(terms, change, agreed)
             cache.agree(key, agreed)
         limits = agreed.limits
         snapshot = request.snapshot
         if agreed.merged is not None:
             snapshot = completed(snapshot, agreed.merged, group.process_index, group.process_count)
-        layout = await layout_of(
-            snapshot,
-            request.options,
-            replace(
-                sizes,
-                chunk_nbytes=limits.chunk_nbytes,
-                chunk_limit_nbytes=limits.chunk_limit_nbytes,
-            ),
-            runtime=runtime,
-            store=store,
-            cache=cache,
-            budget_nbytes=limits.budget_nbytes,
-            process=group.process_index,
-            process_count=group.process_count,
+        sizes = replace(
+            terms.sizes,
+            chunk_nbytes=limits.chunk_nbytes,
+            chunk_limit_nbytes=limits.chunk_limit_nbytes,
         )
+        terms = Terms(
+            request.options, limits.budget_nbytes, sizes, group.process_index, group.process_count
+        )
+        layout = await layout_of(snapshot, terms, cache=cache, compute=self.compute)
         return snapshot, replace(layout, schema_digest=agreed.digest, fresh=fresh)
 
     # -- when the schema is new
 
-    async def _agreement(
-        self, runtime: Runtime, sizes: Sizes, change: str, kept: Agreement | None
-    ) -> Agreement:
+    async def _agreement(self, terms: Terms, change: str, kept: Agreement | None) -> Agreement:
         """Agree with the others; `kept` is an earlier group's agreement on an equal schema."""
-        limits = Limits(runtime.budget.capacity, sizes.chunk_nbytes, sizes.chunk_limit_nbytes)
-        run = runtime.engine.compute.run
+        sizes, run = terms.sizes, self.compute.run
+        limits = Limits(terms.budget_nbytes, sizes.chunk_nbytes, sizes.chunk_limit_nbytes)
         schema = None
         if kept is None:
             schema = await run(schema_of, self.request)

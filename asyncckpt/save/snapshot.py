@@ -28,8 +28,6 @@ from asyncckpt.reports import Progress
 from asyncckpt.spec import ArraySpec, Box
 from asyncckpt.tree import Structure, flatten, where
 
-_SCALARS = frozenset((int, float, bool, complex, str, bytes))
-
 NAMED_LEAVES = 20
 """Unsupported leaves that one error describes; the rest are counted."""
 
@@ -49,7 +47,6 @@ class Snapshot:
         scalars: the scalar values themselves, by leaf index.
         sources: the arrays, in leaf order; when they are staged, then scalars that are stored as
             arrays too (`add_mirrors`).
-        adapters: the adapter of each array.
         array_leaf: leaf index of each array.
         tied: arrays that share all bytes with an earlier one, by array index.
         extra: facts saved with the bytes, by leaf index.
@@ -65,7 +62,6 @@ class Snapshot:
     values: list[Any] = field(default_factory=list)
     scalars: dict[int, Any] = field(default_factory=dict)
     sources: Sources = field(default_factory=Sources)
-    adapters: list[ArrayAdapter] = field(default_factory=list)
     array_leaf: list[int] = field(default_factory=list)
     tied: dict[int, int] = field(default_factory=dict)
     extra: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -73,6 +69,19 @@ class Snapshot:
     held: Mapping[int, OwnPart] = field(default_factory=dict)
     lacking: Mapping[int, Sequence[int]] = field(default_factory=dict)
     uneven: bool = False
+
+    def add(self, leaf: int, source: Source, adapter: ArrayAdapter, first: int) -> None:
+        """Add the array of a leaf.
+
+        `first` is the number of the earlier array whose bytes it shares, or else its own number.
+        """
+        number = len(self.array_leaf)
+        if first != number:
+            self.tied[number] = first
+        else:
+            self.nbytes += source.spec.nbytes
+        self.sources.append(source, adapter)
+        self.array_leaf.append(leaf)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,20 +150,20 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     # This loop decides what a small leaf costs the caller: an array with the spec of an earlier
     # one needs no object, and no call if it has memory of its own.
     known: dict[tuple[Any, tuple[int, ...]], tuple[ArraySpec, int]] = {}
-    sources, tied, numpy_adapter = snapshot.sources, snapshot.tied, adapters.adapters[0]
-    used, array_leaf, nbytes = snapshot.adapters, snapshot.array_leaf, 0
+    sources, array_leaf = snapshot.sources, snapshot.array_leaf
     for leaf, value in enumerate(flat.leaves):
         number = len(array_leaf)
         is_plain = type(value) is np.ndarray
         facts = known.get((value.dtype, value.shape)) if is_plain else None
         if facts is not None:
+            spec, nbytes = facts
             identity = id(value) if value.base is None else memory_identity(value)
-            if seen.setdefault(identity, number) == number:
-                nbytes += facts[1]
+            first = seen.setdefault(identity, number)
+            if first != number:
+                snapshot.tied[number] = first
             else:
-                tied[number] = seen[identity]
-            sources.append_plain(facts[0], value)
-            used.append(numpy_adapter)
+                snapshot.nbytes += nbytes
+            sources.append_plain(spec, value)
             array_leaf.append(leaf)
             continue
         path = flat.paths[leaf]
@@ -177,19 +186,12 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
         if is_plain and view is not None and view is value and source.identity is not None:
             known[view.dtype, view.shape] = source.spec, source.spec.nbytes
         first = number if source.identity is None else seen.setdefault(source.identity, number)
-        if first == number:
-            nbytes += source.spec.nbytes
-        else:
-            tied[number] = first
+        snapshot.add(leaf, source, adapter, first)
         if source.extra:
             snapshot.extra[leaf] = source.extra
-        sources.append(source)
-        used.append(adapter)
-        array_leaf.append(leaf)
         snapshot.kinds[leaf] = source.framework
     if refused:
         raise _of_all(refused)
-    snapshot.nbytes = nbytes
     return snapshot
 
 
@@ -204,6 +206,7 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
     numbers: dict[int, int] = {}
     held: dict[int, OwnPart] = {}
     lacking: dict[int, Sequence[int]] = {}
+    numpy: ArrayAdapter = NumpyAdapter()
     for ordinal, leaf in enumerate(merged.leaves):
         mine = own.get(ordinal)
         whole.kinds.append(leaf.kind)
@@ -217,23 +220,17 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
         whole.values.append(None)
         number = numbers[ordinal] = len(whole.sources)
         if mine is None:
-            source = Source(leaf.spec, None, None, shards=())
-            adapter = snapshot.adapters[0] if snapshot.adapters else NumpyAdapter()
+            source, adapter = Source(leaf.spec, None, None, shards=()), numpy
         else:
-            source = snapshot.sources[number_of[mine]]
-            adapter = snapshot.adapters[number_of[mine]]
+            place = number_of[mine]
+            source, adapter = snapshot.sources[place], snapshot.sources.adapter(place)
         held[number] = own_part(
             leaf, process, process_count, shards=source.shards, partition=source.partition
         )
-        if leaf.tied_to is not None:
-            whole.tied[number] = numbers[leaf.tied_to]
-        else:
-            whole.nbytes += leaf.spec.nbytes
+        first = number if leaf.tied_to is None else numbers[leaf.tied_to]
+        whole.add(ordinal, source, adapter, first)
         if leaf.extra:
             whole.extra[ordinal] = json.loads(leaf.extra)
-        whole.sources.append(source)
-        whole.adapters.append(adapter)
-        whole.array_leaf.append(ordinal)
     whole.held, whole.lacking = held, lacking
     whole.uneven = any(len(leaf.processes) < process_count for leaf in merged.leaves)
     return whole
@@ -287,18 +284,17 @@ def tree_nbytes(tree: Any) -> int:
 
 def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAdapter] | None:
     """Open a leaf for staging, with its adapter; return None for a scalar."""
-    kind = type(value)
-    if kind in _SCALARS:
-        data = bytes_as_array(value) if kind is bytes else None
+    found = adapters.resolve(type(value))
+    if found is None:
+        raise unsupported(path, value)
+    if isinstance(found, str):
+        data = bytes_as_array(value) if found == "bytes" else None
         if data is None:
             return None
         adapter = adapters.adapters[0]
         source = adapter.source(path, data)
         source.extra = {"python": "bytes"}
         return source, adapter
-    found = adapters.resolve(kind)
-    if found is None or isinstance(found, str):
-        raise unsupported(path, value)
     source = found.source(path, value)
     rank = len(source.spec.shape)
     if rank > MAX_RANK:

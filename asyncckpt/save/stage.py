@@ -368,7 +368,7 @@ class Staging:
         since = time.perf_counter()
         arena = Arena(nbytes)
         for leaf in leaves:
-            source, adapter = self.sources[leaf], self.snapshot.adapters[leaf]
+            source, adapter = self.sources[leaf], self.sources.adapter(leaf)
             try:
                 if source.shards is None:
                     whole = Box.whole(source.spec.shape)
@@ -388,14 +388,14 @@ class Staging:
         since = time.perf_counter()
         staged: list[StagedWindow] = []
         for window, slot in zip(windows, slots, strict=True):
-            buffer = slot.buffer
+            buffer, sums = slot.buffer, None
             if seal is not None:
-                staged.append(StagedWindow(window, slot, seal(window, buffer, self._copy_part)))
-                continue
-            for piece in window.pieces:
-                out = buffer[piece.position : piece.position + piece.stop - piece.start]
-                self._copy(piece.array, piece.row, piece.start, piece.stop, out)
-            staged.append(StagedWindow(window, slot))
+                sums = seal(window, buffer, self._copy_part)
+            else:
+                for piece in window.pieces:
+                    out = buffer[piece.position : piece.position + piece.stop - piece.start]
+                    self._copy(piece.array, piece.row, piece.start, piece.stop, out)
+            staged.append(StagedWindow(window, slot, sums))
         self.recorder.add("stage", since, sum(window.nbytes for window in windows))
         return staged
 
@@ -511,7 +511,7 @@ class Staging:
         if reader is None:
             reader = ArrayReader(
                 self.sources[leaf],
-                self.snapshot.adapters[leaf],
+                self.sources.adapter(leaf),
                 self.plan.arrays.of(array).spec.dtype,
                 path=self._path(leaf),
             )

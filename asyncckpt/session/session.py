@@ -48,7 +48,7 @@ from asyncckpt.restore.request import Mode, RestoreRequest, restore_request
 from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.retention import Retention
 from asyncckpt.runtime import Runtime
-from asyncckpt.save.plan_cache import LayoutCache, sizes_for
+from asyncckpt.save.plan_cache import LayoutCache, terms_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
 from asyncckpt.save.snapshot import Consent, SaveRequest, check_alone, take_snapshot
@@ -383,7 +383,7 @@ class Session:
         """Allocate and touch staging memory for a state of this size; return its bytes."""
         async with self._turn:  # a running save holds windows of the size chosen when it began
             store = self.root.store
-            sizes = sizes_for(self.runtime, store, tree_nbytes, self.save_options)
+            sizes = terms_for(self.runtime, store, tree_nbytes, self.save_options).sizes
             pool = self.runtime.window_pool(store.capabilities, sizes)
             # Files may be shorter than windows, and are a little shorter than their limit.
             filled_nbytes = min(pool.slot_nbytes, sizes.data_file_nbytes * 15 // 16)

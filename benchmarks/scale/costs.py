@@ -19,7 +19,7 @@ from asyncckpt.coordinators.rounds import Round
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.entries import decode_entries
-from asyncckpt.format.record import StoredSpec
+from asyncckpt.format.record import ArrayTable, StoredSpec
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.planning.streams import Sharing, share, streams
 from asyncckpt.restore.exchange.exchanger import BATCH_NBYTES
@@ -128,15 +128,17 @@ def commit(job: Job, place: Path) -> Figures:
 def _layout(plan: SavePlan) -> Layout:
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
-    spec_of = [
-        specs.setdefault(StoredSpec(part.spec, part.grid.chunk_shape, part.zstd_level), len(specs))
-        for part in arrays.parts
-    ]
+    spec_of: list[int] = []
+    for part in arrays.parts:
+        stored = StoredSpec(part.spec, part.grid.chunk_shape, part.layout.zstd_level)
+        spec_of.append(specs.setdefault(stored, len(specs)))
     return Layout(
         plan=plan,
         catalog=make_catalog(arrays),
         specs=tuple(specs),
-        spec_of=[spec_of[part] for part in arrays.part.tolist()],
+        arrays=ArrayTable(
+            list(arrays.names), [spec_of[part] for part in arrays.part.tolist()], arrays.tied
+        ),
         pieces={},
         mirrors=(),
         orbax=None,

@@ -18,7 +18,7 @@ from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.dtensor import layout_of
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Cut, Layout, axis_cuts, hold, partition
-from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.planning.tiling import grid_boxes, tiling_fault
 from asyncckpt.spec import Box, Partition
 
 Coordinate = tuple[int, ...]
@@ -39,7 +39,7 @@ def local(
     runs = arithmetic.runs_of(mesh_shape, layout, shape, coordinate)
     places = [arithmetic.pushed_together(held) for held in runs]
     found = np.full([held[-1][1] if held else 0 for held in places], -1)
-    for box, place in zip(arithmetic.grid(runs), arithmetic.grid(places), strict=True):
+    for box, place in zip(grid_boxes(runs), grid_boxes(places), strict=True):
         found[(*place.slices(), ...)] = numbered(shape)[(*box.slices(), ...)]
     return found
 

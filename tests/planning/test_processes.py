@@ -219,12 +219,12 @@ def test_small_shards_make_one_plain_chunk_whatever_is_asked_for() -> None:
     )
     plan = plan_save([leaf], **SIZES, process=1, process_count=2)
     part = plan.arrays.of(0)
-    assert (part.grid.chunk_shape, part.zstd_level) == ((60, 60), None)
+    assert (part.grid.chunk_shape, part.layout.zstd_level) == ((60, 60), None)
     assert plan.parts == ((0, own.box, 1),) and not len(plan.row_chunk)
     # A leaf that each process holds whole is stored as asked for.
     whole = leaf._replace(partition=Partition((60, 60), "all"), shards=None)
     part = plan_save([whole], **SIZES, process=1, process_count=2).arrays.of(0)
-    assert (part.grid.chunk_shape, part.zstd_level) == ((7, 60), 3)
+    assert (part.grid.chunk_shape, part.layout.zstd_level) == ((7, 60), 3)
 
 
 def test_shards_that_do_not_follow_their_partition_are_refused() -> None:

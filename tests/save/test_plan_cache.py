@@ -274,7 +274,7 @@ def test_equal_keys_give_equal_layouts() -> None:
     assert key == again
     one, other = (make_layout(taken(tree()), Terms(SaveOptions(), GIB, SIZES)) for _ in range(2))
     assert one.plan.digest == other.plan.digest
-    assert (one.specs, one.spec_of, one.pieces) == (other.specs, other.spec_of, other.pieces)
+    assert (one.specs, one.arrays, one.pieces) == (other.specs, other.arrays, other.pieces)
     assert (one.orbax, one.notes) == (other.orbax, other.notes)
 
 

@@ -140,7 +140,7 @@ async def test_what_is_forgotten_is_referred_to_no_more(workers: Workers) -> Non
     await staged.staging.windows(lambda item: staged.staging.give([item.slot]))
     staged.staging.forget()
     assert all(source.leaf is source.view is None for source in staged.snapshot.sources)
-    assert isinstance(staged.snapshot.adapters[0], NumpyAdapter)
+    assert isinstance(staged.snapshot.sources.adapter(0), NumpyAdapter)
 
 
 async def test_small_arrays_are_copied_one_after_the_other_with_room_for_trailers(
@@ -187,7 +187,7 @@ async def test_a_small_array_that_cannot_be_copied_is_named(workers: Workers) ->
         def fetch(self, *_: Any) -> None:
             raise RuntimeError("gone")
 
-    staged.snapshot.adapters[1] = Failing()
+    staged.snapshot.sources.adapters[1] = Failing()
     with pytest.raises(StagingError, match=r"bad: copying float64\[3\] to host memory"):
         await staged.staging.inline()
 
