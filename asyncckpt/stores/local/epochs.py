@@ -95,9 +95,8 @@ def claim(layout: Layout) -> Claim:
 
 def check(layout: Layout, epoch: int) -> None:
     """Raise `FencedError` if a claim is higher than this one. Blocking."""
-    above = [number for number in _numbers(layout) if number > epoch]
-    if above:
-        raise fenced_error(layout.root, epoch, _read(layout, min(above)))
+    if any(number > epoch for number in _numbers(layout)):
+        raise fenced(layout, epoch)
 
 
 @contextlib.contextmanager

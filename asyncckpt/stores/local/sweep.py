@@ -26,7 +26,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.stores.local.failures import reported
@@ -157,7 +157,10 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
             flush_directory(layout.control)
         for path in leftovers:
             if time.time() - _written_s(path) >= older_than_s:
-                with _locked_old(layout, path, dry_run=dry_run) as dead:
+                with contextlib.ExitStack() as held:
+                    with root_lock(layout):
+                        dead = _lock_old(layout, path, held, dry_run=dry_run)
+                    # Without the root's lock: nobody who deletes or replaces waits for this.
                     if dead and not dry_run:
                         remove_attempt(path)
                 if dead:
@@ -165,20 +168,11 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     return found
 
 
-@contextlib.contextmanager
-def _locked_old(layout: Layout, path: str, *, dry_run: bool) -> Iterator[bool]:
-    """Keep a leftover locked during the block; yield whether it may be removed.
-
-    The root's lock is released before: nobody who deletes or replaces waits for the removal. A
-    replaced checkpoint whose successor never arrived is put back.
-    """
-    with contextlib.ExitStack() as held:
-        with root_lock(layout):
-            dead = _lock_old(layout, path, held, dry_run=dry_run)
-        yield dead
-
-
 def _lock_old(layout: Layout, path: str, held: contextlib.ExitStack, *, dry_run: bool) -> bool:
+    """Lock a leftover until `held` is closed; return whether it may be removed.
+
+    A replaced checkpoint whose successor never arrived is put back.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
