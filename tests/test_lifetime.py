@@ -277,6 +277,38 @@ def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
     assert blocking.restore(tmp_path / "run" / "child" / "1")["w"].tolist() == list(range(7))
 
 
+def test_a_forked_child_that_enters_an_inherited_checkpointer_is_told_so(tmp_path: Path) -> None:
+    out = children.output(
+        """
+        import asyncio, os, signal, sys, warnings
+        import numpy as np
+        import asyncckpt
+        warnings.filterwarnings("ignore", message=".*fork.*")
+        ckpt = asyncckpt.Checkpointer(sys.argv[1])
+        asyncio.run(ckpt.save(1, {"w": np.arange(5)}))
+
+        async def enter():
+            async with ckpt:
+                pass
+
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            status = 1
+            try:
+                asyncio.run(enter())
+            except asyncckpt.ClosedError as error:
+                status = 0 if "was created before this process was forked" in str(error) else 2
+            finally:
+                os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        asyncio.run(ckpt.close())
+        """,
+        tmp_path / "run",
+    )
+    assert out.split() == ["0"]
+
+
 def test_a_process_that_ends_without_close_finishes_its_saves_and_warns(tmp_path: Path) -> None:
     child = children.start(
         """

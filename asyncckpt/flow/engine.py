@@ -322,7 +322,7 @@ class Engine:
 
         Cancellation: waits for the end, then raises.
         """
-        if blocks_here():
+        if blocks_here() or self.forked:  # no thread of a forked child would end the wait
             self.close()
             return
         waiter = asyncio.wrap_future(self.begin_close())
