@@ -175,7 +175,8 @@ def _empty(layout: Layout, taken: str) -> None:
         raise OSError(errno.EBUSY, "the directory is filled again and again", inner)
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(taken):
-            put_back(layout, os.path.join(taken, name))
+            if os.path.isdir(path := os.path.join(taken, name)):
+                put_back(layout, path)
 
 
 def _numbers(layout: Layout) -> list[int]:

@@ -132,7 +132,7 @@ def _lock_dead(
         dead = owner.is_dead(machine, locked, layout.root) and is_abandoned(
             path, fd, machine, layout.root
         )
-        removable = dead and not (_was_replaced(path) and _put_back(layout, path, owner.name))
+        removable = dead and not put_back(layout, path)
         return fd if removable else None
     finally:
         if not removable:
@@ -188,11 +188,7 @@ def _lock_old(layout: Layout, path: str, held: contextlib.ExitStack, *, dry_run:
         return False
     if any(map(is_locked, owner_files(path))):
         return False
-    if not _was_replaced(path):
-        return True
-    owner = read_owner(path)
-    # Without an owner file its name is unknown, and it may be the only one of it.
-    return owner is not None and not _put_back(layout, path, owner.name, dry_run=dry_run)
+    return not put_back(layout, path, dry_run=dry_run)
 
 
 def _written_s(path: str) -> float:
@@ -263,26 +259,20 @@ def listing(path: str) -> list[str]:
         return []
 
 
-def _was_replaced(path: str) -> bool:
-    """Return whether this leftover is a replaced checkpoint.
+def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
+    """Put a leftover back if it is a replaced checkpoint without a successor. Blocking.
 
-    In epoch 0 it is an attempt, whose checkpoint may have any name.
+    Returns whether it is kept: put back, or not known well enough to be removed.
     """
-    directory, name = os.path.split(path)
-    return name.startswith("old-") and os.path.basename(directory) != "epoch-0"
-
-
-def put_back(layout: Layout, path: str) -> None:
-    """Put this leftover back if it is a checkpoint whose successor cannot arrive. Blocking."""
-    owner = read_owner(path) if _was_replaced(path) else None
-    if owner is not None and os.path.isdir(path):
-        _put_back(layout, path, owner.name)
-
-
-def _put_back(layout: Layout, old: str, name: str, *, dry_run: bool = False) -> bool:
-    """Put back a replaced checkpoint unless its successor arrived; return whether it is kept."""
+    directory, name = os.path.split(old)
+    # In epoch 0 this is an attempt, whose checkpoint may have any name.
+    if not name.startswith("old-") or os.path.basename(directory) == "epoch-0":
+        return False
+    owner = read_owner(old)
+    if owner is None:
+        return True  # its name is unknown, and it may be the only one of it
     try:
-        target = layout.target(check_name(name))
+        target = layout.target(check_name(owner.name))
     except UsageError:
         return True  # not written by this library: leave it alone
     if os.path.lexists(target):
