@@ -237,19 +237,32 @@ async def test_the_death_of_the_engine_fails_what_is_outstanding(
 def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
     out = children.output(
         """
-        import os, sys, warnings
+        import os, signal, sys, threading, warnings
         import numpy as np
         from asyncckpt import blocking, errors
+        from asyncckpt.stores.local import publish
         warnings.filterwarnings("ignore", message=".*fork.*")
         root = sys.argv[1]
         ckpt = blocking.Checkpointer(root)
         ckpt.save(1, {"w": np.arange(5)})
+        renaming, forked, rename = threading.Event(), threading.Event(), publish.rename_noreplace
+
+        def late(source, target):
+            renaming.set()
+            forked.wait()
+            rename(source, target)
+
+        publish.rename_noreplace = late
         pending = ckpt.start_save(2, {"w": np.arange(5)})
+        renaming.wait()
         child = os.fork()
         if child == 0:
+            signal.alarm(120)
+            publish.rename_noreplace = rename
             status = 1
             try:
-                for call in (lambda: ckpt.save(3, {}), lambda: ckpt.restore(), ckpt.steps):
+                saves = (lambda: ckpt.save(3, {}), pending.result, ckpt.wait)
+                for call in (*saves, lambda: ckpt.restore(), ckpt.steps):
                     try:
                         call()
                     except errors.ClosedError as error:
@@ -265,6 +278,7 @@ def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
             finally:
                 sys.stdout.flush()
                 os._exit(status)
+        forked.set()
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         pending.result()
@@ -293,7 +307,7 @@ def test_a_forked_child_that_enters_an_inherited_checkpointer_is_told_so(tmp_pat
 
         child = os.fork()
         if child == 0:
-            signal.alarm(60)
+            signal.alarm(120)
             status = 1
             try:
                 asyncio.run(enter())

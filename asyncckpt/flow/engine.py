@@ -138,6 +138,15 @@ class Job(Generic[T]):
                 caller.serve()
         await ended(self.future)
 
+    def refuse_fork(self) -> None:
+        """Refuse to wait in a forked child for a job that had not ended when it was forked.
+
+        Raises:
+            ClosedError: this is such a child, where the job never ends.
+        """
+        if self._engine.forked and not self.done():
+            self._engine.check()
+
     def refuse_own_thread(self) -> None:
         """Refuse to wait on the engine's own thread for a job that has not ended.
 

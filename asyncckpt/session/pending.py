@@ -149,6 +149,7 @@ class PendingSave:
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """Count the caller as a listener inside the block."""
+        self._job.refuse_fork()
         listener = object()
         self._listeners.add(listener)
         try:
