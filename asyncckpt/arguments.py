@@ -114,14 +114,10 @@ class LocationRestoreIntoArguments(RestoreIntoArguments, LocationArguments, tota
     """Arguments of one-shot restores into a tree."""
 
 
-class ConvertArguments(TypedDict, total=False):
+class ConvertArguments(SaveArguments, total=False):
     """Arguments of `convert` and `export`."""
 
-    metadata: Mapping[str, Any] | None
-    overwrite: Annotated[bool, False]
-    options: SaveOptions | None
     storage_options: Mapping[str, Any] | None
-    progress: ProgressCallback | None
 
 
 @functools.cache

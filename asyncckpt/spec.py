@@ -19,31 +19,12 @@ import numpy as np
 # also for int4 (TensorStore does not pack it). Names missing here (uint4, float6, float8_e4m3, …)
 # are refused by the adapters with a suggested cast.
 DTYPES: dict[str, np.dtype[np.generic]] = {
-    name: np.dtype(kind).newbyteorder("<")
-    for name, kind in {
-        "bool": np.bool_,
-        "int4": ml_dtypes.int4,
-        "int8": np.int8,
-        "int16": np.int16,
-        "int32": np.int32,
-        "int64": np.int64,
-        "uint8": np.uint8,
-        "uint16": np.uint16,
-        "uint32": np.uint32,
-        "uint64": np.uint64,
-        "float8_e3m4": ml_dtypes.float8_e3m4,
-        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-        "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-        "float8_e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
-        "float8_e5m2": ml_dtypes.float8_e5m2,
-        "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-        "bfloat16": ml_dtypes.bfloat16,
-        "float16": np.float16,
-        "float32": np.float32,
-        "float64": np.float64,
-        "complex64": np.complex64,
-        "complex128": np.complex128,
-    }.items()
+    name: np.dtype(getattr(ml_dtypes, name, name)).newbyteorder("<")
+    for name in (
+        "bool int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+        "float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz "
+        "bfloat16 float16 float32 float64 complex64 complex128"
+    ).split()
 }
 
 DTYPE_NAMES: dict[np.dtype[np.generic], str] = {dtype: name for name, dtype in DTYPES.items()}

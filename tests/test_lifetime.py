@@ -237,19 +237,32 @@ async def test_the_death_of_the_engine_fails_what_is_outstanding(
 def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
     out = children.output(
         """
-        import os, sys, warnings
+        import os, signal, sys, threading, warnings
         import numpy as np
         from asyncckpt import blocking, errors
+        from asyncckpt.stores.local import publish
         warnings.filterwarnings("ignore", message=".*fork.*")
         root = sys.argv[1]
         ckpt = blocking.Checkpointer(root)
         ckpt.save(1, {"w": np.arange(5)})
+        renaming, forked, rename = threading.Event(), threading.Event(), publish.rename_noreplace
+
+        def late(source, target):
+            renaming.set()
+            forked.wait()
+            rename(source, target)
+
+        publish.rename_noreplace = late
         pending = ckpt.start_save(2, {"w": np.arange(5)})
+        renaming.wait()
         child = os.fork()
         if child == 0:
+            signal.alarm(120)
+            publish.rename_noreplace = rename
             status = 1
             try:
-                for call in (lambda: ckpt.save(3, {}), lambda: ckpt.restore(), ckpt.steps):
+                saves = (lambda: ckpt.save(3, {}), pending.result, ckpt.wait)
+                for call in (*saves, lambda: ckpt.restore(), ckpt.steps):
                     try:
                         call()
                     except errors.ClosedError as error:
@@ -265,6 +278,7 @@ def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
             finally:
                 sys.stdout.flush()
                 os._exit(status)
+        forked.set()
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         pending.result()
@@ -275,6 +289,38 @@ def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
     )
     assert out.split() == ["1", "2"]
     assert blocking.restore(tmp_path / "run" / "child" / "1")["w"].tolist() == list(range(7))
+
+
+def test_a_forked_child_that_enters_an_inherited_checkpointer_is_told_so(tmp_path: Path) -> None:
+    out = children.output(
+        """
+        import asyncio, os, signal, sys, warnings
+        import numpy as np
+        import asyncckpt
+        warnings.filterwarnings("ignore", message=".*fork.*")
+        ckpt = asyncckpt.Checkpointer(sys.argv[1])
+        asyncio.run(ckpt.save(1, {"w": np.arange(5)}))
+
+        async def enter():
+            async with ckpt:
+                pass
+
+        child = os.fork()
+        if child == 0:
+            signal.alarm(120)
+            status = 1
+            try:
+                asyncio.run(enter())
+            except asyncckpt.ClosedError as error:
+                status = 0 if "was created before this process was forked" in str(error) else 2
+            finally:
+                os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        asyncio.run(ckpt.close())
+        """,
+        tmp_path / "run",
+    )
+    assert out.split() == ["0"]
 
 
 def test_a_process_that_ends_without_close_finishes_its_saves_and_warns(tmp_path: Path) -> None:

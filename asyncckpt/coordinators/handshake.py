@@ -86,24 +86,23 @@ async def shake_hands(
     """
     hello = Hello(secrets.token_hex(8), socket.gethostname()[:HOST_LENGTH], os.getpid())
     place = f"{PREFIX}/{hashlib.sha256(root.encode(errors='surrogatepass')).hexdigest()[:32]}"
-    meeting = Meeting(coordinator, place, root, opened, hello, arrival_s)
+    told = coordinator, place, root, opened, hello, arrival_s
     if coordinator.process_index == 0:
-        return await _Host(meeting).gather()
-    return await _join(meeting)
+        return await _Host(*told).gather()
+    return await _join(Meeting(*told))
 
 
-class _Host:
+class _Host(Meeting):
     """Process 0, which gathers the others."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._run_id = secrets.token_hex(16)
         self._hellos: dict[int, list[Hello]] = {}
         self._posted: dict[int, bytes] = {}
 
     async def gather(self) -> Group:
         """Return the group once all have acknowledged; on an error, refuse those that have come."""
-        meeting = self._meeting
         try:
             hosts = await self._gather()
         except BaseException as error:
@@ -111,35 +110,34 @@ class _Host:
                 async with asyncio.timeout(LEAVE_S):
                     await self._post("refused", error)
                     # Another process 0 sees this change, and learns that it is not the only one.
-                    await meeting.say(replace(meeting.hello, run=""))
+                    await self.say(replace(self.hello, run=""))
             raise
-        await meeting.forget_predecessors()
-        return meeting.group(self._run_id, hosts)
+        await self.forget_predecessors()
+        return self.group(self._run_id, hosts)
 
     async def _gather(self) -> list[str]:
         """Return the hosts of all processes once all have acknowledged."""
-        meeting = self._meeting
-        before = await meeting.coordinator.list(meeting.key("hello", 0))
-        await meeting.say(replace(meeting.hello, run=self._run_id))
+        before = await self.coordinator.list(self.key("hello", 0))
+        await self.say(replace(self.hello, run=self._run_id))
         settled = 0.0
-        for pause in pauses(meeting.count):
-            met = await meeting.coordinator.list(meeting.key("hello"))
-            self._hellos = _hellos(met, meeting.count)
+        for pause in pauses(self.count):
+            met = await self.coordinator.list(self.key("hello"))
+            self._hellos = _hellos(met, self.count)
             self._check(before)
             now = time.monotonic()
-            waiting = [p for p in range(meeting.count) if not self._live(p)]
+            waiting = [p for p in range(self.count) if not self._live(p)]
             if waiting:
                 several = any(len(hellos) > 1 for hellos in self._hellos.values())
                 settled = now + (SETTLE_S if several else 0.0)
             elif now >= settled:
-                hosts = [self._live(process)[0].host for process in range(meeting.count)]
+                hosts = [self._live(process)[0].host for process in range(self.count)]
                 await self._post_hosts(hosts)
                 await self._post("agreed")
                 return hosts
-            if len(self._hellos) == meeting.count or now >= meeting.end - ROLL_CALL_S:
+            if len(self._hellos) == self.count or now >= self.end - ROLL_CALL_S:
                 await self._post("welcome")
-            if now >= meeting.end:
-                raise await meeting.absent(waiting)
+            if now >= self.end:
+                raise await self.absent(waiting)
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
 
@@ -152,45 +150,42 @@ class _Host:
 
         `before` are hellos of process 0 by nonce that were there before its own.
         """
-        meeting = self._meeting
         for other in self._hellos.get(0, ()):
-            if other.nonce != meeting.hello.nonce and before.get(other.nonce) != other.encoded():
-                raise meeting.twice(0, meeting.hello, other)
+            if other.nonce != self.hello.nonce and before.get(other.nonce) != other.encoded():
+                raise self.twice(0, self.hello, other)
         for process in self._hellos:
             for number, hello in enumerate(self._live(process)):
                 if number > 0:
-                    raise meeting.twice(process, self._live(process)[0], hello)
+                    raise self.twice(process, self._live(process)[0], hello)
                 if hello.version != VERSION:
                     raise UsageError(
                         f"process {process} ({hello}) runs asyncckpt {hello.version}, process 0 "
-                        f"({meeting.hello}) runs {VERSION}: install the same release everywhere",
-                        location=meeting.root,
+                        f"({self.hello}) runs {VERSION}: install the same release everywhere",
+                        location=self.root,
                         expected=VERSION,
                         found=hello.version,
                     )
 
     async def _post_hosts(self, hosts: Sequence[str]) -> None:
-        meeting = self._meeting
         runs = [(host, len(list(same))) for host, same in itertools.groupby(hosts)]
         for page, start in enumerate(range(0, len(runs), RUNS)):
             value = json.dumps(runs[start : start + RUNS]).encode()
-            await meeting.coordinator.put(meeting.key("hosts", page), value)
+            await self.coordinator.put(self.key("hosts", page), value)
 
     async def _post(self, state: str, error: BaseException | None = None) -> None:
         """Post the welcomes that have changed."""
-        meeting = self._meeting
         refusal = None
         if error is not None:
             data = encode_error(
                 error,
                 process=0,
-                host=meeting.hello.host,
+                host=self.hello.host,
                 stage="handshake",
                 limit_nbytes=REFUSAL_NBYTES,
             )
             refusal = json.loads(data)
-        for page in range(-(-meeting.count // PAGE)):
-            here = range(page * PAGE, min((page + 1) * PAGE, meeting.count))
+        for page in range(-(-self.count // PAGE)):
+            here = range(page * PAGE, min((page + 1) * PAGE, self.count))
             welcome = {
                 "state": state,
                 "run": self._run_id,
@@ -200,7 +195,7 @@ class _Host:
             value = json.dumps(welcome).encode()
             if self._posted.get(page) != value:
                 self._posted[page] = value
-                await meeting.coordinator.put(meeting.key("welcome", page), value)
+                await self.coordinator.put(self.key("welcome", page), value)
 
 
 async def _join(meeting: Meeting) -> Group:

@@ -136,29 +136,33 @@ class Round:
         Returns:
             Whether the round fails; False if the decision was to commit.
         """
-        if await self._refuse(error, stage) != COMMIT:
+        failure = self._failure(error, stage)
+        if await self._decide(failure) != COMMIT:
             return True
         if self.leads:
             # After its own decision to commit, process 0 alone knows that publishing failed.
-            failure = _FAILED + self._encoded(error, stage)
             await self._coordinator.put(f"{self._prefix}/outcome", failure)
             self.failed = True
         return self.leads
 
-    async def _refuse(self, error: BaseException, stage: str | None = None) -> bytes:
-        """Decide against the round, unless it is decided already; return the decision."""
-        failure = _FAILED + self._encoded(error, stage)
-        decision = await self._coordinator.put_once(f"{self._prefix}/decision", failure)
+    async def _decide(self, wanted: bytes) -> bytes:
+        """Decide the round, unless it is decided already; return the decision."""
+        decision = await self._coordinator.put_once(f"{self._prefix}/decision", wanted)
         if decision != COMMIT:
-            self.failed = True
-            if self.leads:
-                await self._coordinator.put(f"{self._prefix}/outcome", decision)
+            await self._announce(decision)
         return decision
+
+    async def _announce(self, failure: bytes) -> None:
+        """Note a decision against the round; process 0 tells all others."""
+        self.failed = True
+        if self.leads:
+            await self._coordinator.put(f"{self._prefix}/outcome", failure)
 
     async def _fail(self, error: AsyncCheckpointError) -> None:
         """Decide against the round and raise; return if the decision was to commit."""
-        decision = await self._refuse(error)
-        if decision == _FAILED + self._encoded(error, None):
+        failure = self._failure(error)
+        decision = await self._decide(failure)
+        if decision == failure:
             raise error
         if decision != COMMIT:
             raise decode_error(decision[1:])
@@ -299,9 +303,9 @@ class Round:
         Raises:
             …: another process has aborted it.
         """
-        decision = await self._coordinator.put_once(f"{self._prefix}/decision", COMMIT)
+        decision = await self._decide(COMMIT)
         if decision != COMMIT:
-            raise await self._failed(decision)
+            raise decode_error(decision[1:])
         # From here on, silence of other processes is no reason to fail.
         self._committed = True
 
@@ -350,7 +354,8 @@ class Round:
             found = await self._coordinator.list(self._prefix)
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
-                raise await self._failed(decision)
+                await self._announce(decision)
+                raise decode_error(decision[1:])
             if found != self._found:
                 waits = pauses(self.group.process_count)
             self._found = found
@@ -421,9 +426,10 @@ class Round:
                 "latest_step() to see whether it succeeded"
             )
 
-    def _encoded(self, error: BaseException, stage: str | None) -> bytes:
-        group = self.group
-        return encode_error(error, process=group.process_index, host=group.host, stage=stage)
+    def _failure(self, error: BaseException, stage: str | None = None) -> bytes:
+        """Return the decision against the round for this error."""
+        process, host = self.group.process_index, self.group.host
+        return _FAILED + encode_error(error, process=process, host=host, stage=stage)
 
     def _other_call(self) -> UsageError | None:
         """Return the error for a process that made another call."""
@@ -459,12 +465,6 @@ class Round:
             return
         if not self.leads:
             raise unknown_error(group, self.name or self.kind)
-
-    async def _failed(self, decision: bytes) -> BaseException:
-        """Announce a decision against the round to all others; return its error."""
-        self.failed = True
-        await self._coordinator.put(f"{self._prefix}/outcome", decision)
-        return decode_error(decision[1:])
 
 
 async def briefly(call: Coroutine[Any, Any, T], *, limit_s: float = POST_S) -> T | None:

@@ -284,7 +284,8 @@ class _Caller(Generic[S]):
         service: S | None = None
         while True:
             turn, _, future, function = self._queue.get()
-            if not _begin(future):
+            # A `lasting` call runs already; another may have been cancelled.
+            if not (future.running() or future.set_running_or_notify_cancel()):
                 continue
             if self._ended:
                 future.set_exception(ClosedError("the coordinator was closed"))
@@ -319,8 +320,3 @@ def _end_all() -> None:
 
 
 call_at_exit(_end_all)
-
-
-def _begin(future: Future[Any]) -> bool:
-    """Return whether to make the call of this future, which may have been cancelled."""
-    return future.running() or future.set_running_or_notify_cancel()

@@ -138,6 +138,15 @@ class Job(Generic[T]):
                 caller.serve()
         await ended(self.future)
 
+    def refuse_fork(self) -> None:
+        """Refuse to wait in a forked child for a job that had not ended when it was forked.
+
+        Raises:
+            ClosedError: this is such a child, where the job never ends.
+        """
+        if self._engine.forked and not self.done():
+            self._engine.check()
+
     def refuse_own_thread(self) -> None:
         """Refuse to wait on the engine's own thread for a job that has not ended.
 
@@ -322,7 +331,7 @@ class Engine:
 
         Cancellation: waits for the end, then raises.
         """
-        if blocks_here():
+        if blocks_here() or self.forked:  # no thread of a forked child would end the wait
             self.close()
             return
         waiter = asyncio.wrap_future(self.begin_close())

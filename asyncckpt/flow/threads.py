@@ -154,8 +154,8 @@ class Workers:
                         self._start_thread()
             future.add_done_callback(self._retire_thread)
 
-    def shutdown(self, *, wait: bool = True) -> None:
-        """Refuse further work, make the queued calls, and with `wait` join the threads.
+    def shutdown(self) -> None:
+        """Refuse further work, make the queued calls, and join the threads.
 
         Stuck threads end with the process: once one was abandoned, each is joined for
         `ABANDONED_JOIN_S` only, otherwise for `abandon_s`.
@@ -165,10 +165,9 @@ class Workers:
                 self._closed = True
                 for _ in self._threads:
                     self._queue.put(None)
-        if wait:
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join(ABANDONED_JOIN_S if self._abandoned else self._abandon_s)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(ABANDONED_JOIN_S if self._abandoned else self._abandon_s)
 
     def _start_thread(self) -> None:
         self._started += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from asyncckpt.errors import UsageError
@@ -70,10 +70,6 @@ class PendingSave:
     def done(self) -> bool:
         """Return whether the save has ended, in success or failure."""
         return self._job.done()
-
-    def _when_done(self, call: Callable[[], None]) -> None:
-        """Call a function on the engine's thread once the save has ended, or now if it has."""
-        self._job.future.add_done_callback(lambda _: call())
 
     def cancel(self) -> bool:
         """Ask the save to abort; return False if it has already ended.
@@ -153,6 +149,7 @@ class PendingSave:
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """Count the caller as a listener inside the block."""
+        self._job.refuse_fork()
         listener = object()
         self._listeners.add(listener)
         try:

@@ -419,10 +419,14 @@ class Session:
         """Wait until nothing is being saved, completed or removed; ignores errors.
 
         Cancellation: stops the waiting only.
+
+        Raises:
+            ClosedError: this is a forked child, and saves were in flight when it was forked.
         """
         if self.runtime.engine.abandoned:
             return
         for pending in self.saves.pending():
+            pending._job.refuse_fork()
             await ended(pending._job.future)
         while self._refusals:
             await ended(self._refusals.pop())

@@ -39,17 +39,6 @@ MAX_SHARDS = 1 << 22
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Facts about a written item, as `WriteResult.storage_data`.
-
-    Attributes:
-        opaque: the item is a pickle, stored as bytes.
-    """
-
-    opaque: bool = False
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """The part of DCP's metadata that a record keeps.
@@ -127,6 +116,8 @@ def encode_layout(
 ) -> dict[str, dict[str, Any]]:
     """Return the metadata for the record.
 
+    `WriteResult.storage_data` is True for items that are pickles, stored as bytes.
+
     Raises:
         UsageError: the planner's data are not a mapping of keys to paths.
     """
@@ -137,10 +128,7 @@ def encode_layout(
             if len(boxes) > 1:
                 shards[key] = _encoded(tuple(value.size), boxes)
     opaque = [
-        result.index.fqn
-        for written in results
-        for result in written
-        if isinstance(result.storage_data, Written) and result.storage_data.opaque
+        result.index.fqn for written in results for result in written if result.storage_data is True
     ]
     paths = _encoded_paths(metadata.planner_data)
     return {NAME: {"version": VERSION, "paths": paths, "shards": shards, "opaque": opaque}}

@@ -29,7 +29,7 @@ from asyncckpt.format.foreign.torch.plain_values import load_value
 from asyncckpt.format.foreign.torch.torch_zip import Archive
 from asyncckpt.format.foreign.torch.unpickle import Allowance
 from asyncckpt.spec import Box
-from asyncckpt.torch.dcp_metadata import Written, box_of
+from asyncckpt.torch.dcp_metadata import box_of
 
 OWN_NBYTES = 1 << 62
 """Memory allowance for a value, practically unlimited: it exists in this process already."""
@@ -59,10 +59,10 @@ def resolve(
         key, data = item.index.fqn, planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
             tree[key], is_opaque, nbytes = _value(key, data, opaque=opaque)
-            results.append(WriteResult(item.index, nbytes, Written(is_opaque)))
+            results.append(WriteResult(item.index, nbytes, is_opaque))
             continue
         box, tensor = _shard(item, data)
-        results.append(WriteResult(item.index, tensor.nbytes, Written()))
+        results.append(WriteResult(item.index, tensor.nbytes, False))
         assert item.tensor_data is not None
         shape = tuple(item.tensor_data.size)
         if box.size or 0 in shape:

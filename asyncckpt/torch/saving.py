@@ -109,7 +109,7 @@ class Saving:
                 consent=Consent(self._ask, self._given),
             )
             self._pending = pending
-            pending._when_done(self._end)
+            pending._job.future.add_done_callback(self._end)
             wait_quietly(self._written)
             if pending.done():
                 pending.result()
@@ -182,7 +182,7 @@ class Saving:
             ) from None
         return self._consent.result()
 
-    def _end(self) -> None:
+    def _end(self, _: object) -> None:
         self._end_wait()
         _layouts.append(self._layouts)
         self._over.set_result(None)

@@ -29,10 +29,10 @@ from asyncckpt.restore.request import RestoreRequest, Wanted
 from asyncckpt.session.session import Session
 from asyncckpt.torch.catalog import Catalog, catalog_of
 from asyncckpt.torch.load import commit, resolve, rounds
-from asyncckpt.torch.storage_writer import is_known
+from asyncckpt.torch.located import Located
 
 
-class StorageReader(storage.StorageReader):
+class StorageReader(Located, storage.StorageReader):
     """Lets `torch.distributed.checkpoint.load` read a checkpoint of this library.
 
     Every rank reads the items of its plan straight into the tensors. The checkpoint may be from
@@ -57,31 +57,16 @@ class StorageReader(storage.StorageReader):
         options: RestoreOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self._location = path
+        super().__init__(path)
         self._cast = cast
         self._options = typed("options", options, RestoreOptions)
         self._storage_options = storage_options
         self._catalog: Catalog | None = None
 
-    def __repr__(self) -> str:
-        return f"StorageReader({os.fspath(self._location)!r})"
-
-    @property
-    def checkpoint_id(self) -> Location:
-        """Path or URL of the checkpoint."""
-        return self._location
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this is a path or a URL that the library knows."""
-        return is_known(checkpoint_id)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, of `checkpoint_id` if that is given."""
         self._catalog = None
-        if checkpoint_id is not None:
-            self._location = checkpoint_id
+        super().reset(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """Return keys, shapes, dtypes and saved shards.
@@ -107,10 +92,6 @@ class StorageReader(storage.StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Do nothing: ranks read independently."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans as they are."""

@@ -25,13 +25,13 @@ from asyncckpt.arguments import Location, typed
 from asyncckpt.coordinators.torch import TorchCoordinator, initialized_processes
 from asyncckpt.errors import UsageError
 from asyncckpt.options import SaveOptions
-from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url
 from asyncckpt.torch.dcp_metadata import check_written, encode_layout
 from asyncckpt.torch.items import resolve
+from asyncckpt.torch.located import Located
 from asyncckpt.torch.saving import Saving
 
 
-class StorageWriter(storage.StorageWriter):
+class StorageWriter(Located, storage.StorageWriter):
     """Lets `torch.distributed.checkpoint.save` and `async_save` write a checkpoint.
 
     Works with any planner. The checkpoint is like any other: `asyncckpt.restore` reads it as a dict
@@ -62,10 +62,9 @@ class StorageWriter(storage.StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(path)
         if opaque not in ("error", "allow"):
             raise UsageError(f'opaque={opaque!r}: pass "error" or "allow"', found=opaque)
-        self._location = path
         self._overwrite = overwrite
         self._opaque = opaque == "allow"
         options = typed("options", options, SaveOptions)
@@ -77,22 +76,9 @@ class StorageWriter(storage.StorageWriter):
         self._saving: Saving | None = None
         self._dropped: weakref.finalize[Any, StorageWriter] | None = None
 
-    def __repr__(self) -> str:
-        return f"StorageWriter({os.fspath(self._location)!r})"
-
     def __getstate__(self) -> dict[str, Any]:
         # The process of `async_save` has a default group of the ranks that save.
         return {**self.__dict__, "_saving": None, "_dropped": None, "_group": None}
-
-    @property
-    def checkpoint_id(self) -> Location:
-        """Path or URL of the checkpoint."""
-        return self._location
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this is a path or a URL that the library knows."""
-        return is_known(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """Return the storage metadata for planners."""
@@ -101,8 +87,7 @@ class StorageWriter(storage.StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new checkpoint, at `checkpoint_id` if that is given."""
         self._abandon()
-        if checkpoint_id is not None:
-            self._location = checkpoint_id
+        super().reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save on this rank; abort an earlier one whose `finish` never came.
@@ -129,10 +114,6 @@ class StorageWriter(storage.StorageWriter):
         own = initialized_processes(self._group)
         if not is_coordinator and (own is None or rank not in (None, own[0])):
             raise self._other_group(f"this is rank {rank} of the ranks that save", own)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans unchanged, after checking their number against the process group.
@@ -213,15 +194,3 @@ class StorageWriter(storage.StorageWriter):
             expected=own,
             found=found,
         )
-
-
-def is_known(checkpoint_id: object) -> bool:
-    """Return whether this is a path or a URL that the library knows."""
-    if not isinstance(checkpoint_id, (str, os.PathLike)) or not os.fspath(checkpoint_id):
-        return False
-    if is_url(checkpoint_id):
-        try:
-            check_scheme(parse_url(str(checkpoint_id)))
-        except UsageError:
-            return False
-    return True

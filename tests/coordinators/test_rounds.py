@@ -372,8 +372,8 @@ def test_a_refusal_that_process_0_could_not_announce_is_found(
 ) -> None:
     async def fails(round_: Round) -> Any:
         key = f"{round_._prefix}/decision"
-        failure = round_._encoded(MismatchError("w differs"), "upload")
-        await round_.group.coordinator.put_once(key, rounds._FAILED + failure)
+        failure = round_._failure(MismatchError("w differs"), "upload")
+        await round_.group.coordinator.put_once(key, failure)
         await asyncio.sleep(0.3)
         raise asyncio.CancelledError
 

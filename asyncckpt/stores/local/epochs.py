@@ -95,9 +95,8 @@ def claim(layout: Layout) -> Claim:
 
 def check(layout: Layout, epoch: int) -> None:
     """Raise `FencedError` if a claim is higher than this one. Blocking."""
-    above = [number for number in _numbers(layout) if number > epoch]
-    if above:
-        raise fenced_error(layout.root, epoch, _read(layout, min(above)))
+    if any(number > epoch for number in _numbers(layout)):
+        raise fenced(layout, epoch)
 
 
 @contextlib.contextmanager
@@ -176,7 +175,8 @@ def _empty(layout: Layout, taken: str) -> None:
         raise OSError(errno.EBUSY, "the directory is filled again and again", inner)
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(taken):
-            put_back(layout, os.path.join(taken, name))
+            if os.path.isdir(path := os.path.join(taken, name)):
+                put_back(layout, path)
 
 
 def _numbers(layout: Layout) -> list[int]:

@@ -26,7 +26,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.stores.local.failures import reported
@@ -132,7 +132,7 @@ def _lock_dead(
         dead = owner.is_dead(machine, locked, layout.root) and is_abandoned(
             path, fd, machine, layout.root
         )
-        removable = dead and not (_was_replaced(path) and _put_back(layout, path, owner.name))
+        removable = dead and not put_back(layout, path)
         return fd if removable else None
     finally:
         if not removable:
@@ -157,7 +157,10 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
             flush_directory(layout.control)
         for path in leftovers:
             if time.time() - _written_s(path) >= older_than_s:
-                with _locked_old(layout, path, dry_run=dry_run) as dead:
+                with contextlib.ExitStack() as held:
+                    with root_lock(layout):
+                        dead = _lock_old(layout, path, held, dry_run=dry_run)
+                    # Without the root's lock: nobody who deletes or replaces waits for this.
                     if dead and not dry_run:
                         remove_attempt(path)
                 if dead:
@@ -165,20 +168,11 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     return found
 
 
-@contextlib.contextmanager
-def _locked_old(layout: Layout, path: str, *, dry_run: bool) -> Iterator[bool]:
-    """Keep a leftover locked during the block; yield whether it may be removed.
-
-    The root's lock is released before: nobody who deletes or replaces waits for the removal. A
-    replaced checkpoint whose successor never arrived is put back.
-    """
-    with contextlib.ExitStack() as held:
-        with root_lock(layout):
-            dead = _lock_old(layout, path, held, dry_run=dry_run)
-        yield dead
-
-
 def _lock_old(layout: Layout, path: str, held: contextlib.ExitStack, *, dry_run: bool) -> bool:
+    """Lock a leftover until `held` is closed; return whether it may be removed.
+
+    A replaced checkpoint whose successor never arrived is put back.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -194,11 +188,7 @@ def _lock_old(layout: Layout, path: str, held: contextlib.ExitStack, *, dry_run:
         return False
     if any(map(is_locked, owner_files(path))):
         return False
-    if not _was_replaced(path):
-        return True
-    owner = read_owner(path)
-    # Without an owner file its name is unknown, and it may be the only one of it.
-    return owner is not None and not _put_back(layout, path, owner.name, dry_run=dry_run)
+    return not put_back(layout, path, dry_run=dry_run)
 
 
 def _written_s(path: str) -> float:
@@ -269,26 +259,20 @@ def listing(path: str) -> list[str]:
         return []
 
 
-def _was_replaced(path: str) -> bool:
-    """Return whether this leftover is a replaced checkpoint.
+def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
+    """Put a leftover back if it is a replaced checkpoint without a successor. Blocking.
 
-    In epoch 0 it is an attempt, whose checkpoint may have any name.
+    Returns whether it is kept: put back, or not known well enough to be removed.
     """
-    directory, name = os.path.split(path)
-    return name.startswith("old-") and os.path.basename(directory) != "epoch-0"
-
-
-def put_back(layout: Layout, path: str) -> None:
-    """Put this leftover back if it is a checkpoint whose successor cannot arrive. Blocking."""
-    owner = read_owner(path) if _was_replaced(path) else None
-    if owner is not None and os.path.isdir(path):
-        _put_back(layout, path, owner.name)
-
-
-def _put_back(layout: Layout, old: str, name: str, *, dry_run: bool = False) -> bool:
-    """Put back a replaced checkpoint unless its successor arrived; return whether it is kept."""
+    directory, name = os.path.split(old)
+    # In epoch 0 this is an attempt, whose checkpoint may have any name.
+    if not name.startswith("old-") or os.path.basename(directory) == "epoch-0":
+        return False
+    owner = read_owner(old)
+    if owner is None:
+        return True  # its name is unknown, and it may be the only one of it
     try:
-        target = layout.target(check_name(name))
+        target = layout.target(check_name(owner.name))
     except UsageError:
         return True  # not written by this library: leave it alone
     if os.path.lexists(target):
