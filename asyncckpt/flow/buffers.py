@@ -3,7 +3,7 @@
 # Rule 1: a slot returns to the pool only when nothing reads or writes it any more; one that a
 #   client may still be sending is discarded, and its budget is released with its memory. If it were
 #   returned too early, bytes of the next window would be sent under the name of this one.
-#   (test_a_slot_that_a_client_still_holds_isdiscarded_until_it_lets_go)
+#   (test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go)
 # Rule 2: memory is first touched in worker threads: that costs as much as a disk write. A small
 #   state touches only what it fills.
 # Rule 3: pools of one budget together hold no more memory than the budget: a pool that grows takes

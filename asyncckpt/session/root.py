@@ -27,7 +27,7 @@ class Root:
     Attributes:
         url: its path or URL.
         name: name of the one-shot checkpoint, empty for a run.
-        store: holds the checkpoints; set once `open` has returned.
+        store: holds the checkpoints; set once `opened` has been awaited.
         to_sweep: there were saves, but no sweep yet.
         swept: the root has been swept.
 
