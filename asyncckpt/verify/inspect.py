@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, missing
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, missing
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import Piece, decode_scalar
@@ -24,7 +24,7 @@ async def info_of(
     Raises:
         CorruptCheckpointError: a required file is missing or damaged.
     """
-    extents = await extents_of(opened) if opened.arrays.name else None
+    extents = await opened.read_extents(opened, None) if opened.arrays.name else None
     info = await compute.run(_info, opened, extents, step)
     if not timeline or opened.record is None:
         return info
