@@ -26,18 +26,16 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.codecs import RAW, ZSTD, Codec
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import (
-    RECORD_NAME,
-    SCALAR_KINDS,
+from asyncckpt.format.record import RECORD_NAME, decode_record
+from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
     FileEntry,
-    JsonValue,
     LeafTable,
     Piece,
     StoredSpec,
-    decode_record,
 )
+from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_RECORD_NBYTES, MIB
 from asyncckpt.planning.overlap import BoxIndex

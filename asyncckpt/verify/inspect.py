@@ -10,7 +10,8 @@ import numpy as np
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, missing
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import Piece, decode_scalar
+from asyncckpt.format.record_values import Piece
+from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.format.stored_timeline import MAX_TIMELINE_NBYTES, decode_timeline
 from asyncckpt.reports import CheckpointInfo, FileInfo, LeafInfo, Timeline
 from asyncckpt.tree import unflatten

@@ -11,7 +11,8 @@ import numpy as np
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage
 from asyncckpt.format.codecs import RAW, Codec
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import ArrayTable, LeafTable, encode_scalar
+from asyncckpt.format.record_values import ArrayTable, LeafTable
+from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import StoreCapabilities
 from asyncckpt.reports import FileInfo

@@ -20,8 +20,8 @@ from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.codecs import PLAIN, Bytes, Codec
 from asyncckpt.format.foreign.torch.strided import Layout, codec_of
-from asyncckpt.format.record import ArrayTable, JsonValue, LeafTable, Piece
-from asyncckpt.format.scalars import Scalar, encode_scalar
+from asyncckpt.format.record_values import ArrayTable, LeafTable, Piece
+from asyncckpt.format.scalars import JsonValue, Scalar, encode_scalar
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, INLINE_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.reports import FileInfo

@@ -18,7 +18,7 @@ from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.zarr_codecs import make_codec
-from asyncckpt.format.record import ArrayTable, LeafTable
+from asyncckpt.format.record_values import ArrayTable, LeafTable
 from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.zarr import MAX_DOCUMENT_NBYTES, ZarrArray
 from asyncckpt.ports import CheckpointFiles
