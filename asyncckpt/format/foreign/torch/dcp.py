@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncckpt.format.damage import corrupt, path_fault, unsupported
@@ -20,7 +21,6 @@ from asyncckpt.format.foreign.foreign_tree import Branch, add
 from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
     DTYPES,
-    MAX_RANK,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Dtype,
@@ -30,6 +30,7 @@ from asyncckpt.format.foreign.torch.torch_pickle import (
     StorageInfo,
     TensorProperties,
     TensorStorageMetadata,
+    extents,
 )
 from asyncckpt.format.foreign.torch.torch_zip import Archive
 from asyncckpt.spec import ITEMSIZES, Box
@@ -45,6 +46,8 @@ MAX_ELEMENTS = 1 << 58
 """Most elements of a tensor; an element has at most 16 bytes."""
 
 _WHAT = "the metadata of torch.distributed.checkpoint"
+
+_extents = partial(extents, below=MAX_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +217,6 @@ def _check_places(entries: Sequence[Entry]) -> None:
             raise ValueError(
                 f"{key[:200]!r} and {next_key[:200]!r} share bytes of {file} from byte {start}"
             )
-
-
-def _extents(value: object, what: str) -> tuple[int, ...]:
-    """Return a checked tuple of sizes or offsets, which may be hashed."""
-    if type(value) is not tuple or len(value) > MAX_RANK:
-        raise ValueError(f"{what} is no tuple of at most {MAX_RANK} numbers")
-    if any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in value):
-        raise ValueError(f"{what} has an item that is not a size")
-    return value
 
 
 def _dict(value: object, name: str, kind: type = str) -> dict[Any, Any]:
