@@ -26,25 +26,23 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.codecs import RAW, ZSTD, Codec
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import (
-    RECORD_NAME,
-    SCALAR_KINDS,
+from asyncckpt.format.record import RECORD_NAME, decode_record
+from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
     FileEntry,
-    JsonValue,
     LeafTable,
     Piece,
     StoredSpec,
-    decode_record,
 )
+from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_RECORD_NBYTES, MIB
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import StoredArrays
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import Bytes, CheckpointFiles
-from asyncckpt.reports import nbytes_text
+from asyncckpt.reports import FileInfo, nbytes_text
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid
 from asyncckpt.tree import Structure
 
@@ -85,15 +83,6 @@ class Storage:
         object.__setattr__(self, "chunk_nbytes", nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """One file of a checkpoint: its path relative to it, its size, and its CRC-32C if known."""
-
-    path: str
-    nbytes: int
-    crc32c: int | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Extents:
     """Extent of every chunk, one row per chunk: arrays in order, the cells of each in C order.
@@ -122,7 +111,7 @@ class Extents:
 
 ReadExtents = Callable[["OpenCheckpoint", Sequence[int] | None], Awaitable[Extents]]
 """The checkpoint, and indices of the wanted arrays (None for all) -> the extents of all its chunks,
-where rows of other arrays may be -1."""
+each inside its file; rows of other arrays may be -1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +147,7 @@ class OpenCheckpoint:
     leaves: LeafTable
     arrays: ArrayTable
     storages: tuple[Storage, ...]
-    stored_files: Sequence[StoredFile | FileEntry]
+    stored_files: Sequence[FileInfo | FileEntry]
     read_extents: ReadExtents
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -288,36 +277,6 @@ class LeafIndex:
             assert common is not None
             within: Any = (*common.relative_to(box.offset).slices(), ...)
             yield self._arrays[number], common.relative_to(held.offset), memory[within]
-
-
-async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None) -> Extents:
-    """Read the extents of these arrays (None: of all), and check that they are within their files.
-
-    Raises:
-        CorruptCheckpointError: a chunk is outside its file, or the metadata is damaged.
-    """
-    extents = await opened.read_extents(opened, arrays)
-    if opened.record is not None:
-        return extents  # checked by `read_index`
-    sizes = np.array([*(file.nbytes for file in opened.stored_files), 0], np.int64)
-    size = sizes[extents.file]
-    inside = (extents.offset >= 0) & (extents.nbytes >= 0) & (extents.offset <= size)
-    inside &= extents.nbytes <= size - np.minimum(extents.offset, size)
-    bad = np.flatnonzero(~inside & (extents.file >= 0))
-    if len(bad):
-        row = int(bad[0])
-        file = opened.stored_files[int(extents.file[row])]
-        start, stop = int(extents.offset[row]), int(extents.offset[row] + extents.nbytes[row])
-        raise CorruptCheckpointError(
-            f"{opened.location}: the metadata places a chunk at bytes {start} to {stop} of "
-            f"{file.path or opened.location}, which has {file.nbytes}; it is truncated or damaged",
-            file=file.path,
-            offset=start,
-            location=opened.location,
-            expected=stop,
-            found=file.nbytes,
-        )
-    return extents
 
 
 def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[int]) -> None:

@@ -16,7 +16,8 @@ from asyncckpt.convert.destination import Facts, Target, is_banded
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.tiles import chunk_shape_for
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.record import STEP_NAME, decode_scalar
+from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.ports import Source

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.convert.reader import LeafReader
-from asyncckpt.format.record import decode_scalar
+from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.reports import LeafDifference
 from asyncckpt.spec import Box
 

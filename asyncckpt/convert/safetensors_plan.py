@@ -23,7 +23,7 @@ from asyncckpt.format.foreign.safetensors import (
 )
 from asyncckpt.format.foreign.safetensors_set import INDEX_SUFFIX, encode_index
 from asyncckpt.format.foreign.safetensors_tree import SavedTree, encode_tree
-from asyncckpt.format.record import LeafTable
+from asyncckpt.format.record_values import LeafTable
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window, cut_windows
 from asyncckpt.save.snapshot import Snapshot

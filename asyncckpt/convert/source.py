@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, extents_of, refuse_implied
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, refuse_implied
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
@@ -87,7 +87,7 @@ async def open_source(
             opened = await _newest(store, runtime.engine.compute, error)
     # Given the arrays, readers report at once which of them they cannot read.
     wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
-    extents = await extents_of(opened, wanted)
+    extents = await opened.read_extents(opened, wanted)
     refuse_implied(opened, extents, wanted)
     return LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
 

@@ -51,13 +51,6 @@ class ChunkIndex:
     def __len__(self) -> int:
         return self.file.size
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ChunkIndex):
-            return NotImplemented
-        return all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
-        )
-
     def validate(self, file_nbytes: Sequence[int], *, file: str) -> None:
         """Check that every row is a range inside its file, long enough for a trailer.
 

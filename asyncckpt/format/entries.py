@@ -20,7 +20,7 @@ import numpy.typing as npt
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, path_fault
-from asyncckpt.format.fields import parse_json
+from asyncckpt.format.fields import check_form, parse_json
 from asyncckpt.format.record import MAX_RANK
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MIB
@@ -36,6 +36,10 @@ MAX_ENTRIES_NBYTES = 1 << 33
 """Largest entries object: 28 bytes per chunk that the process wrote."""
 
 _HEAD = struct.Struct("<4sII")
+_PROCESS: dict[str, Any] = {"save_id": str, "process": (1 << 63) - 1, "digest": str, "facts": dict}
+"""Members of the header that are fields of `Entries` as they are."""
+
+_HEADER = {**_PROCESS, "files": list, "columns": list}
 
 _KINDS: Mapping[str, str] = {
     "chunk": "<i8",
@@ -182,11 +186,8 @@ def encode_entries(entries: Entries) -> bytes:
         columns[f"part_{name}"] = getattr(entries.parts, name)
     header = json.dumps(
         {
-            "save_id": entries.save_id,
-            "process": entries.process,
-            "digest": entries.digest,
+            **{name: getattr(entries, name) for name in _PROCESS},
             "files": [list(file) for file in entries.files],
-            "facts": entries.facts,
             "columns": [[name, column.size] for name, column in columns.items()],
         },
         separators=(",", ":"),
@@ -221,6 +222,7 @@ def decode_entries(data: bytes, *, file: str) -> Entries:
         data[_HEAD.size : body], "a header of entries", file=file, most_nbytes=MAX_HEADER_NBYTES
     )
     try:
+        check_form(header, _HEADER)
         columns = _columns(data, body, header["columns"])
         return _entries(header, columns)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -274,20 +276,13 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
             zip(columns["value_chunk"].tolist(), ends, strict=True)
         )
     }
-    texts = header["save_id"], header["digest"]
-    if not all(type(text) is str for text in texts) or type(header["process"]) is not int:
-        raise ValueError("the save id, the digest or the process is missing")
-    if not isinstance(header["facts"], dict):
-        raise ValueError("the facts are not an object")
+    fields: dict[str, Any] = {name: header[name] for name in _PROCESS}
+    fields |= {name: columns[name] for name in _WRITTEN + _COMPARED}
     return Entries(
-        save_id=header["save_id"],
-        process=header["process"],
-        digest=header["digest"],
         files=tuple(files),
         values=values,
         parts=_parts(**{name: columns[f"part_{name}"] for name in Parts.__slots__}),
-        facts=header["facts"],
-        **{name: columns[name] for name in _WRITTEN + _COMPARED},
+        **fields,
     )
 
 

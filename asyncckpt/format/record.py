@@ -42,40 +42,10 @@ from asyncckpt.format.record_values import (
     Piece,
     StoredSpec,
 )
-from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
+from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_PIECES, MAX_RECORD_NBYTES, STEP_MAX
 from asyncckpt.spec import DTYPES, array_spec
-
-__all__ = [
-    "RECORD_NAME",
-    "RECORD_TAIL_NBYTES",
-    "RECORD_VERSION",
-    "SCALAR_KINDS",
-    "STEP_NAME",
-    "ArrayTable",
-    "CommitRecord",
-    "EncodedTables",
-    "FileEntry",
-    "FixedName",
-    "IndexExtent",
-    "JsonValue",
-    "LeafTable",
-    "Outline",
-    "Piece",
-    "StoredSpec",
-    "decode_record",
-    "decode_scalar",
-    "encode_record",
-    "encode_scalar",
-    "encode_tables",
-    "epoch_of",
-    "is_record",
-    "is_sealed",
-    "outline_of",
-    "save_id_of",
-    "seal",
-]
 
 RECORD_NAME = "checkpoint.json"
 

@@ -19,7 +19,8 @@ from asyncckpt.errors import (
     TreeMismatchError,
     UsageError,
 )
-from asyncckpt.format.record import Piece, decode_scalar
+from asyncckpt.format.record_values import Piece
+from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.ports import FrameworkAdapter, Target
 from asyncckpt.restore.mismatch import (
     NOT_REPLACEABLE,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, refuse_implied
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, refuse_implied
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.flow.recorder import Recorder
@@ -112,7 +112,7 @@ class RestorePipeline:
         if opened.record is None:
             wanted = [a for leaf in self._arrays for a in leaf.arrays()]
         with self.recorder.span("plan"):
-            extents = await extents_of(opened, wanted)
+            extents = await opened.read_extents(opened, wanted)
             reads = await compute.run(self._prepare, extents)
         self._started = True
         self._arrived.set()

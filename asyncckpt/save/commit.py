@@ -20,13 +20,13 @@ import numpy as np
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import (
+from asyncckpt.format.record import encode_record
+from asyncckpt.format.record_values import (
     CommitRecord,
     FileEntry,
     FixedName,
     IndexExtent,
     LeafTable,
-    encode_record,
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB

@@ -14,7 +14,7 @@ from asyncckpt.format.orbax import (
     conflicts,
     encode_files,
 )
-from asyncckpt.format.record import SCALAR_KINDS
+from asyncckpt.format.scalars import SCALAR_KINDS
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.save.snapshot import Snapshot
 

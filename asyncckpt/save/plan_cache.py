@@ -15,14 +15,8 @@ import numpy as np
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import (
-    ArrayTable,
-    EncodedTables,
-    LeafTable,
-    Piece,
-    StoredSpec,
-    encode_tables,
-)
+from asyncckpt.format.record import EncodedTables, encode_tables
+from asyncckpt.format.record_values import ArrayTable, LeafTable, Piece, StoredSpec
 from asyncckpt.options import (
     ALIGNED_CHUNK_NBYTES,
     INLINE_NBYTES,

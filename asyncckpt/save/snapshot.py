@@ -19,7 +19,8 @@ from asyncckpt.adapters.numpy import NumpyAdapter, memory_identity
 from asyncckpt.adapters.python import bytes_as_array, unsupported
 from asyncckpt.adapters.sources import Sources
 from asyncckpt.errors import UnsupportedLeafError, UsageError
-from asyncckpt.format.record import MAX_RANK, encode_scalar
+from asyncckpt.format.record import MAX_RANK
+from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
 from asyncckpt.planning.merge import Merged, OwnPart, own_part
 from asyncckpt.planning.tiling import tiling_fault

@@ -15,7 +15,7 @@ import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.shield import together
-from asyncckpt.format.record import FixedName, Outline
+from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.ports import RECORD_NAME, Attempt, AttemptFiles, Bytes, CheckpointFiles, Store
 
 RECORD = RECORD_NAME

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.record import decode_scalar
+from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.spec import ArraySpec, Box
 from asyncckpt.torch.dcp_metadata import Layout, decode_layout
 from asyncckpt.tree import Structure, escape, flatten, unflatten

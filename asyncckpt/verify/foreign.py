@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, extents_of
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.reports import Damage, Progress, VerifyReport
 from asyncckpt.restore.fetch import Fetch
@@ -36,7 +36,7 @@ async def verify_foreign(
         leaf_of.update(dict.fromkeys(arrays, path))
         if not opened.is_verified(arrays):
             unverified.append(path)
-    extents = await extents_of(opened)
+    extents = await opened.read_extents(opened, None)
     inline_nbytes = sum(map(len, extents.values.values()))
     total_nbytes = int(extents.nbytes[extents.file >= 0].sum()) + inline_nbytes
     read_nbytes = inline_nbytes

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, missing
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, missing
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import Piece, decode_scalar
+from asyncckpt.format.record_values import Piece
+from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.format.stored_timeline import MAX_TIMELINE_NBYTES, decode_timeline
 from asyncckpt.reports import CheckpointInfo, FileInfo, LeafInfo, Timeline
 from asyncckpt.tree import unflatten
@@ -24,7 +25,7 @@ async def info_of(
     Raises:
         CorruptCheckpointError: a required file is missing or damaged.
     """
-    extents = await extents_of(opened) if opened.arrays.name else None
+    extents = await opened.read_extents(opened, None) if opened.arrays.name else None
     info = await compute.run(_info, opened, extents, step)
     if not timeline or opened.record is None:
         return info

@@ -15,7 +15,7 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.manifest import decode_manifest
 from asyncckpt.format.ocdbt.walk import decode_tree
-from asyncckpt.format.record import CommitRecord
+from asyncckpt.format.record_values import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES, chunk_keys, encode_metadata, metadata_key
 
 PROBLEMS_MAX = 20

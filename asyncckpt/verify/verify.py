@@ -22,7 +22,8 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import RECORD_NAME, CommitRecord
+from asyncckpt.format.record import RECORD_NAME
+from asyncckpt.format.record_values import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.planning.table import Column

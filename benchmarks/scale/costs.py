@@ -19,7 +19,7 @@ from asyncckpt.coordinators.rounds import Round
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.entries import decode_entries
-from asyncckpt.format.record import ArrayTable, StoredSpec
+from asyncckpt.format.record_values import ArrayTable, StoredSpec
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.planning.streams import Sharing, share, streams
 from asyncckpt.restore.exchange.exchanger import BATCH_NBYTES

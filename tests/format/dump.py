@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.format.chunks import ChunkIndex
-from asyncckpt.format.record import CommitRecord, decode_record, encode_record, seal
+from asyncckpt.format.record import decode_record, encode_record, seal
+from asyncckpt.format.record_values import CommitRecord
 from asyncckpt.format.zarr import Chain, ChunkKeys, Shards, ZarrArray
 from asyncckpt.spec import ArraySpec
 from tests.format import ocdbt_dump as ocdbt

@@ -36,12 +36,16 @@ def index_of(table: list[tuple[int, int, int, int]]) -> ChunkIndex:
     )
 
 
+def columns_of(index: ChunkIndex) -> list[list[int]]:
+    return [getattr(index, name).tolist() for name in index.__slots__]
+
+
 @given(rows)
 def test_indices_round_trip(table: list[tuple[int, int, int, int]]) -> None:
     index = index_of(table)
     data = encode_chunk_index(index)
     assert len(data) == index_nbytes(len(table))
-    assert decode_chunk_index(data, file="i") == index
+    assert columns_of(decode_chunk_index(data, file="i")) == columns_of(index)
 
 
 SMALL = index_of([(0, 0, 100, 7), (1, 50, 50, 2**32 - 1)])
@@ -114,4 +118,4 @@ def test_a_hundred_thousand_rows_take_milliseconds() -> None:
     decoded = decode_chunk_index(encode_chunk_index(index), file="i")
     decoded.validate([count + 64], file="i")
     assert time.process_time() - begin < 0.2  # measured 4 ms
-    assert decoded == index
+    assert columns_of(decoded) == columns_of(index)

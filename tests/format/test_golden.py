@@ -25,7 +25,8 @@ from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import Version, decode_manifest, encode_manifest
 from asyncckpt.format.ocdbt.nodes import decode_node
-from asyncckpt.format.record import (
+from asyncckpt.format.record import decode_record, encode_record
+from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
     FileEntry,
@@ -34,8 +35,6 @@ from asyncckpt.format.record import (
     LeafTable,
     Piece,
     StoredSpec,
-    decode_record,
-    encode_record,
 )
 from asyncckpt.format.zarr3 import decode_metadata, encode_metadata
 from asyncckpt.spec import ArraySpec

@@ -18,24 +18,19 @@ from asyncckpt.checkpoint.metadata import number_rows, resolve
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 from asyncckpt.format.chunks import ChunkIndex, index_nbytes
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import (
+from asyncckpt.format.record import decode_record, encode_record, encode_tables, outline_of, seal
+from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
     FileEntry,
     FixedName,
     IndexExtent,
-    JsonValue,
     LeafTable,
     Outline,
     Piece,
     StoredSpec,
-    decode_record,
-    encode_record,
-    encode_scalar,
-    encode_tables,
-    outline_of,
-    seal,
 )
+from asyncckpt.format.scalars import JsonValue, encode_scalar
 from asyncckpt.spec import ArraySpec
 
 SPECS = (

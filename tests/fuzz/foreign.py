@@ -25,7 +25,8 @@ from asyncckpt.format.foreign.torch.torch_zip import Archive
 from asyncckpt.format.foreign.torch.unpickle import Allowance, PickleSource, Unpickler
 from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.orbax import OrbaxLeaf
-from asyncckpt.format.record import LeafTable, encode_scalar
+from asyncckpt.format.record_values import LeafTable
+from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.format.zarr import Chain, Shards, ZarrArray
 from asyncckpt.tree import flatten
 from tests.fuzz import hostile

@@ -28,7 +28,8 @@ from asyncckpt.format.ocdbt.manifest import Manifest, Version, VersionNode, deco
 from asyncckpt.format.ocdbt.nodes import decode_node
 from asyncckpt.format.ocdbt.walk import TreeLimits, decode_tree
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, NODE_MAGIC
-from asyncckpt.format.record import (
+from asyncckpt.format.record import encode_record
+from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
     FileEntry,
@@ -36,9 +37,8 @@ from asyncckpt.format.record import (
     LeafTable,
     Piece,
     StoredSpec,
-    encode_record,
-    encode_scalar,
 )
+from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import flatten, unflatten
 from tests.format.manifests import encode_manifest

@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage, StoredFile
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage
 from asyncckpt.format.codecs import RAW, Codec
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import ArrayTable, LeafTable, encode_scalar
+from asyncckpt.format.record_values import ArrayTable, LeafTable
+from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import StoreCapabilities
+from asyncckpt.reports import FileInfo
 from asyncckpt.restore.plan import Destinations, flat_target
 from asyncckpt.restore.request import RestoreRequest, restore_request
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
@@ -59,7 +61,7 @@ def opened(
         leaves=LeafTable(kinds, values, extra or {}),
         arrays=arrays,
         storages=tuple(storages),
-        stored_files=(StoredFile("d/0", 1 << 30),),
+        stored_files=(FileInfo("d/0", 1 << 30, None),),
         read_extents=read_extents,
         record=cast(Any, object()),
     )

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncckpt.checkpoint.metadata import StoredFile
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -21,6 +20,7 @@ from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import StoreCapabilities
+from asyncckpt.reports import FileInfo
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.plan import plan_reads
 from tests.restore.opened import LOCATION, destinations, opened, packed
@@ -90,7 +90,7 @@ class Fetched:
             data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         self.files = Files(data, concurrency, **capabilities)
         checkpoint = replace(
-            opened(values), files=self.files, stored_files=(StoredFile("d/0", len(data)),)
+            opened(values), files=self.files, stored_files=(FileInfo("d/0", len(data), None),)
         )
         self.found = {key: np.full_like(value, -1) for key, value in values.items()}
         if strided:  # nothing is read straight into such memory

@@ -21,7 +21,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from asyncckpt.format.damage import corrupt
+from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.foreign.torch.dcp import Entry, Item, layout_of
 from asyncckpt.format.foreign.torch.plain_values import load_value
 from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, SavedTensor
@@ -125,26 +125,11 @@ class Archives:
         tensor, payload = self._head(archive)
         box, file = entry.boxes[shard], self._file_numbers[entry.items[shard].file]
         spec = array_spec(box.shape, entry.dtype)
-        try:
-            layout = layout_of(tensor, spec.shape, entry.dtype)
-        except ValueError as error:
-            raise corrupt(
-                archive.what, str(error), file=archive.file, offset=archive.base
-            ) from None
-        except NotImplementedError as error:
-            raise UnsupportedFormatError(
-                f"{archive.file}, byte {archive.base}: {archive.what} holds a tensor that is not "
-                f"dense: {error}; save tensor.contiguous()",
-                file=archive.file,
-                offset=archive.base,
-            ) from None
+        layout = layout_of(archive, tensor, spec.shape, entry.dtype)
         start = payload + tensor.offset * spec.itemsize
         if start + spec.nbytes > archive.nbytes:
-            raise corrupt(
-                archive.what,
-                f"{spec} from byte {start} on does not fit into its {archive.nbytes} bytes",
-                file=archive.file,
-                offset=archive.base,
+            raise archive.corrupt(
+                f"{spec} from byte {start} on does not fit into its {archive.nbytes} bytes"
             )
         order = None if layout.plain else layout
         return Run(box.offset, box.shape, file, archive.base + start, order)
@@ -186,9 +171,9 @@ def _check(entry: Entry, item: Item, size: int, file: str) -> None:
     elif entry.shape is not None and entry.dtype not in DTYPES:
         found = f"a tensor of the dtype {entry.dtype}"
     if found:
-        raise UnsupportedFormatError(
-            f"{file}, byte {item.offset}: {where} is {found}, which is not restored; save it as a "
-            "tensor of another dtype, or leave it out with include=",
+        raise unsupported(
+            f"{where} is {found}, which is not restored; save it as a tensor of another dtype, or "
+            "leave it out with include=",
             file=file,
             offset=item.offset,
             expected=DTYPES,

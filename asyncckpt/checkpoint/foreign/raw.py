@@ -8,7 +8,6 @@ last full chunk of an axis is a separate array.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncckpt.checkpoint.foreign.listing import Listing
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage, StoredFile
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.codecs import PLAIN, Bytes, Codec
 from asyncckpt.format.foreign.torch.strided import Layout, codec_of
-from asyncckpt.format.record import ArrayTable, JsonValue, LeafTable, Piece
-from asyncckpt.format.scalars import Scalar, encode_scalar
+from asyncckpt.format.record_values import ArrayTable, LeafTable, Piece
+from asyncckpt.format.scalars import JsonValue, Scalar, encode_scalar
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, INLINE_NBYTES
 from asyncckpt.planning.table import Column
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import ITEMSIZES, ArraySpec, array_spec
 from asyncckpt.tree import Structure, array_names
 
@@ -233,7 +233,7 @@ class RunTables:
             leaves=LeafTable(self._kinds, self._values, self._extra, self._pieces),
             arrays=ArrayTable(self._names(tree), self._specs, self._tied),
             storages=tuple(self._storages),
-            stored_files=tuple(itertools.starmap(StoredFile, listing.nbytes_of.items())),
+            stored_files=tuple(FileInfo(path, n, None) for path, n in listing.nbytes_of.items()),
             read_extents=read_extents,
             metadata=metadata,
             metrics=metrics or {},

@@ -28,7 +28,8 @@ from asyncckpt.format.foreign.safetensors_set import (
     holds_parts,
 )
 from asyncckpt.format.foreign.safetensors_tree import DEFAULT_KIND, SavedTree, decode_tree
-from asyncckpt.format.record import JsonValue, LeafTable, Piece
+from asyncckpt.format.record_values import LeafTable, Piece
+from asyncckpt.format.scalars import JsonValue
 from asyncckpt.options import KIB, MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.tree import Node, Structure

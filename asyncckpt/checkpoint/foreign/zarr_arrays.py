@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +12,17 @@ from asyncckpt.checkpoint.foreign.extents import FoundArray, read_extents
 from asyncckpt.checkpoint.foreign.listing import BATCH_NBYTES, batches, damaged, located
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.foreign.tensorstore import UNPACK
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage, StoredFile
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.zarr_codecs import make_codec
-from asyncckpt.format.record import ArrayTable, LeafTable
+from asyncckpt.format.record_values import ArrayTable, LeafTable
 from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.zarr import MAX_DOCUMENT_NBYTES, ZarrArray
 from asyncckpt.ports import CheckpointFiles
+from asyncckpt.reports import FileInfo
 
 UNSTORED_CHUNKS = 1 << 19
 """Chunks that need not be stored: each takes 24 bytes in the table of extents."""
@@ -145,7 +145,7 @@ def make_checkpoint(
                 storages.append(_storage(array))
     table = ArrayTable([a.name for a in arrays], [numbers[a.zarr, a.complete] for a in arrays])
     nbytes_of = {path: n for listing in listings for path, n in listing.nbytes_of.items()}
-    stored_files = tuple(itertools.starmap(StoredFile, sorted(nbytes_of.items())))
+    stored_files = tuple(FileInfo(path, n, None) for path, n in sorted(nbytes_of.items()))
     _check_chunk_count(files, arrays, storages, table)
     return OpenCheckpoint(
         files=files,

@@ -27,7 +27,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.fields import check_form, parse_object
 from asyncckpt.format.foreign.safetensors import MAX_HEADER_NBYTES
-from asyncckpt.format.record import LeafTable
+from asyncckpt.format.record_values import LeafTable
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
 from asyncckpt.tree import Structure
 

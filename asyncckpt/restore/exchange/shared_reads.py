@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncckpt.checkpoint.metadata import StoredFile
 from asyncckpt.planning.streams import Sharing, streams
+from asyncckpt.reports import FileInfo
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.streams import Incoming, StreamFiles
 from asyncckpt.restore.plan import PlannedReads
@@ -72,7 +72,7 @@ def _split(sharing: Sharing, exchanger: Exchanger, reads: PlannedReads, plan: Pl
         incoming[number] = paths[path] = Incoming()
         file[stream.rows], offset[stream.rows] = len(stored_files), stream.begin[:-1]
         is_shared[stream.rows] = True
-        stored_files.append(StoredFile(path, stream.nbytes))
+        stored_files.append(FileInfo(path, stream.nbytes, None))
     streamed = dataclasses.replace(extents, file=file, offset=offset, origin=extents)
     return SharedReads(
         own=plan(opened, extents, destinations, only=~is_shared),

@@ -10,7 +10,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import FixedName, Outline
+from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
 from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import Body, unless_missing

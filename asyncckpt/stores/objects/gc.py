@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 
-from asyncckpt.format.record import Outline
+from asyncckpt.format.record_values import Outline
 from asyncckpt.stores.claims import inherited_name
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.flow.shield import together
-from asyncckpt.format.record import FixedName, Outline
+from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks

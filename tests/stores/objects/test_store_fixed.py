@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from asyncckpt.errors import AsyncCheckpointError
-from asyncckpt.format.record import FixedName, Outline
-from asyncckpt.format.record_values import md5_of
+from asyncckpt.format.record_values import FixedName, Outline, md5_of
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import HEAD_NBYTES
 from asyncckpt.stores.objects.layout import RECORD

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncckpt.format.damage import corrupt, path_fault, unsupported
@@ -20,7 +21,6 @@ from asyncckpt.format.foreign.foreign_tree import Branch, add
 from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
     DTYPES,
-    MAX_RANK,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Dtype,
@@ -30,7 +30,9 @@ from asyncckpt.format.foreign.torch.torch_pickle import (
     StorageInfo,
     TensorProperties,
     TensorStorageMetadata,
+    extents,
 )
+from asyncckpt.format.foreign.torch.torch_zip import Archive
 from asyncckpt.spec import ITEMSIZES, Box
 from asyncckpt.tree import MAX_DEPTH, Key
 
@@ -44,6 +46,8 @@ MAX_ELEMENTS = 1 << 58
 """Most elements of a tensor; an element has at most 16 bytes."""
 
 _WHAT = "the metadata of torch.distributed.checkpoint"
+
+_extents = partial(extents, below=MAX_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +219,6 @@ def _check_places(entries: Sequence[Entry]) -> None:
             )
 
 
-def _extents(value: object, what: str) -> tuple[int, ...]:
-    """Return a checked tuple of sizes or offsets, which may be hashed."""
-    if type(value) is not tuple or len(value) > MAX_RANK:
-        raise ValueError(f"{what} is no tuple of at most {MAX_RANK} numbers")
-    if any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in value):
-        raise ValueError(f"{what} has an item that is not a size")
-    return value
-
-
 def _dict(value: object, name: str, kind: type = str) -> dict[Any, Any]:
     if type(value) is not dict or any(type(key) is not kind for key in value):
         raise ValueError(f"{name} is no dict by {kind.__name__}")
@@ -263,31 +258,33 @@ def _shown(value: object) -> str:
     return repr(value[:80]) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
-def layout_of(saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
+def layout_of(archive: Archive, saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
     """Return the layout of a shard's elements in its archive, which describes the tensor `saved`.
 
-    The metadata says that the shard has this shape and torch dtype.
-
-    Raises:
-        ValueError: the archive holds another tensor, or less than it claims.
-        NotImplementedError: its elements are not dense.
+    The metadata says that the shard has this shape and torch dtype. It is an error if the archive
+    holds another tensor, less than it claims, or elements that are not dense.
     """
     if saved.dtype != dtype or saved.shape != shape:
-        raise ValueError(
+        raise archive.corrupt(
             f"the metadata says {dtype}{list(shape)}, the archive {saved.dtype}{list(saved.shape)}"
         )
     itemsize = ITEMSIZES[dtype]
     stored = saved.storage.count // (1 if saved.storage.dtype else itemsize)
     last = sum((n - 1) * stride for n, stride in zip(shape, saved.strides, strict=True))
     if saved.storage.dtype not in ("", dtype) or saved.offset + last >= stored:
-        raise ValueError(f"the tensor reaches past the {stored} elements of its storage")
+        raise archive.corrupt(f"the tensor reaches past the {stored} elements of its storage")
     if (saved.conj and "complex" not in dtype) or (
         saved.neg and dtype.startswith(("bool", "uint"))
     ):
-        raise ValueError(f"a {dtype} tensor cannot be conjugated or negated")
+        raise archive.corrupt(f"a {dtype} tensor cannot be conjugated or negated")
     axes = dense_axes(shape, saved.strides)
     if axes is None:
-        raise NotImplementedError(
-            f"elements with strides {list(saved.strides)} share or skip bytes"
+        raise unsupported(
+            f"{archive.what} holds a tensor that is not dense: elements with strides "
+            f"{list(saved.strides)} share or skip bytes; save tensor.contiguous()",
+            file=archive.file,
+            offset=archive.base,
+            expected="a dense tensor",
+            found=saved.strides,
         )
     return Layout(axes, saved.conj, saved.neg)

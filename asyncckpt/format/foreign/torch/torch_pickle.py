@@ -69,14 +69,19 @@ _STORAGE_NAMES: Names = {
 }
 
 
-def _shape(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the checked argument of `torch.Size`: a tuple of sizes or offsets."""
-    (items,) = arguments if len(arguments) == 1 else (None,)
-    if type(items) is not tuple or len(items) > MAX_RANK or any(type(n) is not int for n in items):
-        raise ValueError(f"a torch.Size is not made of at most {MAX_RANK} integers")
-    if any(not 0 <= n < _MAX_EXTENT for n in items):
-        raise ValueError("a torch.Size has an item out of range")
-    return items
+def extents(
+    value: object, what: str = "a torch.Size", *, below: int = _MAX_EXTENT
+) -> tuple[int, ...]:
+    """Return a checked tuple of sizes or offsets, which may be hashed.
+
+    Raises:
+        ValueError: it is no such tuple; calls it `what`.
+    """
+    if type(value) is not tuple or len(value) > MAX_RANK or any(type(n) is not int for n in value):
+        raise ValueError(f"{what} is no tuple of at most {MAX_RANK} integers")
+    if any(not 0 <= n < below for n in value):
+        raise ValueError(f"{what} has an item that is out of range")
+    return value
 
 
 # ------------------------------------------------------------- torch.distributed.checkpoint
@@ -146,7 +151,7 @@ def metadata_names() -> Names:
 
     def size(arguments: tuple[Any, ...], allowance: Allowance) -> tuple[int, ...]:
         # Shards have few distinct shapes and offsets: each is stored once.
-        shape = _shape(arguments)
+        shape = extents(arguments[0] if len(arguments) == 1 else None)
         allowance.take(ENTRY_NBYTES)
         return shapes.setdefault(shape, shape)
 
@@ -231,7 +236,7 @@ def _view(arguments: tuple[Any, ...], dtype: str, bits: object) -> SavedTensor:
     storage, offset, shape, strides = arguments
     if not isinstance(storage, SavedStorage) or not dtype:
         raise ValueError("a tensor has no storage, or none with a dtype")
-    shape, strides = _shape((shape,)), _shape((strides,))
+    shape, strides = extents(shape), extents(strides)
     if type(offset) is not int or not 0 <= offset < _MAX_EXTENT or len(shape) != len(strides):
         raise ValueError("a tensor's offset, shape and strides do not fit")
     if bits is None:

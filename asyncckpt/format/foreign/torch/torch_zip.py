@@ -93,12 +93,12 @@ class Archive:
                     expected="little",
                     found=order[:20],
                 )
-        raise self._corrupt(f"it has no {wanted!r} among its first {_MAX_MEMBERS} members", 0)
+        raise self.corrupt(f"it has no {wanted!r} among its first {_MAX_MEMBERS} members", 0)
 
     def _first(self) -> Member:
         member = self._member(0)
         if member.name != "data.pkl":
-            raise self._corrupt(f"its first member is {member.name[:80]!r}", 0)
+            raise self.corrupt(f"its first member is {member.name[:80]!r}", 0)
         return member
 
     def _member(self, at: int) -> Member:
@@ -107,7 +107,7 @@ class Archive:
             _HEADER.unpack(self._bytes(at, _HEADER.size))
         )
         if magic != _HEADER_MAGIC:
-            raise self._corrupt(f"{magic!r} is not the header of a member of a zip file", at)
+            raise self.corrupt(f"{magic!r} is not the header of a member of a zip file", at)
         if method or flags & ~(_SIZES_BEHIND | _UTF8):
             raise unsupported(
                 f"{self.what} is a zip file with compressed or encrypted members; torch.save "
@@ -120,7 +120,7 @@ class Archive:
         name = self._bytes(at + _HEADER.size, name_nbytes).decode("utf-8", "replace")
         start = at + _HEADER.size + name_nbytes + extra_nbytes
         if start > self.nbytes or (packed != nbytes and not flags & _SIZES_BEHIND):
-            raise self._corrupt(f"the header of its member {name[:80]!r} contradicts itself", at)
+            raise self.corrupt(f"the header of its member {name[:80]!r} contradicts itself", at)
         known = None if flags & _SIZES_BEHIND or nbytes == 0xFFFFFFFF else nbytes
         return Member(name.partition("/")[2], start, known)
 
@@ -129,7 +129,7 @@ class Archive:
         end = member.start + nbytes
         if member.nbytes is not None:
             if member.nbytes != nbytes:
-                raise self._corrupt(
+                raise self.corrupt(
                     f"its member {member.name[:80]!r} has {member.nbytes} bytes, not {nbytes}",
                     member.start,
                 )
@@ -138,7 +138,7 @@ class Archive:
             magic, _, packed, size = layout.unpack(self._bytes(end, layout.size))
             if (magic, packed, size) == (_DESCRIPTOR_MAGIC, nbytes, nbytes):
                 return end + layout.size
-        raise self._corrupt(f"its member {member.name[:80]!r} has no data descriptor", end)
+        raise self.corrupt(f"its member {member.name[:80]!r} has no data descriptor", end)
 
     def _small(self, member: Member) -> int:
         """Return the length of a tiny member."""
@@ -148,15 +148,16 @@ class Archive:
         if end < 0:
             if len(self.data) < min(self.nbytes, member.start + _MAX_SMALL_NBYTES + 4):
                 raise ShortHeadError
-            raise self._corrupt(f"its member {member.name[:80]!r} does not end", member.start)
+            raise self.corrupt(f"its member {member.name[:80]!r} does not end", member.start)
         return end - member.start
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
         if at + nbytes > self.nbytes:
-            raise self._corrupt("it ends inside the header of a member", self.nbytes)
+            raise self.corrupt("it ends inside the header of a member", self.nbytes)
         if at + nbytes > len(self.data):
             raise ShortHeadError
         return self.data[at : at + nbytes]
 
-    def _corrupt(self, reason: str, at: int) -> CorruptCheckpointError:
+    def corrupt(self, reason: str, at: int = 0) -> CorruptCheckpointError:
+        """Return the error for damage at byte `at` of the archive."""
         return corrupt(self.what, reason, file=self.file, offset=self.base + at)
