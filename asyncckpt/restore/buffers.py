@@ -16,7 +16,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena
 from asyncckpt.flow.buffers import allocating
 from asyncckpt.ports import Bytes, Target
-from asyncckpt.restore.match import NO_FACTS, LeafRestore
+from asyncckpt.restore.match import NO_FACTS, LeafRestore, MatchedArrays, Matching
 from asyncckpt.restore.plan import Destinations, flat_target
 from asyncckpt.spec import DTYPES, Box
 
@@ -57,30 +57,31 @@ class Buffers:
 
 
 def allocate(
-    opened: OpenCheckpoint, leaves: Sequence[LeafRestore], *, framework: str, in_place: bool
+    opened: OpenCheckpoint, arrays: MatchedArrays, *, framework: str, in_place: bool
 ) -> Buffers:
-    """Return memory for every leaf that is an array, and what fills it. Blocking.
+    """Return memory for every array, and what fills it. Blocking.
 
     Leaves without a target become arrays of `framework`. With `in_place`, the buffers of targets
     are used where they have the stored dtype.
     """
-    # This loop decides what a small leaf costs: the common case makes no call that it can avoid.
-    parts, flats, nbytes = _memory(opened, leaves, framework, in_place=in_place)
+    parts, flats, nbytes = _memory(opened, arrays, framework, in_place=in_place)
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
     # The chunks of tied arrays are read once into memory that their targets share.
     shared: dict[Hashable, int] = {}
+    # Ordinary arrays by column, because this decides what a small leaf costs.
+    owners = arrays.ordinary()
     destinations = Destinations()
-    owners: list[int] = []
+    destinations.path += map(arrays.paths().__getitem__, owners)
+    destinations.array += map(arrays.arrays().__getitem__, owners)
+    destinations.box += [None] * len(owners)
+    destinations.values += [parts[number][0] for number in owners]
+    destinations.flat += map(flats.__getitem__, owners)
     sharers: dict[int, list[int]] = {}
-    for number, leaf in enumerate(leaves):
+    for number, leaf in arrays.described.items():
         boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
-            values, flat = parts[number][0], flats[number]
-            # Others are extension dtypes, which memoryviews do not know.
-            if flat is None and (values.nbytes >= SMALL_NBYTES or values.dtype.kind == "V"):
-                flat = flat_target(values)
-            destinations.add(leaf.path, leaf.array, None, values, flat)
+            destinations.add(leaf.path, leaf.array, None, parts[number][0], flats[number])
             owners.append(number)
             continue
         assert leaf.spec is not None
@@ -98,32 +99,48 @@ def allocate(
                         continue
                 destinations.add(leaf.path, array, box, values, flat_target(values))
                 owners.append(number)
+    # Of small arrays the bytes are viewed when they arrive, but memoryviews do not know extension
+    # dtypes.
+    storages = opened.storages
+    viewed = [s.spec.nbytes >= SMALL_NBYTES or DTYPES[s.spec.dtype].kind == "V" for s in storages]
+    if any(viewed):
+        kinds = map(opened.arrays.spec.__getitem__, destinations.array)
+        for number, (kind, held) in enumerate(zip(kinds, destinations.values, strict=True)):
+            if viewed[kind] and destinations.flat[number] is None and held is not None:
+                destinations.flat[number] = flat_target(held)
     return Buffers(parts, nbytes, destinations, owners, sharers)
 
 
 def _memory(
-    opened: OpenCheckpoint, leaves: Sequence[LeafRestore], framework: str, *, in_place: bool
+    opened: OpenCheckpoint, arrays: MatchedArrays, framework: str, *, in_place: bool
 ) -> tuple[list[Sequence[Memory]], list[Bytes | None], int]:
     """Return per leaf the buffers of its target, or new memory.
 
-    Also returns the new memory of each leaf as one run of bytes, where it is one, and the number of
-    all bytes.
+    Also returns the memory of each leaf that is one run of bytes as such, unless it is small, and
+    the number of all bytes.
     """
     parts: list[Sequence[Memory]] = []
-    flats: list[Bytes | None] = [None] * len(leaves)
+    flats: list[Bytes | None] = [None] * len(arrays)
     own: list[tuple[int, int]] = []
     total_nbytes = 0
-    nbytes_of = [storage.spec.nbytes for storage in opened.storages]
-    storage_of, has_ties = opened.arrays.spec, bool(opened.arrays.tied)
-    for number, leaf in enumerate(leaves):
-        spec, target = leaf.spec, leaf.target
-        assert spec is not None
+    specs = [storage.spec for storage in opened.storages]
+    nbytes_of = [spec.nbytes for spec in specs]
+    storage_of = list(map(opened.arrays.spec.__getitem__, arrays.arrays()))
+    described, has_ties = arrays.described, bool(opened.arrays.tied)
+    for number, kind in enumerate(storage_of):
         held: Sequence[Memory] = ()
-        nbytes = spec.nbytes if leaf.pieces else nbytes_of[storage_of[leaf.array]]
-        if target is not None:
-            if in_place and target.spec.dtype == spec.dtype:
+        nbytes = nbytes_of[kind]
+        leaf = described.get(number)
+        if leaf is None:
+            if in_place and arrays.targets is not None:
+                held = (arrays.targets.leaves[arrays.number[number]],)
+        else:
+            spec, target = leaf.spec, leaf.target
+            assert spec is not None
+            nbytes = spec.nbytes
+            if target is not None and in_place and target.spec.dtype == spec.dtype:
                 held = target.buffers if target.buffer is None else (target.buffer,)
-            if target.boxes is not None:
+            if target is not None and target.boxes is not None:
                 nbytes = sum([box.size for box in target.boxes]) * spec.itemsize
         total_nbytes += nbytes
         parts.append(held)
@@ -134,15 +151,18 @@ def _memory(
     made: dict[Hashable, Sequence[Memory]] = {}
     with allocating(own_nbytes):
         for number, nbytes in own:
-            leaf = leaves[number]
-            spec, target = leaf.spec, leaf.target
-            assert spec is not None
+            leaf, spec = described.get(number), specs[storage_of[number]]
+            target = None
+            if leaf is not None:
+                target, spec = leaf.target, leaf.spec or spec
             dtype = DTYPES[spec.dtype]
             if target is not None and target.boxes is not None:
                 boxes = [(box.shape, box.size * dtype.itemsize) for box in target.boxes]
                 parts[number] = [arena.take(size).view(dtype).reshape(n) for n, size in boxes]
                 continue
-            key = tied_key(opened, leaf, framework) if has_ties else None
+            key = None
+            if leaf is not None and has_ties:
+                key = tied_key(opened, leaf, framework)
             if key is not None and key in made:
                 parts[number] = made[key]
                 continue
@@ -175,7 +195,7 @@ _Place = tuple[LeafRestore, tuple[int, int], Hashable | None, Any]
 """A leaf, and byte span, identity and array of memory that a restore fills for it."""
 
 
-def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> None:
+def check_overlaps(matching: Matching, first_rows: Sequence[int]) -> None:
     """Check that no two targets share memory, unless they are one array of the checkpoint.
 
     `first_rows` has the first chunk row of every array.
@@ -183,12 +203,15 @@ def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> 
     Raises:
         UsageError: names both leaves.
     """
-    targets = [(leaf, leaf.target) for leaf in leaves if leaf.target is not None]
-    owners = [t.buffer for _, t in targets if t.span is None and t.buffer is not None]
-    if len(set(map(id, owners))) == len(owners) and not any(
-        t.span or t.buffers for _, t in targets
-    ):
+    arrays = matching.arrays
+    assert arrays.targets is not None
+    described = [*arrays.described.values(), *matching.scalars]
+    filled = [leaf.target for leaf in described if leaf.target is not None]
+    owners = [target.buffer for target in filled if target.buffer is not None]
+    owners += [arrays.targets.leaves[arrays.number[place]] for place in arrays.ordinary()]
+    if len(set(map(id, owners))) == len(owners) and not any(t.span or t.buffers for t in filled):
         return  # each has memory of its own
+    targets = [(leaf, leaf.target) for leaf in matching.leaves if leaf.target is not None]
     places: list[_Place] = [(leaf, *place) for leaf, t in targets for place in _places(t)]
     spans = [span for _, span, _, _ in places]
     # The byte spans of most targets are disjoint: one vectorised comparison settles it.

@@ -30,7 +30,7 @@ from asyncckpt.restore.mismatch import (
     check_array,
     shape_text,
 )
-from asyncckpt.restore.request import RestoreRequest, Wanted, enclosing
+from asyncckpt.restore.request import RestoreRequest, TargetLeaves, Wanted, enclosing
 from asyncckpt.spec import ArraySpec, numeric_class
 from asyncckpt.tree import PerProcess, Structure, match_glob, per_process_paths, where
 
@@ -68,16 +68,67 @@ class LeafRestore(NamedTuple):
         return [piece.array for piece in self.pieces] or [self.array]
 
 
+class MatchedArrays(Sequence[LeafRestore]):
+    """Arrays to restore, by column: `arrays[place]` makes a `LeafRestore` on demand.
+
+    Attributes:
+        number: ordinals, as `LeafRestore.number`.
+        saved: ordinals of the saved leaves.
+        described: by place, the arrays that are not ordinary (`_ordinary`) or whose target is not.
+    """
+
+    def __init__(
+        self, opened: OpenCheckpoint, paths: Sequence[str], targets: TargetLeaves | None
+    ) -> None:
+        self._opened = opened
+        self._paths = paths
+        self._array_of = opened.leaf_arrays()
+        self.targets = targets
+        self.number: list[int] = []
+        self.saved: list[int] = []
+        self.described: dict[int, LeafRestore] = {}
+
+    def __len__(self) -> int:
+        return len(self.saved)
+
+    def __getitem__(self, place: Any) -> Any:
+        saved, number = self.saved[place], self.number[place]
+        if place in self.described:
+            return self.described[place]
+        array = self._array_of[saved]
+        spec = self._opened.storage(array).spec
+        want = None if self.targets is None else self.targets[number]
+        target = None if want is None else want.target
+        return LeafRestore(number, self._paths[saved], saved, array, (), spec, None, want, target)
+
+    def append(self, leaf: LeafRestore) -> None:
+        """Add an array that needs a description."""
+        self.described[len(self.saved)] = leaf
+        self.number.append(leaf.number)
+        self.saved.append(leaf.saved)
+
+    def paths(self) -> list[str]:
+        """Return the path of each."""
+        return list(map(self._paths.__getitem__, self.saved))
+
+    def arrays(self) -> list[int]:
+        """Return the (first) stored array of each."""
+        return list(map(self._array_of.__getitem__, self.saved))
+
+    def ordinary(self) -> list[int]:
+        """Return the places of arrays without a description."""
+        return [place for place in range(len(self.saved)) if place not in self.described]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Matching:
     """What is restored.
 
     Attributes:
         structure: the containers of the checkpoint.
-        leaves: the leaves to restore, first arrays, then scalars of the record; below objects with
-            a state dict also those that their present state lacks (of a fresh optimizer), without a
-            leaf of the target.
-        array_count: how many of them are arrays.
+        arrays: the arrays to restore; below objects with a state dict also those that their present
+            state lacks (of a fresh optimizer), without a leaf of the target.
+        scalars: likewise, the scalars of the record.
         missing: paths of the target that the checkpoint lacks; an object with a state dict by its
             own path.
         unexpected: paths of the checkpoint that the target lacks.
@@ -86,12 +137,17 @@ class Matching:
     """
 
     structure: Structure
-    leaves: Sequence[LeafRestore]
-    array_count: int
+    arrays: MatchedArrays
+    scalars: Sequence[LeafRestore]
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     wanted: int = 0
     matched: int = 0
+
+    @property
+    def leaves(self) -> list[LeafRestore]:
+        """All leaves to restore, first arrays, then scalars."""
+        return [*self.arrays, *self.scalars]
 
 
 def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
@@ -110,22 +166,38 @@ def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
     selected = None if include is None else select(opened.location, paths, include)
     if request.mode != "saved":
         return _Matcher(opened, structure, paths, selected, request).run()
-    arrays: list[LeafRestore] = []
+    arrays = MatchedArrays(opened, paths, None)
     scalars: list[LeafRestore] = []
-    # Most leaves are one array. A named tuple's own constructor costs four times as much.
-    specs = [storage.spec for storage in opened.storages]
-    storage_of, pieces = opened.arrays.spec, opened.leaves.pieces
-    for leaf, (path, array) in enumerate(zip(paths, opened.leaf_arrays(), strict=True)):
+    array_of = opened.leaf_arrays()
+    for leaf, spec in enumerate(_ordinary(opened, array_of)):
         if selected is not None and leaf not in selected:
             continue
-        if array < 0 or leaf in pieces:
-            (arrays if array >= 0 else scalars).append(saved_leaf(opened, path, leaf, array))
+        if spec is None:
+            found = saved_leaf(opened, paths[leaf], leaf, array_of[leaf])
+            (scalars if found.spec is None else arrays).append(found)
         else:
-            fields = (leaf, path, leaf, array, (), specs[storage_of[array]], None, None, None)
-            arrays.append(tuple.__new__(LeafRestore, fields))
+            arrays.number.append(leaf)
+            arrays.saved.append(leaf)
     _refuse_dtypes(opened, arrays, request.framework)
     count = len(arrays) + len(scalars)
-    return Matching(structure, arrays + scalars, len(arrays), wanted=count, matched=count)
+    return Matching(structure, arrays, scalars, wanted=count, matched=count)
+
+
+def _ordinary(opened: OpenCheckpoint, array_of: Sequence[int]) -> list[ArraySpec | None]:
+    """Return shape and dtype of each saved leaf that is one array and nothing else.
+
+    None for scalars, for arrays in pieces or with further facts, and for tied ones.
+    """
+    specs = [storage.spec for storage in opened.storages]
+    storage_of, tied = opened.arrays.spec, opened.arrays.tied
+    found = [specs[storage_of[array]] if array >= 0 else None for array in array_of]
+    others = [*opened.leaves.pieces, *opened.leaves.extra]
+    if tied:
+        shared = {*tied, *tied.values()}
+        others += [leaf for leaf, array in enumerate(array_of) if array in shared]
+    for leaf in others:
+        found[leaf] = None
+    return found
 
 
 def select(location: str, paths: Sequence[str], include: Sequence[str]) -> set[int]:
@@ -159,16 +231,14 @@ def _refuse_dtypes(
     opened: OpenCheckpoint, arrays: Iterable[LeafRestore], framework: FrameworkAdapter
 ) -> None:
     """Refuse arrays whose dtype the framework cannot hold."""
-    fits: set[str] = set()
+    dtypes = {storage.spec.dtype for storage in opened.storages}
+    if all(framework.refuses("", dtype) is None for dtype in dtypes):
+        return
     mismatches = Mismatches()
     for leaf in arrays:
         assert leaf.spec is not None
-        if leaf.spec.dtype in fits:
-            continue
         fault = framework.refuses(leaf.path, leaf.spec.dtype)
-        if fault is None:
-            fits.add(leaf.spec.dtype)
-        elif "python" not in opened.leaves.extra.get(leaf.saved, NO_FACTS):
+        if fault is not None and "python" not in opened.leaves.extra.get(leaf.saved, NO_FACTS):
             mismatches.add_error(fault)
     mismatches.raise_any(opened.location)
 
@@ -211,8 +281,11 @@ class _Matcher:
         # The object to whose state each leaf belongs, if any.
         roots = self._stateful
         self._saved_in = [enclosing(path, roots) if roots else None for path in self.paths]
-        self._wanted_in = [enclosing(w.path, roots) if roots else None for w in self.request.wanted]
-        self._leaves: list[LeafRestore] = []
+        self._wanted_in = [
+            enclosing(path, roots) if roots else None for path in self.request.wanted.paths
+        ]
+        self._found = MatchedArrays(self.opened, self.paths, self.request.wanted)
+        self._scalars: list[LeafRestore] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._wanted = 0
@@ -227,7 +300,7 @@ class _Matcher:
         absent = self._absent() if request.include is None else []
         self._check_process_counts()
         seen = self._match_wanted(absent)
-        some_wanted = bool(self._leaves)
+        some_wanted = bool(self._found or self._scalars)
         self._match_rest(seen)
         self._check_required()
         if request.strict:
@@ -236,12 +309,10 @@ class _Matcher:
         self._missing += absent
         if not some_wanted and (self._wanted or (self._unexpected and not self._stateful)):
             self._refuse_unless_any_is_taken()
-        arrays = [leaf for leaf in self._leaves if leaf.spec is not None]
-        scalars = [leaf for leaf in self._leaves if leaf.spec is None]
         return Matching(
             self.structure,
-            arrays + scalars,
-            len(arrays),
+            self._found,
+            self._scalars,
             self._missing,
             self._unexpected,
             self._wanted,
@@ -253,40 +324,30 @@ class _Matcher:
     def _match_wanted(self, absent: Collection[str]) -> Collection[int]:
         """Match every leaf of the target; return the ordinals of the saved leaves with one."""
         place = {path: leaf for leaf, path in enumerate(self.paths)}
-        selected, arrays, lacking = self.selected, self._arrays, frozenset(absent)
+        selected, lacking, wanted = self.selected, frozenset(absent), self.request.wanted
         seen: set[int] = set()
-        opened = self.opened
-        specs = [storage.spec for storage in opened.storages]
-        storage_of, pieces, extra = opened.arrays.spec, opened.leaves.pieces, opened.leaves.extra
-        all_values = PerProcess.all
-        for number, (want, root) in enumerate(
-            zip(self.request.wanted, self._wanted_in, strict=True)
+        ordinary, found = _ordinary(self.opened, self._arrays), self._found
+        for number, (path, spec, root) in enumerate(
+            zip(wanted.paths, wanted.specs, self._wanted_in, strict=True)
         ):
-            path, target = want.path, want.target
             saved = place.get(path)
-            if saved is not None and root is None and selected is None and target is not None:
+            if spec is not None and saved is not None and root is None and selected is None:
                 # Most leaves take this branch, which does as little as possible for each.
-                array = arrays[saved]
-                spec = specs[storage_of[array]] if array >= 0 else None
-                if (
-                    spec is not None
-                    and (spec is target.spec or spec == target.spec)
-                    and not (saved in pieces or saved in extra or target.extra or want.fixed)
-                ):
-                    self._wanted += 1
-                    self._matched += 1
+                held = ordinary[saved]
+                if held is spec or held == spec:
                     seen.add(saved)
-                    fields = (number, path, saved, array, (), spec, None, want, target)
-                    self._leaves.append(tuple.__new__(LeafRestore, fields))
+                    found.number.append(number)
+                    found.saved.append(saved)
                     continue
-            if want.leaf is all_values:
-                seen.update(self._match_all(want.path))
+            want = wanted[number]
+            if want.leaf is PerProcess.all:
+                seen.update(self._match_all(path))
                 continue
             if selected is not None and saved not in selected:
                 continue
             if saved is None:
                 if root is None:
-                    self._missing.append(want.path)
+                    self._missing.append(path)
                 # A leaf that its object may lack is not wanted.
                 free = root is not None and self._stateful[root].required is None
                 self._wanted += root in lacking or not free
@@ -295,11 +356,16 @@ class _Matcher:
             self._matched += 1
             seen.add(saved)
             if root is not None and self._is_other(root, want, saved):
-                leaf = saved_leaf(self.opened, want.path, saved, arrays[saved])
+                self._add(saved_leaf(self.opened, path, saved, self._arrays[saved]))
             else:
-                leaf = self._leaf(number, want, saved)
-            self._leaves.append(leaf)
+                self._add(self._leaf(number, want, saved))
+        count = len(found) - len(found.described)
+        self._wanted += count
+        self._matched += count
         return seen
+
+    def _add(self, leaf: LeafRestore) -> None:
+        (self._scalars if leaf.spec is None else self._found).append(leaf)
 
     def _match_all(self, path: str) -> range:
         """Match the values of all processes; return the ordinals of the saved leaves."""
@@ -311,7 +377,7 @@ class _Matcher:
         self._matched += 1
         ordinals = self.structure.subtrees([path])[path][1]
         for leaf in ordinals:
-            self._leaves.append(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
+            self._add(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
         return ordinals
 
     def _check_process_counts(self) -> None:
@@ -348,7 +414,7 @@ class _Matcher:
                     want = fresh(path, path[len(root) + bool(root) :], found.spec)
                     if want is not None:
                         found = found._replace(want=want, target=want.target)
-                self._leaves.append(found)
+                self._add(found)
 
     def _is_other(self, root: str, want: Wanted, saved: int) -> bool:
         """Return whether a leaf of a state dict has legitimately changed its type or shape.
@@ -386,7 +452,8 @@ class _Matcher:
             facts = opened.leaves.extra.get(saved, NO_FACTS), target.extra or NO_FACTS
             cast = self.request.cast
             check_array(self._mismatches, path, spec, target.spec, facts, cast=cast)
-        return leaf._replace(number=number, scalar=value, want=want, target=target)
+        array, pieces = leaf.array, leaf.pieces
+        return LeafRestore(number, path, saved, array, pieces, spec, value, want, target)
 
     def _scalar(self, want: Wanted, value: Any) -> Any:
         """Return a scalar of the record, as a rank-0 array where the target is an array."""
@@ -478,7 +545,7 @@ class _Matcher:
         """Compare the keys that objects require, which must be the same in both states."""
         if not any([target.required for target in self._stateful.values()]):
             return
-        wanted = self._required_keys(self._wanted_in, [w.path for w in self.request.wanted], None)
+        wanted = self._required_keys(self._wanted_in, self.request.wanted.paths, None)
         saved = self._required_keys(self._saved_in, self.paths, self.selected)
         for root, held in saved.items():
             lenient = self._stateful[root].takes_strict
@@ -533,12 +600,12 @@ class _Matcher:
 
     def _refuse_unless_any_is_taken(self) -> None:
         """Refuse a target that matches no leaf, unless one goes to an object that may want it."""
-        for leaf in self._leaves:
-            root = self._saved_in[leaf.saved]
+        for saved in [*self._found.saved, *(leaf.saved for leaf in self._scalars)]:
+            root = self._saved_in[saved]
             if root is not None and self._stateful[root].required is None:
                 return
         location = self.opened.location
-        wanted = [want.path for want in self.request.wanted]
+        wanted = list(self.request.wanted.paths)
         raise TreeMismatchError(
             f"{location}: no leaf of the checkpoint matches the target; nothing was read. The "
             f"target has {_some(wanted)}, the checkpoint has {_some(self.paths)}; pass a target "

@@ -58,11 +58,13 @@ class RestorePipeline:
     recorder: Recorder
 
     def __post_init__(self) -> None:
-        self._leaves = self.matching.leaves
-        self._arrays = self._leaves[: self.matching.array_count]
+        self._arrays, self._scalars = self.matching.arrays, self.matching.scalars
         self._into = self.request.mode == "into"
         self._atomic = self._into and self.request.options.atomic
         self._placement = Placement(self.opened, self.request)
+        # The memory of ordinary arrays is the leaf itself.
+        adopts = self.request.mode != "saved" or self.request.framework.name == "numpy"
+        self._as_they_are = adopts and not self._atomic
         # A store that copies anyway copies to the destination, also below what direct reads need.
         copies = self.opened.files.capabilities.read_copies
         self._plan = partial(
@@ -77,7 +79,7 @@ class RestorePipeline:
         self._tied: dict[Hashable, Any] = {}
         self._done_nbytes = 0
         self._started = False
-        self.results: list[Any] = [None] * len(self._leaves)
+        self.results: list[Any] = [None] * (len(self._arrays) + len(self._scalars))
         self.nbytes = 0
         self.read_nbytes = 0
         self.received_nbytes = 0
@@ -195,7 +197,13 @@ class RestorePipeline:
 
     def written(self) -> list[str]:
         """Return the paths of the targets whose own memory is written."""
-        return [leaf.path for leaf in self._leaves if self._placement.writes(leaf)]
+        if not self._into:
+            return []
+        writes, described = self._placement.writes, self._arrays.described
+        leaves = [*map(described.get, range(len(self._arrays))), *self._scalars]
+        paths = [*self._arrays.paths(), *(leaf.path for leaf in self._scalars)]
+        found = zip(paths, leaves, strict=True)
+        return [path for path, leaf in found if leaf is None or writes(leaf)]
 
     # -- in worker threads
 
@@ -217,7 +225,7 @@ class RestorePipeline:
     def _check(self) -> None:
         """Check targets, and make the scalars that are no target: both can fail."""
         if self._into:
-            check_overlaps(self._leaves, self.opened.first_rows)
+            check_overlaps(self.matching, self.opened.first_rows)
         self._place_scalars(writing=False)
 
     def _look_at_foreign(self, extents: Extents) -> None:
@@ -240,9 +248,12 @@ class RestorePipeline:
 
     def _place(self, batch: Sequence[int]) -> None:
         """Make the leaves of arrays whose values have arrived."""
-        arrays, parts = self._arrays, self._buffers.parts
+        arrays, parts, results = self._arrays, self._buffers.parts, self.results
+        described, as_they_are = arrays.described, self._as_they_are
         for number in batch:
-            if self._atomic:
+            if as_they_are and number not in described:
+                (results[number],) = parts[number]
+            elif self._atomic:
                 # A value that does not fit must be found before any target is touched.
                 parts[number] = self._placement.converted(arrays[number], parts[number])
             else:
@@ -278,7 +289,6 @@ class RestorePipeline:
         self._place_scalars(writing=True)
 
     def _place_scalars(self, *, writing: bool) -> None:
-        for number in range(len(self._arrays), len(self._leaves)):
-            leaf = self._leaves[number]
+        for number, leaf in enumerate(self._scalars, len(self._arrays)):
             if self._placement.writes(leaf) == writing:
                 self.results[number] = self._placement.place(leaf, ())

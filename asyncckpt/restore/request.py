@@ -13,14 +13,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
+from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import unsupported
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, Target
 from asyncckpt.reports import Progress
-from asyncckpt.spec import ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec
 from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths
 
 Mode = Literal["saved", "like", "into"]
+
+_NUMPY = NumpyAdapter()
 
 
 class Holder(NamedTuple):
@@ -56,6 +59,49 @@ class Wanted(NamedTuple):
     target: Target | None = None
     holder: Holder | None = None
     fixed: bool = False
+
+
+class TargetLeaves(Sequence[Wanted]):
+    """The leaves of a target, by column: small NumPy arrays need no object each.
+
+    Descriptions of 100,000 arrays cost more time than their bytes, most of it in the garbage
+    collector. `leaves[number]` makes that of an ordinary array on demand.
+
+    Attributes:
+        paths: path of each.
+        leaves: the caller's arrays and Python scalars.
+        in_place: whether the arrays are to be filled.
+        specs: shape and dtype of every ordinary array: a NumPy array of such a dtype which, if it
+            is to be filled, is C-contiguous and owns its memory. None for other leaves.
+        described: the other leaves, by number.
+    """
+
+    def __init__(
+        self, paths: Sequence[str] = (), leaves: Sequence[Any] = (), *, in_place: bool = True
+    ) -> None:
+        self.paths = paths
+        self.leaves = leaves
+        self.in_place = in_place
+        self.specs: list[ArraySpec | None] = [None] * len(leaves)
+        self.described: dict[int, Wanted] = {}
+
+    @classmethod
+    def of(cls, wanted: Sequence[Wanted]) -> TargetLeaves:
+        """Return leaves that are described already."""
+        made = cls([want.path for want in wanted], [want.leaf for want in wanted])
+        made.described = dict(enumerate(wanted))
+        return made
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, number: Any) -> Any:
+        spec = self.specs[number]
+        if spec is None:
+            return self.described[number]
+        path, leaf = self.paths[number], self.leaves[number]
+        target = Target(spec, leaf, leaf if self.in_place else None, path=path)
+        return Wanted(path, leaf, _NUMPY, target)
 
 
 Fresh = Callable[[str, str, ArraySpec], Wanted | None]
@@ -100,7 +146,7 @@ class RestoreRequest:
     """
 
     mode: Mode
-    wanted: Sequence[Wanted]
+    wanted: TargetLeaves
     framework: FrameworkAdapter
     include: Sequence[str] | None
     strict: bool
@@ -137,7 +183,9 @@ def restore_request(
     flat = None if mode == "saved" else flatten(like, adapters.nodes)
     request = RestoreRequest(
         mode=mode,
-        wanted=() if flat is None else wanted_leaves(flat, adapters, in_place=mode == "into"),
+        wanted=TargetLeaves()
+        if flat is None
+        else target_leaves(flat, adapters, in_place=mode == "into"),
         framework=adapter_named(leaves),
         include=include,
         strict=strict,
@@ -190,30 +238,29 @@ def takes_strict(load_state_dict: Callable[..., Any]) -> bool:
     )
 
 
-def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[Wanted]:
+def target_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> TargetLeaves:
     """Open the leaves of a target, with the holder of each leaf that can only be replaced.
 
     Raises:
         UnsupportedLeafError: nothing can be restored to a leaf; names its path.
     """
-    wanted: list[Wanted] = []
+    made = TargetLeaves(flat.paths, flat.leaves, in_place=in_place)
+    specs, described = made.specs, made.described
     immutable: list[int] = []
-    all_values = PerProcess.all
-    # This loop decides what a small leaf costs the caller: an array with the spec of an earlier
-    # one, in memory of its own, needs no call.
+    # This loop decides what a small leaf costs the caller: an ordinary array with the spec of an
+    # earlier one needs no call.
     known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        target: Target | None
-        is_plain = in_place and type(leaf) is np.ndarray and leaf.base is None and leaf.flags.carray
+    for number, leaf in enumerate(flat.leaves):
+        is_plain = type(leaf) is np.ndarray and (
+            not in_place or (leaf.base is None and leaf.flags.carray)
+        )
         spec = known.get((leaf.dtype, leaf.shape)) if is_plain else None
         if spec is not None:
-            target = Target(spec, leaf, leaf, path=path)
-            fields = (path, leaf, adapters.adapters[0], target, None, False)
-            wanted.append(tuple.__new__(Wanted, fields))
+            specs[number] = spec
             continue
-        adapter = adapters.resolve(type(leaf))
-        if leaf is all_values and not in_place:
-            wanted.append(Wanted(path, leaf))
+        path, adapter = flat.paths[number], adapters.resolve(type(leaf))
+        if leaf is PerProcess.all and not in_place:
+            described[number] = Wanted(path, leaf)
             continue
         if adapter is None:
             raise unsupported(path, leaf)
@@ -221,20 +268,20 @@ def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[W
             adapter, target = None, None
         else:
             target = adapter.target(path, leaf, in_place=in_place)
-            if is_plain and target.buffer is leaf and target.extra is None:
-                known[target.leaf.dtype, target.leaf.shape] = target.spec
+            if is_plain and leaf.dtype == DTYPES[target.spec.dtype]:
+                known[leaf.dtype, leaf.shape] = specs[number] = target.spec
+                continue
         if in_place and not is_filled(target):
-            immutable.append(len(wanted))
-        # Directly: a named tuple's own constructor costs four times as much.
-        wanted.append(tuple.__new__(Wanted, (path, leaf, adapter, target, None, False)))
+            immutable.append(number)
+        described[number] = Wanted(path, leaf, adapter, target)
     if immutable:
         roots = dict(flat.stateful)
-        plain = [n for n in immutable if enclosing(wanted[n].path, roots) is None]
+        plain = [n for n in immutable if enclosing(flat.paths[n], roots) is None]
         holders = _holders(flat, set(plain))
         for number in plain:
             holder = holders.get(number)
-            wanted[number] = wanted[number]._replace(holder=holder, fixed=holder is None)
-    return wanted
+            described[number] = described[number]._replace(holder=holder, fixed=holder is None)
+    return made
 
 
 def is_filled(target: Target | None) -> bool:

@@ -118,7 +118,7 @@ async def run_restore(
     report = RestoreReport(
         location=opened.location,
         step=step,
-        leaf_count=len(matching.leaves),
+        leaf_count=len(pipeline.results),
         nbytes=pipeline.nbytes,
         read_nbytes=pipeline.read_nbytes,
         received_nbytes=pipeline.received_nbytes,
@@ -134,17 +134,22 @@ async def run_restore(
         reads=pipeline.reads,
         timeline=recorder.timeline(),
     )
+    arrays, scalars, results = matching.arrays, matching.scalars, pipeline.results
     saved: dict[int, Any] = {}
     wanted: dict[int, Any] = {}
+    if request.mode == "saved" or request.stateful:
+        saved = dict(zip(arrays.saved, results, strict=False))
+    elif request.mode == "like":
+        wanted = {arrays.number[place]: results[place] for place in arrays.ordinary()}
     replaced: list[tuple[str, Holder, Any]] = []
-    for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
+    for place, leaf in [*arrays.described.items(), *enumerate(scalars, len(arrays))]:
         if leaf.want is None or request.stateful:
-            saved[leaf.saved] = value
+            saved[leaf.saved] = results[place]
         if leaf.want is not None:
             if request.mode == "like":
-                wanted[leaf.number] = value
+                wanted[leaf.number] = results[place]
             elif leaf.want.holder is not None:
-                replaced.append((leaf.path, leaf.want.holder, value))
+                replaced.append((leaf.path, leaf.want.holder, results[place]))
     written = pipeline.written() if replaced or request.stateful else []
     return RestoreOutcome(
         request, matching.structure, opened.format, saved, wanted, replaced, written, report

@@ -25,7 +25,7 @@ from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.options import RestoreOptions
-from asyncckpt.restore.request import RestoreRequest, Wanted
+from asyncckpt.restore.request import RestoreRequest, TargetLeaves, Wanted
 from asyncckpt.session.session import Session
 from asyncckpt.torch.catalog import Catalog, catalog_of
 from asyncckpt.torch.load import commit, resolve, rounds
@@ -126,7 +126,7 @@ class StorageReader(Located, storage.StorageReader):
     def _request(self, catalog: Catalog, wanted: Sequence[Wanted]) -> RestoreRequest:
         return RestoreRequest(
             mode="into",
-            wanted=wanted,
+            wanted=TargetLeaves.of(wanted),
             framework=NumpyAdapter(),
             include=None,
             strict=False,  # a plan may want a part of the checkpoint

@@ -47,8 +47,8 @@ TYPE_NAME: Final = f"{PerProcess.__module__}.{PerProcess.__qualname__}"
 
 def per_process_paths(structure: Structure) -> list[str]:
     """Return the paths at which a tree has a value per process."""
-    nodes = zip(structure.nodes, structure.node_paths(), strict=True)
-    return [path for node, path in nodes if node.type_name == TYPE_NAME]
+    found = [index for index, node in enumerate(structure.nodes) if node.type_name == TYPE_NAME]
+    return list(map(structure.node_paths().__getitem__, found)) if found else []
 
 
 class PerProcessNodes:

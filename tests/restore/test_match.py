@@ -28,7 +28,7 @@ def test_without_a_target_every_saved_leaf_is_restored() -> None:
         (1, "n", 1, -1, 5),
         (3, "deep/s", 3, -1, "x"),
     ]
-    assert matching.array_count == 2
+    assert len(matching.arrays) == 2
     assert (matching.wanted, matching.matched, matching.missing, matching.unexpected) == (
         (4, 4, (), ())
     )
