@@ -78,11 +78,15 @@ class MatchedArrays(Sequence[LeafRestore]):
     """
 
     def __init__(
-        self, opened: OpenCheckpoint, paths: Sequence[str], targets: TargetLeaves | None
+        self,
+        opened: OpenCheckpoint,
+        paths: Sequence[str],
+        array_of: Sequence[int],
+        targets: TargetLeaves | None = None,
     ) -> None:
         self._opened = opened
         self._paths = paths
-        self._array_of = opened.leaf_arrays()
+        self._array_of = array_of
         self.targets = targets
         self.number: list[int] = []
         self.saved: list[int] = []
@@ -166,9 +170,9 @@ def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
     selected = None if include is None else select(opened.location, paths, include)
     if request.mode != "saved":
         return _Matcher(opened, structure, paths, selected, request).run()
-    arrays = MatchedArrays(opened, paths, None)
-    scalars: list[LeafRestore] = []
     array_of = opened.leaf_arrays()
+    arrays = MatchedArrays(opened, paths, array_of)
+    scalars: list[LeafRestore] = []
     for leaf, spec in enumerate(_ordinary(opened, array_of)):
         if selected is not None and leaf not in selected:
             continue
@@ -278,13 +282,12 @@ class _Matcher:
     def __post_init__(self) -> None:
         self._arrays = self.opened.leaf_arrays()
         self._stateful = self.request.stateful if self.request.mode == "into" else {}
+        wanted = self.request.wanted
         # The object to whose state each leaf belongs, if any.
         roots = self._stateful
         self._saved_in = [enclosing(path, roots) if roots else None for path in self.paths]
-        self._wanted_in = [
-            enclosing(path, roots) if roots else None for path in self.request.wanted.paths
-        ]
-        self._found = MatchedArrays(self.opened, self.paths, self.request.wanted)
+        self._wanted_in = [enclosing(path, roots) if roots else None for path in wanted.paths]
+        self._found = MatchedArrays(self.opened, self.paths, self._arrays, wanted)
         self._scalars: list[LeafRestore] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -299,9 +302,9 @@ class _Matcher:
             self._refuse_parts(request.include)
         absent = self._absent() if request.include is None else []
         self._check_process_counts()
-        seen = self._match_wanted(absent)
+        self._match_wanted(absent)
         some_wanted = bool(self._found or self._scalars)
-        self._match_rest(seen)
+        self._match_rest()
         self._check_required()
         if request.strict:
             self._refuse_missing(absent)
@@ -321,27 +324,26 @@ class _Matcher:
 
     # -- leaves
 
-    def _match_wanted(self, absent: Collection[str]) -> Collection[int]:
-        """Match every leaf of the target; return the ordinals of the saved leaves with one."""
-        place = {path: leaf for leaf, path in enumerate(self.paths)}
+    def _match_wanted(self, absent: Collection[str]) -> None:
+        """Match every leaf of the target."""
         selected, lacking, wanted = self.selected, frozenset(absent), self.request.wanted
-        seen: set[int] = set()
         ordinary, found = _ordinary(self.opened, self._arrays), self._found
-        for number, (path, spec, root) in enumerate(
-            zip(wanted.paths, wanted.specs, self._wanted_in, strict=True)
+        ordinals: Iterable[int | None] = range(len(self.paths))
+        if wanted.paths != self.paths:
+            ordinals = map(dict(zip(self.paths, ordinals, strict=True)).get, wanted.paths)
+        for number, (saved, spec, root) in enumerate(
+            zip(ordinals, wanted.specs, self._wanted_in, strict=True)
         ):
-            saved = place.get(path)
             if spec is not None and saved is not None and root is None and selected is None:
                 # Most leaves take this branch, which does as little as possible for each.
                 held = ordinary[saved]
                 if held is spec or held == spec:
-                    seen.add(saved)
                     found.number.append(number)
                     found.saved.append(saved)
                     continue
-            want = wanted[number]
+            want, path = wanted[number], wanted.paths[number]
             if want.leaf is PerProcess.all:
-                seen.update(self._match_all(path))
+                self._match_all(path)
                 continue
             if selected is not None and saved not in selected:
                 continue
@@ -354,7 +356,6 @@ class _Matcher:
                 continue
             self._wanted += 1
             self._matched += 1
-            seen.add(saved)
             if root is not None and self._is_other(root, want, saved):
                 self._add(saved_leaf(self.opened, path, saved, self._arrays[saved]))
             else:
@@ -362,23 +363,20 @@ class _Matcher:
         count = len(found) - len(found.described)
         self._wanted += count
         self._matched += count
-        return seen
 
     def _add(self, leaf: LeafRestore) -> None:
         (self._scalars if leaf.spec is None else self._found).append(leaf)
 
-    def _match_all(self, path: str) -> range:
-        """Match the values of all processes; return the ordinals of the saved leaves."""
+    def _match_all(self, path: str) -> None:
+        """Match the values of all processes."""
         self._wanted += 1
         saved = path in per_process_paths(self.structure)
         if not saved:
             self._missing.append(path)
-            return range(0)
+            return
         self._matched += 1
-        ordinals = self.structure.subtrees([path])[path][1]
-        for leaf in ordinals:
+        for leaf in self.structure.subtrees([path])[path][1]:
             self._add(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
-        return ordinals
 
     def _check_process_counts(self) -> None:
         """Compare the numbers of processes at paths with a value per process."""
@@ -400,11 +398,15 @@ class _Matcher:
                 )
         self._mismatches.raise_any(self.opened.location)
 
-    def _match_rest(self, seen: Collection[int]) -> None:
+    def _matched_ordinals(self) -> set[int]:
+        """Return the ordinals of the saved leaves that are restored, so far."""
+        return {*self._found.saved, *(leaf.saved for leaf in self._scalars)}
+
+    def _match_rest(self) -> None:
         """Give leaves that no leaf of the target wants to the objects whose state they are."""
-        for leaf, (path, root) in enumerate(zip(self.paths, self._saved_in, strict=True)):
-            if leaf in seen or (self.selected is not None and leaf not in self.selected):
-                continue
+        rest = set(range(len(self.paths)) if self.selected is None else self.selected)
+        for leaf in sorted(rest - self._matched_ordinals()):
+            path, root = self.paths[leaf], self._saved_in[leaf]
             if root is None:
                 self._unexpected.append(path)
             else:
@@ -600,7 +602,7 @@ class _Matcher:
 
     def _refuse_unless_any_is_taken(self) -> None:
         """Refuse a target that matches no leaf, unless one goes to an object that may want it."""
-        for saved in [*self._found.saved, *(leaf.saved for leaf in self._scalars)]:
+        for saved in self._matched_ordinals():
             root = self._saved_in[saved]
             if root is not None and self._stateful[root].required is None:
                 return
