@@ -207,7 +207,13 @@ class RestorePipeline:
         self._check()
         in_place = self._into and not self._atomic
         framework = self.request.framework.name
-        buffers = allocate(opened, self._arrays, framework=framework, in_place=in_place)
+        buffers = allocate(
+            opened,
+            self._arrays,
+            framework=framework,
+            in_place=in_place,
+            recycled=self.runtime.recycled,
+        )
         reads = self._plan(opened, extents, buffers.destinations)
         self._buffers, self.nbytes = buffers, buffers.nbytes
         self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
