@@ -126,6 +126,8 @@ class RestorePipeline:
             compute=compute,
             concurrency=None if options.concurrency == "auto" else options.concurrency,
             own_memory=not self._into or self._atomic,
+            # Whole arrays that all processes of a host fill are read from its disk once.
+            shared=self._into and self.request.process_count > 1,
             arrived=self._count_down,
             progress=partial(self._progress, reads.plan.read_nbytes),
             recorder=self.recorder,

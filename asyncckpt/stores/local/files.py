@@ -100,34 +100,30 @@ class LocalFiles:
     ) -> None:
         """Fill the buffers from a run of the file. As `CheckpointFiles.read_into`.
 
-        Runs of at least 1 MiB that are not in the page cache bypass it: pages for it cost more than
-        the copy out of a buffer that stays in the core's cache. With `how.direct`, whole pages of
-        large buffers whose address and offset are multiples of `PAGE_NBYTES` need no copy. As no
-        byte waits for its buffer, `received` is never called and `ahead_nbytes` has no effect. What
-        has been read is checked in steps of `CACHED_NBYTES`, or of such a large buffer.
+        Runs of at least 1 MiB that are not in the page cache bypass it, unless `how.shared`: pages
+        for it cost more than the copy out of a buffer that stays in the core's cache. With
+        `how.direct`, whole pages of large buffers whose address and offset are multiples of
+        `PAGE_NBYTES` need no copy. As no byte waits for its buffer, `received` is never called and
+        `ahead_nbytes` has no effect. What has been read is checked in steps of `CACHED_NBYTES`, or
+        of such a large buffer.
         """
         with reported("reading", self._full(path)):
-            await self._workers.run(self._read_into, path, offset, buffers, how.direct, how.check)
+            await self._workers.run(self._read_into, path, offset, buffers, how)
 
-    def _read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        direct: bool,
-        check: Callable[[int], None] | None,
-    ) -> None:
-        end = offset + sum([buffer.size for buffer in buffers])
+    def _read_into(self, path: str, offset: int, buffers: Sequence[Bytes], how: Reading) -> None:
+        nbytes = sum([buffer.size for buffer in buffers])
+        bypass = not how.shared and nbytes >= DIRECT_READ_MIN_NBYTES
+        check = how.check
         with contextlib.ExitStack() as stack:
             fd = self._open_file(path)
             stack.callback(os.close, fd)
             past: _PastCache | None = None
-            if end - offset >= DIRECT_READ_MIN_NBYTES and not cached(fd, offset, end - offset):
+            if bypass and not cached(fd, offset, nbytes):
                 past = stack.enter_context(self._past_cache(path))
             at = pending_at = offset
             pending: list[Bytes] = []
             for buffer in buffers:
-                if direct and past is not None and _is_aligned(at, buffer):
+                if how.direct and past is not None and _is_aligned(at, buffer):
                     self._fill(fd, path, past, pending_at, pending, offset, at, check)
                     done = past.fill(buffer[: buffer.size - buffer.size % PAGE_NBYTES], at)
                     pending, pending_at = [buffer[done:]], at + done
