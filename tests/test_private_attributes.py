@@ -84,9 +84,7 @@ def accesses(path: Path) -> Iterator[tuple[int, str]]:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
             ]
             yield from (
-                (line, value)
-                for line, value in strings
-                if re.fullmatch(r"_[a-z]\w*", value) and value not in own
+                (line, value) for line, value in strings if re.fullmatch(r"_[a-z]\w*", value)
             )
             continue
         else:
