@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,15 +30,16 @@ class Buffers:
     """The memory of one restore.
 
     Attributes:
-        parts: per leaf its memory in the stored dtype, one array, or one for each box that its
-            target wants.
+        values: per leaf its memory in the stored dtype; None where it is in `boxes`.
+        boxes: by leaf, an array for each box that its target wants.
         nbytes: bytes of all of it.
         destinations: the overlaps of parts and stored arrays, which are fetched.
         owners: per destination the number of the leaf that waits for it.
         sharers: by destination the numbers of further leaves that wait for it (tied arrays).
     """
 
-    parts: list[Sequence[Memory]]
+    values: list[Memory | None]
+    boxes: dict[int, Sequence[Memory]]
     nbytes: int
     destinations: Destinations
     owners: Sequence[int]
@@ -47,13 +47,18 @@ class Buffers:
 
     def chunks_of_leaves(self, counts: Sequence[int]) -> list[int]:
         """Return the number of chunks that each leaf waits for, from those of each destination."""
-        chunks = [0] * len(self.parts)
+        chunks = [0] * len(self.values)
         for leaf, count in zip(self.owners, counts, strict=True):
             chunks[leaf] += count
         for number, leaves in self.sharers.items():
             for leaf in leaves:
                 chunks[leaf] += counts[number]
         return chunks
+
+    def take(self, leaf: int) -> Sequence[Memory]:
+        """Hand over the memory of a leaf: one array, or one for each box."""
+        values, self.values[leaf] = self.values[leaf], None
+        return self.boxes.pop(leaf) if values is None else (values,)
 
 
 def allocate(
@@ -70,7 +75,8 @@ def allocate(
     returns there when the arrays are dropped. With `in_place`, the buffers of targets are used
     where they have the stored dtype.
     """
-    parts, flats, nbytes = _memory(opened, arrays, framework, recycled, in_place=in_place)
+    memory = _memory(opened, arrays, framework, recycled, in_place=in_place)
+    values_of, boxes_of, flats, nbytes = memory
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
     # The chunks of tied arrays are read once into memory that their targets share.
@@ -81,20 +87,23 @@ def allocate(
     destinations.path += map(arrays.paths().__getitem__, owners)
     destinations.array += map(arrays.arrays().__getitem__, owners)
     destinations.box += [None] * len(owners)
-    destinations.values += [parts[number][0] for number in owners]
+    destinations.values += map(values_of.__getitem__, owners)
     destinations.flat += map(flats.__getitem__, owners)
     sharers: dict[int, list[int]] = {}
     for number, leaf in arrays.described.items():
         boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
-            destinations.add(leaf.path, leaf.array, None, parts[number][0], flats[number])
+            destinations.add(leaf.path, leaf.array, None, values_of[number], flats[number])
             owners.append(number)
             continue
         assert leaf.spec is not None
         index = LeafIndex(opened, opened.pieces(leaf.saved, leaf.array))
         wanted = [Box.whole(leaf.spec.shape)] if boxes is None else boxes
-        for wanted_box, memory in zip(wanted, parts[number], strict=True):
-            for array, part, values in index.overlaps(wanted_box, memory):
+        for wanted_box, held in zip(
+            wanted, boxes_of.get(number, (values_of[number],)), strict=True
+        ):
+            assert held is not None
+            for array, part, values in index.overlaps(wanted_box, held):
                 box = None if part.shape == opened.storage(array).spec.shape else part
                 if array in tied_arrays:
                     address = values.__array_interface__["data"][0]
@@ -111,10 +120,10 @@ def allocate(
     viewed = [s.spec.nbytes >= SMALL_NBYTES or DTYPES[s.spec.dtype].kind == "V" for s in storages]
     if any(viewed):
         kinds = map(opened.arrays.spec.__getitem__, destinations.array)
-        for number, (kind, held) in enumerate(zip(kinds, destinations.values, strict=True)):
-            if viewed[kind] and destinations.flat[number] is None and held is not None:
-                destinations.flat[number] = flat_target(held)
-    return Buffers(parts, nbytes, destinations, owners, sharers)
+        for number, (kind, into) in enumerate(zip(kinds, destinations.values, strict=True)):
+            if viewed[kind] and destinations.flat[number] is None and into is not None:
+                destinations.flat[number] = flat_target(into)
+    return Buffers(values_of, boxes_of, nbytes, destinations, owners, sharers)
 
 
 def _memory(
@@ -124,67 +133,62 @@ def _memory(
     recycled: Recycled | None,
     *,
     in_place: bool,
-) -> tuple[list[Sequence[Memory]], list[Bytes | None], int]:
-    """Return per leaf the buffers of its target, or new memory.
+) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], list[Bytes | None], int]:
+    """Return `Buffers.values` and `boxes`: the buffers of targets, or new memory.
 
     Also returns the memory of each leaf that is one run of bytes as such, unless it is small, and
     the number of all bytes.
     """
-    parts: list[Sequence[Memory]] = []
-    flats: list[Bytes | None] = [None] * len(arrays)
-    own: list[tuple[int, int]] = []
-    total_nbytes = 0
     specs = [storage.spec for storage in opened.storages]
-    nbytes_of = [spec.nbytes for spec in specs]
-    storage_of = list(map(opened.arrays.spec.__getitem__, arrays.arrays()))
-    described, has_ties = arrays.described, bool(opened.arrays.tied)
-    for number, kind in enumerate(storage_of):
-        held: Sequence[Memory] = ()
-        nbytes = nbytes_of[kind]
-        leaf = described.get(number)
-        if leaf is None:
-            if in_place and arrays.targets is not None:
-                held = (arrays.targets.leaves[arrays.number[number]],)
+    kinds = list(map(opened.arrays.spec.__getitem__, arrays.arrays()))
+    nbytes_of = list(map([spec.nbytes for spec in specs].__getitem__, kinds))
+    values: list[Memory | None] = [None] * len(arrays)
+    boxes: dict[int, Sequence[Memory]] = {}
+    flats: list[Bytes | None] = [None] * len(arrays)
+    own: list[int] = []
+    if in_place and arrays.targets is not None:
+        for number in arrays.ordinary():
+            values[number] = arrays.targets.leaves[arrays.number[number]]
+    else:
+        own = arrays.ordinary()
+    for number, leaf in arrays.described.items():
+        spec, target = leaf.spec, leaf.target
+        assert spec is not None
+        nbytes_of[number] = spec.nbytes
+        if target is not None and target.boxes is not None:
+            nbytes_of[number] = sum([box.size for box in target.boxes]) * spec.itemsize
+        if target is None or not in_place or target.spec.dtype != spec.dtype:
+            own.append(number)
+        elif target.buffer is not None:
+            values[number] = target.buffer
+        elif target.buffers:
+            boxes[number] = target.buffers
         else:
-            spec, target = leaf.spec, leaf.target
-            assert spec is not None
-            nbytes = spec.nbytes
-            if target is not None and in_place and target.spec.dtype == spec.dtype:
-                held = target.buffers if target.buffer is None else (target.buffer,)
-            if target is not None and target.boxes is not None:
-                nbytes = sum([box.size for box in target.boxes]) * spec.itemsize
-        total_nbytes += nbytes
-        parts.append(held)
-        if not held:
-            own.append((number, nbytes))
-    own_nbytes = sum(map(itemgetter(1), own))
+            own.append(number)
+    own_nbytes = sum(map(nbytes_of.__getitem__, own))
     arena = Arena(own_nbytes, recycled)
-    made: dict[Hashable, Sequence[Memory]] = {}
+    made: dict[Hashable, int] = {}
     with allocating(own_nbytes):
-        for number, nbytes in own:
-            leaf, spec = described.get(number), specs[storage_of[number]]
-            target = None
-            if leaf is not None:
-                target, spec = leaf.target, leaf.spec or spec
-            dtype = DTYPES[spec.dtype]
-            if target is not None and target.boxes is not None:
-                boxes = [(box.shape, box.size * dtype.itemsize) for box in target.boxes]
-                parts[number] = [arena.take(size).view(dtype).reshape(n) for n, size in boxes]
-                continue
-            key = None
-            if leaf is not None and has_ties:
+        for number in own:
+            spec, key = specs[kinds[number]], None
+            if number in arrays.described:
+                leaf = arrays.described[number]
+                spec, target = leaf.spec or spec, leaf.target
+                if target is not None and target.boxes is not None:
+                    dtype = DTYPES[spec.dtype]
+                    sizes = [(box.shape, box.size * dtype.itemsize) for box in target.boxes]
+                    boxes[number] = [arena.take(size).view(dtype).reshape(n) for n, size in sizes]
+                    continue
                 key = tied_key(opened, leaf, framework)
-            if key is not None and key in made:
-                parts[number] = made[key]
-                continue
-            if nbytes < SMALL_NBYTES:
-                parts[number] = (np.empty(spec.shape, dtype),)
+            first = number if key is None else made.setdefault(key, number)
+            if first != number:
+                values[number] = values[first]
+            elif nbytes_of[number] < SMALL_NBYTES:
+                values[number] = np.empty(spec.shape, DTYPES[spec.dtype])
             else:
-                flats[number] = flat = arena.take(nbytes)
-                parts[number] = (flat.view(dtype).reshape(spec.shape),)
-            if key is not None:
-                made[key] = parts[number]
-    return parts, flats, total_nbytes
+                flats[number] = flat = arena.take(nbytes_of[number])
+                values[number] = flat.view(DTYPES[spec.dtype]).reshape(spec.shape)
+    return values, boxes, flats, sum(nbytes_of)
 
 
 def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
@@ -195,7 +199,11 @@ def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hasha
     so that writing to one does not change the other.
     """
     tied = opened.arrays.tied
-    if leaf.want is not None or "python" in opened.leaves.extra.get(leaf.saved, NO_FACTS):
+    if (
+        not tied
+        or leaf.want is not None
+        or "python" in opened.leaves.extra.get(leaf.saved, NO_FACTS)
+    ):
         return None
     if framework != "jax" and opened.leaves.kind[leaf.saved] not in _TIED_FRAMEWORKS:
         return None

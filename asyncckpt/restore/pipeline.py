@@ -2,13 +2,14 @@
 
 # Rule 1: values are handed over only after every checksum has passed.
 # Rule 2: the loop only starts and counts reads; work per leaf runs in worker threads.
-# Rule 3: a leaf is placed once all its chunks have arrived; `_waiting` counts them down.
+# Rule 3: a leaf is placed once all its chunks have arrived; `_waiting` counts them down. None is if
+#   the memory that is read into is the leaf.
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,9 +63,9 @@ class RestorePipeline:
         self._into = self.request.mode == "into"
         self._atomic = self._into and self.request.options.atomic
         self._placement = Placement(self.opened, self.request)
-        # The memory of ordinary arrays is the leaf itself.
-        adopts = self.request.mode != "saved" or self.request.framework.name == "numpy"
-        self._as_they_are = adopts and not self._atomic
+        # Whether the memory of ordinary arrays is the leaf itself, so that none has to be placed.
+        to_numpy = self.request.mode != "saved" or self.request.framework.name == "numpy"
+        self._are_leaves = to_numpy and not self._atomic
         # A store that copies anyway copies to the destination, also below what direct reads need.
         copies = self.opened.files.capabilities.read_copies
         self._plan = partial(
@@ -73,6 +74,7 @@ class RestorePipeline:
             direct_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
         )
         self._buffers: Buffers
+        self._unplaced = 0  # the first destinations, whose memory is the leaf
         self._waiting: list[int] = []  # for so many chunks, by number of the array
         self._ready: list[int] = []
         self._arrived = asyncio.Event()
@@ -157,7 +159,7 @@ class RestorePipeline:
     def _count_down(self, destinations: Sequence[int]) -> None:
         """Note that a chunk of each of these destinations has arrived."""
         waiting, owners, sharers = self._waiting, self._buffers.owners, self._buffers.sharers
-        leaves = list(map(owners.__getitem__, destinations))
+        leaves = [owners[number] for number in destinations if number >= self._unplaced]
         if sharers:
             leaves += itertools.chain(*[sharers.get(number, ()) for number in destinations])
         for leaf in leaves:
@@ -169,7 +171,7 @@ class RestorePipeline:
 
     async def _place_arrived(self) -> None:
         done = 0
-        while done < len(self._arrays):
+        while done < len(self._arrays) - self._unplaced:
             await self._arrived.wait()
             self._arrived.clear()
             while self._ready:
@@ -227,7 +229,12 @@ class RestorePipeline:
         reads = self._plan(opened, extents, buffers.destinations)
         self._buffers, self.nbytes = buffers, buffers.nbytes
         self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
-        self._ready = [leaf for leaf, chunks in enumerate(self._waiting) if not chunks]
+        placed: Iterable[int] = range(len(self._arrays))
+        if self._are_leaves:
+            placed = self._arrays.described
+            self._unplaced = len(self._arrays) - len(placed)
+            self.results[: len(self._arrays)] = buffers.values
+        self._ready = [leaf for leaf in placed if not self._waiting[leaf]]
         return reads
 
     def _check(self) -> None:
@@ -256,14 +263,12 @@ class RestorePipeline:
 
     def _place(self, batch: Sequence[int]) -> None:
         """Make the leaves of arrays whose values have arrived."""
-        arrays, parts, results = self._arrays, self._buffers.parts, self.results
-        described, as_they_are = arrays.described, self._as_they_are
+        arrays, buffers = self._arrays, self._buffers
         for number in batch:
-            if as_they_are and number not in described:
-                (results[number],) = parts[number]
-            elif self._atomic:
+            if self._atomic:
                 # A value that does not fit must be found before any target is touched.
-                parts[number] = self._placement.converted(arrays[number], parts[number])
+                parts = self._placement.converted(arrays[number], buffers.take(number))
+                buffers.boxes[number] = parts
             else:
                 self._place_array(number)
 
@@ -279,9 +284,7 @@ class RestorePipeline:
         if key is not None and key in self._tied:
             self.results[number] = self._tied[key]
             return
-        parts = self._buffers.parts
-        value = self._placement.place(leaf, parts[number])
-        self.results[number], parts[number] = value, ()
+        value = self.results[number] = self._placement.place(leaf, self._buffers.take(number))
         if key is not None:
             self._tied[key] = value
 

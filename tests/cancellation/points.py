@@ -138,7 +138,7 @@ def options(*, chunk_nbytes: int = 1 * MIB) -> SaveOptions:
 
 
 def state(seed: int = 0) -> dict[str, Any]:
-    """A tree with every kind of place: many windows, small chunks, zstd, inline, scalars."""
+    """A tree with every kind of place: many windows, small chunks, zstd, inline, texts, scalars."""
     rng = np.random.default_rng(seed)
     return {
         "large": rng.standard_normal(512 * KIB // 8 * 3),
@@ -150,6 +150,7 @@ def state(seed: int = 0) -> dict[str, Any]:
         },
         "small": {str(i): rng.standard_normal(400, np.float32) for i in range(12)},
         "inline": {str(i): np.arange(i + 5) for i in range(5)},
+        "texts": {str(i): bytes(range(256)) * (8 << i) for i in range(6)},
         "step": seed,
         "name": "run",
         "empty": np.zeros((0, 3)),

@@ -24,11 +24,12 @@ def test_memory_of_our_own_has_the_stored_shapes_and_dtypes() -> None:
     buffers = allocate(
         checkpoint, arrays(checkpoint, request("saved")), framework="numpy", in_place=False
     )
-    shapes = [[(part.shape, part.dtype.name) for part in parts] for parts in buffers.parts]
+    memory = [buffers.take(leaf) for leaf in range(len(TREE))]
+    shapes = [[(part.shape, part.dtype.name) for part in parts] for parts in memory]
     assert shapes == [[((2, 3), "float64")], [((40_000,), "float64")], [((0, 4), "int8")]]
     assert buffers.owners == [0, 1, 2] and buffers.chunks_of_leaves([1, 4, 0]) == [1, 4, 0]
     wanted = buffers.destinations
-    for values, flat, parts in zip(wanted.values, wanted.flat, buffers.parts, strict=True):
+    for values, flat, parts in zip(wanted.values, wanted.flat, memory, strict=True):
         assert values is parts[0]
         if flat is not None:
             assert flat.nbytes == parts[0].nbytes
@@ -44,7 +45,8 @@ def test_targets_are_filled_in_place_unless_the_restore_is_atomic(in_place: bool
     target = {key: np.zeros_like(value) for key, value in TREE.items()}
     leaves = arrays(checkpoint, request("into", target))
     buffers = allocate(checkpoint, leaves, framework="numpy", in_place=in_place)
-    for (part,), key in zip(buffers.parts, TREE, strict=True):
+    for leaf, key in enumerate(TREE):
+        (part,) = buffers.take(leaf)
         assert (part is target[key]) is in_place
 
 
@@ -52,7 +54,7 @@ def test_a_target_of_another_dtype_is_not_read_into() -> None:
     checkpoint = opened({"a": np.ones(3)})
     leaves = arrays(checkpoint, request("into", {"a": np.zeros(3, np.float32)}, cast=True))
     buffers = allocate(checkpoint, leaves, framework="numpy", in_place=True)
-    assert buffers.parts[0][0].dtype == np.float64
+    assert buffers.take(0)[0].dtype == np.float64
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_mutable_arrays_that_were_tied_share_memory(
     checkpoint.leaves.kind[:] = kinds
     leaves = arrays(checkpoint, request("saved"))
     buffers = allocate(checkpoint, leaves, framework=framework, in_place=False)
-    ((one,), (other,)) = buffers.parts
+    (one,), (other,) = buffers.take(0), buffers.take(1)
     assert (one is other) is together
     # Memory that is shared is filled once, and both leaves wait for its chunks.
     counts = [3] if together else [3, 2]
