@@ -20,6 +20,7 @@ from asyncckpt.tree import (
     escape,
     flatten,
     match_glob,
+    names_of_paths,
     unflatten,
     unflatten_like,
 )
@@ -111,6 +112,7 @@ def test_no_two_leaves_share_a_path_or_an_array(tree: Any) -> None:
     flat = flatten(tree)
     assert len(set(flat.paths)) == len(flat.paths) == len(flat.leaves)
     names = array_names(flat.structure.parts())
+    assert names_of_paths(flat.paths) in (None, names)
     assert len(set(names)) == len(names)
     for name in names:
         assert name and "/" not in name and "\x00" not in name and name[0] != "."
@@ -418,6 +420,7 @@ def test_array_names_are_those_of_orbax_where_they_can_be() -> None:
         "params.layers.1",
         "0",
     ]
+    assert names_of_paths(flatten(tree).paths) == array_names(flatten(tree).structure.parts())
 
 
 def test_colliding_and_unsafe_array_names_are_escaped() -> None:
@@ -433,6 +436,8 @@ def test_colliding_and_unsafe_array_names_are_escaped() -> None:
     ]
     long = flatten({"k" * 3000 + "a": 1, "k" * 3000 + "b": 2, "é" * 3000: 3}).structure.parts()
     names = array_names(long)
+    assert all(names_of_paths([*paths, "a"]) is None for paths in (["%"], [".b"], [""], ["a"]))
+    assert names_of_paths(["k" * 300]) is None
     assert len(set(names)) == 3
     assert all(len(name.encode()) <= 1024 for name in names)
 

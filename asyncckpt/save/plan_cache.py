@@ -33,7 +33,7 @@ from asyncckpt.save.index import Catalog, make_catalog
 from asyncckpt.save.orbax_files import key_devices, orbax_files
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, ArraySpec, Partition, Shard, array_spec
-from asyncckpt.tree import array_names, where
+from asyncckpt.tree import array_names, names_of_paths, where
 
 CACHED_LAYOUTS = 2
 """Layouts kept: a training loop saves one tree, sometimes a second one for evaluation."""
@@ -296,7 +296,7 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
         …: from `leaf_options`; a note names the path.
     """
     options, budget_nbytes, sizes, process, process_count = terms
-    names = array_names(snapshot.structure.parts())
+    names = names_of_paths(snapshot.paths) or array_names(snapshot.structure.parts())
     leaves = _leaf_layouts(snapshot, names, terms)
     mirrors: list[int] = []
     # Where processes have different trees, each knows only its own scalars.

@@ -22,7 +22,7 @@ leaves share a path. The path of a tree that is a single leaf is empty.
 from __future__ import annotations
 
 from asyncckpt.tree.flatten import Flat, flatten
-from asyncckpt.tree.names import Key, array_names, escape, match_glob, where
+from asyncckpt.tree.names import Key, array_names, escape, match_glob, names_of_paths, where
 from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeAdapter
@@ -45,6 +45,7 @@ __all__ = [
     "flatten",
     "match_glob",
     "merge_trees",
+    "names_of_paths",
     "per_process_paths",
     "unflatten",
     "unflatten_like",

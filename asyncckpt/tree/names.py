@@ -66,6 +66,18 @@ def _glob(pattern: str) -> str:
     return "".join(regex) + "(?:/.*)?"
 
 
+def names_of_paths(paths: Sequence[str]) -> list[str] | None:
+    """Return what `array_names` returns for the leaves at these paths, if nothing is escaped.
+
+    None if a part of a path is escaped, or a name has to be changed for another reason.
+    """
+    text = "\n".join(["", *paths])
+    names = text.replace("/", ".").split("\n")[1:]
+    if "%" in text or "\n\n" in f"{text}\n" or "\n." in text or len(set(names)) < len(names):
+        return None
+    return names if max(map(len, names), default=0) <= MAX_ARRAY_NAME_NBYTES // 4 else None
+
+
 def array_names(parts: Sequence[tuple[Key, ...]]) -> list[str]:
     """Return one array name per leaf, all different, depending only on the set of parts.
 
