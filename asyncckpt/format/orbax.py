@@ -123,7 +123,11 @@ def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[int]:
     first: dict[str, int] = {}
     for row, leaf in enumerate(leaves):
         if isinstance(leaf, OrbaxArrays):
-            bad.update(row for name in leaf.orbax_names if first.setdefault(name, row) != row)
+            names = dict.fromkeys(leaf.orbax_names, row)
+            if not first.keys().isdisjoint(names):
+                bad.add(row)
+                names |= first
+            first.update(names)
             continue
         name = leaf.orbax_name
         if leaf.kind not in EMPTY and first.setdefault(name, row) != row:

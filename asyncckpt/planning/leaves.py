@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +115,12 @@ class Arrays:
 
 
 def plan_arrays(
-    leaves: Sequence[LeafLayout], *, regular: bool, inline_nbytes: int, holders: Holders
+    leaves: Sequence[LeafLayout],
+    names: Sequence[str],
+    *,
+    regular: bool,
+    inline_nbytes: int,
+    holders: Holders,
 ) -> Arrays:
     """Return the arrays that store these leaves; arguments as for `plan_save`.
 
@@ -128,7 +132,12 @@ def plan_arrays(
     distinct = _Layouts(regular, holders)
     known = distinct.numbers
     kinds = [0] * len(leaves)
-    for number, leaf in enumerate(leaves):
+    of_object: dict[int, int] = {}  # by `id`: all are alive as long as `leaves` is
+    for number, (leaf, identity) in enumerate(zip(leaves, map(id, leaves), strict=True)):
+        kind = of_object.get(identity)
+        if kind is not None:
+            kinds[number] = kind
+            continue
         if leaf.tied_to is not None:
             _check_tie(leaves, number, leaf.tied_to)
             tied_leaves[number] = tied_leaves.get(leaf.tied_to, leaf.tied_to)
@@ -147,13 +156,14 @@ def plan_arrays(
         )
         kind = known.get(key)
         kinds[number] = distinct.add(key, leaf) if kind is None else kind
+        of_object[identity] = kinds[number]
     kind_of = np.array(kinds, np.int64)
     count_of = np.array(list(map(len, distinct.parts)), np.int64)
     base_of = np.cumsum(count_of) - count_of
     counts = count_of[kind_of]
     first = np.cumsum(counts) - counts
     owner, place = expanded(counts)
-    names = list(map(attrgetter("name"), leaves))
+    names = list(names)
     pieces: dict[int, range] = {}
     if len(owner) > len(leaves):
         names = [names[i] for i in owner.tolist()]

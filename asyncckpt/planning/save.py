@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -84,6 +83,7 @@ class SavePlan:
 
 def plan_save(
     leaves: Sequence[LeafLayout],
+    names: Sequence[str] | None = None,
     *,
     data_file_nbytes: int,
     slot_nbytes: int,
@@ -101,7 +101,9 @@ def plan_save(
     shards of leaves with a partition; their plans have equal arrays, and one writer per chunk.
 
     Args:
-        leaves: the array leaves of all processes in tree order.
+        leaves: the array leaves of all processes in tree order. One object may stand for all
+            leaves that differ in their names only.
+        names: their names; None if each leaf has its own.
         data_file_nbytes: target size of a data file.
         slot_nbytes: size of a window; a multiple of `page_nbytes`, at least two.
         page_nbytes: alignment of large chunks; a multiple of 8.
@@ -124,7 +126,10 @@ def plan_save(
     if slot_nbytes % page_nbytes or slot_nbytes < 2 * page_nbytes:
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
     holders = Holders(process, process_count)
-    arrays = plan_arrays(leaves, regular=regular, inline_nbytes=inline_nbytes, holders=holders)
+    names = [leaf.name for leaf in leaves] if names is None else names
+    arrays = plan_arrays(
+        leaves, names, regular=regular, inline_nbytes=inline_nbytes, holders=holders
+    )
     row_array, held, parts = held_chunks(arrays, holders)
     row_part = arrays.part[row_array]
     payload = arrays.part_payload[row_part]
@@ -175,7 +180,7 @@ def plan_save(
         ),
         digest=_digest(
             [*((*options, len(firsts)) if process_count == 1 else ()), int(regular)],
-            list(map(attrgetter("name"), leaves)),
+            names,
             arrays.kind,
             arrays.tied_leaves,
             arrays.layouts,

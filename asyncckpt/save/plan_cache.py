@@ -308,6 +308,7 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
     try:
         plan = plan_save(
             leaves,
+            list(map(names.__getitem__, [*snapshot.array_leaf, *mirrors])),
             data_file_nbytes=sizes.data_file_nbytes,
             slot_nbytes=sizes.window_nbytes,
             page_nbytes=PAGE_NBYTES,
@@ -376,13 +377,14 @@ def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> Non
 
 
 def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> list[LeafLayout]:
-    """Return how every array is to be stored."""
+    """Return how every array is to be stored; one object for all that differ in names only."""
     options = terms.options
     level = options.compression_level if options.compression == "zstd" else None
     chunk_nbytes = _bounded(options.chunk_nbytes, level, terms)
     leaves: list[LeafLayout] = []
     sources, opened = snapshot.sources, snapshot.sources.opened
     whole = OwnPart(None, None, None)
+    alike: dict[int, LeafLayout] = {}
     for number, (leaf, spec) in enumerate(zip(snapshot.array_leaf, sources.specs, strict=True)):
         name = names[leaf]
         first = snapshot.tied.get(number)
@@ -396,11 +398,16 @@ def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> lis
         held = snapshot.held.get(number)
         if held is None:
             source = opened.get(number)
-            held = whole if source is None else OwnPart(source.shards, source.partition, None)
-        if own is None:
-            # Directly: a named tuple's own constructor costs four times as much.
-            fields = (name, spec, chunk_nbytes, None, level, None, *held)
-            leaves.append(tuple.__new__(LeafLayout, fields))
+            held = whole
+            if source is not None and (source.shards is not None or source.partition is not None):
+                held = OwnPart(source.shards, source.partition, None)
+        if own is None and held is whole:
+            known = alike.get(id(spec))
+            if known is None:
+                known = alike[id(spec)] = LeafLayout(name, spec, chunk_nbytes, None, level)
+            leaves.append(known)
+        elif own is None:
+            leaves.append(LeafLayout(name, spec, chunk_nbytes, None, level, None, *held))
         else:
             path, source = snapshot.paths[leaf], sources[number]
             layout = _with_options(path, source, held, name, own, terms)
