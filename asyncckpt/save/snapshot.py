@@ -151,7 +151,8 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     # This loop decides what a small leaf costs the caller: an array with the spec of an earlier
     # one needs no object, and no call if it has memory of its own.
     known: dict[tuple[Any, tuple[int, ...]], tuple[ArraySpec, int]] = {}
-    sources, array_leaf = snapshot.sources, snapshot.array_leaf
+    array_leaf, specs, plain = snapshot.array_leaf, snapshot.sources.specs, snapshot.sources.plain
+    plain_nbytes = 0
     for leaf, value in enumerate(flat.leaves):
         number = len(array_leaf)
         is_plain = type(value) is np.ndarray
@@ -163,8 +164,9 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             if first != number:
                 snapshot.tied[number] = first
             else:
-                snapshot.nbytes += nbytes
-            sources.append_plain(spec, value)
+                plain_nbytes += nbytes
+            specs.append(spec)
+            plain.append(value)
             array_leaf.append(leaf)
             continue
         path = flat.paths[leaf]
@@ -193,6 +195,7 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
         snapshot.kinds[leaf] = source.framework
     if refused:
         raise _of_all(refused)
+    snapshot.nbytes += plain_nbytes
     return snapshot
 
 
