@@ -245,7 +245,7 @@ class RestorePipeline:
 
     def _look_at_foreign(self, extents: Extents) -> None:
         """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
-        opened, arrays = self.opened, self._arrays
+        opened, arrays = self.opened, list(self._arrays)
         self.notes.extend(opened.notes)
         budget = self.runtime.budget.capacity
         own = [a for leaf in arrays if leaf.target is None for a in leaf.arrays()]
