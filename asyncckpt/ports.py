@@ -288,12 +288,15 @@ class Reading(NamedTuple):
         check: may be called in a thread that blocks to read, while the bytes are in the cache of
             its core: with the number of bytes read so far, and finally with all of them. Its
             errors are raised. Stores without such a thread ignore it; the caller checks the rest.
+        shared: other processes of this host may read the same bytes at the same time, so the store
+            should read them through the page cache.
     """
 
     direct: bool = False
     received: Callable[[], None] | None = None
     ahead_nbytes: int | None = None
     check: Callable[[int], None] | None = None
+    shared: bool = False
 
 
 ORDINARY = Reading()

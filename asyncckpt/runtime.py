@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.arena import Recycled
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
@@ -47,6 +48,7 @@ class Runtime:
         nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
         self.budget = ByteBudget(max(SLOT_NBYTES, nbytes))
         self.pool = SlotPool(self.budget, self.engine.compute, _host_memory())
+        self.recycled = Recycled(self.budget)
         self._window_pool: SlotPool | None = None
         self._stores: list[Store] = []
 
@@ -127,6 +129,7 @@ class Runtime:
                 for store in self._stores:
                     stores.push_async_callback(store.close)
         finally:
+            self.recycled.close()
             self.pool.close()
             if self._window_pool is not None:
                 self._window_pool.close()

@@ -18,6 +18,9 @@ import blockbuster.blockbuster
 import pytest
 from blockbuster import BlockBuster, BlockBusterFunction, BlockingError
 
+from asyncckpt.flow.budget import ByteBudget
+from asyncckpt.flow.buffers import SlotPool
+
 # A copy above this takes long enough (about 5 µs) to belong into a thread.
 LOOP_COPY_NBYTES = 64 * 1024
 
@@ -126,6 +129,11 @@ def open_files() -> set[str]:
         except OSError:
             found.add(name)
     return found
+
+
+def slot_pools(budget: ByteBudget) -> list[SlotPool]:
+    """The pools of staging memory that share a budget."""
+    return [account for account in budget.accounts if isinstance(account, SlotPool)]
 
 
 def pending_tasks() -> dict[int, str]:

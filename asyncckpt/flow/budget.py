@@ -164,17 +164,26 @@ class ByteBudget:
             account.kept += nbytes
         self._grant()
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether all memory, idle or in use, and `nbytes` more are within the capacity.
+
+        An estimate, if this is not the loop's thread.
+        """
+        return self.in_use + self._unused() + nbytes <= self.capacity
+
     def make_way(self, account: Account | None = None) -> None:
         """Free idle memory, that of `account` last, while it and all in use exceed the capacity.
 
         For an account that was granted bytes or whose idle memory has grown.
         """
         for other in sorted(self.accounts, key=lambda other: other is account):
-            unused = sum(one.idle_nbytes + one.beyond_nbytes for one in self.accounts)
-            over = self.in_use + unused - self.capacity
+            over = self.in_use + self._unused() - self.capacity
             if over <= 0:
                 return
             other.free_idle(over)
+
+    def _unused(self) -> int:
+        return sum([one.idle_nbytes + one.beyond_nbytes for one in self.accounts])
 
     def _must_wait(self, nbytes: int) -> bool:
         """Return whether `nbytes` cannot be free before kept bytes are released."""

@@ -202,7 +202,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ended: Future[None] = Future()
-        self._jobs: set[Job[Any]] = set()
+        self._jobs: dict[Future[Any], Job[Any]] = {}  # the unfinished ones
         self._closed = False
         self._died = False
         self._ending = False
@@ -243,7 +243,7 @@ class Engine:
 
     def owes(self, future: Future[Any]) -> bool:
         """Return whether the future is that of an unfinished job of this engine."""
-        return any(job.future is future for job in tuple(self._jobs))
+        return future in self._jobs
 
     def submit(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
         """Run the coroutine that `function` returns on the engine's loop. From any thread.
@@ -258,10 +258,15 @@ class Engine:
             self.check()
             self._start_locked()
             assert self._loop is not None
-            self._jobs.add(job)
-            job.future.add_done_callback(lambda _: self._jobs.discard(job))
+            self._jobs[job.future] = job
+            # Not by the job: with its own future it would be a cycle, which keeps a restored state
+            # until the garbage collector runs.
+            job.future.add_done_callback(self._forget)
             self._loop.call_soon_threadsafe(job._start, function)
         return job
+
+    def _forget(self, future: Future[Any]) -> None:
+        self._jobs.pop(future, None)
 
     def post(self, call: Callable[[], None]) -> None:
         """Call a function on the engine's loop soon; do nothing once the loop has ended."""
@@ -396,7 +401,7 @@ class Engine:
             finally:
                 with self._lock:
                     loop.close()
-                for job in tuple(self._jobs):
+                for job in tuple(self._jobs.values()):
                     if not job.future.done():
                         job.future.set_exception(self.end_error())
                 self._ended.set_result(None)
@@ -409,7 +414,7 @@ class Engine:
         if self.forked or self._thread is None:
             return
         given_up = self._closed or self.abandoned
-        jobs = () if given_up else tuple(self._jobs)
+        jobs = () if given_up else tuple(self._jobs.values())
         pending = [job.future for job in jobs if job.drained and not job.done()]
         if pending:
             _warn(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from asyncckpt.adapters.arrays import host_place, may_share_memory, overlapping
 from asyncckpt.checkpoint.metadata import LeafIndex, OpenCheckpoint
 from asyncckpt.errors import UsageError
-from asyncckpt.flow.arena import SMALL_NBYTES, Arena
+from asyncckpt.flow.arena import SMALL_NBYTES, Arena, Recycled
 from asyncckpt.flow.buffers import allocating
 from asyncckpt.ports import Bytes, Target
 from asyncckpt.restore.match import NO_FACTS, LeafRestore
@@ -57,15 +57,21 @@ class Buffers:
 
 
 def allocate(
-    opened: OpenCheckpoint, leaves: Sequence[LeafRestore], *, framework: str, in_place: bool
+    opened: OpenCheckpoint,
+    leaves: Sequence[LeafRestore],
+    *,
+    framework: str,
+    in_place: bool,
+    recycled: Recycled | None = None,
 ) -> Buffers:
     """Return memory for every leaf that is an array, and what fills it. Blocking.
 
-    Leaves without a target become arrays of `framework`. With `in_place`, the buffers of targets
-    are used where they have the stored dtype.
+    Leaves without a target become arrays of `framework`. New memory comes from `recycled`, and
+    returns there when the arrays are dropped. With `in_place`, the buffers of targets are used
+    where they have the stored dtype.
     """
     # This loop decides what a small leaf costs: the common case makes no call that it can avoid.
-    parts, flats, nbytes = _memory(opened, leaves, framework, in_place=in_place)
+    parts, flats, nbytes = _memory(opened, leaves, framework, recycled, in_place=in_place)
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
     # The chunks of tied arrays are read once into memory that their targets share.
@@ -102,7 +108,12 @@ def allocate(
 
 
 def _memory(
-    opened: OpenCheckpoint, leaves: Sequence[LeafRestore], framework: str, *, in_place: bool
+    opened: OpenCheckpoint,
+    leaves: Sequence[LeafRestore],
+    framework: str,
+    recycled: Recycled | None,
+    *,
+    in_place: bool,
 ) -> tuple[list[Sequence[Memory]], list[Bytes | None], int]:
     """Return per leaf the buffers of its target, or new memory.
 
@@ -130,7 +141,7 @@ def _memory(
         if not held:
             own.append((number, nbytes))
     own_nbytes = sum(map(itemgetter(1), own))
-    arena = Arena(own_nbytes)
+    arena = Arena(own_nbytes, recycled)
     made: dict[Hashable, Sequence[Memory]] = {}
     with allocating(own_nbytes):
         for number, nbytes in own:

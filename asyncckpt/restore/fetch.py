@@ -42,7 +42,8 @@ class Fetch:
         compute: worker threads for the decode stage.
         concurrency: the user's number of reads in flight; None for as many as the files prefer,
             which are asked before every read: a store learns meanwhile what its link rewards.
-        own_memory: destinations were allocated here, so that reads may bypass the page cache.
+        own_memory: destinations were allocated here, so that the system may write to them directly.
+        shared: other processes may read the same ranges at the same time.
         arrived: called with the destination of every chunk that is there, checked; with that of
             several chunks as many times.
         progress: called with the bytes of every read.
@@ -57,6 +58,7 @@ class Fetch:
     _: KW_ONLY
     concurrency: int | None = None
     own_memory: bool = True
+    shared: bool = False
     arrived: Callable[[Sequence[int]], None] = lambda _: None
     progress: Callable[[int], None] = lambda _: None
     recorder: Recorder = field(default_factory=Recorder)
@@ -211,7 +213,7 @@ class Fetch:
         """Read batches, check them, and copy what did not go straight into its destination."""
         offset, check = batches[0].offset, Check(self._decode.checks(batches, buffers))
         with self.recorder.span(self._reading, span(batches)):
-            how = Reading(direct, stream.release, ahead_nbytes, check)
+            how = Reading(direct, stream.release, ahead_nbytes, check, self.shared)
             await self._files.read_into(path, offset, buffers, how=how)
         if not check.complete:
             with self.recorder.span("decode", span(batches)):

@@ -126,6 +126,8 @@ class RestorePipeline:
             compute=compute,
             concurrency=None if options.concurrency == "auto" else options.concurrency,
             own_memory=not self._into or self._atomic,
+            # Whole arrays that all processes of a host fill are read from its disk once.
+            shared=self._into and self.request.process_count > 1,
             arrived=self._count_down,
             progress=partial(self._progress, reads.plan.read_nbytes),
             recorder=self.recorder,
@@ -207,7 +209,13 @@ class RestorePipeline:
         self._check()
         in_place = self._into and not self._atomic
         framework = self.request.framework.name
-        buffers = allocate(opened, self._arrays, framework=framework, in_place=in_place)
+        buffers = allocate(
+            opened,
+            self._arrays,
+            framework=framework,
+            in_place=in_place,
+            recycled=self.runtime.recycled,
+        )
         reads = self._plan(opened, extents, buffers.destinations)
         self._buffers, self.nbytes = buffers, buffers.nbytes
         self._waiting = buffers.chunks_of_leaves(reads.plan.counts)

@@ -29,6 +29,8 @@ LOCAL = (
     "stall",
     "restore",
     "restore_into",
+    "restore_cold",
+    "restore_into_cold",
     "save_small",
     "save_small_once",
     "restore_small",

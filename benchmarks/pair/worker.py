@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 STEPS = 3
@@ -33,6 +34,7 @@ class Cases:
         self._large = states.llama(size_mib << 20).tree
         self._small = states.small(10_000).tree
         self._like = states.targets_like
+        self._chill: Any = importlib.import_module("benchmarks.files").chill
         self._targets: dict[int, Any] = {}
 
     def save(self, place: str, options: dict[str, Any]) -> float:
@@ -77,6 +79,22 @@ class Cases:
         """Restore the large state in place, from warm files."""
         return self._into(place, options, self._large)
 
+    def restore_cold(self, place: str, options: dict[str, Any]) -> float:
+        """Restore the large state once more into memory of its own, from the device."""
+        return self._cold(place, options, lambda run: run.restore(0))
+
+    def restore_into_cold(self, place: str, options: dict[str, Any]) -> float:
+        """Restore the large state once more in place, from the device."""
+        target = self._target(self._large)
+        return self._cold(place, options, lambda run: run.restore_into(target, step=0))
+
+    def _cold(self, place: str, options: dict[str, Any], restore: Callable[[Any], object]) -> float:
+        with self._run(place, options) as run:
+            run.save(0, self._large)
+            restore(run)
+            self._chill(Path(place))
+            return _timed(lambda: restore(run))
+
     def restore_small(self, place: str, options: dict[str, Any]) -> float:
         """Restore 10,000 small leaves in place."""
         return self._into(place, options, self._small)
@@ -91,12 +109,16 @@ class Cases:
         return self._stall(place, options, self._small)
 
     def _into(self, place: str, options: dict[str, Any], tree: Any) -> float:
-        target = self._targets.get(id(tree))
-        if target is None:
-            target = self._targets[id(tree)] = self._like(tree)
+        target = self._target(tree)
         self._blocking.save(f"{place}/one", tree, **options)
         more = {"strict": False, **options}  # Python scalars of the target may differ
         return _timed(lambda: self._blocking.restore_into(f"{place}/one", target, **more))
+
+    def _target(self, tree: Any) -> Any:
+        target = self._targets.get(id(tree))
+        if target is None:
+            target = self._targets[id(tree)] = self._like(tree)
+        return target
 
     def _run(self, place: str, options: dict[str, Any], keep: Any = None) -> Any:
         return self._blocking.Checkpointer(place, keep=keep, **options)

@@ -98,7 +98,7 @@ class Points:
         if self._engine is None:
             self.task.cancel()
             return
-        for job in tuple(self._engine._jobs):
+        for job in tuple(self._engine._jobs.values()):
             if job._task is self.task:
                 job._cancel()
 

@@ -25,7 +25,7 @@ from tests.cancellation.points import Points, assert_equal, count_tasks_of, repo
 from tests.objects.stores import HURRIED, Place, place, state
 from tests.simulator import Fault
 from tests.stores.objects.stores import new_root
-from tests.watch import nothing_left_behind
+from tests.watch import nothing_left_behind, slot_pools
 
 SAVE_POINTS_MIN = {"s3fs": 45, "obstore": 40, "memory": 40}
 RESTORE_POINTS_MIN = {"s3fs": 10, "obstore": 10, "memory": 10}
@@ -144,13 +144,14 @@ class Remote:
         for _ in range(2000):
             # What a cancelled request held goes with its connection.
             held = await self._held()
-            if held == self._before and not any(pool.discarded for pool in runtime.budget.accounts):
+            pools = slot_pools(runtime.budget)
+            if held == self._before and not any(pool.discarded for pool in pools):
                 break
             await asyncio.sleep(0.005)
         assert held == self._before
         assert runtime.budget.in_use == 0
         assert runtime.budget.waiting == 0
-        for pool in runtime.budget.accounts:
+        for pool in slot_pools(runtime.budget):
             assert pool.discarded == 0
             assert not pool._quarantined
             assert len(pool._free) == pool._allocated

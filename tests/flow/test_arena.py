@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import mmap
+import subprocess
+import sys
+import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.errors import ResourceError
-from asyncckpt.flow.arena import ALIGNMENT_NBYTES, SLAB_NBYTES, SMALL_NBYTES, Arena
+from asyncckpt.flow.arena import ALIGNMENT_NBYTES, SLAB_NBYTES, SMALL_NBYTES, Arena, Recycled
+from asyncckpt.flow.budget import Account, ByteBudget
 
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=40))
@@ -85,3 +92,162 @@ def test_memory_that_the_system_refuses_is_a_clear_error(
     with pytest.raises(ResourceError, match=f"{nbytes} bytes of host memory could not be") as e:
         Arena(nbytes).take(nbytes)
     assert e.value.expected == nbytes
+
+
+# --------------------------------------------------------------------------------------- recycled
+
+
+def address(buffer: Any) -> int:
+    return int(buffer.ctypes.data)
+
+
+@pytest.fixture
+def budget() -> ByteBudget:
+    return ByteBudget(64 << 20)
+
+
+def test_pages_of_dropped_arrays_are_used_again(budget: ByteBudget) -> None:
+    recycled = Recycled(budget)
+    sizes = [1 << 20, 3 << 20, (1 << 20) - 5]
+    arena = Arena(sum(sizes), recycled)
+    arrays = [arena.take(nbytes).view(np.int8) for nbytes in sizes]
+    places = sorted(map(address, arrays))
+    part = arrays[0][100:200]
+    del arrays, arena
+    # The first is still in use by its part.
+    assert recycled.idle_nbytes == 4 << 20
+    again = [Arena(0, recycled).take(nbytes) for nbytes in sizes]
+    assert recycled.idle_nbytes == 0
+    assert len(set(places) & set(map(address, again))) == 2
+    assert not any(np.shares_memory(part, array) for array in again)
+    del part
+    assert recycled.idle_nbytes == 1 << 20
+    assert np.all(Arena(0, recycled).take(1 << 20) == 0), "returned to the system, or never touched"
+
+
+def test_no_more_pages_are_kept_than_the_budget_has_room_for(budget: ByteBudget) -> None:
+    recycled = Recycled(budget)
+    arena = Arena(128 << 20, recycled)
+    arrays = [arena.take(1 << 20) for _ in range(128)]
+    assert budget.try_acquire(16 << 20)
+    del arrays
+    assert recycled.idle_nbytes == 48 << 20
+    assert budget.try_acquire(40 << 20)
+    budget.make_way()
+    assert recycled.idle_nbytes == 8 << 20
+
+
+def test_kept_pages_make_way_before_staging_memory(budget: ByteBudget) -> None:
+    class Idle(Account):
+        idle_nbytes = 32 << 20
+
+        def free_idle(self, nbytes: int) -> None:
+            self.idle_nbytes -= nbytes
+
+    idle = Idle()
+    budget.accounts.append(idle)
+    recycled = Recycled(budget)
+    arena = Arena(32 << 20, recycled)
+    arrays = [arena.take(1 << 20) for _ in range(32)]
+    del arrays
+    assert (recycled.idle_nbytes, idle.idle_nbytes) == (32 << 20, 32 << 20)
+    assert budget.try_acquire(40 << 20)
+    budget.make_way()
+    assert (recycled.idle_nbytes, idle.idle_nbytes) == (0, 24 << 20)
+
+
+def test_fresh_pages_replace_kept_ones_of_other_sizes(budget: ByteBudget) -> None:
+    """A state of another shape does not add to what is kept of the last one."""
+    recycled = Recycled(budget)
+    for nbytes in (1 << 20, 2 << 20, 1 << 20):
+        arena = Arena(16 << 20, recycled)
+        arrays = [arena.take(nbytes) for _ in range((16 << 20) // nbytes)]
+        assert recycled.idle_nbytes == 0
+        del arrays, arena
+        assert recycled.idle_nbytes == 16 << 20
+
+
+def test_pages_that_are_not_kept_return_to_the_system(budget: ByteBudget) -> None:
+    recycled = Recycled(budget)
+    before = resident_nbytes()
+    arena = Arena(48 << 20, recycled)
+    arrays = [arena.take(16 << 20) for _ in range(3)]
+    for number in range(3):
+        arrays[number].fill(1)
+    arrays.pop()
+    assert resident_nbytes() - before > 47 << 20, "kept"
+    recycled.close()
+    assert resident_nbytes() - before < 33 << 20
+    arrays.pop()
+    assert resident_nbytes() - before < 17 << 20
+    assert recycled.idle_nbytes == 0 and recycled not in budget.accounts
+    assert np.all(arrays[0] == 1)
+
+
+def test_arrays_do_not_keep_the_budget(budget: ByteBudget) -> None:
+    recycled = Recycled(budget)
+    array = Arena(1 << 20, recycled).take(1 << 20)
+    gone = weakref.ref(recycled)
+    budget.accounts.clear()
+    del recycled
+    assert gone() is None
+    array.fill(1)
+    del array
+
+
+def test_a_forked_child_returns_its_pages_even_if_the_lock_was_held() -> None:
+    child = """
+import os, sys, threading
+from asyncckpt.flow.arena import Arena, Recycled
+from asyncckpt.flow.budget import ByteBudget
+
+recycled = Recycled(ByteBudget(1 << 24))
+array = Arena(1 << 20, recycled).take(1 << 20)
+held, go = threading.Event(), threading.Event()
+
+def hold():
+    with recycled._lock:
+        held.set()
+        go.wait()
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+pid = os.fork()
+if not pid:
+    del array
+    os._exit(7 if recycled.idle_nbytes == 0 else 1)
+go.set()
+thread.join()
+del array
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - 7 or recycled.idle_nbytes != 1 << 20)
+"""
+    subprocess.run([sys.executable, "-c", child], check=True, timeout=60)
+
+
+def test_arrays_may_be_dropped_in_every_thread_and_by_the_collector(budget: ByteBudget) -> None:
+    """Nothing is lost or used twice while four threads take and drop arrays in cycles."""
+    recycled = Recycled(budget)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(300):
+            array = Arena(64 << 10, recycled).take(64 << 10)
+            array.fill(number)
+            cycle: list[Any] = [array]
+            cycle.append(cycle)
+            if turn % 10 == 0:
+                gc.collect(0)
+            if not np.all(array == number):
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not wrong
+    pages = [recycled.take(64 << 10) for _ in range(recycled.idle_nbytes >> 16)]
+    assert len({(id(mapping), start) for mapping, start in filter(None, pages)}) == len(pages)
+    assert recycled.idle_nbytes == 0 and recycled.take(64 << 10) is None

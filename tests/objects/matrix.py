@@ -23,6 +23,7 @@ from asyncckpt.stores.objects.store import ObjectStore
 from tests.crash.scenarios import same
 from tests.objects.stores import HURRIED, SAVE_OPTIONS, Place, state
 from tests.simulator import Fault
+from tests.watch import slot_pools
 
 FAULTS: dict[str, dict[str, Any]] = {
     "500": {"status": 500},
@@ -246,7 +247,7 @@ class Matrix:
         tasks = await self._count_tasks()
         if tasks > self._tasks:
             self._wrong(point, f"{tasks - self._tasks} tasks are left on the engine's loop")
-        pools = runtime.budget.accounts
+        pools = slot_pools(runtime.budget)
         # What a request that was given up still held goes with its connection.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LET_GO_S):

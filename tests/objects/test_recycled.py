@@ -24,6 +24,7 @@ from asyncckpt.stores.objects.store import ObjectStore
 from tests.cancellation.points import assert_equal
 from tests.objects.stores import CLIENTS, SAVE_OPTIONS, Place, place, state
 from tests.simulator import Fault, Gate, Request
+from tests.watch import slot_pools
 
 WINDOW_NBYTES = 8 * MIB
 WINDOWS = 9
@@ -116,9 +117,9 @@ class Watched:
 
     async def wait_until_free(self) -> None:
         """No memory is held for requests."""
-        runtime = self.core.runtime
+        budget = self.core.runtime.budget
         async with asyncio.timeout(20):
-            while runtime.budget.in_use or any(pool.discarded for pool in runtime.budget.accounts):
+            while budget.in_use or any(pool.discarded for pool in slot_pools(budget)):
                 await asyncio.sleep(0.01)
 
     def wrong(self) -> list[str]:
@@ -151,7 +152,7 @@ async def test_what_a_request_that_ran_out_of_time_may_still_send_is_not_used_ag
         await made.ckpt.save(1, large(1))
         assert gate.reached.is_set
         assert any(key.endswith(".r1") for key in made.client.sent)
-        assert any(pool.discarded for pool in made.core.runtime.budget.accounts)
+        assert any(pool.discarded for pool in slot_pools(made.core.runtime.budget))
         await made.ckpt.save(2, large(2))  # which needs all memory again and again
         gate.release()
         await made.wait_until_free()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -412,3 +414,66 @@ async def test_a_jax_array_used_twice_comes_back_as_two_mutable_arrays(tmp_path:
     assert restored["b"].tobytes() == np.asarray(array).tobytes()
     assert np.shares_memory(restored["c"], restored["d"])
     assert restored["d"].tobytes() == mutable.tobytes()
+
+
+@pytest.mark.parametrize("leaves", ["numpy", "torch", "jax"])
+async def test_a_restore_uses_the_memory_of_dropped_arrays_of_an_earlier_one(
+    tmp_path: Path, leaves: Any
+) -> None:
+    def places(tree: Any) -> set[int]:
+        arrays = [tree["a"], *tree["b"]]
+        if leaves == "jax":
+            return {array.unsafe_buffer_pointer() for array in arrays}
+        return {a.data_ptr() if leaves == "torch" else a.ctypes.data for a in arrays}
+
+    values = {"a": np.arange(1 << 18, dtype=np.int32), "b": [np.full(1 << 17, 7, np.uint8)] * 3}
+    values["b"] = [array + np.uint8(i) for i, array in enumerate(values["b"])]
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(0, values)
+        first = await ckpt.restore(0, leaves=leaves)
+        second = await ckpt.restore(0, leaves=leaves)
+        assert not places(first) & places(second), "the first is still in use"
+        dropped = places(first)
+        part = first["b"][1][100:200]
+        kept = np.asarray(first["b"][1])
+        del first
+        if leaves == "jax":
+            gc.collect()  # JAX frees host memory then
+        third = await ckpt.restore(0, leaves=leaves)
+        assert len(places(third) & dropped) == 3, "all but the one whose part is in use"
+        for tree in (second, third):
+            assert np.array_equal(np.asarray(tree["a"]), values["a"])
+            for found, expected in zip(tree["b"], values["b"], strict=True):
+                assert np.array_equal(np.asarray(found), expected)
+        assert np.all(np.asarray(part) == 8) and np.all(kept == 8)
+    assert np.array_equal(np.asarray(third["a"]), values["a"]), "closing takes nothing away"
+
+
+async def test_a_restored_state_is_freed_with_its_last_reference(tmp_path: Path) -> None:
+    """No cycle of the library's keeps it until the garbage collector runs."""
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(0, {"a": np.arange(9.0)})
+        gc.collect()
+        gc.disable()
+        try:
+            tree = await ckpt.restore(0)
+            gone = weakref.ref(tree["a"])
+            del tree
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_a_state_that_was_restored_in_one_call_is_freed_with_its_last_reference(
+    tmp_path: Path,
+) -> None:
+    asyncckpt.blocking.save(tmp_path / "x", {"a": np.arange(9.0)})
+    gc.collect()
+    gc.disable()
+    try:
+        tree = asyncckpt.blocking.restore(tmp_path / "x")
+        gone = weakref.ref(tree["a"])
+        del tree
+        assert gone() is None
+    finally:
+        gc.enable()

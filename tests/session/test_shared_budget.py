@@ -21,6 +21,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.stage import Staging
 from asyncckpt.testing.faults import Fault, Gate
 from tests.script import Held, Script
+from tests.watch import slot_pools
 
 BUDGET = 64 * MIB
 
@@ -101,8 +102,9 @@ class Watch:
         """Not while granted slots may not have been taken yet."""
         if self._asking:
             return
-        pools = self.runtime.budget.accounts
+        pools = slot_pools(self.runtime.budget)
         idle = sum(len(pool._free) * pool.slot_nbytes for pool in pools)
+        idle += self.runtime.recycled.idle_nbytes
         lent = sum((pool._allocated - len(pool._free)) * pool.held_nbytes for pool in pools)
         in_use = self.runtime.budget.in_use
         self.looks += 1
@@ -127,7 +129,7 @@ async def test_idle_windows_of_a_save_make_way_for_what_a_restore_reads(
     options = SaveOptions(host_memory_nbytes=BUDGET)
     async with asyncio.timeout(30), asyncckpt.Checkpointer(root, save_options=options) as ckpt:
         await (await ckpt.start_save(2, {"b": noise(32 * MIB)}))
-        pools = ckpt._session.runtime.budget.accounts
+        pools = slot_pools(ckpt._session.runtime.budget)
         assert sum(pool.allocated_nbytes for pool in pools) >= BUDGET // 2
         watch = Watch(ckpt, monkeypatch)
         read = Fetch._read
@@ -173,10 +175,10 @@ async def test_one_budget_serves_pools_that_are_made_anew(tmp_path: Path) -> Non
         for step, size in enumerate((8 * MIB, 9 * MIB, 8 * MIB)):
             own = SaveOptions(target_data_file_nbytes=size)
             await ckpt.save(step, {"a": noise(20 * MIB)}, options=own)
-            pools |= set(ckpt._session.runtime.budget.accounts)
+            pools |= set(slot_pools(ckpt._session.runtime.budget))
             assert sum(pool.allocated_nbytes for pool in pools) <= BUDGET
         assert len(pools) == 4
-        assert len(ckpt._session.runtime.budget.accounts) == 2
+        assert len(slot_pools(ckpt._session.runtime.budget)) == 2
 
 
 # --------------------------------------------------------------------- chunks beyond the budget

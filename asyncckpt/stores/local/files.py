@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
@@ -15,12 +16,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
+import numpy as np
+
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     ClosedError,
     CorruptCheckpointError,
 )
+from asyncckpt.flow.buffers import AnonymousMemory, allocating
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import CACHED_NBYTES
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
@@ -38,8 +42,15 @@ from asyncckpt.stores.paths import read_parts
 DIRECT_READ_MIN_NBYTES = 1 << 20
 """Smaller reads gain nothing from bypassing the page cache."""
 
+BOUNCE_NBYTES = 2 << 20
+"""Buffer of a thread for reads past the page cache: what is copied out of it is still in the core's
+cache, and a disk with four such reads in flight is busy."""
+
 BUFFERS_PER_CALL = min(1024, os.sysconf("SC_IOV_MAX") if sys.platform != "win32" else 1024)
 """Buffers that one `preadv` takes."""
+
+_REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors of file systems that cannot read past the page cache."""
 
 _LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EMLINK}
 
@@ -60,6 +71,7 @@ class LocalFiles:
         self._workers = workers
         self._lock = threading.Lock()
         self._directory: Descriptor | None = None
+        self._bounces: list[Bytes] = []  # those that no thread uses
         self.closed = False
 
     def __repr__(self) -> str:
@@ -88,57 +100,59 @@ class LocalFiles:
     ) -> None:
         """Fill the buffers from a run of the file. As `CheckpointFiles.read_into`.
 
-        With `how.direct`, runs of at least 1 MiB whose address, offset and length are multiples of
-        `PAGE_NBYTES` bypass the page cache, unless it holds them. As nothing is copied, `received`
-        is never called and `ahead_nbytes` has no effect. Reads from the page cache are checked in
-        steps of `CACHED_NBYTES`.
+        Runs of at least 1 MiB that are not in the page cache bypass it, unless `how.shared`: pages
+        for it cost more than the copy out of a buffer that stays in the core's cache. With
+        `how.direct`, whole pages of large buffers whose address and offset are multiples of
+        `PAGE_NBYTES` need no copy. As no byte waits for its buffer, `received` is never called and
+        `ahead_nbytes` has no effect. What has been read is checked in steps of `CACHED_NBYTES`, or
+        of such a large buffer.
         """
         with reported("reading", self._full(path)):
-            await self._workers.run(self._read_into, path, offset, buffers, how.direct, how.check)
+            await self._workers.run(self._read_into, path, offset, buffers, how)
 
-    def _read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        direct: bool,
-        check: Callable[[int], None] | None,
-    ) -> None:
-        fd = self._open_file(path)
-        try:
+    def _read_into(self, path: str, offset: int, buffers: Sequence[Bytes], how: Reading) -> None:
+        nbytes = sum([buffer.size for buffer in buffers])
+        bypass = not how.shared and nbytes >= DIRECT_READ_MIN_NBYTES
+        check = how.check
+        with contextlib.ExitStack() as stack:
+            fd = self._open_file(path)
+            stack.callback(os.close, fd)
+            past: _PastCache | None = None
+            if bypass and not cached(fd, offset, nbytes):
+                past = stack.enter_context(self._past_cache(path))
             at = pending_at = offset
-            pending: list[memoryview] = []
+            pending: list[Bytes] = []
             for buffer in buffers:
-                if direct and _is_aligned(at, buffer) and not cached(fd, at, buffer.size):
-                    self._fill(fd, path, pending_at, pending, offset, at, check)
-                    done = self._fill_direct(path, at, buffer)
-                    pending, pending_at = [memoryview(buffer)[done:]], at + done
+                if how.direct and past is not None and _is_aligned(at, buffer):
+                    self._fill(fd, path, past, pending_at, pending, offset, at, check)
+                    done = past.fill(buffer[: buffer.size - buffer.size % PAGE_NBYTES], at)
+                    pending, pending_at = [buffer[done:]], at + done
                     if check is not None:
                         check(pending_at - offset)
                 elif buffer.size:
-                    pending.append(memoryview(buffer))
+                    pending.append(buffer)
                 at += buffer.size
-            self._fill(fd, path, pending_at, pending, offset, at, check)
-        finally:
-            os.close(fd)
+            self._fill(fd, path, past, pending_at, pending, offset, at, check)
 
     def _fill(
         self,
         fd: int,
         path: str,
+        past: _PastCache | None,
         at: int,
-        views: list[memoryview],
+        views: list[Bytes],
         offset: int,
         end: int,
         check: Callable[[int], None] | None,
     ) -> None:
-        views = [view for view in views if len(view)]
+        views = [view for view in views if view.size]
         first = 0
         while first < len(views):
             step = views[first : first + BUFFERS_PER_CALL]
-            if check is not None:
+            if check is not None or past is not None:
                 step = list(_first(step, CACHED_NBYTES))
-            count = os.preadv(fd, step, at)
+            count = 0 if past is None else past.copy(step, at, end)
+            count = count or os.preadv(fd, step, at)
             if count == 0:
                 raise CorruptCheckpointError(
                     f"{self._full(path)}: the file ends at byte {os.fstat(fd).st_size}, expected "
@@ -150,33 +164,32 @@ class LocalFiles:
                     found=os.fstat(fd).st_size,
                 )
             at += count
-            while first < len(views) and count >= len(views[first]):
-                count -= len(views[first])
+            while first < len(views) and count >= views[first].size:
+                count -= views[first].size
                 first += 1
             if count:
                 views[first] = views[first][count:]
             if check is not None:
                 check(at - offset)
 
-    def _fill_direct(self, path: str, at: int, buffer: Bytes) -> int:
-        """Read past the page cache; return the bytes read, which may be less than asked for."""
-        view = memoryview(buffer)
-        done = 0
-        fd = -1
+    @contextlib.contextmanager
+    def _past_cache(self, path: str) -> Iterator[_PastCache | None]:
+        """Yield reads of the file past the page cache; None if it refuses them."""
         try:
             fd = self._open_file(path, os.O_DIRECT if sys.platform != "darwin" else 0)
-            while done < len(view):
-                count = os.preadv(fd, [view[done:]], at + done)
-                done += count
-                if count == 0 or done % PAGE_NBYTES:
-                    break
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+            if error.errno not in _REFUSALS:
                 raise
+            yield None
+            return
+        with allocating(BOUNCE_NBYTES):
+            bounces = self._bounces
+            buffer = bounces.pop() if bounces else AnonymousMemory().allocate(BOUNCE_NBYTES)
+        try:
+            yield _PastCache(fd, buffer)
         finally:
-            if fd >= 0:
-                os.close(fd)
-        return done
+            bounces.append(buffer)
+            os.close(fd)
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List a directory, or the one file at `path`. As `CheckpointFiles.entries`."""
@@ -309,19 +322,74 @@ class LocalFiles:
         return posixpath.join(self.location, path) if path else self.location
 
 
-def _first(views: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
+class _PastCache:
+    """Reads of one file past the page cache, by one thread.
+
+    Where the file system refuses one, it and all later ones read nothing.
+
+    Args:
+        fd: the file, opened for direct reads.
+        buffer: aligned memory, through which unaligned runs are read.
+    """
+
+    def __init__(self, fd: int, buffer: Bytes) -> None:
+        self._fd = fd
+        self._buffer = buffer
+        self._begin = self._end = 0  # the run of the file that is in the buffer
+
+    def fill(self, memory: Bytes, at: int) -> int:
+        """Fill aligned pages from an aligned offset; return the bytes read, fewer at the end.
+
+        Also reads the page behind, where a chunk's last bytes and its checksum are: `copy` will
+        find them.
+        """
+        done = 0
+        while done < memory.size:
+            count = self._read([memory[done:], self._buffer[:PAGE_NBYTES]], at + done)
+            done += count
+            if count == 0 or done % PAGE_NBYTES:
+                break
+        self._begin, self._end = at + memory.size, at + done
+        return min(done, memory.size)
+
+    def copy(self, memory: Sequence[Bytes], at: int, end: int) -> int:
+        """Fill memory from any offset, by reads that go no further than the page with `end`.
+
+        Returns the bytes copied: at least one before the end of the file.
+        """
+        if not self._begin <= at < self._end:
+            self._begin = at - at % PAGE_NBYTES
+            wanted = -(-end // PAGE_NBYTES) * PAGE_NBYTES - self._begin
+            self._end = self._begin + self._read([self._buffer[:wanted]], self._begin)
+        source = self._buffer[at - self._begin : self._end - self._begin]
+        done = 0
+        for part in memory:
+            there = source[done : done + part.size]
+            np.copyto(part[: there.size], there)
+            done += there.size
+        return done
+
+    def _read(self, memory: list[Bytes], at: int) -> int:
+        try:
+            return os.preadv(self._fd, memory, at)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            return 0
+
+
+def _first(views: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:
     """Yield views of the first `nbytes` of these buffers."""
     for view in views:
         if not nbytes:
             return
         yield view[:nbytes]
-        nbytes -= min(nbytes, len(view))
+        nbytes -= min(nbytes, view.size)
 
 
 def _is_aligned(offset: int, buffer: Bytes) -> bool:
     return (
         buffer.size >= DIRECT_READ_MIN_NBYTES
         and offset % PAGE_NBYTES == 0
-        and buffer.size % PAGE_NBYTES == 0
         and buffer.__array_interface__["data"][0] % PAGE_NBYTES == 0
     )

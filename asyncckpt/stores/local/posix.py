@@ -278,10 +278,12 @@ def read_at_most(fd: int, nbytes: int) -> bytes | int:
 
 
 def cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Return whether at least half of a page-aligned run of the file is in the page cache.
+    """Return whether at least half of a run of the file is in the page cache.
 
     True if the kernel does not say (another user's file, another system).
     """
+    nbytes += offset % mmap.PAGESIZE
+    offset -= offset % mmap.PAGESIZE
     mincore = None if sys.platform == "darwin" else _c_function("mincore")
     if mincore is None:
         return True

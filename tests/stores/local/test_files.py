@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import os
 import socket
 import threading
@@ -12,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from asyncckpt.errors import (
     CheckpointNotFoundError,
@@ -26,6 +30,7 @@ from asyncckpt.stores.local import files as module
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, pattern
 from tests.stores.checkpoints import save, write_file
+from tests.watch import open_files
 
 BIG = 4 << 20
 
@@ -189,15 +194,12 @@ async def test_what_an_abandoned_thread_opens_after_all_is_closed(
     await save(store, "1", "a")
     files, attempt = store.files("1"), await store.begin("2", "b")
     own, reached, go_on = os.open, threading.Event(), threading.Event()
-    fds: list[int] = []
 
     def slow(path: Any, *args: Any, **kwargs: Any) -> int:
-        if not str(path).endswith("small"):
-            return own(path, *args, **kwargs)
-        reached.set()
-        assert go_on.wait(30)
-        fds.append(own(path, *args, **kwargs))
-        return fds[0]
+        if str(path).endswith("small"):
+            reached.set()
+            assert go_on.wait(30)
+        return own(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", slow)
     reading, path = call == "read", "default/small"
@@ -210,8 +212,7 @@ async def test_what_an_abandoned_thread_opens_after_all_is_closed(
     assert str(caught.value.location).endswith(path)
     go_on.set()
     await asyncio.wait([asyncio.wrap_future(caught.value.future)])
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fds[0])
+    assert not [name for name in open_files() if name.endswith("small")]
     await attempt.abort()
     await store.close()
     workers.shutdown()
@@ -271,21 +272,28 @@ async def test_a_device_error_names_file_and_reason(
 
 
 class Reads:
-    """How many reads went past the page cache."""
+    """How many reads went past the page cache, and of how many bytes."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, page_cache: bool) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *, page_cache: bool, refused: bool = False
+    ) -> None:
         import fcntl
 
         self.direct = 0
+        self.direct_nbytes = 0
         self.buffered = 0
         read = os.preadv
 
         def preadv(fd: int, buffers: Any, offset: int) -> int:
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-                self.direct += 1
-            else:
+            if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 self.buffered += 1
-            return read(fd, buffers, offset)
+                return read(fd, buffers, offset)
+            if refused:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            count = read(fd, buffers, offset)
+            self.direct += 1
+            self.direct_nbytes += count
+            return count
 
         patch.setattr(os, "preadv", preadv)
         patch.setattr(module, "cached", lambda fd, offset, nbytes: page_cache)
@@ -299,7 +307,7 @@ async def saved_file(store: LocalStore, nbytes: int) -> Any:
     return data
 
 
-async def test_direct_reads_fill_whole_pages_and_the_rest_is_buffered(
+async def test_direct_reads_fill_whole_pages_and_the_rest_passes_through_a_buffer(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = await saved_file(store, BIG + 100)
@@ -308,15 +316,19 @@ async def test_direct_reads_fill_whole_pages_and_the_rest_is_buffered(
     files = store.files("1")
     await files.read_into("data", 0, [aligned, tail], how=DIRECT)
     assert np.array_equal(np.concatenate([aligned, tail]), data)
-    assert (reads.direct, reads.buffered) == (1, 1)
+    # With the whole pages comes what is behind them.
+    assert (reads.direct, reads.direct_nbytes, reads.buffered) == (1, BIG + 100, 0)
     halves = [pattern(BIG // 2, 1), np.empty(10, np.uint8), pattern(BIG // 2, 2)]
     await files.read_into("data", 0, halves, how=DIRECT)
     assert np.array_equal(np.concatenate(halves), data[: BIG + 10])
-    assert (reads.direct, reads.buffered) == (2, 2)
+    # No byte is read twice, and none beyond the last page that is wanted.
+    assert reads.direct_nbytes == 2 * (BIG + 100)
 
 
-@pytest.mark.parametrize("reason", ["not asked for", "address", "offset", "length", "in memory"])
-async def test_reads_that_cannot_be_direct_are_buffered(
+@pytest.mark.parametrize(
+    "reason", ["not asked for", "address", "offset", "length", "in memory", "shared"]
+)
+async def test_only_what_is_not_in_the_page_cache_is_read_past_it_into_any_memory(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     data = await saved_file(store, BIG + PAGE)
@@ -325,9 +337,94 @@ async def test_reads_that_cannot_be_direct_are_buffered(
     offset = 8 if reason == "offset" else 0
     start = 8 if reason == "address" else 0
     view = buffer[start : start + BIG - (8 if reason == "length" else 0)]
-    await store.files("1").read_into("data", offset, [view], how=Reading(reason != "not asked for"))
+    how = Reading(reason != "not asked for", shared=reason == "shared")
+    await store.files("1").read_into("data", offset, [view], how=how)
     assert np.array_equal(view, data[offset : offset + view.size])
+    pages = BIG + PAGE if reason == "offset" else BIG
+    expected = (0, 1) if reason in ("in memory", "shared") else (pages, 0)
+    assert (reads.direct_nbytes, reads.buffered) == expected
+
+
+async def test_small_reads_use_the_page_cache(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = await saved_file(store, BIG)
+    reads = Reads(monkeypatch, page_cache=False)
+    buffer = np.empty(module.DIRECT_READ_MIN_NBYTES - 1, np.uint8)
+    await store.files("1").read_into("data", 3, [buffer], how=DIRECT)
+    assert np.array_equal(buffer, data[3 : 3 + buffer.size])
     assert (reads.direct, reads.buffered) == (0, 1)
+
+
+@pytest.mark.parametrize("how", ["open", "read"])
+async def test_a_file_system_that_refuses_direct_reads_is_read_through_the_page_cache(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    data = await saved_file(store, BIG + 100)
+    reads = Reads(monkeypatch, page_cache=False, refused=how == "read")
+    opening = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if how == "open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opening(path, flags, *args, **more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    aligned, tail = pattern(BIG, 1), np.empty(100, np.uint8)
+    await store.files("1").read_into("data", 0, [aligned, tail], how=DIRECT)
+    assert np.array_equal(np.concatenate([aligned, tail]), data)
+    assert reads.direct == 0 and reads.buffered
+
+
+async def test_what_a_device_refuses_past_the_page_cache_is_an_error(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await saved_file(store, BIG)
+    Reads(monkeypatch, page_cache=False)
+
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StoreError, match=r"1/data: reading failed: .* \(EIO\)"):
+        await store.files("1").read_into("data", 8, [np.empty(BIG - 8, np.uint8)])
+
+
+@given(st.data())
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_any_buffers_get_the_bytes_of_their_run(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    """Past the page cache as through it, in short reads too, with and without a check."""
+    if not (Path(store.url) / "1").exists():
+        await saved_file(store, BIG + 77)
+    whole = pattern(BIG + 77)
+    offset = data.draw(st.sampled_from([0, 1, PAGE - 1, PAGE, 2 * PAGE]))
+    sizes = data.draw(
+        st.lists(st.sampled_from([0, 1, 100, PAGE, 3 * PAGE, (1 << 20) + 5, 2 << 20]), max_size=9)
+    )
+    ends = np.minimum(np.cumsum([0, *sizes]), BIG + 77 - offset)
+    memory = pattern(BIG + 3 * PAGE, 5)
+    begin = -memory.ctypes.data % PAGE + data.draw(st.sampled_from([0, 1, 8]))
+    target = memory[begin : begin + ends[-1]]
+    buffers = [target[a:b] for a, b in itertools.pairwise(ends)]
+    seen = [0]
+    check = data.draw(st.sampled_from([None, seen.append]))
+    limit = data.draw(st.sampled_from([None, PAGE, 5 * PAGE]))
+    warm, direct = data.draw(st.booleans()), data.draw(st.booleans())
+    read = os.preadv
+
+    def short(fd: int, views: Any, at: int) -> int:
+        first = views[0] if limit is None else views[0][:limit]
+        return read(fd, [first, *views[1:]] if limit is None else [first], at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", short)
+        patch.setattr(module, "cached", lambda *_: warm)
+        how = Reading(direct, check=check)
+        await store.files("1").read_into("data", offset, buffers, how=how)
+    assert np.array_equal(target, whole[offset : offset + target.size])
+    assert seen == sorted(set(seen)) and seen[-1] == (target.size if check else 0)
 
 
 async def test_a_file_that_ends_early_is_found_by_direct_reads_too(
