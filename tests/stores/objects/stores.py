@@ -70,7 +70,7 @@ async def opened_at(url: str, options: dict[str, Any], **more: Any) -> AsyncIter
         yield store
     finally:
         await store.close()
-        workers.shutdown(wait=False)
+        workers.shutdown()
 
 
 def store_of(client: ObjectClient, workers: Workers, policy: RequestPolicy = HASTY) -> ObjectStore:
