@@ -23,9 +23,12 @@ TOGETHER := tests/processes tests/coordinators tests/crash/test_kills.py \
 # By the alphabet, not by the number of tests in a file: the longest are not the last ones then.
 PYTEST := $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 
-# Hundreds of processes that tests start import what is compiled here once.
+# Hundreds of processes that tests start import what is compiled here once, and so do those of
+# pytest, which all import every test module. Empty, the variable lets the rest be compiled once too.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-dev  ## run the tests, in three processes
-	$(PY) -m compileall -q asyncckpt tests/crash tests/processes
+	$(PY) -m compileall -q asyncckpt tests examples benchmarks
+	$(PY) -m tests.rewritten
 	$(PYTEST) -n 3 $(addprefix --ignore=,$(TOGETHER))
 	$(PYTEST) -n 3 $(TOGETHER)
 
