@@ -15,6 +15,7 @@ server imports may start no thread and no runtime. A forked process has the serv
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -83,10 +84,16 @@ class Forked:
             select.select([self._status], [], [], 0.5 if left is None else min(left, 0.5))
         return status
 
+    def send_signal(self, sig: int) -> None:
+        """Send a signal to the process, if it has not ended."""
+        if self.poll() is None:
+            # Its server may have seen the end already.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
     def kill(self) -> None:
         """Kill the process, if it has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 class Preloaded:

@@ -232,8 +232,7 @@ class _Member:
             self._pipe.send(message)
 
     def signal(self, number: signal.Signals) -> None:
-        if self.process.poll() is None:
-            os.kill(self.process.pid, number)
+        self.process.send_signal(number)
 
     def kill(self) -> None:
         self.process.kill()
