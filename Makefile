@@ -27,7 +27,7 @@ PYTEST := $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 # Hundreds of processes that tests start import what is compiled here once, and so do those of
 # pytest, which all import every test module. Empty, the variable lets the rest be compiled once too.
 test: export PYTHONDONTWRITEBYTECODE :=
-# Many tests wait for a disk, a clock or a child: four processes keep two cores busy, in 8 GB.
+# Many tests wait for a disk, a clock or a child: four processes keep two cores busy, in 10 GB.
 test: $(VENV)/.installed-dev  ## run the tests, in three or four processes
 	$(PY) -m compileall -q asyncckpt tests examples benchmarks
 	$(PY) -m tests.rewritten
