@@ -50,6 +50,8 @@ class StoreCapabilities:
             order; otherwise this holds only for files created with `window_nbytes`.
         conditional_create: of two attempts at one name, exactly one publishes.
         read_copies: copies that the client makes of the bytes on their way into the buffers.
+        read_nbytes: most memory that these copies take for one request, where bytes are passed on
+            as they arrive; None if the client receives all of them before.
         read_gap_nbytes: largest gap of unwanted bytes that is read along, because a separate read
             would take as much time.
         reads: reads in flight by default.
@@ -63,10 +65,16 @@ class StoreCapabilities:
     positional_writes: bool = True
     conditional_create: bool = True
     read_copies: int = 0
+    read_nbytes: int | None = None
     read_gap_nbytes: int = 64 << 10
     reads: int = 6
     shared_link: bool = False
     proves_dead: bool = True
+
+    def copied_nbytes(self, nbytes: int) -> int:
+        """Return the memory that the client needs to read so many bytes by one request."""
+        copied = nbytes * self.read_copies
+        return copied if self.read_nbytes is None else min(copied, self.read_nbytes)
 
 
 @dataclass(frozen=True, slots=True)

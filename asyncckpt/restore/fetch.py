@@ -25,7 +25,7 @@ from asyncckpt.planning.restore import ReadBatch
 from asyncckpt.ports import DIRECT, Bytes, Reading
 from asyncckpt.restore.decode import Check, Decode, is_direct
 from asyncckpt.restore.plan import PlannedReads
-from asyncckpt.restore.ranges import Read, far, near, span
+from asyncckpt.restore.ranges import RUN_NBYTES, Read, far, near, span
 
 READ_AHEAD_NBYTES = 256 << 20
 """Most bytes that one read of a remote store has in flight, however large its chunk is. They count
@@ -130,7 +130,7 @@ class Fetch:
         chunks. Requests are cut to the capacity: a read that needs more than the budget runs alone.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
-        copies = min(span(read.batches), READ_AHEAD_NBYTES) * self._capabilities.read_copies
+        copies = self._copied_nbytes(read)
         if read.together:
             if copies:
                 copies += sum(b.nbytes for b in read.batches if not is_direct(b))
@@ -144,12 +144,18 @@ class Fetch:
         extra = min(largest + copies, max(0, capacity - count * slot_nbytes))
         return await self.pool.take(count, grow=False, extra=extra), extra
 
+    def _copied_nbytes(self, read: Read) -> int:
+        """Return the memory that the client needs for a read: about `RUN_NBYTES` per request."""
+        nbytes = min(span(read.batches), READ_AHEAD_NBYTES)
+        requests = max(1, nbytes // RUN_NBYTES)
+        return requests * self._capabilities.copied_nbytes(-(-nbytes // requests))
+
     async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
         """Make one read, check it, and copy what did not go straight into its destination."""
         batches, opened = read.batches, self.reads.opened
         path = opened.stored_files[batches[0].file].path
-        copies = self._capabilities.read_copies
-        ahead = held // copies if copies else None
+        copies = self._copied_nbytes(read)
+        ahead = span(batches) * held // copies if copies else None
         try:
             if read.together:
                 await self._direct(batches, path, ahead, stream)

@@ -129,7 +129,7 @@ class _Verify:
         pool = self.runtime.pool
         checker = _FileChecker(rows, self._index)
         offset = 0
-        copies = pool.slot_nbytes * self.opened.files.capabilities.read_copies
+        copies = self.opened.files.capabilities.copied_nbytes(pool.slot_nbytes)
         copies = min(copies, pool.budget.capacity - pool.held_nbytes)
         slots = await pool.take(1, grow=False, extra=copies)
         try:

@@ -6,10 +6,12 @@ A module of cases has `CASES`, functions by name, which run in every process in 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,8 +19,9 @@ from typing import Any
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box
 from tests import children
+from tests.processes.pool import server_of
 
-PROGRAM = "from tests.adapters.processes import serve; serve()"
+PROGRAM = "tests.adapters.processes"
 
 
 class Results:
@@ -35,18 +38,32 @@ class Results:
         return [answer["result"] for answer in answers]
 
 
-def launch(module: str, count: int) -> Results:
-    """Every process has run all cases of the module and ended by itself."""
+def launch(kind: str, module: str, count: int) -> Results:
+    """Every process, of `jax` or `torch`, has run all cases of the module and ended by itself."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-    processes = [
-        children.start(PROGRAM, module, index, count, address, warnings="default")
-        for index in range(count)
-    ]
-    ends = [children.finish(process) for process in processes]
-    for index, (status, out, err) in enumerate(ends):
-        assert status == 0, f"process {index} ended with status {status}\n{out}\n{err}"
-    return Results([json.loads(out.splitlines()[-1]) for _, out, _ in ends])
+    with contextlib.ExitStack() as stack:
+        outs, errs = (
+            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]
+            for _ in range(2)
+        )
+        processes = [
+            server_of(kind, index).start(
+                PROGRAM, module, str(index), str(count), address, stdout=out, stderr=err
+            )
+            for index, (out, err) in enumerate(zip(outs, errs, strict=True))
+        ]
+        try:
+            statuses = [process.wait(children.TIMEOUT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for file in (*outs, *errs):
+            file.seek(0)
+        printed = [out.read() for out in outs]
+        for index, (status, out, err) in enumerate(zip(statuses, printed, errs, strict=True)):
+            assert status == 0, f"process {index} ended with status {status}\n{out}\n{err.read()}"
+    return Results([json.loads(out.splitlines()[-1]) for out in printed])
 
 
 def check_whole(found: Sequence[Mapping[str, Any]]) -> None:
@@ -88,3 +105,7 @@ def _answer(case: Callable[[], Any]) -> dict[str, Any]:
         return {"result": case(), "fault": None}
     except Exception:
         return {"result": None, "fault": traceback.format_exc()}
+
+
+if __name__ == "__main__":
+    serve()

@@ -13,7 +13,7 @@ from tests.adapters.processes import Results, check_whole, launch
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return launch("tests.adapters.dtensor_cases", 4)
+    return launch("torch", "tests.adapters.dtensor_cases", 4)
 
 
 def leaves(found: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
@@ -105,7 +105,7 @@ def test_in_every_process(results: Results, case: str) -> None:
 
 @pytest.mark.long
 def test_uneven_shards_on_six_processes() -> None:
-    results = launch("tests.adapters.dtensor_cases_of_six", 6)
+    results = launch("torch", "tests.adapters.dtensor_cases_of_six", 6)
     for case in SIX:
         for _, answers in leaves(results[case]):
             check_whole(answers)

@@ -13,7 +13,7 @@ KEYS = [name for name in CASES if name.startswith("keys")]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return launch("tests.adapters.jax_cases", 2)
+    return launch("jax", "tests.adapters.jax_cases", 2)
 
 
 @pytest.mark.parametrize("case", [*SHARDED, *KEYS, "computed"])

@@ -28,8 +28,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from tests.preloaded import Forked, Preloaded, preloaded
 from tests.processes.messages import Ask, Cancel, Start
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,6 +42,18 @@ START_S = 120.0
 """Time limit of the start, with imports."""
 
 Function = str | Callable[..., Any]
+
+WORKER = "tests.processes.worker"
+
+PRELOADED = {
+    "jax": ("tests.processes.jax_cases", "tests.processes.jax_exchange_cases", WORKER),
+    "numpy": ("tests.processes.failure_cases", "tests.processes.numpy_cases", WORKER),
+    "torch": ("tests.processes.torch_cases", "tests.processes.torch_exchange_cases", WORKER),
+}
+"""What processes of a kind import, made once for all that have the same hash seed."""
+
+HASH_SEEDS = 2
+"""How many there are of preloaded processes: neighbours have different ones."""
 
 
 class ProcessDiedError(Exception):
@@ -85,7 +98,7 @@ class Call:
 
 
 class Pool:
-    """A job of several processes on this machine, each with a hash seed of its own.
+    """A job of several processes on this machine; neighbours have different hash seeds.
 
     Args:
         kind: `jax` or `torch`, whose runtime is initialised in every process, or `numpy`.
@@ -195,21 +208,9 @@ class _Member:
         self.ready: Future[Any] = Future()
         ours, theirs = multiprocessing.Pipe()
         self._pipe: Connection = ours  # type: ignore[assignment]
-        environment = {
-            **os.environ,
-            "PYTHONHASHSEED": str(1000 + start.index),
-            "PYTHONPATH": str(REPOSITORY),
-        }
         self._stderr = Path(start.directory) / f"stderr-{start.index}.txt"
         with theirs, self._stderr.open("ab") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.processes.worker", str(theirs.fileno())],
-                cwd=REPOSITORY,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stderr=stderr,
-            )
+            self.process = _started(start, theirs.fileno(), stderr)
         self.send(start)
         threading.Thread(target=self._read, name="tests-pool", daemon=True).start()
 
@@ -231,8 +232,7 @@ class _Member:
             self._pipe.send(message)
 
     def signal(self, number: signal.Signals) -> None:
-        if self.process.poll() is None:
-            os.kill(self.process.pid, number)
+        self.process.send_signal(number)
 
     def kill(self) -> None:
         self.process.kill()
@@ -271,6 +271,32 @@ class _Member:
             self.ready.set_exception(error)
         for call in calls:
             call.future.set_exception(error)
+
+
+def _started(start: Start, pipe: int, stderr: IO[bytes]) -> Forked | subprocess.Popen[bytes]:
+    """Return the process of a member, which reads from the pipe what it is."""
+    if sys.platform == "linux":
+        server = server_of(start.kind, start.index)
+        return server.start(WORKER, str(pipe), stderr=stderr, pass_fds=[pipe])
+    return subprocess.Popen(
+        [sys.executable, "-m", WORKER, str(pipe)],
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": str(1000 + start.index),
+            "PYTHONPATH": str(REPOSITORY),
+        },
+        pass_fds=[pipe],
+        stdin=subprocess.DEVNULL,
+        stderr=stderr,
+    )
+
+
+def server_of(kind: str, index: int) -> Preloaded:
+    """Return the server from which the process of this kind and index is forked."""
+    seed = ("PYTHONHASHSEED", str(1000 + index % HASH_SEEDS))
+    # JAX looks at its variable as it is imported.
+    return preloaded(PRELOADED[kind], (seed, ("JAX_PLATFORMS", "cpu")))
 
 
 def free_port() -> int:

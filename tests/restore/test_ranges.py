@@ -160,7 +160,7 @@ async def test_a_large_chunk_has_no_more_in_flight_than_the_budget_counts(
     monkeypatch.setattr(ObjectFiles, "read_into", seen)
     values = np.arange(80 * MIB // 8)
     with simulator() as sim:
-        where, options = "s3://bucket/run", sim.s3_options(client="fsspec")
+        where, options = "s3://bucket/run", sim.s3_options(client="obstore")
         whole = SaveOptions(
             leaf_options=lambda *_: LeafOptions(chunk_shape=values.shape),
             target_data_file_nbytes=96 * MIB,

@@ -220,14 +220,14 @@ async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
 ) -> None:
     tree = {"large": np.arange(10 * MIB)}
     in_flight, peak = 0, 0
-    get = Requests.get
+    fill = Requests.fill
 
     async def counted(self: Any, *args: Any) -> Any:
         nonlocal in_flight, peak
         in_flight += 1
         peak = max(peak, in_flight)
         try:
-            return await get(self, *args)
+            return await fill(self, *args)
         finally:
             in_flight -= 1
 
@@ -238,7 +238,7 @@ async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
         store = ckpt._session.root.store
         (entry,) = [e for e in await ckpt._session.call(lambda: _data_files(store)).wait()]
         buffer = np.empty(80 * MIB, np.uint8)
-        monkeypatch.setattr(Requests, "get", counted)
+        monkeypatch.setattr(Requests, "fill", counted)
         for ahead, expected in ((None, 5), (40 * MIB, 2), (1, 1)):
             peak = 0
 

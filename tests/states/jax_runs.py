@@ -134,7 +134,8 @@ def nnx_update(
     return loss
 
 
-GRAPH, _ = nnx.split(nnx_fresh(0))
+# From shapes alone: this module is imported by every process that collects tests.
+GRAPH, _ = nnx.split(nnx.eval_shape(lambda: nnx_fresh(0)))
 
 
 @jit
@@ -261,7 +262,11 @@ def classifier(seed: int) -> tuple[Classifier, eqx.nn.State]:
     return made
 
 
-STATIC = eqx.filter(classifier(0)[0], eqx.is_array, inverse=True)
+STATIC = eqx.filter(
+    eqx.filter_eval_shape(classifier, 0)[0],
+    lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
+    inverse=True,
+)
 
 
 def equinox_fresh(seed: int) -> dict[str, Any]:

@@ -5,7 +5,11 @@
 #   `ObjectFiles.changed` whether the checkpoint was deleted or replaced.
 # Rule 2: the task that made a request, which the caller awaits, copies the response into the
 #   caller's buffers: nothing writes to a buffer after the read has returned or raised.
-# Rule 3: a fixed name that does not exist yet is read from the object or record with its content.
+#   (test_nothing_is_written_after_a_cancelled_read)
+# Rule 3: every byte of a buffer is written once, in the order of its range, before it is checked,
+#   however many requests bring it: what lost a race cannot replace what was checked.
+#   (test_requests_that_race_write_every_byte_once)
+# Rule 4: a fixed name that does not exist yet is read from the object or record with its content.
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
 from asyncckpt.flow.shield import mapped
+from asyncckpt.flow.threads import Workers
 from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.objects.clients.client import Body, Listed, RequestError, unless_missing
-from asyncckpt.stores.objects.context import HEAD_NBYTES, INLINE_NBYTES, Context, as_view
+from asyncckpt.stores.objects.context import HEAD_NBYTES, INLINE_NBYTES, Context
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.paths import path_parts, read_parts
@@ -123,44 +128,29 @@ class ObjectFiles:
             return
         spans = ranges(offset, offset + nbytes)
         destination = _Destination(buffers, offset, len(spans), how.received)
-        if len(spans) == 1:
-            await self._range(path, key, destination, *spans[0], how.check)
-            return
+        check = how.check if len(spans) == 1 else None
+        parts = [_Part(destination, *span, self._context.workers, check) for span in spans]
         streams = RANGES_AT_ONCE
         if how.ahead_nbytes is not None:
             streams = max(1, min(streams, how.ahead_nbytes // RANGE_NBYTES))
-        await mapped(lambda span: self._range(path, key, destination, *span), spans, streams)
+        await mapped(lambda part: self._range(path, key, destination, part), parts, streams)
 
-    async def _range(
-        self,
-        path: str,
-        key: str,
-        into: _Destination,
-        start: int,
-        stop: int,
-        check: Callable[[int], None] | None = None,
-    ) -> None:
-        body: Body
+    async def _range(self, path: str, key: str, run: _Destination, part: _Part) -> None:
         try:
-            body = await self._requests.get(key, start, stop)
+            await self._requests.fill(key, part)
         except RequestError as error:
-            body = (await self._content(path, error))[start:stop]
-        nbytes = len(as_view(body))
-        if nbytes < stop - start:
+            content = await self._content(path, error)
+            await part.put(part.at, [content[part.at : part.stop]])
+        if part.at < part.stop:
             raise CorruptCheckpointError(
-                f"{self._full(path)}: the object ends at or before byte {start + nbytes}, expected "
-                f"bytes {into.start} to {into.stop}; it is truncated: use another checkpoint",
+                f"{self._full(path)}: the object ends at or before byte {part.at}, expected "
+                f"bytes {run.start} to {run.stop}; it is truncated: use another checkpoint",
                 file=path,
-                offset=start + nbytes,
+                offset=part.at,
                 location=self.location,
-                expected=into.stop,
-                found=start + nbytes,
+                expected=run.stop,
+                found=part.at,
             )
-        into.arrived()
-        if nbytes <= INLINE_NBYTES:
-            into.put(start, body)
-        else:
-            await self._context.workers.run(into.put, start, body, check)
 
     async def _content(self, path: str, error: RequestError) -> bytes:
         """Return the content of a fixed name that does not exist yet.
@@ -271,19 +261,8 @@ class _Destination:
         if not self._coming and self._received is not None:
             self._received()
 
-    def put(self, start: int, body: Body, check: Callable[[int], None] | None = None) -> None:
-        """Copy the part of the run that begins at byte `start` of the object into its buffers.
-
-        With `check`, copy in steps that stay in the cache, and call it with the bytes present.
-        """
-        source = np.frombuffer(body, np.uint8)
-        step = source.size if check is None else CACHED_NBYTES
-        for at in range(0, source.size, step):
-            self._copy(start + at, source[at : at + step])
-            if check is not None:
-                check(start + min(at + step, source.size) - self.start)
-
-    def _copy(self, start: int, source: Bytes) -> None:
+    def copy(self, start: int, source: Bytes) -> None:
+        """Copy bytes of the object from `start` on into their buffers."""
         first = int(np.searchsorted(self._ends, start, side="right"))
         done = 0
         for buffer, end in zip(self._buffers[first:], self._ends[first:].tolist(), strict=True):
@@ -293,6 +272,56 @@ class _Destination:
             count = min(buffer.size - at, source.size - done)
             np.copyto(buffer[at : at + count], source[done : done + count])
             done += count
+
+
+class _Part:
+    """A range of a run, as a `Sink`.
+
+    With `check`, bytes are copied in steps that stay in the cache, and it is called with those of
+    the run that are there. Few bytes are copied on the loop, and left unchecked.
+    """
+
+    def __init__(
+        self,
+        run: _Destination,
+        start: int,
+        stop: int,
+        workers: Workers,
+        check: Callable[[int], None] | None,
+    ) -> None:
+        self.at, self.stop = start, stop
+        self._run = run
+        self._start = start
+        self._coming = True
+        self._workers = None if stop - start <= INLINE_NBYTES else workers
+        self._check = check if self._workers else None
+
+    async def put(self, start: int, pieces: Sequence[Body]) -> None:
+        """As `Sink.put`."""
+        end = start + sum(map(len, pieces))
+        if end <= self.at:
+            return
+        if end == self.stop and self._coming:
+            self._coming = False
+            self._run.arrived()
+        if self._workers is None:
+            self._put(start, pieces)
+        else:
+            await self._workers.run(self._put, start, pieces)
+
+    def _put(self, start: int, pieces: Sequence[Body]) -> None:
+        for piece in pieces:
+            source = np.frombuffer(piece, np.uint8)
+            end = start + source.size
+            while self.at < end:
+                left = CACHED_NBYTES - (self.at - self._start) % CACHED_NBYTES
+                count = min(left, end - self.at)
+                done = self.at - start
+                self._run.copy(self.at, source[done : done + count])
+                self.at += count
+                if self._check is not None and (count == left or self.at == self.stop):
+                    self._check(self.at - self._run.start)
+            start = end
 
 
 def ranges(start: int, stop: int) -> list[tuple[int, int]]:

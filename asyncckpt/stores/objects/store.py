@@ -83,6 +83,7 @@ class ObjectStore:
             positional_writes=False,
             conditional_create=self._context.probes.creates,
             read_copies=traits.get_copies,
+            read_nbytes=traits.receive_nbytes,
             read_gap_nbytes=READ_GAP_NBYTES,
             reads=READS,
             shared_link=True,

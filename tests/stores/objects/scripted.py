@@ -17,6 +17,7 @@ from asyncckpt.stores.objects.clients.client import (
     ObjectClient,
     PendingParts,
     RequestError,
+    Take,
 )
 from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
@@ -101,6 +102,9 @@ class ScriptedClient:
         if key not in self.objects:
             raise RequestError("missing", key, status=404)
         return self.objects[key][start:stop]
+
+    async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
+        await take([await self.get(key, start, stop)])
 
     async def size(self, key: str) -> int:
         await self._request(f"size {key}")

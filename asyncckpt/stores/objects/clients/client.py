@@ -16,7 +16,7 @@ retries nor limits requests; `Requests` adds retries, deadlines and limits for a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -25,6 +25,14 @@ from asyncckpt.ports import Bytes
 
 Body = bytes | bytearray | memoryview | Bytes
 """A contiguous one-dimensional buffer of bytes."""
+
+Take = Callable[[Sequence[Body]], Awaitable[None]]
+"""Takes the next bytes of a response, which lie in these buffers."""
+
+STEP_NBYTES = 1 * MIB
+"""Bytes of a response that are passed on at a time. Their copy and check in a worker thread take
+twice as long as the hops there and back, and the allocator uses their memory again: the first touch
+of fresh memory would take longer than both."""
 
 Kind = Literal[
     "missing",  # 404 of an object
@@ -104,6 +112,8 @@ class ClientTraits:
         name: the library, for errors and reports: ``"s3fs"``, ``"gcsfs"``, ``"obstore"``, …
         put_copies: copies of a body that exist beside it while it is being sent.
         get_copies: copies of a response in memory until `get` returns, the returned one included.
+        receive_nbytes: memory that `receive` needs for a response of any length; None if it passes
+            on all at once.
         conditional_create: of several `put(create=True)` of one key exactly one succeeds; the
             server decides, or for a filesystem inside this process a lock.
         conditional_replace: `replace` is available.
@@ -121,6 +131,7 @@ class ClientTraits:
     name: str
     put_copies: int = 1
     get_copies: int = 1
+    receive_nbytes: int | None = None
     conditional_create: bool = False
     put_max_nbytes: int = 4 * GIB
     multipart: bool = False
@@ -201,6 +212,16 @@ class ObjectClient(Protocol):
             RequestError: `missing`; `short` if the connection ended before the response.
         """
         ...
+
+    async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
+        """Pass on the bytes that `get` would return, in order, as they arrive.
+
+        One call of `take` at a time; its errors are raised.
+
+        Raises:
+            RequestError: as `get`; bytes may have been passed on before.
+        """
+        await take([await self.get(key, start, stop)])
 
     async def size(self, key: str) -> int:
         """Return the length of the object in bytes. Raises `RequestError`: `missing`."""

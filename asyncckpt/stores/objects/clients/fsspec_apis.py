@@ -14,17 +14,20 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from asyncckpt.options import KIB
+from asyncckpt.options import KIB, MIB
 from asyncckpt.stores.objects.clients.classification import request_error, status_error
 from asyncckpt.stores.objects.clients.client import (
+    STEP_NBYTES,
     Body,
     ClientTraits,
     PendingParts,
     RequestError,
+    Take,
     unless_missing,
 )
 from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, seconds
@@ -39,6 +42,9 @@ CONNECTIONS = 128
 
 SLICE_NBYTES = 256 * KIB
 """Bytes handed to a connection at a time, which it may copy."""
+
+RECEIVE_NBYTES = 2 * MIB
+"""Memory of a response in transit: a step, and what its connection received meanwhile."""
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
@@ -159,6 +165,27 @@ def is_protected(endpoint: str) -> bool:
     return url.scheme == "https" or url.hostname in ("127.0.0.1", "::1", "localhost")
 
 
+async def passed_on(response: Any, take: Take) -> None:
+    """Pass on what aiohttp receives, in steps, of the pieces in which it comes.
+
+    A response that is not taken to its end closes its connection.
+    """
+    pieces: list[Body] = []
+    nbytes = 0
+    try:
+        async for piece, _ in response.content.iter_chunks():
+            pieces.append(piece)
+            nbytes += len(piece)
+            if nbytes >= STEP_NBYTES:
+                await take(pieces)
+                pieces, nbytes = [], 0
+        if pieces:
+            await take(pieces)
+    except BaseException:
+        response.close()
+        raise
+
+
 class S3Client(FsspecClient):
     """Objects in a bucket of S3, or of a store that speaks its protocol."""
 
@@ -167,6 +194,7 @@ class S3Client(FsspecClient):
             name="s3fs",
             put_copies=0 if session.ours else 3,  # see `_sendable`
             get_copies=2,
+            receive_nbytes=RECEIVE_NBYTES if session.ours else None,
             conditional_create=True,
             conditional_replace=True,
             conditional_delete=True,
@@ -187,6 +215,19 @@ class S3Client(FsspecClient):
         else:
             # From files botocore sends `Expect: 100-continue`; see `_connect`.
             yield await self._session.in_thread(bytearray, body)
+
+    async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
+        """See `ObjectClient`; a filesystem on another loop passes all on at once."""
+        if not self._session.ours:
+            return await super().receive(key, start, stop, take)
+        try:
+            found = await self._s3("get_object", key, Range=f"bytes={start}-{stop - 1}")
+        except RequestError as error:
+            if error.status != 416:
+                raise
+            return
+        body = found["Body"]  # older releases of aiobotocore return a proxy of the response
+        await self._request(passed_on(getattr(body, "raw_stream", body), take))
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         # Below twice `chunksize` s3fs sends one request.
@@ -287,6 +328,10 @@ def gcs_filesystem(storage_options: Mapping[str, Any], hidden: Collection[str]) 
     return GCSFileSystem(**gcs_options(storage_options, hidden))
 
 
+_TAKE: ContextVar[Take | None] = ContextVar("_TAKE", default=None)
+"""What takes the response to the present task's request."""
+
+
 class _Checked:
     """A middleware of aiohttp that makes errors final and keeps the server's reasons.
 
@@ -303,6 +348,9 @@ class _Checked:
 
         try:
             answer = await handler(request)
+            take = _TAKE.get()
+            if take is not None and answer.status < 300 and "Range" in request.headers:
+                await passed_on(answer, take)
             content = await answer.read()  # kept by the response, for gcsfs
         except ClientError as error:
             failure = request_error(error, self._hidden)
@@ -338,6 +386,7 @@ class GcsClient(FsspecClient):
             name="gcsfs",
             put_copies=0 if session.ours else 1,  # see `_sendable`
             get_copies=2,
+            receive_nbytes=RECEIVE_NBYTES if session.ours else None,
             conditional_create=True,
             conditional_replace=True,
             conditional_delete=True,
@@ -364,6 +413,16 @@ class GcsClient(FsspecClient):
         ends_soon = expiry and expiry.replace(tzinfo=UTC) - datetime.now(UTC) <= REFRESH_AHEAD
         if token is not None and (ends_soon or not token.valid):
             await self._session.in_thread(renewable.maybe_refresh)
+
+    async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
+        """See `ObjectClient`; gcsfs reads all, so `_Checked` passes it on before."""
+        if not self._session.ours:
+            return await super().receive(key, start, stop, take)
+        before = _TAKE.set(take)
+        try:
+            await self.get(key, start, stop)
+        finally:
+            _TAKE.reset(before)
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `_pipe_file` would copy the body twice, on the event loop."""

@@ -57,18 +57,19 @@ class ConcurrencyController:
         if self.fixed is None:
             self.gate.ceiling = self.tuner.streams
 
-    def delays_s(self, nbytes: int) -> tuple[float, ...]:
-        """Return the seconds until a transfer of `nbytes` is slow; two delays, if it is large.
+    def slow_s(self, nbytes: int) -> float:
+        """Return the seconds after which a transfer of `nbytes` is slow, as far as is known now.
 
-        The first applies if hardly any other is in flight: the whole save waits for its last
-        transfer, and a second one takes no bandwidth from others.
+        Large ones are slow earlier if hardly any other is in flight: the whole save waits for its
+        last transfer, and a second one takes no bandwidth from others.
         """
         policy = self._policy
         usual_s = self.estimate.quantile_s(nbytes, policy.hedge_quantile)
         if usual_s is None:
-            return (policy.hedge_cold_s + nbytes / policy.hedge_cold_nbytes_per_s,)
-        slow_s = max(policy.hedge_min_s, policy.hedge_factor * usual_s)
-        return (usual_s, slow_s - usual_s) if nbytes >= LARGE_NBYTES else (slow_s,)
+            return policy.hedge_cold_s + nbytes / policy.hedge_cold_nbytes_per_s
+        if nbytes >= LARGE_NBYTES and self.tuner.active <= policy.hedges_at_once:
+            return usual_s
+        return max(policy.hedge_min_s, policy.hedge_factor * usual_s)
 
     def earn_hedge(self) -> None:
         """Note that one more request was made."""

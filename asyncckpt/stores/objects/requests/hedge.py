@@ -8,7 +8,7 @@ A body that is on its way when nobody wants it any more may land first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from asyncckpt.flow.threads import finished, seen
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 async def race(
     start: Callable[[], Coroutine[Any, Any, T]],
-    delays_s: Sequence[float],
-    second: Callable[[bool], Coroutine[Any, Any, T] | None],
+    delays_s: Iterable[float],
+    second: Callable[[], Coroutine[Any, Any, T] | None],
 ) -> T:
     """Return the result of the request that succeeds first.
 
@@ -30,8 +30,7 @@ async def race(
     Args:
         start: makes the coroutine of the first request.
         delays_s: seconds before each call of `second`.
-        second: makes the coroutine of the second request, or declines; its argument says whether
-            this is the last call.
+        second: makes the coroutine of the second request, or declines.
 
     Cancellation: cancels both requests and waits for their ends, through repeated cancellations.
 
@@ -40,11 +39,11 @@ async def race(
     """
     tasks = [asyncio.create_task(start())]
     try:
-        for number, delay_s in enumerate(delays_s, 1):
+        for delay_s in delays_s:
             await asyncio.wait(tasks, timeout=delay_s)
             if tasks[0].done():
                 break
-            if (coroutine := second(number == len(delays_s))) is not None:
+            if (coroutine := second()) is not None:
                 tasks.append(asyncio.create_task(coroutine))
                 break
         while not any(map(_succeeded, tasks)):

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from asyncckpt.stores.objects.clients.client import (
     RETRYABLE,
@@ -36,6 +37,25 @@ class Sent(NamedTuple):
     key: str
     reusable: bool
     orphans: tuple[str, ...]
+
+
+class Sink(Protocol):
+    """Where a range of an object goes, in order.
+
+    Attributes:
+        at: byte of the object up to which it has come.
+        stop: end of the range.
+    """
+
+    at: int
+    stop: int
+
+    async def put(self, start: int, pieces: Sequence[Body]) -> None:
+        """Take the bytes from `start` on, but not again those before `at`.
+
+        Cancellation: waits until nothing is being copied; `at` then says what was.
+        """
+        ...
 
 
 class Requests(Sender):
@@ -164,6 +184,61 @@ class Requests(Sender):
             return body
 
         return await self.send(read, direction="get", nbytes=nbytes, hedged=True)
+
+    async def fill(self, key: str, sink: Sink) -> None:
+        """Pass the sink's range of the object on as it arrives; less only where the object ends.
+
+        The sink gets every byte once, from whichever request has it first, and never two at a
+        time: a hedge of a slow request asks for the bytes that are missing when it begins, as does
+        the next try after one that failed.
+        """
+        if self.traits.receive_nbytes is None:
+            # The whole response has come, and the next request begins while this one is copied.
+            body = await self.get(key, sink.at, sink.stop)
+            await sink.put(sink.at, [body])
+            return
+        lock = asyncio.Lock()
+        failed: list[Exception] = []
+
+        async def read() -> range:
+            start = at = sink.at
+
+            async def take(pieces: Sequence[Body]) -> None:
+                nonlocal at
+                begin, at = at, at + sum(map(len, pieces))
+                if at > sink.stop:
+                    text = f"{sink.stop - start} bytes were requested and more arrived"
+                    raise RequestError("invalid", f"{text}: the store ignores ranges")
+                async with lock:
+                    if not failed:
+                        try:
+                            await sink.put(begin, pieces)
+                        except Exception as error:
+                            failed.append(error)
+                if failed:
+                    raise failed[0]
+
+            try:
+                if start < sink.stop:
+                    await self.client.receive(key, start, sink.stop, take)
+            except Exception:
+                if not failed:
+                    raise
+            return range(start, at)
+
+        nbytes = sink.stop - sink.at
+        try:
+            await self.send(read, direction="get", nbytes=nbytes, hedged=True)
+        except BaseException:
+            # A thread that was abandoned goes before the cancellation that it did not obey.
+            if not failed:
+                raise
+        if failed:
+            error = failed.pop()
+            try:
+                raise error
+            finally:
+                del error  # a cycle of error and frame would stay until it is collected
 
     async def read(self, key: str, *, max_nbytes: int) -> bytes | None:
         """Return the whole of a small object, or None if it is longer than `max_nbytes`."""

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sized
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -38,6 +38,10 @@ LONGEST = 8
 LANDING_S = 1.0
 """How long cancelled tries that send bodies may go on, together: a save that is given up cancels
 one after the other."""
+
+LOOK_S = 0.1
+"""Longest time between two looks at whether a transfer is slow: what others take is learned while
+it runs, above all in the first transfers of a process."""
 
 SILENT_S = 5.0
 """Longest time that cleaning up goes on without an answer from the store. A caller who set a
@@ -224,11 +228,17 @@ class Sender:
             answered.add(permit)
             return answer
 
-        def second(last: bool) -> Coroutine[Any, Any, T] | None:
+        def left_s() -> float:
+            return controller.slow_s(this.nbytes) - (self._now() - this.begun_s)
+
+        def looks_s() -> Iterator[float]:
+            while True:
+                left = left_s()
+                yield left if 0.0 < left < LOOK_S else LOOK_S
+
+        def second() -> Coroutine[Any, Any, T] | None:
             nonlocal extra
-            if this.unwanted:
-                return None
-            if not (last or controller.tuner.active <= self.policy.hedges_at_once):
+            if this.unwanted or left_s() > 0.0:
                 return None
             found = self.limiter.try_acquire()
             if found is None or not controller.take_hedge():
@@ -240,7 +250,7 @@ class Sender:
 
         controller.earn_hedge()
         try:
-            answer = await race(lambda: run(permit), controller.delays_s(this.nbytes), second)
+            answer = await race(lambda: run(permit), looks_s(), second)
         finally:
             if extra is not None:
                 extra.release()

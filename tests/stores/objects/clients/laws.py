@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 
 import numpy as np
@@ -68,6 +69,18 @@ def bodies(nbytes: int) -> list[Body]:
 async def whole(client: ObjectClient, key: str) -> bytes:
     """Read all bytes of an object, after a request for its size."""
     return bytes(await client.get(key, 0, max(await client.size(key), 1)))
+
+
+async def received(client: ObjectClient, key: str, start: int, stop: int) -> bytes:
+    """Return what `receive` passes on, which is what `get` returns."""
+    found: list[bytes] = []
+
+    async def take(pieces: Sequence[Body]) -> None:
+        found.extend(map(bytes, pieces))
+
+    await client.receive(key, start, stop, take)
+    assert b"".join(found) == bytes(await client.get(key, start, stop))
+    return b"".join(found)
 
 
 def parts_nbytes(client: ObjectClient) -> int:
@@ -137,7 +150,11 @@ class ClientConformance:
             assert bytes(await client.get("a", 990, 2000)) == data[990:]
             assert bytes(await client.get("a", 0, 5 * MIB)) == data
             for start in (1000, 1001, 5 * MIB):
-                assert bytes(await client.get("a", start, start + 10)) == b""
+                assert await received(client, "a", start, start + 10) == b""
+            large = content(5 * MIB)
+            await client.put("large", large)
+            for start, stop in ((0, 5 * MIB), (1, 3 * MIB), (5 * MIB - 9, 6 * MIB)):
+                assert await received(client, "large", start, stop) == large[start:stop]
             await client.put("empty", b"")
             assert bytes(await client.get("empty", 0, 1)) == b""
             assert bytes(await client.get("empty", 5, 9)) == b""
@@ -148,6 +165,7 @@ class ClientConformance:
             await client.put("there/below", b"x")
             for key in ("not", "there", "the", "there/belo", "there/below/more"):
                 await expect_failure("missing", client.get(key, 0, 10))
+                await expect_failure("missing", received(client, key, 0, 10))
                 await expect_failure("missing", client.size(key))
 
     async def test_keys_are_literal(self, prefix: str) -> None:
@@ -480,6 +498,7 @@ class ClientConformance:
                 for call in (
                     client.put(f"cancelled/{yields}", bytearray(data)),
                     client.get("there", 0, len(data)),
+                    received(client, "there", 0, len(data)),
                     client.list("", recursive=True, limit=10),
                     client.size("there"),
                 ):

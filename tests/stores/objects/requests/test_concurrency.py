@@ -48,10 +48,11 @@ def test_the_gate_follows_the_tuner_unless_streams_are_fixed() -> None:
 def test_a_transfer_is_slow_by_assumption_until_enough_were_measured() -> None:
     policy = RequestPolicy()
     controller = ConcurrencyController(policy)
-    assert controller.delays_s(0) == (policy.hedge_cold_s,)
+    assert controller.slow_s(0) == policy.hedge_cold_s
     for number in range(100):
         controller.estimate.observe(8 << 20, 0.1 + 0.001 * number)
-    (small_s,) = controller.delays_s(1 << 20)
-    usual_s, more_s = controller.delays_s(8 << 20)
-    assert 0.17 < usual_s < 0.23 and 0.25 < usual_s + more_s < 0.35
-    assert small_s < 0.35
+    small_s, usual_s = controller.slow_s(1 << 20), controller.slow_s(8 << 20)
+    for _ in range(policy.hedges_at_once + 1):
+        controller.began(0.0)
+    assert 0.17 < usual_s < 0.23 and 0.25 < controller.slow_s(8 << 20) < 0.35
+    assert small_s == controller.slow_s(1 << 20) < 0.35

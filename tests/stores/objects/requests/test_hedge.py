@@ -26,9 +26,9 @@ class Race:
     def start(self) -> Coroutine[Any, Any, str]:
         return self._run(0)
 
-    def second(self, last: bool) -> Coroutine[Any, Any, str] | None:
+    def second(self) -> Coroutine[Any, Any, str] | None:
         self.asked += 1
-        return self._run(1) if self.hedged and (last or not self.late) else None
+        return self._run(1) if self.hedged and (self.asked == 3 or not self.late) else None
 
     async def _run(self, number: int) -> str:
         self.answers.append(asyncio.get_running_loop().create_future())

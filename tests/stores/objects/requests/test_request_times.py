@@ -371,6 +371,26 @@ async def test_a_slow_read_is_raced_by_a_second_one(monkeypatch: pytest.MonkeyPa
     assert_at_rest(store, client)
 
 
+async def test_a_slow_read_among_the_first_is_raced_once_the_others_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is slow is not known when it begins: it would be raced after six seconds."""
+    clock = Clock(monkeypatch)
+    events = [asyncio.Event() for _ in range(24)]
+    store, client = requests(*events, Hang(), policy=RequestPolicy())
+    client.objects["key"] = bytes(LARGE_NBYTES)
+    reads = [asyncio.create_task(store.get("key", 0, LARGE_NBYTES)) for _ in range(25)]
+    await clock.advance(0.3)
+    for event in events:
+        event.set()
+    await clock.advance(0.01)
+    assert len(client.requests) == 25
+    await clock.advance(0.3)
+    assert len(client.requests) == 26
+    await asyncio.gather(*reads)
+    assert_at_rest(store, client)
+
+
 async def test_a_read_is_not_raced_while_the_window_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
