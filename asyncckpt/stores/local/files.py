@@ -13,6 +13,7 @@ import os
 import posixpath
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -26,7 +27,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.buffers import AnonymousMemory, allocating
 from asyncckpt.flow.threads import Workers
-from asyncckpt.options import CACHED_NBYTES
+from asyncckpt.options import CACHED_NBYTES, MIB
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.local.failures import reported, store_error
 from asyncckpt.stores.local.posix import (
@@ -36,6 +37,7 @@ from asyncckpt.stores.local.posix import (
     checked_regular,
     open_below,
     read_at_most,
+    use_small_pages,
 )
 from asyncckpt.stores.paths import read_parts
 
@@ -45,6 +47,11 @@ DIRECT_READ_MIN_NBYTES = 1 << 20
 BOUNCE_NBYTES = 2 << 20
 """Buffer of a thread for reads past the page cache: what is copied out of it is still in the core's
 cache, and a disk with four such reads in flight is busy."""
+
+SLOW_TOUCH_S = 0.8e-3
+"""CPU time per MiB of a direct read into fresh memory above which the rest is read into small
+pages, through a buffer. Some virtual machines return free huge pages to their host, and get them
+back in 3 ms per MiB; elsewhere these take 0.15 ms, and small pages 0.4 ms."""
 
 BUFFERS_PER_CALL = min(1024, os.sysconf("SC_IOV_MAX") if sys.platform != "win32" else 1024)
 """Buffers that one `preadv` takes."""
@@ -72,6 +79,7 @@ class LocalFiles:
         self._lock = threading.Lock()
         self._directory: Descriptor | None = None
         self._bounces: list[Bytes] = []  # those that no thread uses
+        self._slow_to_touch = False
         self.closed = False
 
     def __repr__(self) -> str:
@@ -103,9 +111,9 @@ class LocalFiles:
         Runs of at least 1 MiB that are not in the page cache bypass it, unless `how.shared`: pages
         for it cost more than the copy out of a buffer that stays in the core's cache. With
         `how.direct`, whole pages of large buffers whose address and offset are multiples of
-        `PAGE_NBYTES` need no copy. As no byte waits for its buffer, `received` is never called and
-        `ahead_nbytes` has no effect. What has been read is checked in steps of `CACHED_NBYTES`, or
-        of such a large buffer.
+        `PAGE_NBYTES` need no copy, unless their memory is slow to touch. As no byte waits for its
+        buffer, `received` is never called and `ahead_nbytes` has no effect. What has been read is
+        checked in steps of `CACHED_NBYTES`, or of such a large buffer.
         """
         with reported("reading", self._full(path)):
             await self._workers.run(self._read_into, path, offset, buffers, how)
@@ -123,9 +131,12 @@ class LocalFiles:
             at = pending_at = offset
             pending: list[Bytes] = []
             for buffer in buffers:
-                if how.direct and past is not None and _is_aligned(at, buffer):
+                if how.direct and past is not None and self._fills_directly(at, buffer):
                     self._fill(fd, path, past, pending_at, pending, offset, at, check)
+                    since = time.thread_time()
                     done = past.fill(buffer[: buffer.size - buffer.size % PAGE_NBYTES], at)
+                    if time.thread_time() - since > SLOW_TOUCH_S * buffer.size / MIB:
+                        self._slow_to_touch = True
                     pending, pending_at = [buffer[done:]], at + done
                     if check is not None:
                         check(pending_at - offset)
@@ -133,6 +144,14 @@ class LocalFiles:
                     pending.append(buffer)
                 at += buffer.size
             self._fill(fd, path, past, pending_at, pending, offset, at, check)
+
+    def _fills_directly(self, offset: int, buffer: Bytes) -> bool:
+        """Return whether a buffer is aligned, and its memory not slow to touch."""
+        if not _is_aligned(offset, buffer):
+            return False
+        if self._slow_to_touch:
+            use_small_pages(buffer)
+        return not self._slow_to_touch
 
     def _fill(
         self,

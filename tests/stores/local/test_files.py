@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import os
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -425,6 +426,39 @@ async def test_any_buffers_get_the_bytes_of_their_run(
         await store.files("1").read_into("data", offset, buffers, how=how)
     assert np.array_equal(target, whole[offset : offset + target.size])
     assert seen == sorted(set(seen)) and seen[-1] == (target.size if check else 0)
+
+
+def has_small_pages(address: int) -> bool:
+    """Whether the mapping of an address was advised against huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, stop = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+            inside = start <= address < stop
+        elif inside and line.startswith("VmFlags:"):
+            return "nh" in line.split()
+    raise LookupError(f"no mapping of {address:#x}")
+
+
+async def test_memory_that_is_slow_to_touch_is_filled_through_a_buffer(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What took long for the first buffer is avoided for the later ones."""
+    data = await saved_file(store, BIG)
+    reads = Reads(monkeypatch, page_cache=False)
+    mapping, start = map_pages(2 * BIG)
+    whole = np.frombuffer(mapping, np.uint8)[start : start + 2 * BIG]
+    first, second = whole[:BIG], whole[BIG:]
+    files = store.files("1")
+    await files.read_into("data", 0, [first], how=DIRECT)
+    assert reads.direct == 1, "quick memory stays as it is"
+    monkeypatch.setattr(module, "SLOW_TOUCH_S", -1.0)
+    await files.read_into("data", 0, [first], how=DIRECT)
+    assert reads.direct == 2
+    await files.read_into("data", 0, [second], how=DIRECT)
+    assert reads.direct > 3
+    assert has_small_pages(second.ctypes.data) and not has_small_pages(first.ctypes.data)
+    assert np.array_equal(first, data) and np.array_equal(second, data)
 
 
 async def test_a_file_that_ends_early_is_found_by_direct_reads_too(
