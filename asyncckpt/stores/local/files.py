@@ -48,10 +48,10 @@ BOUNCE_NBYTES = 2 << 20
 """Buffer of a thread for reads past the page cache: what is copied out of it is still in the core's
 cache, and a disk with four such reads in flight is busy."""
 
-SLOW_TOUCH_S = 0.8e-3
-"""CPU time per MiB of a direct read into fresh memory above which the rest is read into small
-pages, through a buffer. Some virtual machines return free huge pages to their host, and get them
-back in 3 ms per MiB; elsewhere these take 0.15 ms, and small pages 0.4 ms."""
+SLOW_TOUCH_S = 1.2e-3
+"""CPU time per MiB of reads into new arrays above which later ones are read into small pages,
+through a buffer. Some virtual machines return free huge pages to their host, and get them back in
+3 ms per MiB. Elsewhere these take 0.15 ms, small pages 0.4 ms, copy and checksum 0.3 ms."""
 
 BUFFERS_PER_CALL = min(1024, os.sysconf("SC_IOV_MAX") if sys.platform != "win32" else 1024)
 """Buffers that one `preadv` takes."""
@@ -119,39 +119,35 @@ class LocalFiles:
             await self._workers.run(self._read_into, path, offset, buffers, how)
 
     def _read_into(self, path: str, offset: int, buffers: Sequence[Bytes], how: Reading) -> None:
+        since = time.thread_time()
         nbytes = sum([buffer.size for buffer in buffers])
-        bypass = not how.shared and nbytes >= DIRECT_READ_MIN_NBYTES
         check = how.check
         with contextlib.ExitStack() as stack:
             fd = self._open_file(path)
             stack.callback(os.close, fd)
             past: _PastCache | None = None
+            bypass = not how.shared and nbytes >= DIRECT_READ_MIN_NBYTES
             if bypass and not cached(fd, offset, nbytes):
                 past = stack.enter_context(self._past_cache(path))
             at = pending_at = offset
             pending: list[Bytes] = []
             for buffer in buffers:
-                if how.direct and past is not None and self._fills_directly(at, buffer):
+                large = how.direct and buffer.size >= DIRECT_READ_MIN_NBYTES
+                if large and self._slow_to_touch:
+                    use_small_pages(buffer)
+                elif large and past is not None and _is_aligned(at, buffer):
                     self._fill(fd, path, past, pending_at, pending, offset, at, check)
-                    since = time.thread_time()
                     done = past.fill(buffer[: buffer.size - buffer.size % PAGE_NBYTES], at)
-                    if time.thread_time() - since > SLOW_TOUCH_S * buffer.size / MIB:
-                        self._slow_to_touch = True
-                    pending, pending_at = [buffer[done:]], at + done
+                    pending, pending_at = [], at + done
                     if check is not None:
                         check(pending_at - offset)
-                elif buffer.size:
+                    at, buffer = at + done, buffer[done:]
+                if buffer.size:
                     pending.append(buffer)
                 at += buffer.size
             self._fill(fd, path, past, pending_at, pending, offset, at, check)
-
-    def _fills_directly(self, offset: int, buffer: Bytes) -> bool:
-        """Return whether a buffer is aligned, and its memory not slow to touch."""
-        if not _is_aligned(offset, buffer):
-            return False
-        if self._slow_to_touch:
-            use_small_pages(buffer)
-        return not self._slow_to_touch
+        if how.direct and time.thread_time() - since > SLOW_TOUCH_S * nbytes / MIB:
+            self._slow_to_touch = True
 
     def _fill(
         self,
@@ -407,8 +403,4 @@ def _first(views: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:
 
 
 def _is_aligned(offset: int, buffer: Bytes) -> bool:
-    return (
-        buffer.size >= DIRECT_READ_MIN_NBYTES
-        and offset % PAGE_NBYTES == 0
-        and buffer.__array_interface__["data"][0] % PAGE_NBYTES == 0
-    )
+    return offset % PAGE_NBYTES == 0 and buffer.__array_interface__["data"][0] % PAGE_NBYTES == 0

@@ -298,6 +298,7 @@ class Reads:
 
         patch.setattr(os, "preadv", preadv)
         patch.setattr(module, "cached", lambda fd, offset, nbytes: page_cache)
+        patch.setattr(module, "SLOW_TOUCH_S", 10.0)  # whatever this machine takes
 
 
 async def saved_file(store: LocalStore, nbytes: int) -> Any:
@@ -450,13 +451,14 @@ async def test_memory_that_is_slow_to_touch_is_filled_through_a_buffer(
     whole = np.frombuffer(mapping, np.uint8)[start : start + 2 * BIG]
     first, second = whole[:BIG], whole[BIG:]
     files = store.files("1")
-    await files.read_into("data", 0, [first], how=DIRECT)
-    assert reads.direct == 1, "quick memory stays as it is"
+    for count in (1, 2):
+        await files.read_into("data", 0, [first], how=DIRECT)
+        assert reads.direct == count, "quick memory stays as it is"
     monkeypatch.setattr(module, "SLOW_TOUCH_S", -1.0)
     await files.read_into("data", 0, [first], how=DIRECT)
-    assert reads.direct == 2
+    assert reads.direct == 3
     await files.read_into("data", 0, [second], how=DIRECT)
-    assert reads.direct > 3
+    assert reads.direct > 4
     assert has_small_pages(second.ctypes.data) and not has_small_pages(first.ctypes.data)
     assert np.array_equal(first, data) and np.array_equal(second, data)
 
