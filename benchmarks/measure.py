@@ -78,7 +78,8 @@ class Case:
 
     Attributes:
         name: unique within its rounds.
-        run: does the work; returns at least `wall_s`, the seconds of its timed part.
+        run: does the work; returns at least `wall_s`, the seconds of its timed part; also `cpu_s`
+            and `extra_nbytes`, if they are those of another process.
         prepare: called before the floor probe that precedes `run`.
         finish: called after the floor probe that follows `run`: compares, deletes, settles.
         floor: seconds that plain system calls take for as many bytes, or None.
@@ -118,7 +119,7 @@ class Case:
         return Sample(
             wall_s=values.pop("wall_s"),
             cpu_s=values.pop("cpu_s", cpu_s),
-            extra_nbytes=extra_nbytes,
+            extra_nbytes=int(values.pop("extra_nbytes", extra_nbytes)),
             floor_before_s=before_s,
             floor_after_s=after_s,
             values=values,

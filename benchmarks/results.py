@@ -43,7 +43,7 @@ SCENARIOS = (
 KEPT_LAST, KEPT_ALL = "KeepLast(1)", "no retention"
 DURABLE, AS_SHIPPED = "durable", "as shipped"
 RETAINED = f"{DURABLE}, {KEPT_LAST}"
-IN_PLACE, OWN = "in place", "own memory"
+IN_PLACE, OWN, NEW_PROCESS = "in place", "own memory", "new process"
 OURS, SAFETENSORS, NO_SAVES = "asyncckpt", "safetensors", "no saves"
 ONE_SHOT, UNPLANNED = f"{OURS}, one-shot", f"{OURS}, first save of a tree"
 REFERENCE = 'JAX loop, snapshot="reference"'

@@ -20,6 +20,7 @@ from benchmarks.results import (
     KEPT_ALL,
     KEPT_LAST,
     LAG,
+    NEW_PROCESS,
     NO_SAVES,
     ONE_SHOT,
     OURS,
@@ -148,7 +149,11 @@ def _cold(results: Results, workload: str) -> Iterator[Verdict]:
             continue
         name = f"cold restore, {column}"
         yield _at_least(workload, f"{name} / raw read", share, ours.floor_ratio, "of the floor")
-        peers = [m for m in results.where(COLD) if m.workload == workload and m.subject != OURS]
+        peers = [
+            m
+            for m in results.where(COLD)
+            if m.workload == workload and m.subject != OURS and m.column != NEW_PROCESS
+        ]
         ratio = _against_best(ours, peers)
         yield _at_least(workload, f"{name} / best peer", COLD_PEER, ratio, "× best peer")
 

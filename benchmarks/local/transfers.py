@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import files, measure
+from benchmarks.local.newprocess import NewProcessRun
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Run
-from benchmarks.results import COLD, IN_PLACE, ONE_SHOT, OWN, SAFETENSORS
+from benchmarks.results import COLD, IN_PLACE, NEW_PROCESS, ONE_SHOT, OURS, OWN, SAFETENSORS
 from benchmarks.subject import Restored, Saved, Subject
 from benchmarks.workloads import (
     Tree,
@@ -124,6 +125,12 @@ def restores(
                 samples=suite.samples(label, workload),
             )
             keys[case.name] = (label, of + column)
+            cases.append(case)
+        if cold and large and label in (OURS, SAFETENSORS):
+            case = NewProcessRun(label, workload, saved).case(
+                f"{label}, {NEW_PROCESS}", floor=floor, fresh_nbytes=workload.fresh_nbytes
+            )
+            keys[case.name] = (label, NEW_PROCESS)
             cases.append(case)
     floor_name = "" if not large else "raw read, cold" if cold else "memcpy"
     for name, samples in suite.rounds(workload, scenario, cases).items():

@@ -15,10 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from asyncckpt import blocking
 from benchmarks import files, machine, measure, report, results, workloads
 from benchmarks.__main__ import main
 from benchmarks.local import elsewhere, memory, processes, targets, training
 from benchmarks.local.floors import Floors
+from benchmarks.local.newprocess import NewProcessRun
 from benchmarks.local.plans import runs
 from benchmarks.local.stall import heartbeat, percentile
 from benchmarks.local.suite import Suite
@@ -39,6 +41,7 @@ from benchmarks.results import (
     KEPT_ALL,
     KEPT_LAST,
     LAG,
+    NEW_PROCESS,
     NO_SAVES,
     ONE_SHOT,
     OURS,
@@ -56,6 +59,7 @@ from benchmarks.results import (
     UNPLANNED,
     WARM,
 )
+from benchmarks.subject import Saved
 from tests import children
 
 MIB = 1 << 20
@@ -567,7 +571,39 @@ def test_small_leaves_are_saved_restored_and_planned(tmp_path: Path) -> None:
     }
 
 
-def test_large_arrays_are_saved_with_retention_and_restored_cold(tmp_path: Path) -> None:
+def test_cold_restores_are_also_those_of_new_processes(tmp_path: Path) -> None:
+    data = run_main(tmp_path, "--only", "cold", "--size", "24", "--scenario", COLD)
+    found = {(m["subject"], m["column"]): m for m in data["measurements"]}
+    assert found.keys() == {
+        *((OURS, column) for column in (IN_PLACE, OWN, NEW_PROCESS)),
+        *((SAFETENSORS, column) for column in (OWN, NEW_PROCESS)),
+    }
+    for library in (OURS, SAFETENSORS):
+        sample = found[library, NEW_PROCESS]["samples"][0]
+        assert sample["cpu_s"] > 0
+    # The best peer is one under the same conditions.
+    targets_ = [v for v in data["verdicts"] if "best peer" in v["metric"]]
+    assert {v["metric"] for v in targets_} == {
+        f"cold restore, {column} / best peer" for column in (OWN, IN_PLACE)
+    }
+
+
+def test_a_new_process_that_restores_something_else_is_found(tmp_path: Path) -> None:
+    saved = workloads.llama(MIB, layers=1)
+    other = workloads.llama(MIB, layers=1, seed=2)
+    blocking.save(tmp_path / "x", saved.tree)
+    for workload in (saved, other):
+        run = NewProcessRun(OURS, workload, Saved(tmp_path / "x", {}))
+        run.prepare()
+        assert run.run()["wall_s"] > 0
+        if workload is saved:
+            run.finish()
+            continue
+        with pytest.raises(AssertionError, match="restored something else in a new process"):
+            run.finish()
+
+
+def test_large_arrays_are_saved_with_retention(tmp_path: Path) -> None:
     data = run_main(tmp_path, "--only", "W3", "--size", "16", "--scenario", SAVE)
     columns = {(m["subject"], m["column"]) for m in data["measurements"]}
     assert {(OURS, RETAINED), (SAFETENSORS, DURABLE), (SAFETENSORS, AS_SHIPPED)} <= columns

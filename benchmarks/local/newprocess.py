@@ -1,0 +1,83 @@
+"""Restores by a process of its own, as by a job that continues: it has used no memory before.
+
+The process is `python -m benchmarks.local.newprocess LIBRARY PATH`, which prints its figures.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import files, measure
+from benchmarks.measure import Run
+from benchmarks.results import OURS
+from benchmarks.subject import Saved
+from benchmarks.workloads import Tree, Workload, flat_arrays
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(slots=True)
+class NewProcessRun(Run):
+    """Restores a checkpoint that is not in the page cache; checksums are compared."""
+
+    library: str
+    workload: Workload
+    saved: Saved
+    _expected: int | None = field(default=None, init=False)
+    _found: int | None = field(default=None, init=False)
+
+    def prepare(self) -> None:
+        if self._expected is None:
+            self._expected = checksum(flat_arrays(self.workload.tree))
+        files.chill(self.saved.path)
+
+    def run(self) -> Mapping[str, float]:
+        module = "benchmarks.local.newprocess"
+        command = [sys.executable, "-m", module, self.library, str(self.saved.path)]
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True)
+        printed = json.loads(done.stdout)
+        self._found = printed.pop("checksum")
+        return {**printed, "device_share": printed["device_share"] / self.workload.nbytes}
+
+    def finish(self) -> None:
+        if self._found is not None and self._found != self._expected:
+            raise AssertionError(f"{self.library} restored something else in a new process")
+
+
+def checksum(arrays: Mapping[str, Any]) -> int:
+    """Return a number that depends on the bytes of all arrays, whatever their order."""
+    return sum(zlib.crc32(array.reshape(-1).view("u1")) for array in arrays.values())
+
+
+def main() -> None:
+    """Restore, and print seconds and checksum."""
+    library, path = sys.argv[1:]
+    if library == OURS:
+        from asyncckpt.blocking import restore
+    else:
+        from safetensors.numpy import load_file as restore
+    before, cpu_s = measure.device_read_nbytes() or 0, measure.cpu_seconds()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    tree: Tree = restore(path)
+    figures = {
+        "wall_s": time.perf_counter() - start,
+        "cpu_s": measure.cpu_seconds() - cpu_s,
+        "extra_nbytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak),
+        "device_share": (measure.device_read_nbytes() or 0) - before,
+        "checksum": checksum(flat_arrays(tree)),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
