@@ -6,7 +6,6 @@ The process is `python -m benchmarks.local.newprocess LIBRARY PATH`, which print
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -66,13 +65,14 @@ def main() -> None:
     else:
         from safetensors.numpy import load_file as restore
     before, cpu_s = measure.device_read_nbytes() or 0, measure.cpu_seconds()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    baseline = measure.resident_nbytes()
+    measure.reset_peak()
     start = time.perf_counter()
     tree: Tree = restore(path)
     figures = {
         "wall_s": time.perf_counter() - start,
         "cpu_s": measure.cpu_seconds() - cpu_s,
-        "extra_nbytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak),
+        "extra_nbytes": measure.peak_nbytes() - baseline,
         "device_share": (measure.device_read_nbytes() or 0) - before,
         "checksum": checksum(flat_arrays(tree)),
     }
