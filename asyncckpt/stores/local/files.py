@@ -197,13 +197,15 @@ class LocalFiles:
                 raise
             yield None
             return
-        with allocating(BOUNCE_NBYTES):
-            bounces = self._bounces
-            buffer = bounces.pop() if bounces else AnonymousMemory().allocate(BOUNCE_NBYTES)
+        bounces = self._bounces
         try:
-            yield _PastCache(fd, buffer)
+            with allocating(BOUNCE_NBYTES):
+                buffer = bounces.pop() if bounces else AnonymousMemory().allocate(BOUNCE_NBYTES)
+            try:
+                yield _PastCache(fd, buffer)
+            finally:
+                bounces.append(buffer)
         finally:
-            bounces.append(buffer)
             os.close(fd)
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:

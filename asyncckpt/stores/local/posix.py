@@ -305,12 +305,16 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def use_small_pages(memory: np.ndarray[Any, Any]) -> None:
-    """Let pages of a buffer that were not touched yet be small ones, where the system can."""
+    """Let pages of a buffer that were not touched yet be small ones, where the system can.
+
+    Also the rest of its first and last page: neighbours then stay one mapping of the kernel, whose
+    number is limited.
+    """
     madvise = None if sys.platform == "darwin" else _c_function("madvise")
     first = int(memory.__array_interface__["data"][0])
-    start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
-    nbytes = (first + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if madvise is not None and nbytes > 0 and hasattr(mmap, "MADV_NOHUGEPAGE"):
+    start = first // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = -(-(first + memory.nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if madvise is not None and hasattr(mmap, "MADV_NOHUGEPAGE"):
         # Only advice: without it, the touch is slow and not wrong.
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_NOHUGEPAGE)
 

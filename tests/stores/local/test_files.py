@@ -22,6 +22,7 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     ClosedError,
     CorruptCheckpointError,
+    ResourceError,
     StoreError,
 )
 from asyncckpt.flow.buffers import map_pages
@@ -376,6 +377,24 @@ async def test_a_file_system_that_refuses_direct_reads_is_read_through_the_page_
     await store.files("1").read_into("data", 0, [aligned, tail], how=DIRECT)
     assert np.array_equal(np.concatenate([aligned, tail]), data)
     assert reads.direct == 0 and reads.buffered
+
+
+async def test_a_file_is_closed_if_there_is_no_memory_to_read_it_past_the_page_cache(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    data = await saved_file(store, BIG)
+    Reads(monkeypatch, page_cache=False)
+    files, buffer = store.files("1"), np.empty(BIG - 8, np.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.AnonymousMemory, "allocate", refuse)
+        with pytest.raises(ResourceError, match="no memory"):
+            await files.read_into("data", 8, [buffer])
+    assert not [name for name in open_files() if name.endswith("data")]
+    await files.read_into("data", 8, [buffer])
+    assert np.array_equal(buffer, data[8:])
 
 
 async def test_what_a_device_refuses_past_the_page_cache_is_an_error(
