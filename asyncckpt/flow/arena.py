@@ -137,6 +137,7 @@ class Arena:
         self._owner = None if recycled is None else weakref.ref(recycled)
         self._mapping: mmap.mmap | None = None
         self._used = self._end = 0
+        self._fresh_nbytes = 0
 
     def take(self, nbytes: int) -> Bytes:
         """Return an uninitialised buffer; page-aligned unless it is small.
@@ -159,15 +160,21 @@ class Arena:
             weakref.finalize(owner, _dropped, self._owner, mapping, start, padded).atexit = False
         return buffer
 
+    def close(self) -> None:
+        """Let kept pages of other sizes make way for as many fresh ones that were taken.
+
+        Not earlier: what is kept for a later buffer would make way for an earlier one.
+        """
+        if self._recycled is not None:
+            self._recycled.free_idle(self._fresh_nbytes)
+
     def _fresh(self, nbytes: int) -> Pages:
-        """Return fresh pages; kept ones of other sizes make way for them."""
         if self._mapping is None or self._used + nbytes > self._end:
             self._map(max(nbytes, min(SLAB_NBYTES, nbytes + self._left)))
-        if self._recycled is not None:
-            self._recycled.free_idle(nbytes)
         mapping, start = self._mapping, self._used
         assert mapping is not None
         self._used += nbytes
+        self._fresh_nbytes += nbytes
         return mapping, start
 
     def _map(self, nbytes: int) -> None:

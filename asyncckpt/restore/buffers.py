@@ -188,6 +188,7 @@ def _memory(
             else:
                 flats[number] = flat = arena.take(nbytes_of[number])
                 values[number] = flat.view(DTYPES[spec.dtype]).reshape(spec.shape)
+    arena.close()
     return values, boxes, flats, sum(nbytes_of)
 
 

@@ -162,9 +162,26 @@ def test_fresh_pages_replace_kept_ones_of_other_sizes(budget: ByteBudget) -> Non
     for nbytes in (1 << 20, 2 << 20, 1 << 20):
         arena = Arena(16 << 20, recycled)
         arrays = [arena.take(nbytes) for _ in range((16 << 20) // nbytes)]
+        arena.close()
         assert recycled.idle_nbytes == 0
         del arrays, arena
         assert recycled.idle_nbytes == 16 << 20
+
+
+def test_one_buffer_without_kept_pages_takes_none_from_later_ones(budget: ByteBudget) -> None:
+    recycled = Recycled(budget)
+    sizes = [1 << 20, 2 << 20, 3 << 20, 1 << 20]
+    arena = Arena(sum(sizes), recycled)
+    arrays = [arena.take(nbytes) for nbytes in sizes]
+    places = set(map(address, arrays))
+    in_use = arrays.pop()
+    del arrays
+    arena = Arena(sum(sizes), recycled)
+    # The first takes the kept megabyte, so that the second has none.
+    again = [arena.take(nbytes) for nbytes in (1 << 20, 1 << 20, 2 << 20, 3 << 20)]
+    arena.close()
+    assert len(places & set(map(address, again))) == 3 and recycled.idle_nbytes == 0
+    assert not any(np.shares_memory(in_use, array) for array in again)
 
 
 def test_pages_that_are_not_kept_return_to_the_system(budget: ByteBudget) -> None:
