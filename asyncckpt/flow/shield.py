@@ -89,7 +89,11 @@ async def mapped(
         for number, item in waiting:
             results[number] = await function(item)
 
-    await together(stream() for _ in range(min(at_once, len(items))))
+    streams = min(at_once, len(items))
+    if streams == 1:
+        await stream()
+    else:
+        await together(stream() for _ in range(streams))
     return [results[number] for number in range(len(items))]
 
 

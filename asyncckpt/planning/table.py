@@ -60,7 +60,7 @@ class Table(Sequence[Row]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         at = index + (self._stop if index < 0 else self._first)
-        return tuple.__new__(self._kind, [column[at].item() for column in self._columns])
+        return tuple.__new__(self._kind, [column.item(at) for column in self._columns])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

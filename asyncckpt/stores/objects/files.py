@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -251,9 +253,8 @@ class _Destination:
         self._buffers = buffers
         self._coming = count
         self._received = received
-        self._ends = np.cumsum([buffer.size for buffer in buffers]) + offset
+        *_, self.stop = self._begins = list(accumulate(map(len, buffers), initial=offset))
         self.start = offset
-        self.stop = int(self._ends[-1])
 
     def arrived(self) -> None:
         """Note that one more range has arrived."""
@@ -263,15 +264,14 @@ class _Destination:
 
     def copy(self, start: int, source: Bytes) -> None:
         """Copy bytes of the object from `start` on into their buffers."""
-        first = int(np.searchsorted(self._ends, start, side="right"))
+        number = bisect_right(self._begins, start) - 1
         done = 0
-        for buffer, end in zip(self._buffers[first:], self._ends[first:].tolist(), strict=True):
-            if done == source.size:
-                return
-            at = start + done - (end - buffer.size)
+        while done < source.size:
+            buffer, at = self._buffers[number], start + done - self._begins[number]
             count = min(buffer.size - at, source.size - done)
             np.copyto(buffer[at : at + count], source[done : done + count])
             done += count
+            number += 1
 
 
 class _Part:
