@@ -36,6 +36,7 @@ FORMS = {
     "remote-save": ("remote-save.md", "Object stores, full form: saves"),
     "remote-restore": ("remote-restore.md", "Object stores, full form: restores"),
     "device": ("device.md", "Saves to a simulated device"),
+    "cuda": ("cuda.md", "Saves from a CUDA device"),
     "scale": ("scale.md", "Ten thousand processes"),
     "processes": ("processes.md", "Saves by several processes"),
     "memory": ("memory.md", "Memory, over budgets and many saves"),
