@@ -22,8 +22,9 @@ MIB = 1 << 20
 COPIES_ON_DISK, FULL_COPIES_ON_DISK = 8, 24
 """At one time: a checkpoint of each peer, the floor's file, one being saved, one probe."""
 
-COPIES_IN_MEMORY = 6
-"""At one time: state, targets, pool, a restored copy, the loop's state and a copy to compare."""
+COPIES_IN_MEMORY = 8
+"""At one time: state, targets, pool, a restored copy, the loop's state and a copy to compare, and
+the memory that is held between samples."""
 
 SPARE_NBYTES = 768 * MIB
 

@@ -84,7 +84,7 @@ class Case:
         finish: called after the floor probe that follows `run`: compares, deletes, settles.
         floor: seconds that plain system calls take for as many bytes, or None.
         fresh_nbytes: memory that `run` may allocate; it is made sure that the machine has so much
-            ready (see `back_memory`).
+            ready (see `Spare`).
         standing_nbytes: memory that the subject keeps between samples, added to their peaks.
         samples: how many, where it is not what the protocol says.
     """
@@ -105,7 +105,7 @@ class Case:
         try:
             # A full collection takes 0.3 s with all peers imported; there is one in each round.
             gc.collect(1)
-            back_memory(self.fresh_nbytes)
+            SPARE.free(self.fresh_nbytes)
             before_s = floor() if floor else None
             baseline = resident_nbytes()
             reset_peak()
@@ -116,6 +116,7 @@ class Case:
             after_s = floor() if floor else None
         finally:
             self.finish()
+            SPARE.hold(self.fresh_nbytes)
         return Sample(
             wall_s=values.pop("wall_s"),
             cpu_s=values.pop("cpu_s", cpu_s),
@@ -212,18 +213,21 @@ def rounds(
     def sampled(case: Case) -> None:
         taken[case.name].append(take(case, protocol, patience))
 
-    for case in cases:
-        if case.samples != 1:
-            guarded(case, functools.partial(case.attempt, with_floor=False))
-    for index in range(protocol.samples):
-        if index >= LEAST_ROUNDS and protocol.is_late():
-            break
-        order = [case for case in cases if case.samples is None or index < case.samples]
-        rng.shuffle(order)
-        gc.collect()
-        for case in order:
-            if case.name not in failed:
-                guarded(case, functools.partial(sampled, case))
+    try:
+        for case in cases:
+            if case.samples != 1:
+                guarded(case, functools.partial(case.attempt, with_floor=False))
+        for index in range(protocol.samples):
+            if index >= LEAST_ROUNDS and protocol.is_late():
+                break
+            order = [case for case in cases if case.samples is None or index < case.samples]
+            rng.shuffle(order)
+            gc.collect()
+            for case in order:
+                if case.name not in failed:
+                    guarded(case, functools.partial(sampled, case))
+    finally:
+        SPARE.release()
     return {name: samples for name, samples in taken.items() if samples}
 
 
@@ -282,23 +286,44 @@ def resident_nbytes() -> int:
     return peak_nbytes() if resident is None else resident
 
 
-def back_memory(nbytes: int) -> None:
-    """So much of the system's free memory is memory that the machine really has.
+class Spare:
+    """Memory that this process holds between samples, and frees right before each.
 
     A virtual machine may hand free pages back to its host within seconds, and getting them again
     costs more than anything that is measured here: first touches at 0.5 GB/s were seen, and at
     20 GB/s right after. Whoever allocates, or writes through the page cache, would pay for it at
-    random. So pages are touched and freed right before a sample.
+    random. What is freed at once before a sample is memory that the machine really has, and what
+    the sample leaves is taken before the host gets it.
     """
-    if nbytes <= 0:
-        return
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    pages = np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE]
-    pages.fill(1)
-    del pages
-    memory.close()
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def hold(self, nbytes: int) -> None:
+        """Hold at least so many bytes, touched; what is held already stays."""
+        if len(self._memory or b"") >= nbytes:
+            return
+        self.release()
+        self._memory = memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE].fill(1)
+
+    def free(self, nbytes: int) -> None:
+        """Free at least so many bytes; if none are needed, go on holding."""
+        if nbytes:
+            self.hold(nbytes)
+            self.release()
+
+    def release(self) -> None:
+        """Free all."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+
+SPARE = Spare()
+"""That of this process: free memory belongs to all cases."""
 
 
 def device_read_nbytes() -> int | None:

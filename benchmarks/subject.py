@@ -39,6 +39,8 @@ class Subject(ABC):
 
     name: ClassVar[str] = ""
     restores_in_place: ClassVar[bool] = True
+    keeps_memory: ClassVar[bool] = False
+    """Whether it uses memory again that it keeps, so that none has to be ready for it."""
 
     directory: Path
     _count: int = field(default=0, init=False)
@@ -54,6 +56,10 @@ class Subject(ABC):
     def restore_into(self, saved: Saved, targets: Tree) -> Restored:
         """Restore a save into the arrays of `targets`."""
         raise NotImplementedError(f"{self.name} cannot restore into given arrays")
+
+    def fresh_nbytes(self, workload: Workload) -> int:
+        """Return the memory that has to be ready for a save or restore of the workload."""
+        return 0 if self.keeps_memory else workload.fresh_nbytes
 
     def discard(self, saved: Saved) -> None:
         """Delete the checkpoint."""

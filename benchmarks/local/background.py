@@ -90,7 +90,7 @@ def _retention(suite: Suite, workload: Workload) -> None:
         cases = []
         for column, subject in ((KEPT_LAST, last), (KEPT_ALL, every)):
             runs = RetainedRun(subject, workload)
-            cases.append(runs.case(column, floor=floor, fresh_nbytes=workload.fresh_nbytes))
+            cases.append(runs.case(column, floor=floor))
         for column, samples in suite.rounds(workload, RETENTION, cases).items():
             suite.add(workload, RETENTION, OURS, column, "raw write" if large else "", samples)
 

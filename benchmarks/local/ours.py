@@ -31,6 +31,7 @@ class AsyncCkpt(Subject):
     """
 
     name: ClassVar[str] = "asyncckpt"
+    keeps_memory: ClassVar[bool] = True
 
     retention: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)

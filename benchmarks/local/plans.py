@@ -26,9 +26,6 @@ from benchmarks.results import (
     WARM,
 )
 
-SHORT_RESHARDED = 16
-"""The short form reshards a state of one part in so many: eight devices on a few cores are slow."""
-
 TRAINED = 4
 """The state of the training with saves has one part in so many of the size."""
 
@@ -38,8 +35,8 @@ WATCHED = 16
 LARGEST = 4
 """W2 once more, so many times as large: the full form, where there is memory for it."""
 
-COPIES_OF_LARGEST = 5
-"""State, targets, pool, and what a peer holds beside them."""
+COPIES_OF_LARGEST = 6
+"""State, targets, pool, what a peer holds beside them, and what is held between samples."""
 
 Runs = dict[str, Callable[[Suite], None]]
 
@@ -79,7 +76,6 @@ def _short(size: int) -> Runs:
         "cold": Plan(llama, frozenset((COLD,))).run,
         "W4z-1k": compressed(1_000),
         "W4z-10k": compressed(10_000),
-        "W7": lambda suite: reshard.run(suite, size // SHORT_RESHARDED),
     }
 
 

@@ -133,7 +133,7 @@ def _saves(suite: Suite, workload: Workload, subjects: Mapping[str, Subject]) ->
             runs.case(
                 label,
                 floor=floor,
-                fresh_nbytes=workload.fresh_nbytes,
+                fresh_nbytes=subject.fresh_nbytes(workload),
                 standing_nbytes=_standing_nbytes(suite, subject, workload),
                 samples=suite.samples(label, workload),
             )

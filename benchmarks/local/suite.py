@@ -23,9 +23,6 @@ from benchmarks.workloads import LARGE_NBYTES, Workload
 
 REPOSITORY = Path(__file__).parents[2]
 
-SHORT_CHILD_S, FULL_CHILD_S = 180.0, 1200.0
-"""Seconds that a scenario in a process of its own may take; then it is killed, and failed."""
-
 SMALL_SAMPLES = 9
 """Runs of a few milliseconds are cheap, and their medians need more of them."""
 
@@ -94,7 +91,6 @@ class Suite:
 
         Raises:
             RuntimeError: the process failed; the message ends with what it said.
-            subprocess.TimeoutExpired: it took longer than any should; it was killed.
         """
         command = [sys.executable, "-m", module, *map(str, arguments)]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -121,7 +121,7 @@ def restores(
             case = runs.case(
                 f"{label}, {column}",
                 floor=floor,
-                fresh_nbytes=workload.fresh_nbytes,
+                fresh_nbytes=subject.fresh_nbytes(workload),
                 samples=suite.samples(label, workload),
             )
             keys[case.name] = (label, of + column)

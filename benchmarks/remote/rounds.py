@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks import measure
-from benchmarks.measure import Sample, back_memory
+from benchmarks.measure import SPARE, Sample
 from tests.simulator import SimulatorProcess
 
 
@@ -53,7 +53,7 @@ class Case(measure.Case):
         if with_floor and probes.last_s is None:
             probes.probe()
         before_s = probes.last_s
-        back_memory(self.fresh_nbytes)
+        SPARE.free(self.fresh_nbytes)
         probes.service.reset()
         try:
             values = dict(self.run())
@@ -64,11 +64,13 @@ class Case(measure.Case):
             values.update(self.after())
         finally:
             self.finish()
+        after_s = probes.probe() if with_floor else None
+        SPARE.hold(self.fresh_nbytes)
         return Sample(
             wall_s=values.pop("wall_s"),
             cpu_s=values.pop("cpu_s"),
             extra_nbytes=int(values.pop("extra_nbytes")),
             floor_before_s=before_s,
-            floor_after_s=probes.probe() if with_floor else None,
+            floor_after_s=after_s,
             values=values,
         )
