@@ -14,7 +14,8 @@ import random
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from asyncckpt.flow.shield import cleaned_up, mapped, to_completion, uninterrupt
 from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, default_budget_nbytes
 from asyncckpt.reports import Progress, nbytes_text
 from asyncckpt.runtime import Runtime
-from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.clients.urls import is_url
 from asyncckpt.stores.objects.failures import reported
@@ -241,7 +242,7 @@ class Measurement:
             keys.append(sent.key)
 
         async def get(number: int) -> None:
-            await self._requests.get(keys[number], 0, point.nbytes)
+            await self._requests.fill(keys[number], _Discarded(stop=point.nbytes))
 
         await self._direction("put", point, put)
         await self._direction("get", point, get)
@@ -286,6 +287,18 @@ class Measurement:
         self._moved_nbytes += nbytes
         if self._progress is not None:
             self._progress(Progress("tune", self._moved_nbytes, self._planned_nbytes))
+
+
+@dataclass(slots=True)
+class _Discarded:
+    """A `Sink` that keeps nothing, so that reads are like those of restores, but without copies."""
+
+    stop: int
+    at: int = 0
+
+    async def put(self, start: int, pieces: Sequence[Body]) -> None:
+        """As `Sink.put`."""
+        self.at = max(self.at, start + sum(map(len, pieces)))
 
 
 _SMALLEST = min(point.moved_nbytes for point in grid(1 << 60, 1 << 60, 0))

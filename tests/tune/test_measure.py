@@ -20,6 +20,8 @@ from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import GIB, KIB, MIB
 from asyncckpt.reports import Progress
+from asyncckpt.stores.objects.clients.client import Take
+from asyncckpt.stores.objects.clients.fsspec_apis import S3Client
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
@@ -177,6 +179,24 @@ async def measure(
 
 async def random_body(nbytes: int) -> bytes:
     return random.Random(0).randbytes(nbytes)
+
+
+async def test_reads_are_measured_as_restores_make_them(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[int] = []
+    receive = S3Client.receive
+
+    async def counted(self: S3Client, key: str, start: int, stop: int, take: Take) -> None:
+        received.append(stop - start)
+        await receive(self, key, start, stop, take)
+
+    monkeypatch.setattr(S3Client, "receive", counted)
+    report = await asyncckpt.tune(
+        "s3://bucket/run", max_nbytes=FEW, storage_options=options(sim, "s3fs")
+    )
+    assert sum(received) == 32 * MIB
+    assert {point.direction for point in report.points} == {"put", "get"}
 
 
 async def test_when_time_runs_out_what_was_measured_is_reported(sim: Simulator) -> None:
