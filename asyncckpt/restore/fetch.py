@@ -1,7 +1,7 @@
 """Fetch: ranges of data files to host memory, straight into destinations where layouts allow it."""
 
-# Rule 1: what goes straight into a destination needs no budget; everything else holds slots, taken
-#   in one acquire before its task exists.
+# Rule 1: what goes straight into a destination needs no budget; everything else holds slots or bytes
+#   of it, taken in one acquire before its task exists.
 # Rule 2: an uncompressed chunk larger than a slot passes through one slot, piece by piece, so that
 #   chunks of any size restore within any budget.
 
@@ -126,17 +126,17 @@ class Fetch:
     async def _lease(self, read: Read) -> tuple[list[Slot], int]:
         """Acquire the slots of a read, and further bytes of the budget; return both.
 
-        The bytes are for copies that the client makes, and for decoded elements of compressed
-        chunks. Requests are cut to the capacity: a read that needs more than the budget runs alone.
+        The bytes are for copies that the client makes, for small chunks between direct ones, and for
+        decoded elements of compressed chunks. Requests are cut to the capacity: a read that needs more than the budget runs alone.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = self._copied_nbytes(read)
         if read.together:
-            if copies:
-                copies += sum(b.nbytes for b in read.batches if not is_direct(b))
-                copies = min(copies, capacity)
-                await self.pool.acquire(copies)
-            return [], copies
+            aside = sum(batch.nbytes for batch in read.batches if not is_direct(batch))
+            extra = min(copies + aside, capacity)
+            if extra:
+                await self.pool.acquire(extra)
+            return [], extra
         (batch,) = read.batches
         encoded = self._decode.encoded_parts(batch)
         largest = max((self._decode.storage(p).chunk_nbytes for p in encoded), default=0)

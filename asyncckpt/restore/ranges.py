@@ -12,7 +12,7 @@ from asyncckpt.planning.restore import ReadBatch
 SPAN_NBYTES = 64 << 20
 """Runs are no longer than this before they are cut."""
 
-ASIDE_NBYTES = 1 << 20
+ASIDE_NBYTES = 4 << 20
 """Small chunks between large ones are read with them up to this size, into memory of their own."""
 
 RUN_NBYTES = 16 << 20
@@ -25,7 +25,7 @@ thirds of what it could, but none of them is still running when all others have 
 
 SLACK = 8
 """Calls exceed these sizes by an eighth at most: they end where a chunk ends, and leave no small
-remainder for a call of its own."""
+remainder for a call of its own, unless it follows a chunk that is as large."""
 
 
 class Read(NamedTuple):
@@ -122,5 +122,7 @@ def _evenly(run: Read, nbytes: int) -> Iterator[Read]:
             if after > most or after - share > share - before:
                 break
             last += 1
+        if ends[-1] - ends[last] <= nbytes // SLACK and left <= RUN_NBYTES + RUN_NBYTES // SLACK:
+            last = len(ends) - 1
         yield Read(run.batches[first : last + 1], run.together)
         first = last + 1

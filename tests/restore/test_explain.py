@@ -10,7 +10,8 @@ import pytest
 
 import asyncckpt
 from asyncckpt import LeafOptions, RestoreOptions, RestoreReport, SaveOptions, ShardedArray
-from asyncckpt.options import MIB
+from asyncckpt.flow.buffers import SlotPool
+from asyncckpt.options import KIB, MIB
 from asyncckpt.restore import pipeline
 
 EXPLAIN = RestoreOptions(explain=True)
@@ -86,3 +87,34 @@ async def test_nothing_is_computed_unless_it_is_asked_for(
     reports: list[RestoreReport] = []
     await asyncckpt.restore(tmp_path / "x", on_report=reports.append)
     assert reports[0].reads == ()
+
+
+@pytest.mark.parametrize("layers", (1, 12))
+async def test_small_arrays_between_large_ones_are_read_with_them(
+    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in layers of a model; what they need beside their destinations counts in the budget."""
+    acquired: list[int] = []
+    acquire = SlotPool.acquire
+
+    async def noted(self: SlotPool, nbytes: int) -> None:
+        acquired.append(nbytes)
+        await acquire(self, nbytes)
+
+    monkeypatch.setattr(SlotPool, "acquire", noted)
+    rng = np.random.default_rng(0)
+    sizes = {"a": 1408 * KIB, "b": 1408 * KIB, "c": 640 * KIB, "d": 640 * KIB}
+    tree = {
+        f"{layer:02}{name}": rng.integers(0, 256, nbytes, np.uint8)
+        for layer in range(layers)
+        for name, nbytes in sizes.items()
+    }
+    await asyncckpt.save(tmp_path / "x", tree)
+    into = {key: np.empty_like(value) for key, value in tree.items()}
+    report = await asyncckpt.restore_into(tmp_path / "x", into, options=EXPLAIN)
+    assert all(np.array_equal(into[key], value) for key, value in tree.items())
+    assert report.reads is not None
+    assert len(report.reads) == (1 if layers == 1 else 6)
+    small = 2 * (640 * KIB + 4) * layers
+    alone = sum(read.nbytes for read in report.reads if read.nbytes < 2 * MIB)
+    assert sum(acquired) == pytest.approx(small - alone, abs=64 * layers)  # padding
