@@ -31,8 +31,6 @@ from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box, Partition, array_spec
 from asyncckpt.spec import Shard as HeldBox
 
-Placements = tuple[Placement, ...]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
@@ -255,7 +253,7 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
 def _divide(
     mesh: DeviceMesh,
     coordinate: tuple[int, ...] | None,
-    placements: Placements,
+    placements: tuple[Placement, ...],
     shape: tuple[int, ...],
 ) -> Division:
     ranks = _ranks(mesh)
