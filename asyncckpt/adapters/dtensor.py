@@ -186,7 +186,8 @@ def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
     if fault is not None:
         text = _text(leaf.placements)
         raise UnsupportedLeafError(f"{path}: this DTensor ({text}) {fault}", path=path, found=text)
-    division = _division(leaf)
+    mesh = leaf.device_mesh
+    division = _divide(mesh, _coordinate(mesh), tuple(leaf.placements), tuple(leaf.shape))
     with torch.no_grad():
         tensor: Any = leaf.to_local()
     if type(tensor).__name__ == "AsyncCollectiveTensor":
@@ -229,11 +230,6 @@ def _fault(kinds: tuple[type[Placement], ...]) -> str | None:
                 "stored; redistribute it to Shard and Replicate"
             )
     return None
-
-
-def _division(leaf: DTensor) -> Division:
-    mesh = leaf.device_mesh
-    return _divide(mesh, _coordinate(mesh), tuple(leaf.placements), tuple(leaf.shape))
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
