@@ -31,8 +31,6 @@ from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box, Partition, array_spec
 from asyncckpt.spec import Shard as HeldBox
 
-Placements = tuple[Placement, ...]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
@@ -188,7 +186,8 @@ def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
     if fault is not None:
         text = _text(leaf.placements)
         raise UnsupportedLeafError(f"{path}: this DTensor ({text}) {fault}", path=path, found=text)
-    division = _division(leaf)
+    mesh = leaf.device_mesh
+    division = _divide(mesh, _coordinate(mesh), tuple(leaf.placements), tuple(leaf.shape))
     with torch.no_grad():
         tensor: Any = leaf.to_local()
     if type(tensor).__name__ == "AsyncCollectiveTensor":
@@ -233,11 +232,6 @@ def _fault(kinds: tuple[type[Placement], ...]) -> str | None:
     return None
 
 
-def _division(leaf: DTensor) -> Division:
-    mesh = leaf.device_mesh
-    return _divide(mesh, _coordinate(mesh), tuple(leaf.placements), tuple(leaf.shape))
-
-
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """Return the coordinate of this process in the mesh, None if it is outside.
 
@@ -255,7 +249,7 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
 def _divide(
     mesh: DeviceMesh,
     coordinate: tuple[int, ...] | None,
-    placements: Placements,
+    placements: tuple[Placement, ...],
     shape: tuple[int, ...],
 ) -> Division:
     ranks = _ranks(mesh)

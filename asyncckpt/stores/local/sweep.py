@@ -72,21 +72,22 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
         StoreError: removing failed.
     """
     removed: list[str] = []
-    dead: list[tuple[str, int]] = []
-    with reported("sweeping", layout.control):
+    dead: list[str] = []
+    with reported("sweeping", layout.control), contextlib.ExitStack() as held:
         if not _leftovers(layout):
             return []
         try:
             with root_lock(layout, wait_s=0.0) as alone:
                 machine = this_machine()
                 for path in _leftovers(layout):
-                    fd = _lock_dead(layout, machine, path, removed, alone)
-                    if fd is not None:
-                        dead.append((path, fd))
+                    with contextlib.ExitStack() as lock:
+                        if _lock_dead(layout, machine, path, lock, removed, alone):
+                            held.push(lock.pop_all())
+                            dead.append(path)
                 if dead:
                     flush_directory(layout.root)
                     flush_directory(layout.control)
-            for path, _ in dead:
+            for path in dead:
                 remove_attempt(path)
                 removed.append(os.path.relpath(path, layout.control))
         except StoreError:
@@ -94,17 +95,18 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
-        finally:
-            for _, fd in dead:
-                unlock(fd)
-                os.close(fd)
     return removed
 
 
 def _lock_dead(
-    layout: Layout, machine: Machine, path: str, removed: list[str], alone: bool
-) -> int | None:
-    """Return a locked descriptor of a leftover if it is proven dead, else None."""
+    layout: Layout,
+    machine: Machine,
+    path: str,
+    held: contextlib.ExitStack,
+    removed: list[str],
+    alone: bool,
+) -> bool:
+    """Lock a leftover until `held` is closed; return whether it is proven dead."""
     owner = read_owner(path)
     ours = owner is not None and owner.machine.host == machine.host
     try:
@@ -114,30 +116,24 @@ def _lock_dead(
         if ours or (owner is None and alone):
             remove_owner(path)
         remove_dead_owner_files(path, machine, layout.root)
-        return None
+        return False
     except OSError:
-        return None  # not a directory: not made by this library
-    removable = False
-    try:
-        locked = try_lock(fd)
-        if locked is False or not leads_to(path, fd):
-            return None
-        if owner is None:
-            if locked:
-                with contextlib.suppress(OSError):  # not empty
-                    os.rmdir(path)
-                    remove_owner(path)
-                    removed.append(os.path.relpath(path, layout.control))
-            return None
-        dead = owner.is_dead(machine, locked, layout.root) and is_abandoned(
-            path, fd, machine, layout.root
-        )
-        removable = dead and not put_back(layout, path)
-        return fd if removable else None
-    finally:
-        if not removable:
-            unlock(fd)
-            os.close(fd)
+        return False  # not a directory: not made by this library
+    held.callback(os.close, fd)
+    held.callback(unlock, fd)
+    locked = try_lock(fd)
+    if locked is False or not leads_to(path, fd):
+        return False
+    if owner is None:
+        if locked:
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(path)
+                remove_owner(path)
+                removed.append(os.path.relpath(path, layout.control))
+        return False
+    if not owner.is_dead(machine, locked, layout.root):
+        return False
+    return is_abandoned(path, fd, machine, layout.root) and not put_back(layout, path)
 
 
 def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:

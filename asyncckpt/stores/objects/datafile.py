@@ -18,7 +18,7 @@ from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIB
 from asyncckpt.ports import Bytes
-from asyncckpt.stores.objects.clients.client import Body, RequestError
+from asyncckpt.stores.objects.clients.client import PUT_MAX_NBYTES, Body, RequestError
 from asyncckpt.stores.objects.context import Context, as_view
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import retried
@@ -180,19 +180,18 @@ class WindowFile(ObjectDataFile):
     """A file of one window.
 
     Raises:
-        UsageError: it is longer than one window, or than one request may send.
+        UsageError: it is longer than one window.
     """
 
     def __init__(self, sending: Sending, path: str, nbytes: int, window_nbytes: int) -> None:
         super().__init__(sending, path)
-        most = min(window_nbytes, self._context.requests.traits.put_max_nbytes)
-        if nbytes > most:
+        if nbytes > window_nbytes:
             location = f"{sending.location}/{path}"
             raise UsageError(
-                f"{location}: a data file of {nbytes} bytes does not fit one request of {most}; "
-                "lower target_data_file_nbytes",
+                f"{location}: a data file of {nbytes} bytes does not fit one request of "
+                f"{window_nbytes}; lower target_data_file_nbytes",
                 location=location,
-                expected=most,
+                expected=window_nbytes,
                 found=nbytes,
             )
         self._nbytes = nbytes
@@ -227,16 +226,15 @@ class SerialFile(ObjectDataFile):
         self._buffer = bytearray()
 
     async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
-        most = self._context.requests.traits.put_max_nbytes
         if offset != len(self._buffer):
             raise self._refused(
                 f"without windows, writes come in order: expected offset {len(self._buffer)}, "
                 f"found {offset}"
             )
-        if offset + len(data) > most:
+        if offset + len(data) > PUT_MAX_NBYTES:
             raise self._refused(
-                f"the index would have more than the {most / MIB:.0f} MiB that one request may "
-                "send; save fewer or larger chunks (chunk_nbytes)"
+                f"the index would have more than the {PUT_MAX_NBYTES / MIB:.0f} MiB that one "
+                "request may send; save fewer or larger chunks (chunk_nbytes)"
             )
         await self._context.run_sized(self._buffer.extend, as_view(data))
         return True

@@ -376,7 +376,6 @@ class Publication:
 
         Logs failures of the store: the checkpoint is committed.
         """
-        finished = False
         async with bounded(
             self._location,
             "the checkpoint is committed, but files for other programs could not be written: %s; "
@@ -389,8 +388,8 @@ class Publication:
                 )
             )
             await write_marks(self.context, self.name, self.fixed)
-            finished = True
-        return finished
+            return True
+        return False
 
     async def settle(self, replaced: Record | None) -> None:
         """Remove the replaced checkpoint, and let the fixed names follow the record.

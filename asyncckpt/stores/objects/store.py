@@ -107,7 +107,6 @@ class ObjectStore:
         plans and buffers can be reused. `concurrency` holds from now on.
         """
         traits, requests = self._requests.traits, self._requests
-        put_max_nbytes = min(traits.put_max_nbytes, PUT_THRESHOLD_NBYTES)
         requests.fix_streams("put", concurrency)
         choice = choose(
             nbytes,
@@ -116,7 +115,6 @@ class ObjectStore:
             copies=traits.put_copies,
             chunk_nbytes=chunk_nbytes,
             data_file_nbytes=data_file_nbytes,
-            put_max_nbytes=put_max_nbytes,
             last=self._choices.pop(nbytes, None),
         )
         self._choices[nbytes] = choice
@@ -130,7 +128,7 @@ class ObjectStore:
             # A file is one request, and a chunk is in one file.
             chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,
-            notes=_clamped(data_file_nbytes, choice.window_nbytes, put_max_nbytes),
+            notes=_clamped(data_file_nbytes, choice.window_nbytes),
         )
 
     async def begin(
@@ -336,11 +334,11 @@ class ObjectStore:
         await self._requests.close()
 
 
-def _clamped(wanted: int | None, chosen: int, put_max_nbytes: int) -> tuple[str, ...]:
+def _clamped(wanted: int | None, chosen: int) -> tuple[str, ...]:
     if wanted is None or chosen >= wanted:
         return ()
     why = "staging memory allows no more (host_memory_nbytes)"
-    if wanted > put_max_nbytes and chosen == put_max_nbytes:
+    if wanted > PUT_THRESHOLD_NBYTES and chosen == PUT_THRESHOLD_NBYTES:
         why = "a data file is one request here, which sends no more"
     return (
         f"data files have at most {nbytes_text(chosen)}, and not target_data_file_nbytes="

@@ -66,14 +66,14 @@ class ExportFile(ObjectDataFile):
             and window_nbytes % traits.part_multiple_nbytes == 0
             and -(-nbytes // window_nbytes) <= traits.part_max_count
         )
-        most = min(COLLECTED_MAX_NBYTES, traits.put_max_nbytes)
-        if not self._in_parts and nbytes > most:
+        if not self._in_parts and nbytes > COLLECTED_MAX_NBYTES:
             location = f"{sending.location}/{path}"
             raise UsageError(
                 f"{location}: {traits.name} cannot send {nbytes} bytes in parts of "
-                f"{window_nbytes}; export files of at most {most} (max_file_nbytes)",
+                f"{window_nbytes}; export files of at most {COLLECTED_MAX_NBYTES} "
+                "(max_file_nbytes)",
                 location=location,
-                expected=most,
+                expected=COLLECTED_MAX_NBYTES,
                 found=nbytes,
             )
         self._new = new

@@ -34,6 +34,9 @@ STEP_NBYTES = 1 * MIB
 twice as long as the hops there and back, and the allocator uses their memory again: the first touch
 of fresh memory would take longer than both."""
 
+PUT_MAX_NBYTES = 4 * GIB
+"""Largest body of one `put`; Azure takes 5,000 MiB, others more."""
+
 Kind = Literal[
     "missing",  # 404 of an object
     "exists",  # 412: the condition of a request does not hold
@@ -120,7 +123,6 @@ class ClientTraits:
         conditional_delete: `delete_version` is available.
         repeats: the library may repeat a PUT whose response was lost, so that a refused
             conditional PUT may have been written.
-        put_max_nbytes: largest body of one `put`; Azure takes 5,000 MiB, others more.
         multipart: the client can send objects in parts.
         parallel_parts: parts may be sent in any order and concurrently.
         part_min_nbytes: smallest part other than the last; parts are multiples of
@@ -133,7 +135,6 @@ class ClientTraits:
     get_copies: int = 1
     receive_nbytes: int | None = None
     conditional_create: bool = False
-    put_max_nbytes: int = 4 * GIB
     multipart: bool = False
     parallel_parts: bool = False
     part_min_nbytes: int = 5 * MIB

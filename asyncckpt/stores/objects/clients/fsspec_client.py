@@ -109,16 +109,12 @@ class FsspecClient(ObjectClient):
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """See `ObjectClient`; libraries read all pages, whatever the limit."""
         path = self._path(prefix)
-        try:
+        entries: Iterable[Mapping[str, Any]] = ()
+        with unless_missing():
             if recursive:
-                found = await self._uncached("_find", path, detail=True)
-                entries: Iterable[Mapping[str, Any]] = found.values()
+                entries = (await self._uncached("_find", path, detail=True)).values()
             else:
                 entries = await self._uncached("_ls", path, detail=True)
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
-            return []
         root = self._root.strip("/")
         return sorted(_entries(entries, path, root, recursive=recursive))[: limit + 1]
 

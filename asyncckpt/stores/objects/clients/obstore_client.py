@@ -229,6 +229,7 @@ class ObstoreClient(ObjectClient):
         if self._other is None:
             try:
                 found = await (self._all(below, limit) if recursive else self._level(below))
+                return sorted(found)[: limit + 1]
             except RequestError as error:
                 if error.kind == "missing":
                     error.kind = "no_bucket"  # no object was asked for
@@ -238,9 +239,6 @@ class ObstoreClient(ObjectClient):
                     error.detail += "; install s3fs or gcsfs, or delete the object"
                     raise
                 self._other = self._make_other()
-            else:
-                found.sort(key=lambda entry: entry.key)
-                return found[: limit + 1]
         return await self._other.list(prefix, recursive=recursive, limit=limit)
 
     async def delete(self, keys: Sequence[str]) -> None:

@@ -122,7 +122,6 @@ def choose(
     copies: int,
     chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
     data_file_nbytes: int | None = None,
-    put_max_nbytes: int = PUT_THRESHOLD_NBYTES,
     last: Choice | None = None,
 ) -> Choice:
     """Return the sizes for a state of `nbytes` that are fastest within the budget.
@@ -136,7 +135,6 @@ def choose(
         data_file_nbytes: data-file size that the caller asks for; files are shorter, or longer by
             up to `STRETCH`, where all streams then send equally many. Larger than one request may
             be, it is clamped.
-        put_max_nbytes: largest body of one request.
         last: the previous choice, kept unless something is a tenth faster.
     """
 
@@ -145,11 +143,10 @@ def choose(
         return budget_nbytes // (window_nbytes * (1 + copies)) - 1
 
     tight = room(LEAST_NBYTES) < traffic.streams // 2
-    put_max_nbytes = min(put_max_nbytes, PUT_THRESHOLD_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
-    sizes = set(_options(chunk_nbytes, put_max_nbytes))
-    shares = set(_shares(nbytes, traffic.streams, put_max_nbytes))
+    sizes = set(_options(chunk_nbytes))
+    shares = set(_shares(nbytes, traffic.streams))
     if data_file_nbytes is not None:
-        data_file_nbytes = min(data_file_nbytes, put_max_nbytes)
+        data_file_nbytes = min(data_file_nbytes, PUT_THRESHOLD_NBYTES)
         sizes = {size for size in sizes if size < data_file_nbytes}
         shares = {size for size in shares if 1 < size / data_file_nbytes <= STRETCH}
         asked = {data_file_nbytes, *shares}
@@ -160,7 +157,7 @@ def choose(
         Choice(size, _pages(size), 0, 0.0, data_file_nbytes)
         for size in sorted(sizes)
         if room(_pages(size)) >= 1
-        and (tight or data_file_nbytes is not None or size >= min(LEAST_NBYTES, put_max_nbytes))
+        and (tight or data_file_nbytes is not None or size >= LEAST_NBYTES)
     ]
     smallest = Choice(LEAST_WINDOW_NBYTES, LEAST_WINDOW_NBYTES, 1, 0.0, data_file_nbytes)
     timed = [_timed(option, nbytes, traffic, room) for option in options or [smallest]]
@@ -185,21 +182,21 @@ def fits_chunk_nbytes(chunk_nbytes: int, window_nbytes: int) -> int:
     return min(chunk_nbytes, window_nbytes - PAGE_NBYTES)
 
 
-def _options(chunk_nbytes: int, put_max_nbytes: int) -> Iterator[int]:
+def _options(chunk_nbytes: int) -> Iterator[int]:
     """Yield sizes of files that the store takes, whatever the memory."""
     whole = chunk_nbytes + PAGE_NBYTES  # a chunk and its trailer, up to the next page
     whole *= max(1, DEFAULT_CHUNK_NBYTES // whole)
     sizes = {size * MIB for size in WINDOWS_MIB if size * MIB < whole}
     sizes |= {count * whole for count in WINDOW_CHUNKS}
     for size in sizes:
-        yield min(_pages(size), put_max_nbytes)
+        yield min(_pages(size), PUT_THRESHOLD_NBYTES)
 
 
-def _shares(nbytes: int, streams: int, put_max_nbytes: int) -> Iterator[int]:
+def _shares(nbytes: int, streams: int) -> Iterator[int]:
     """Yield sizes of files with which every stream sends just so many."""
     for waves in range(1, WAVES + 1):
         size = _roomy(nbytes // (waves * streams))
-        if LEAST_NBYTES <= size <= put_max_nbytes:
+        if LEAST_NBYTES <= size <= PUT_THRESHOLD_NBYTES:
             yield size
 
 

@@ -49,7 +49,6 @@ def s3(nbytes: int, budget_nbytes: int, **more: object) -> Choice:
     copies=st.integers(0, 3),
     asked=st.none() | st.integers(SLOT, 1 << 42),
     chunk_nbytes=st.sampled_from([4096, 1 * MIB, DEFAULT_CHUNK_NBYTES, 1 * GIB]),
-    put_max_nbytes=st.sampled_from([32 * MIB, 5 * GIB]),
 )
 def test_the_budget_and_the_rules_of_the_store_hold_always(
     nbytes: int,
@@ -58,7 +57,6 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
     copies: int,
     asked: int | None,
     chunk_nbytes: int,
-    put_max_nbytes: int,
 ) -> None:
     choice = choose(
         nbytes,
@@ -67,7 +65,6 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
         copies=copies,
         chunk_nbytes=chunk_nbytes,
         data_file_nbytes=asked,
-        put_max_nbytes=put_max_nbytes,
     )
     window, file = choice.window_nbytes, choice.data_file_nbytes
     assert held(choice, copies) <= budget_nbytes
@@ -76,7 +73,7 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
     assert window % PAGE_NBYTES == 0
     if asked is not None:
         assert file <= max(STRETCH * asked, asked + PAGE_NBYTES)
-    assert file <= window <= min(put_max_nbytes, PUT_THRESHOLD_NBYTES)
+    assert file <= window <= PUT_THRESHOLD_NBYTES
     assert choice.expected_s > 0
     assert choice == choose(
         nbytes,
@@ -85,7 +82,6 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
         copies=copies,
         chunk_nbytes=chunk_nbytes,
         data_file_nbytes=asked,
-        put_max_nbytes=put_max_nbytes,
         last=choice,
     )
 
