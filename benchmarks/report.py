@@ -112,8 +112,9 @@ Rates and times:
 
 Memory, CPU and checks:
 
-- Right before each sample, as much free memory as it may need is touched and freed, because virtual
-  machines return free pages to their host and get them back slowly.
+- The memory that a sample may need is held between samples and freed right before it, because
+  virtual machines return free pages to their host and get them back slowly. Those who keep memory
+  of their own get none.
 - *Extra memory* is the peak of resident memory above the amount that was resident before, including
   the pool that asyncckpt keeps for saves.
 - CPU seconds are those of the process. They do not include the kernel's write-back of buffered
