@@ -8,6 +8,7 @@ process's writes until the record is published. It is not part of the checkpoint
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -268,14 +269,9 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
     ends = np.cumsum(sizes).tolist()
     if sizes.size != columns["value_chunk"].size or (ends or [0])[-1] != columns["values"].size:
         raise ValueError("small values and their lengths differ")
-    stored = columns["values"].tobytes()
-    starts = [0, *ends]
-    values = {
-        chunk: stored[starts[number] : end]
-        for number, (chunk, end) in enumerate(
-            zip(columns["value_chunk"].tolist(), ends, strict=True)
-        )
-    }
+    stored, chunks = columns["values"].tobytes(), columns["value_chunk"].tolist()
+    spans = itertools.pairwise([0, *ends])
+    values = {chunk: stored[a:b] for chunk, (a, b) in zip(chunks, spans, strict=True)}
     fields: dict[str, Any] = {name: header[name] for name in _PROCESS}
     fields |= {name: columns[name] for name in _WRITTEN + _COMPARED}
     return Entries(
