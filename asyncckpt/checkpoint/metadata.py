@@ -353,17 +353,13 @@ def number_rows(
     storages: Sequence[Storage | StoredSpec], arrays: ArrayTable
 ) -> tuple[tuple[int, ...], int]:
     """Return the first chunk row of every array, and the number of rows."""
-    counts = [storage.grid.chunk_count for storage in storages]
-    first_rows: list[int] = []
-    rows = 0
-    tied = arrays.tied
-    for index, spec in enumerate(arrays.spec):
-        if index in tied:
-            first_rows.append(first_rows[tied[index]])
-        else:
-            first_rows.append(rows)
-            rows += counts[spec]
-    return tuple(first_rows), rows
+    kinds = np.array([storage.grid.chunk_count for storage in storages], np.int64)
+    counts = kinds[np.array(arrays.spec, np.intp)]
+    tied = list(arrays.tied)
+    counts[tied] = 0
+    first_rows = np.cumsum(counts) - counts
+    first_rows[tied] = first_rows[list(arrays.tied.values())]
+    return tuple(first_rows.tolist()), int(counts.sum())
 
 
 async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> ChunkIndex:
