@@ -203,13 +203,9 @@ class FilesWriter:
             self.target.progress(Progress("convert", min(self._done_nbytes, total), total))
 
     async def _window(self, file: DataFile, slot: Slot, window: Window) -> bool:
-        data = slot.buffer[: window.nbytes]
-        await self._compute.run(self._fill, window, data)
-        if not self._positional:
-            del data  # the body must be the only view
-            reusable = await file.write(window.offset, slot.body(window.nbytes))
-        else:
-            reusable = await file.write(window.offset, data)
+        await self._compute.run(self._fill, window, slot.buffer[: window.nbytes])
+        # No other view of the slot may exist now: a client keeps the body as long as it sends it.
+        reusable = await file.write(window.offset, slot.body(window.nbytes))
         self._written(window.nbytes)
         return reusable
 
