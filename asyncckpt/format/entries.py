@@ -115,20 +115,17 @@ class Parts:
     @classmethod
     def joined(cls, all_parts: Sequence[Parts]) -> Parts:
         """Return the concatenated parts of several processes."""
-        rank = max([parts.box.shape[2] for parts in all_parts], default=0)
-        boxes = [np.zeros((0, 2, rank), np.int64)]
+        all_parts = [NOTHING, *all_parts]
+        rank = max(parts.box.shape[2] for parts in all_parts)
+        boxes = []
         for parts in all_parts:
             box = np.zeros((len(parts), 2, rank), np.int64)
             box[:, 1] = 1
             box[:, :, : parts.box.shape[2]] = parts.box
             boxes.append(box)
-        return cls(
-            np.concatenate([NOTHING.array, *(parts.array for parts in all_parts)]),
-            np.concatenate([NOTHING.nbytes, *(parts.nbytes for parts in all_parts)]),
-            np.concatenate([NOTHING.crc, *(parts.crc for parts in all_parts)]),
-            np.concatenate(boxes),
-            np.concatenate([NOTHING.values, *(parts.values for parts in all_parts)]),
-        )
+        columns = ("array", "nbytes", "crc", "values")
+        joined = {c: np.concatenate([getattr(p, c) for p in all_parts]) for c in columns}
+        return cls(box=np.concatenate(boxes), **joined)
 
 
 NOTHING = Parts.of(())
