@@ -26,6 +26,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.codecs import RAW, ZSTD, Codec
 from asyncckpt.format.crc import crc32c
+from asyncckpt.format.damage import corrupt
 from asyncckpt.format.record import RECORD_NAME, decode_record
 from asyncckpt.format.record_values import (
     ArrayTable,
@@ -353,17 +354,13 @@ def number_rows(
     storages: Sequence[Storage | StoredSpec], arrays: ArrayTable
 ) -> tuple[tuple[int, ...], int]:
     """Return the first chunk row of every array, and the number of rows."""
-    counts = [storage.grid.chunk_count for storage in storages]
-    first_rows: list[int] = []
-    rows = 0
-    tied = arrays.tied
-    for index, spec in enumerate(arrays.spec):
-        if index in tied:
-            first_rows.append(first_rows[tied[index]])
-        else:
-            first_rows.append(rows)
-            rows += counts[spec]
-    return tuple(first_rows), rows
+    kinds = np.array([storage.grid.chunk_count for storage in storages], np.int64)
+    counts = kinds[np.array(arrays.spec, np.intp)]
+    tied = list(arrays.tied)
+    counts[tied] = 0
+    first_rows = np.cumsum(counts) - counts
+    first_rows[tied] = first_rows[list(arrays.tied.values())]
+    return tuple(first_rows.tolist()), int(counts.sum())
 
 
 async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> ChunkIndex:
@@ -388,19 +385,12 @@ async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Work
 def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkIndex:
     place = record.chunk_index
     path = record.files[place.file].path
-    # Without its own trailing CRC: including it would give the same CRC for every index.
-    found = crc32c(data[:-CRC_NBYTES])
-    if found != place.crc32c:
-        raise CorruptCheckpointError(
-            f"{location}: the chunk index in {path} is damaged: its CRC-32C is "
-            f"{found:08x}, the record says {place.crc32c:08x}; restore an older step",
-            file=path,
-            offset=place.offset,
-            location=location,
-            expected=place.crc32c,
-            found=found,
-        )
     try:
+        # Without its own trailing CRC: including it would give the same CRC for every index.
+        found = crc32c(data[:-CRC_NBYTES])
+        if found != place.crc32c:
+            reason = f"its CRC-32C is {found:08x}, the record says {place.crc32c:08x}"
+            raise corrupt("the chunk index", reason, file=path, expected=place.crc32c, found=found)
         index = decode_chunk_index(data.tobytes(), file=path)
         record.validate_index(index)
     except CorruptCheckpointError as error:

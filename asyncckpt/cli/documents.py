@@ -74,18 +74,10 @@ def verification(report: VerifyReport) -> dict[str, Any]:
 
 def difference(report: DiffReport) -> dict[str, Any]:
     """Return the JSON of a comparison."""
-    return {
-        "equal": report.equal,
-        **dataclasses.asdict(report),
-        "changed": [
-            {
-                **dataclasses.asdict(leaf),
-                "largest": number(leaf.largest),
-                "largest_relative": number(leaf.largest_relative),
-            }
-            for leaf in report.changed
-        ],
-    }
+    document = dataclasses.asdict(report)
+    for leaf in document["changed"]:
+        leaf.update({name: number(leaf[name]) for name in ("largest", "largest_relative")})
+    return {"equal": report.equal, **document}
 
 
 def scalar(value: Any) -> Any:

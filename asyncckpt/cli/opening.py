@@ -169,15 +169,9 @@ def candidates(root: str, options: Options) -> list[int]:
 
     If none has one, return all: they may belong to another library.
     """
-    if is_url(root):
-        return _at_store(root, options, _candidates)
-    try:
-        names = os.listdir(without_scheme(root))
-    except OSError:
+    if not is_url(root) and not os.path.isdir(without_scheme(root)):
         return []
-    steps = sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
-    ours = [step for step in steps if has_record(child(root, step), options)]
-    return ours or steps
+    return _at_store(root, options, _candidates)
 
 
 def verify_step(

@@ -18,7 +18,7 @@ from asyncckpt.convert.tiles import chunk_shape_for
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.format.scalars import decode_scalar
-from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
+from asyncckpt.options import INLINE_NBYTES, LeafOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.ports import Source
 from asyncckpt.save.plan_cache import LayoutCache, layout_of, terms_for
@@ -101,7 +101,17 @@ async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) 
     )
     layouts = LayoutCache()
     if target.orbax:
-        await _check_orbax(target, opened.location, taken, options, layouts)
+        terms = terms_for(target.runtime, target.store, taken.nbytes, options)
+        compute = target.runtime.engine.compute
+        layout = await layout_of(taken, terms, cache=layouts, compute=compute)
+        if layout.orbax is None:
+            raise UnsupportedLeafError(
+                f"{opened.location}: Orbax cannot restore this tree, so it was not "
+                f"exported: {'; '.join(layout.notes)}. Convert it without --orbax, or save it "
+                "again without that leaf",
+                location=opened.location,
+                found=layout.notes,
+            )
     step = _step_of(target.name)
     saved_step = None if opened.record is None else opened.record.step
     if saved_step is None:
@@ -132,25 +142,6 @@ async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) 
 def _step_of(name: str) -> int | None:
     """Return the step whose name this is, None for other names."""
     return int(name) if STEP_NAME.fullmatch(name) else None
-
-
-async def _check_orbax(
-    target: Target,
-    location: str,
-    taken: Snapshot,
-    options: SaveOptions,
-    layouts: LayoutCache,
-) -> None:
-    terms = terms_for(target.runtime, target.store, taken.nbytes, options)
-    layout = await layout_of(taken, terms, cache=layouts, compute=target.runtime.engine.compute)
-    if layout.orbax is None:
-        raise UnsupportedLeafError(
-            f"{location}: Orbax cannot restore this tree, so it was not "
-            f"exported: {'; '.join(layout.notes)}. Convert it without --orbax, or save it "
-            "again without that leaf",
-            location=location,
-            found=layout.notes,
-        )
 
 
 def _leaf_options(

@@ -234,7 +234,7 @@ def _with_values(described: LeafDifference | None, pair: _Pair) -> LeafDifferenc
         size=pair.sides[0].spec.size,
         count=found.count,
         nan_count=found.nan_count,
-        largest=found.largest_absolute,
+        largest=max(0.0, found.largest),
         largest_relative=found.largest_relative,
         index=found.index,
     )

@@ -24,7 +24,10 @@ Values = npt.NDArray[Any]
 
 @dataclass(slots=True)
 class Difference:
-    """Differences of the elements compared so far; see `LeafDifference`."""
+    """Differences of the elements compared so far; see `LeafDifference`.
+
+    `largest` is below zero if no element is a number in both.
+    """
 
     count: int = 0
     nan_count: int = 0
@@ -67,11 +70,6 @@ class Difference:
         self.count += other.count
         self.nan_count += other.nan_count
         self.largest_relative = max(self.largest_relative, other.largest_relative)
-
-    @property
-    def largest_absolute(self) -> float:
-        """Largest absolute difference; zero if no element is a number in both."""
-        return max(0.0, self.largest)
 
 
 def _bits(values: Values) -> Values:

@@ -47,13 +47,17 @@ CASTS = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor: number of its array in the snapshot, name and spec as stored, file and offset."""
+    """One tensor: number of its array in the snapshot, name and spec as stored, file and offset.
+
+    A `tiled` one is written tile by tile after all windows of its file.
+    """
 
     number: int
     name: str
     spec: ArraySpec
     file: int
     offset: int
+    tiled: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +70,7 @@ class FilesPlan:
         file_nbytes: their sizes.
         tensors: all tensors, by file and offset.
         windows: the files cut into slots. A piece's `array` is an index into `tensors`, or below
-            zero for a header; pieces of `tiled` tensors are left out.
-        tiled: indices of tensors that are written tile by tile after all windows.
+            zero for a header; pieces of tiled tensors are left out.
         index: name and content of the index of a set, or None.
     """
 
@@ -76,7 +79,6 @@ class FilesPlan:
     file_nbytes: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     windows: tuple[Window, ...]
-    tiled: tuple[int, ...]
     index: tuple[str, bytes] | None
 
 
@@ -160,11 +162,10 @@ def plan_files(
         headers.append(header)
         sizes.append(len(header) + sum(spec.nbytes for _, spec in rows))
         placed = [
-            Tensor(number, row[0], row[1], file, offset)
+            Tensor(number, *row, file, offset, tiled[number])
             for number, row, offset in zip(numbers, rows, offsets, strict=True)
         ]
         tensors += sorted(placed, key=lambda tensor: tensor.offset)
-    later = tuple(row for row, tensor in enumerate(tensors) if tiled[tensor.number])
     index = None
     if len(files) > 1:
         total = sum(tensor.spec.nbytes for tensor in tensors)
@@ -175,8 +176,7 @@ def plan_files(
         headers=tuple(headers),
         file_nbytes=tuple(sizes),
         tensors=tuple(tensors),
-        windows=_windows(headers, sizes, tensors, set(later)),
-        tiled=later,
+        windows=_windows(headers, sizes, tensors),
         index=index,
     )
 
@@ -244,16 +244,13 @@ def _metadata(
 
 
 def _windows(
-    headers: Sequence[bytes],
-    sizes: Sequence[int],
-    tensors: Sequence[Tensor],
-    later: set[int],
+    headers: Sequence[bytes], sizes: Sequence[int], tensors: Sequence[Tensor]
 ) -> tuple[Window, ...]:
     rows = [(-1 - file, file, 0, len(header)) for file, header in enumerate(headers)]
     rows += [
         (row, tensor.file, tensor.offset, tensor.spec.nbytes)
         for row, tensor in enumerate(tensors)
-        if row not in later and tensor.spec.nbytes
+        if tensor.spec.nbytes and not tensor.tiled
     ]
     rows.sort(key=lambda row: (row[1], row[2]))
     array, file, offset, nbytes = (np.array(column, np.int64) for column in zip(*rows, strict=True))

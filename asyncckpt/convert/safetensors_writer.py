@@ -152,10 +152,6 @@ class FilesWriter:
         """
         plan = self.plan
         windows = {file: list(own) for file, own in groupby(plan.windows, attrgetter("file"))}
-        tiled = {
-            file: [plan.tensors[row] for row in rows]
-            for file, rows in groupby(plan.tiled, key=lambda row: plan.tensors[row].file)
-        }
         try:
             async with asyncio.TaskGroup() as sealing:
                 for number, name in enumerate(plan.names):
@@ -165,7 +161,7 @@ class FilesWriter:
                         window_nbytes=None if self._positional else self.pool.slot_nbytes,
                     )
                     await self._each(partial(self._window, file), windows[number])
-                    await self._each(partial(self._tile, file), self._tiles(tiled.get(number, ())))
+                    await self._each(partial(self._tile, file), self._tiles(number))
                     sealing.create_task(file.seal(plan.file_nbytes[number]))
         except BaseExceptionGroup as errors:
             raise leading_error(errors) from None
@@ -190,8 +186,10 @@ class FilesWriter:
 
         await together(stream() for _ in range(self.concurrency))
 
-    def _tiles(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Box]]:
-        for tensor in tensors:
+    def _tiles(self, file: int) -> Iterator[tuple[Tensor, Box]]:
+        for tensor in self.plan.tensors:
+            if tensor.file != file or not tensor.tiled:
+                continue
             # Counted in the dtype that is read, whose elements may be wider than the stored ones.
             itemsize = max(tensor.spec.itemsize, self.taken.sources[tensor.number].spec.itemsize)
             parts = self.reader.parts(self.taken.array_leaf[tensor.number])
@@ -205,13 +203,9 @@ class FilesWriter:
             self.target.progress(Progress("convert", min(self._done_nbytes, total), total))
 
     async def _window(self, file: DataFile, slot: Slot, window: Window) -> bool:
-        data = slot.buffer[: window.nbytes]
-        await self._compute.run(self._fill, window, data)
-        if not self._positional:
-            del data  # the body must be the only view
-            reusable = await file.write(window.offset, slot.body(window.nbytes))
-        else:
-            reusable = await file.write(window.offset, data)
+        await self._compute.run(self._fill, window, slot.buffer[: window.nbytes])
+        # No other view of the slot may exist now: a client keeps the body as long as it sends it.
+        reusable = await file.write(window.offset, slot.body(window.nbytes))
         self._written(window.nbytes)
         return reusable
 

@@ -92,12 +92,12 @@ def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
     Raises:
         ChunkError: the frame is damaged or holds another number of bytes.
     """
-    if len(parts) == 1 and _states_size(parts[0], nbytes):
-        return _decompress_at_once(parts[0], nbytes)
-    out = np.empty(nbytes, np.uint8)
-    view = memoryview(out)
-    filled = 0
     try:
+        if len(parts) == 1 and zstandard.frame_content_size(memoryview(parts[0])) == nbytes:
+            return _decompress_at_once(parts[0], nbytes)
+        out = np.empty(nbytes, np.uint8)
+        view = memoryview(out)
+        filled = 0
         with zstandard.ZstdDecompressor().stream_reader(cast(Any, _Parts(parts))) as reader:
             while filled < nbytes:
                 count = reader.readinto(view[filled:])
@@ -121,23 +121,14 @@ _idle: list[zstandard.ZstdDecompressor] = []
 threads that decompressed at the same time."""
 
 
-def _states_size(frame: Bytes, nbytes: int) -> bool:
-    """Return whether a frame declares this size, which zstd then enforces."""
-    try:
-        return zstandard.frame_content_size(memoryview(frame)) == nbytes
-    except zstandard.ZstdError:
-        return False
-
-
 def _decompress_at_once(frame: Bytes, nbytes: int) -> Bytes:
+    """Return the content of a frame that declares this size, which zstd then enforces."""
     try:
         context = _idle.pop()
     except IndexError:
         context = zstandard.ZstdDecompressor()
     try:
         data = context.decompress(memoryview(frame), max_output_size=nbytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ChunkError(f"the zstd frame does not decode: {error}") from None
     finally:
         _idle.append(context)
     return np.frombuffer(data, np.uint8)

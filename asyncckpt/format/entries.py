@@ -8,6 +8,7 @@ process's writes until the record is published. It is not part of the checkpoint
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -114,20 +115,17 @@ class Parts:
     @classmethod
     def joined(cls, all_parts: Sequence[Parts]) -> Parts:
         """Return the concatenated parts of several processes."""
-        rank = max([parts.box.shape[2] for parts in all_parts], default=0)
-        boxes = [np.zeros((0, 2, rank), np.int64)]
+        all_parts = [NOTHING, *all_parts]
+        rank = max(parts.box.shape[2] for parts in all_parts)
+        boxes = []
         for parts in all_parts:
             box = np.zeros((len(parts), 2, rank), np.int64)
             box[:, 1] = 1
             box[:, :, : parts.box.shape[2]] = parts.box
             boxes.append(box)
-        return cls(
-            np.concatenate([NOTHING.array, *(parts.array for parts in all_parts)]),
-            np.concatenate([NOTHING.nbytes, *(parts.nbytes for parts in all_parts)]),
-            np.concatenate([NOTHING.crc, *(parts.crc for parts in all_parts)]),
-            np.concatenate(boxes),
-            np.concatenate([NOTHING.values, *(parts.values for parts in all_parts)]),
-        )
+        columns = ("array", "nbytes", "crc", "values")
+        joined = {c: np.concatenate([getattr(p, c) for p in all_parts]) for c in columns}
+        return cls(box=np.concatenate(boxes), **joined)
 
 
 NOTHING = Parts.of(())
@@ -268,14 +266,9 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
     ends = np.cumsum(sizes).tolist()
     if sizes.size != columns["value_chunk"].size or (ends or [0])[-1] != columns["values"].size:
         raise ValueError("small values and their lengths differ")
-    stored = columns["values"].tobytes()
-    starts = [0, *ends]
-    values = {
-        chunk: stored[starts[number] : end]
-        for number, (chunk, end) in enumerate(
-            zip(columns["value_chunk"].tolist(), ends, strict=True)
-        )
-    }
+    stored, chunks = columns["values"].tobytes(), columns["value_chunk"].tolist()
+    spans = itertools.pairwise([0, *ends])
+    values = {chunk: stored[a:b] for chunk, (a, b) in zip(chunks, spans, strict=True)}
     fields: dict[str, Any] = {name: header[name] for name in _PROCESS}
     fields |= {name: columns[name] for name in _WRITTEN + _COMPARED}
     return Entries(

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.errors import CorruptCheckpointError, UsageError
+from asyncckpt.format.fields import check_form
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box, ChunkGrid
 
@@ -32,6 +33,7 @@ NAME = "torch.distributed.checkpoint"
 """Key of the JSON object in the metadata of a record."""
 
 VERSION = 1
+_FORM = {"version": object, "paths": (dict,), "shards": dict, "opaque": [str]}
 
 MAX_SHARDS = 1 << 22
 """Most shards of one tensor, so that damaged or hostile metadata cannot exhaust the memory."""
@@ -144,18 +146,14 @@ def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
     if stored is None:
         return None
     try:
-        version, paths, shards, opaque = (
-            stored[name] for name in ("version", "paths", "shards", "opaque")
-        )
+        check_form(stored, _FORM)
+        version, paths, shards, opaque = (stored[name] for name in _FORM)
         if version != VERSION:
             raise ValueError(f"version {version!r:.40}, this release reads {VERSION}")
-        if not isinstance(shards, dict) or not isinstance(opaque, list):
-            raise TypeError("its fields have other types")
         if paths is not None:
             paths = {key: _path(path) for key, path in paths.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise _damaged(location, str(error)) from None
-
     return Layout(paths, frozenset(opaque), shards, location)
 
 

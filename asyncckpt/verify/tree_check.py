@@ -23,17 +23,18 @@ PROBLEMS_MAX = 20
 
 
 def check_database(
-    record: CommitRecord, index: ChunkIndex, contents: Mapping[int, bytes]
+    record: CommitRecord, index: ChunkIndex, contents: Mapping[str, bytes]
 ) -> list[str]:
     """Return descriptions of all contradictions. Blocking.
 
     Args:
         record: the commit record.
         index: the chunk index.
-        contents: bytes of the manifest and of the index file, by number in the record.
+        contents: bytes of the manifest and of the index file, by path.
     """
     prefix = f"{record.database}/"
-    files = {record.files[n].path.removeprefix(prefix): data for n, data in contents.items()}
+    files = {path.removeprefix(prefix): data for path, data in contents.items()}
+    # Checksums do not tell them apart: a manifest ends with its own, so all of a length share one.
     if files.get("manifest.ocdbt") != record.manifest:
         return ["manifest.ocdbt differs from the manifest in the commit record"]
 

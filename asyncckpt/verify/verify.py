@@ -74,7 +74,7 @@ class _Verify:
         self._damages: list[Damage] = []
         self._read_nbytes = 0
         self._total_nbytes = sum(file.nbytes for file in self.record.files)
-        self._kept: dict[int, bytearray] = {}
+        self._kept: dict[str, bytearray] = {}
         self._sizes: dict[str, int] = {}
         self._index = _NO_CHUNKS  # where it cannot be read
 
@@ -89,13 +89,10 @@ class _Verify:
             self._index = await read_index(opened.files, record, self.runtime.engine.compute)
         except (CorruptCheckpointError, UnsupportedFormatError, CheckpointNotFoundError) as error:
             self._damage(None, index_file, getattr(error, "offset", None), str(error))
-        self._kept[record.chunk_index.file] = bytearray()
-        for number, file in enumerate(record.files):
-            if file.path == f"{record.database}/manifest.ocdbt":
-                self._kept[number] = bytearray()
+        self._kept = {index_file: bytearray(), record.manifest_path: bytearray()}
         await self._files()
         if not self._damages:
-            kept = {number: bytes(data) for number, data in self._kept.items()}
+            kept = {path: bytes(data) for path, data in self._kept.items()}
             for problem in await self.runtime.engine.compute.run(
                 check_database, record, self._index, kept
             ):
@@ -138,8 +135,8 @@ class _Verify:
                 data = slots[0].buffer[:nbytes]
                 await self.opened.files.read_into(entry.path, offset, [data], how=DIRECT)
                 await self.runtime.engine.compute.run(checker.feed, data)
-                if number in self._kept:
-                    self._kept[number] += data.tobytes()
+                if entry.path in self._kept:
+                    self._kept[entry.path] += data.tobytes()
                 offset += nbytes
                 self._read_nbytes += nbytes
                 if self.progress is not None:

@@ -233,7 +233,7 @@ def test_a_checkpoint_that_was_replaced_is_not_mixed(tmp_path: Path) -> None:
 
 def test_a_damaged_layout_is_named(tmp_path: Path) -> None:
     for number, damage in enumerate(
-        ({"version": 2}, {"shards": {"w": [[[0], [2]]]}}, {"paths": 1})
+        ({"version": 2}, {"shards": {"w": [[[0], [2]]]}}, {"paths": 1}, {"opaque": [["w"]]})
     ):
         path = tmp_path / str(number)
         kept = {"version": 1, "paths": None, "shards": {}, "opaque": [], **damage}

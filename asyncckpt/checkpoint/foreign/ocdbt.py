@@ -37,20 +37,24 @@ async def tree_of(table: KeyTable) -> Any:
     """
     listing = table.listing
     where = place(listing.files, listing.directory)
-    root: Any = Branch("dict")
-    for array in await read_arrays(table, array_keys(table), complete=False):
-        if array is None:
-            continue
-        leaf = ForeignLeaf("numpy", array=array)
+    found = await read_arrays(table, array_keys(table), complete=False)
+    arrays = [array for array in found if array is not None]
+    if not arrays:
+        raise CheckpointNotFoundError(
+            f"{where}: there are no zarr arrays among its {len(table.places)} keys",
+            location=listing.files.location,
+            expected="zarr.json or .zarray",
+            found=list(table.places)[:5],
+        )
+    if len(arrays) == 1 and not arrays[0].name:
+        return ForeignLeaf("numpy", array=arrays[0])
+    root = Branch("dict")
+    for array in arrays:
         try:
             if not array.name:
-                if isinstance(root, ForeignLeaf) or root.children:
-                    raise ValueError("it is at the root of the database, but there are others")
-                root = leaf
-            elif isinstance(root, ForeignLeaf):
-                raise ValueError("another array is at the root of the database")
-            else:
-                add(root, [(part, "dict") for part in array.name.split("/")], leaf)
+                raise ValueError("it is at the root of the database, but there are others")
+            leaf = ForeignLeaf("numpy", array=array)
+            add(root, [(part, "dict") for part in array.name.split("/")], leaf)
         except ValueError as error:
             shown = f"array {array.name!r}" if array.name else "the array at the root"
             raise UnsupportedFormatError(
@@ -60,11 +64,4 @@ async def tree_of(table: KeyTable) -> Any:
                 location=listing.files.location,
                 found=array.name,
             ) from None
-    if isinstance(root, Branch) and not root.children:
-        raise CheckpointNotFoundError(
-            f"{where}: there are no zarr arrays among its {len(table.places)} keys",
-            location=listing.files.location,
-            expected="zarr.json or .zarray",
-            found=list(table.places)[:5],
-        )
     return root

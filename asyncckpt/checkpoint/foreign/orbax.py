@@ -69,7 +69,9 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
             location=files.location,
         )
     entries = await files.entries(max_entries=MAX_ENTRIES)
-    step = await _step_metadata(files)
+    step = StepMetadata()
+    with contextlib.suppress(CheckpointNotFoundError):
+        step = await read_document(files, CHECKPOINT_METADATA_FILE, decode_checkpoint_metadata)
     for name in step.handlers.keys() - {entry.name for entry in entries} - {""}:
         # Deleted, or a link, which must not be skipped silently.
         if path_fault(name) is None:
@@ -96,13 +98,6 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
         created_ns=step.committed_ns,
         database=item.directory,
     )
-
-
-async def _step_metadata(files: CheckpointFiles) -> StepMetadata:
-    try:
-        return await read_document(files, CHECKPOINT_METADATA_FILE, decode_checkpoint_metadata)
-    except CheckpointNotFoundError:
-        return StepMetadata()
 
 
 async def _read(

@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from asyncckpt.checkpoint.foreign.extents import FoundArray
 from asyncckpt.checkpoint.foreign.listing import Listing, damaged, located, refuse_link
@@ -32,6 +32,7 @@ from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import (
     ARRAY_METADATA_FILE,
     ARRAY_METADATAS,
+    EMPTY,
     KINDS,
     METADATA_FILE,
     STRINGS_FILE,
@@ -42,14 +43,6 @@ from asyncckpt.spec import numeric_class
 from asyncckpt.tree import Kind
 
 T = TypeVar("T")
-
-_EMPTY_BRANCHES: dict[str, Kind] = {
-    "None": "none",
-    "Dict": "dict",
-    "List": "list",
-    "Tuple": "tuple",
-    "NamedTuple": "namedtuple",
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -144,8 +137,8 @@ async def _leaves(
     implementations = await _implementations(listing, metadata)
     leaves: list[ForeignLeaf | Branch] = []
     for entry in metadata.entries:
-        if entry.kind in _EMPTY_BRANCHES:
-            leaves.append(Branch(_EMPTY_BRANCHES[entry.kind]))
+        if entry.kind in EMPTY:
+            leaves.append(Branch(cast(Kind, entry.kind.lower())))
         elif entry.kind == "string":
             leaves.append(ForeignLeaf("str", strings[entry.name]))
         else:
@@ -174,7 +167,7 @@ async def _arrays(
     keys: dict[str, ArrayKey] = {}
     names = (zarr3.METADATA_NAME, zarr2.METADATA_NAME)
     for entry in metadata.entries:
-        if entry.kind in _EMPTY_BRANCHES or entry.kind == "string":
+        if entry.kind in EMPTY or entry.kind == "string":
             continue
         if entry.elsewhere:
             raise UnsupportedFormatError(

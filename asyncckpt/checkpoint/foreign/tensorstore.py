@@ -11,7 +11,6 @@ import struct
 import numpy as np
 
 from asyncckpt.format.codecs import Bytes, ChunkError
-from asyncckpt.format.foreign.zarr_codecs import Unpack
 
 # Versions of format and codec, flags, element size; then the sizes in bytes of the data, of a
 # block, and of the whole.
@@ -73,7 +72,3 @@ def _decode(packed: bytes, nbytes: int) -> Bytes:
     except ValueError as error:
         raise ChunkError(f"the Blosc data do not decode: {error}") from None
     return values
-
-
-UNPACK: dict[str, Unpack] = {"blosc": unpack_blosc}
-"""Packings in addition to those of `format.foreign.zarr_codecs`."""

@@ -11,7 +11,7 @@ from typing import Any
 from asyncckpt.checkpoint.foreign.extents import FoundArray, read_extents
 from asyncckpt.checkpoint.foreign.listing import BATCH_NBYTES, batches, damaged, located
 from asyncckpt.checkpoint.foreign.tables import KeyTable
-from asyncckpt.checkpoint.foreign.tensorstore import UNPACK
+from asyncckpt.checkpoint.foreign.tensorstore import unpack_blosc
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format import zarr3
@@ -179,7 +179,7 @@ def _storage(array: FoundArray) -> Storage:
         zarr.spec.dtype,
         fill=zarr.fill_value,
         stored=inside if array.complete else None,
-        more=UNPACK,
+        more={"blosc": unpack_blosc},
         file=array.document,
     )
     driver = "zarr" if array.document.endswith(".zarray") else "zarr3"

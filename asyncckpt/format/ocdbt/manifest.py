@@ -223,34 +223,26 @@ def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Versi
     lengths = [reader.varint() for _ in range(count)]
     statistics = [reader.varints(count).tolist() for _ in range(3)]
     times = np.frombuffer(reader.take(8 * count), "<u8").tolist()
+    places = zip(file_indices, offsets, lengths, strict=True)
     versions = []
-    for i in range(count):
-        root = None
-        if offsets[i] != MISSING or lengths[i] != MISSING:
-            root = _location(reader, files, file_indices[i], offsets[i], lengths[i])
-        elif heights[i] or any(column[i] for column in statistics):
-            raise reader.fault(f"version {generations[i]} has no root, but a height or keys")
-        keys, tree, indirect = (column[i] for column in statistics)
-        versions.append(Version(generations[i], root, heights[i], keys, tree, indirect, times[i]))
+    for generation, place, height, (keys, tree, indirect), time in zip(
+        generations, places, heights, zip(*statistics, strict=True), times, strict=True
+    ):
+        root = None if place[1:] == (MISSING, MISSING) else _location(reader, files, *place)
+        if root is None and (height or keys or tree or indirect):
+            raise reader.fault(f"version {generation} has no root, but a height or keys")
+        versions.append(Version(generation, root, height, keys, tree, indirect, time))
     return tuple(versions)
 
 
 def _decode_version_nodes(reader: Reader, files: tuple[DataFile, ...]) -> tuple[VersionNode, ...]:
     generations = _generations(reader, "version nodes", nbytes_each=14)
     count = len(generations)
-    file_indices = reader.varints(count).tolist()
-    offsets = reader.varints(count).tolist()
-    lengths = reader.varints(count).tolist()
-    num_generations = reader.varints(count).tolist()
+    *places, num_generations = (reader.varints(count).tolist() for _ in range(4))
     times = np.frombuffer(reader.take(8 * count), "<u8").tolist()
-    heights = list(reader.take(count))
-    nodes = []
-    for i in range(count):
-        location = _location(reader, files, file_indices[i], offsets[i], lengths[i])
-        nodes.append(
-            VersionNode(generations[i], location, num_generations[i], times[i], heights[i])
-        )
-    return tuple(nodes)
+    heights = reader.take(count)
+    locations = [_location(reader, files, *place) for place in zip(*places, strict=True)]
+    return tuple(map(VersionNode, generations, locations, num_generations, times, heights))
 
 
 def _location(

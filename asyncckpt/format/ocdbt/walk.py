@@ -120,12 +120,10 @@ class TreeDecoder:
         limits = self._limits
         self._nodes += count
         self._nbytes += nbytes
-        for passed, what in (
-            (self._nodes > limits.max_nodes, f"more than {limits.max_nodes} nodes"),
-            (self._nbytes > limits.max_nodes_nbytes, f"over {limits.max_nodes_nbytes} bytes"),
-        ):
-            if passed:
-                raise _fault(where, f"the tree has {what}")
+        if self._nodes > limits.max_nodes:
+            raise _fault(where, f"the tree has more than {limits.max_nodes} nodes")
+        if self._nbytes > limits.max_nodes_nbytes:
+            raise _fault(where, f"the tree has over {limits.max_nodes_nbytes} bytes")
 
     def _decode(self, want: _Wanted, data: bytes) -> list[_Wanted]:
         where = want.location
