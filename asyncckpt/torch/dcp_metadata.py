@@ -146,10 +146,12 @@ def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
     if stored is None:
         return None
     try:
-        check_form(stored, _FORM)
-        version, paths, shards, opaque = (stored[name] for name in _FORM)
+        check_form(stored, dict)
+        version = stored.get("version")  # a later one may have other members
         if version != VERSION:
             raise ValueError(f"version {version!r:.40}, this release reads {VERSION}")
+        check_form(stored, _FORM)
+        _, paths, shards, opaque = (stored[name] for name in _FORM)
         if paths is not None:
             paths = {key: _path(path) for key, path in paths.items()}
     except (TypeError, ValueError) as error:
