@@ -120,18 +120,17 @@ def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[int]:
     """
     _, strings = _place_strings(leaves)
     bad = set(strings)
-    first: dict[str, int] = {}
+    row_of: dict[str, int] = {}
     for row, leaf in enumerate(leaves):
         if isinstance(leaf, OrbaxArrays):
-            names = dict.fromkeys(leaf.orbax_names, row)
-            if not first.keys().isdisjoint(names):
+            count = len(row_of) + len(leaf.keys)
+            row_of.update(dict.fromkeys(leaf.orbax_names, row))
+            if len(row_of) < count:
                 bad.add(row)
-                names |= first
-            first.update(names)
             continue
         name = leaf.orbax_name
-        if leaf.kind not in EMPTY and first.setdefault(name, row) != row:
-            bad.update((first[name], row))
+        if leaf.kind not in EMPTY and row_of.setdefault(name, row) != row:
+            bad.update((row_of[name], row))
         if not leaf.path or leaf.array_name not in (None, name):
             bad.add(row)
     return sorted(bad)
@@ -171,13 +170,13 @@ def string_keys(name: str) -> list[str]:
 
 def encode_files(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> dict[str, bytes]:
     """Encode all files that Orbax needs beside the database, by path in its directory."""
-    entries: list[str] = []
+    entries: list[bytes] = []
     sharding: dict[str, str] = {}
     arrays: list[JsonValue] = []
     for leaf in leaves:
         if isinstance(leaf, OrbaxArrays):
             values = map(_VALUES.__getitem__, leaf.kinds)
-            entries += _entries(leaf.base, leaf.in_sequence, leaf.keys, values)
+            entries.append(_entries(leaf.base, leaf.in_sequence, leaf.keys, values))
             continue
         value = _VALUES[leaf.kind]
         if leaf.kind == "jax.Array":
@@ -196,17 +195,17 @@ def encode_files(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> dict[str, bytes]:
                 arrays.append({"array_metadata": facts})
         if leaf.path:
             *base, (key, in_sequence) = leaf.path
-            entries += _entries(base, in_sequence, [key], [value])
+            entries.append(_entries(base, in_sequence, [key], [value]))
         else:
-            entries.append(f'"()":{{"key_metadata":[],"value_metadata":{{{value}}}}}')
+            entries.append(f'"()":{{"key_metadata":[],"value_metadata":{{{value}}}}}'.encode())
     rest = {
         "use_ocdbt": True,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    tree = ",".join(entries)
-    files = {METADATA_FILE: f'{{"tree_metadata":{{{tree}}},{json.dumps(rest)[1:]}'.encode()}
+    tree, last = b",".join(entries), json.dumps(rest)[1:].encode()
+    files = {METADATA_FILE: b'{"tree_metadata":{%b},%b' % (tree, last)}
     strings, _ = _place_strings(leaves)
     if strings:
         files[STRINGS_FILE] = json.dumps(strings).encode()
@@ -219,7 +218,7 @@ def encode_files(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> dict[str, bytes]:
 
 def _entries(
     base: OrbaxPath, in_sequence: bool, keys: Sequence[str], values: Iterable[str]
-) -> list[str]:
+) -> bytes:
     """Return the members of `tree_metadata` for the children of one container.
 
     The name of each is the `repr` of a tuple of strings: ``('a', 'b')``, and ``('a',)`` for one.
@@ -231,8 +230,10 @@ def _entries(
     third = f'","key_type":{KEY_TYPES[in_sequence]}}}],"value_metadata":{{'
     pairs = zip(keys, values, strict=True)
     if _PLAIN_KEYS.fullmatch("".join(keys)):
-        return [f"{first}'{key}'{second}{key}{third}{value}}}}}" for key, value in pairs]
-    return [
-        f"{first}{escaped(repr(key))[1:-1]}{second}{escaped(key)[1:-1]}{third}{value}}}}}"
-        for key, value in pairs
-    ]
+        members = [f"{first}'{key}'{second}{key}{third}{value}}}}}" for key, value in pairs]
+    else:
+        members = [
+            f"{first}{escaped(repr(key))[1:-1]}{second}{escaped(key)[1:-1]}{third}{value}}}}}"
+            for key, value in pairs
+        ]
+    return ",".join(members).encode()

@@ -141,13 +141,20 @@ def encode_tables(
     for one in specs:
         row = {"shape": one.spec.shape, "dtype": one.spec.dtype}
         stored.append({**row, "chunk_shape": one.chunk_shape, "zstd": one.zstd_level})
-    owned = {"extra": dict(leaves.extra), "pieces": dict(leaves.pieces)}
+    owned = _json({"extra": dict(leaves.extra), "pieces": dict(leaves.pieces)})
     columns = {"name": arrays.name, "spec": arrays.spec, "tied": dict(arrays.tied)}
     tables = (
         f'"tree":{_json(tree)},"leaves":{{"kinds":{_json(kinds)},"kind":{_json(codes)},"values":',
-        f',{_json(owned)[1:]},"specs":{_json(stored)},"arrays":{_json(columns)}',
+        f',{owned[1:]},"specs":{_json(stored)},"arrays":{_json(columns)}',
     )
-    document = json.loads(f"{{{tables[0]}{_json(_scalars(leaves))}{tables[1]}}}")
+    # As it will be read back: JSON changes neither the tree nor lists of strings or integers.
+    values = json.loads(_json(_scalars(leaves)))
+    document = {
+        "tree": tree,
+        "leaves": {"kinds": kinds, "kind": codes, "values": values, **json.loads(owned)},
+        "specs": json.loads(_json(stored)),
+        "arrays": {**columns, "tied": json.loads(_json(columns["tied"]))},
+    }
     try:
         check_form(document, {name: _MEMBERS[name] for name in _TABLES})
         _tables(document)

@@ -16,7 +16,7 @@ from asyncckpt.planning.balance import Holders
 from asyncckpt.planning.grid import choose_grid, travels_in_parts
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.table import Column, expanded
-from asyncckpt.spec import ArraySpec, ChunkGrid, Partition, Shard
+from asyncckpt.spec import ArraySpec, ChunkGrid, Partition, Shard, array_spec
 
 PIECE_MARK = "%~"
 """Separates the name of a leaf from the number of its piece. In names, `%` is followed by two
@@ -130,33 +130,31 @@ def plan_arrays(
     """
     tied_leaves: dict[int, int] = {}
     distinct = _Layouts(regular, holders)
-    known = distinct.numbers
-    kinds = [0] * len(leaves)
-    of_object: dict[int, int] = {}  # by `id`: all are alive as long as `leaves` is
-    for number, (leaf, identity) in enumerate(zip(leaves, map(id, leaves), strict=True)):
+    kinds: list[int] = []
+    # By `id`: leaves and their fields are alive as long as `leaves` is. Hashing a partition costs
+    # more than all else for a leaf.
+    of_object: dict[int, int] = {}
+    known: dict[Hashable, int] = {}
+    for leaf, identity in zip(leaves, map(id, leaves), strict=True):
         kind = of_object.get(identity)
         if kind is not None:
-            kinds[number] = kind
+            kinds.append(kind)
             continue
-        if leaf.tied_to is not None:
-            _check_tie(leaves, number, leaf.tied_to)
-            tied_leaves[number] = tied_leaves.get(leaf.tied_to, leaf.tied_to)
-            kinds[number] = kinds[tied_leaves[number]]
+        _, spec, nbytes, shape, level, tied_to, shards, partition, processes = leaf
+        if tied_to is not None:
+            number = len(kinds)
+            _check_tie(leaves, number, tied_to)
+            tied_leaves[number] = tied_leaves.get(tied_to, tied_to)
+            kinds.append(kinds[tied_to])
             continue
-        spec = leaf.spec
-        whole = leaf.shards is None and leaf.partition is None and leaf.holders is None
-        division = None if whole else distinct.division(leaf)
-        key = (
-            spec.shape,
-            spec.dtype,
-            leaf.chunk_nbytes,
-            leaf.chunk_shape,
-            leaf.zstd_level,
-            division,
-        )
+        division = None
+        if shards is not None or partition is not None or processes is not None:
+            division = id(shards), id(partition), id(processes)
+        key = (spec.shape, spec.dtype, nbytes, shape, level, division)
         kind = known.get(key)
-        kinds[number] = distinct.add(key, leaf) if kind is None else kind
-        of_object[identity] = kinds[number]
+        if kind is None:
+            kind = known[key] = of_object[identity] = distinct.number(leaf)
+        kinds.append(kind)
     kind_of = np.array(kinds, np.int64)
     count_of = np.array(list(map(len, distinct.parts)), np.int64)
     base_of = np.cumsum(count_of) - count_of
@@ -214,21 +212,25 @@ class _Layouts:
     Attributes:
         layouts: the first leaf of each.
         parts: the arrays of each.
-        numbers: number of each by its key: shape, dtype, options and division.
     """
 
     def __init__(self, regular: bool, holders: Holders) -> None:
         self.layouts: list[LeafLayout] = []
         self.parts: list[list[Part]] = []
-        self.numbers: dict[Hashable, int] = {}
+        # By shape, dtype, options and division.
+        self._numbers: dict[Hashable, int] = {}
         self._regular = regular
         self._holders = holders
         self._divisions: dict[Hashable, int] = {}
         self._seen: dict[int, tuple[object, int]] = {}
 
-    def add(self, key: Hashable, leaf: LeafLayout) -> int:
-        """Return the number of a new layout."""
-        number = self.numbers[key] = len(self.layouts)
+    def number(self, leaf: LeafLayout) -> int:
+        """Return the number of the layout of a leaf, which may be a new one."""
+        spec = leaf.spec
+        facts = spec.shape, spec.dtype, leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level
+        number = self._numbers.setdefault((*facts, self._division(leaf)), len(self.layouts))
+        if number < len(self.layouts):
+            return number
         self.layouts.append(leaf)
         division = leaf.shards if leaf.partition is None else leaf.partition
         if self._holders.process_count > 1 and travels_in_parts(leaf.spec, division):
@@ -237,10 +239,10 @@ class _Layouts:
         self.parts.append(_parts(leaf, self._regular))
         return number
 
-    def division(self, leaf: LeafLayout) -> Hashable:
+    def _division(self, leaf: LeafLayout) -> Hashable:
         """Return a value that is equal for leaves that processes divide or hold alike."""
         if leaf.shards is None and leaf.partition is None:
-            return self._holders.number(leaf.holders)
+            return None if leaf.holders is None else self._holders.number(leaf.holders)
         return self._shards(leaf.shards), leaf.partition
 
     def _shards(self, shards: tuple[Shard, ...] | None) -> int:
@@ -296,6 +298,6 @@ def _parts(leaf: LeafLayout, regular: bool) -> list[Part]:
         raise
     parts: list[Part] = []
     for offset, grid in arrays:
-        spec = ArraySpec(grid.shape, leaf.spec.dtype)
+        spec = array_spec(grid.shape, leaf.spec.dtype)
         parts.append(Part(spec, grid, offset, leaf))
     return parts

@@ -15,7 +15,9 @@ Everything that touches the bytes of chunks runs in worker threads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -38,6 +40,10 @@ TAIL_NBYTES = 1 << 20
 
 GIL_COPY_NBYTES = 64 << 10
 """Copies up to this size, a few microseconds, are made without releasing the GIL."""
+
+SHORT_NBYTES = 8 << 10
+"""Below this mean size, compressed chunks are decoded by one thread at a time: each releases the
+interpreter lock, and two threads would spend more on handing it over than zstd takes."""
 
 
 def trailer_matches(trailer: Bytes | memoryview, crc: int) -> bool:
@@ -103,6 +109,8 @@ class Decode:
         self._has_crcs = reads.extents.crc32c is not None
         self._plan = reads.plan
         self._destinations = reads.destinations
+        # Held by the thread that decodes short chunks.
+        self._turn = threading.Lock()
         self._any_encoded = any(map(attrgetter("codec.decode"), reads.opened.storages))
 
     def storage(self, part: Part) -> Storage:
@@ -189,19 +197,22 @@ class Decode:
         view = memoryview(data)
         payload = view[:0]
         last = -1
-        for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
-            if row != last:
-                last, start, stop = row, starts[number], stops[number]
-                payload = view[start:stop]
-                crc = crc32c(payload)
-                if crc != crcs[number]:
-                    self.expect(batch, row, crc, data[stop : stop + CRC_NBYTES])
-                if any_encoded:
-                    part = batch.parts[number]
-                    payload = memoryview(self._elements(batch, part, [data[start:stop]]))
-            # Only where one chunk is all that is wanted: parts of others may have as many bytes.
-            if counts[request] != 1 or not _copied(values[request], flat[request], payload):
-                self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
+        short = any_encoded and batch.nbytes < SHORT_NBYTES * len(rows)
+        with self._turn if short else nullcontext():
+            for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
+                if row != last:
+                    last, start, stop = row, starts[number], stops[number]
+                    payload = view[start:stop]
+                    crc = crc32c(payload)
+                    if crc != crcs[number]:
+                        self.expect(batch, row, crc, data[stop : stop + CRC_NBYTES])
+                    if any_encoded:
+                        storage = self._opened.storage(self._destinations.array[request])
+                        elements = self._elements(batch, row, storage, [data[start:stop]])
+                        payload = memoryview(elements)
+                # Only where one chunk is all that is wanted: parts of others may be as long.
+                if counts[request] != 1 or not _copied(values[request], flat[request], payload):
+                    self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
 
     def _check_trailers(
         self, batch: ReadBatch, data: Bytes, rows: Sequence[int]
@@ -258,27 +269,25 @@ class Decode:
             for buffer in buffers:
                 crc = crc32c(buffer, crc)
             self.expect(batch, part.row, crc, trailer)
-        return self._elements(batch, part, buffers)
+        return self._elements(batch, part.row, self.storage(part), buffers)
 
-    def _elements(self, batch: ReadBatch, part: Part, stored: list[Bytes]) -> Bytes:
+    def _elements(self, batch: ReadBatch, row: int, storage: Storage, stored: list[Bytes]) -> Bytes:
         """Return the elements of a checked chunk, given without its trailer."""
-        storage = self.storage(part)
         decode = storage.codec.decode
         if decode is None:
             (data,) = stored
-            self.check_length(batch, part, data.nbytes)
+            self.check_length(batch, row, storage, data.nbytes)
             return data
         try:
             return decode(stored, storage.chunk_nbytes)
         except ChunkError as error:
-            raise self._damaged(batch, part.row, str(error)) from None
+            raise self._damaged(batch, row, str(error)) from None
 
-    def check_length(self, batch: ReadBatch, part: Part, nbytes: int) -> None:
+    def check_length(self, batch: ReadBatch, row: int, storage: Storage, nbytes: int) -> None:
         """Check that a chunk that is not encoded is as long as its elements."""
-        expected = self.storage(part).chunk_nbytes
-        if nbytes != expected:
-            reason = f"it has {nbytes} bytes, the array needs {expected}"
-            raise self._damaged(batch, part.row, reason)
+        if nbytes != storage.chunk_nbytes:
+            reason = f"it has {nbytes} bytes, the array needs {storage.chunk_nbytes}"
+            raise self._damaged(batch, row, reason)
 
     def _scatter(self, part: Part, payload: Bytes, start: int) -> None:
         array, box, values = self._destination(part)

@@ -224,7 +224,8 @@ class Fetch:
         row = batch.parts[0].row
         codec = self._decode.storage(batch.parts[0]).codec
         payload = batch.nbytes - codec.trailer_nbytes
-        self._decode.check_length(batch, batch.parts[0], payload)
+        part = batch.parts[0]
+        self._decode.check_length(batch, part.row, self._decode.storage(part), payload)
         start, crc = 0, 0
         trailer = np.empty(codec.trailer_nbytes, np.uint8)
         while start < payload:

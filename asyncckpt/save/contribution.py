@@ -29,7 +29,10 @@ def entries_of(
     plan, extents = layout.plan, payload.chunks
     written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
     chunks = plan.row_chunk[list(plan.inline)].tolist()
-    values = dict(zip(chunks, map(bytes, payload.inline), strict=True))
+    data, nbytes = payload.inline
+    ends = np.cumsum(nbytes)
+    places = zip(chunks, (ends - nbytes).tolist(), ends.tolist(), strict=True)
+    values = {chunk: bytes(data[start:end]) for chunk, start, end in places}
     return Entries(
         save_id=save_id,
         process=process,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
 from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
+from asyncckpt.planning.table import expanded
 from asyncckpt.reports import Timeline
 
 NO_ROWS = np.zeros(0, np.int64)
@@ -53,33 +56,32 @@ def make_catalog(arrays: Arrays) -> Catalog:
     template_of: list[int] = []
     suffixes_of: list[list[bytes]] = []
     # Of every part: where its sorted keys are among metadata and chunks in C order.
-    places_of: list[npt.NDArray[np.int64]] = []
+    places_of: list[int] = []
     for part in arrays.parts:
         data = encode_metadata(part.spec, part.grid.chunk_shape, part.layout.zstd_level)
         template_of.append(templates.setdefault(data, len(templates)))
         suffixes = [metadata_key(""), *chunk_keys("", part.grid.counts)]
         places = sorted(range(len(suffixes)), key=suffixes.__getitem__)
-        suffixes_of.append(list(map(suffixes.__getitem__, places)))
-        places_of.append(np.array(places, np.int64))
-    nbytes_of = [np.fromiter(map(len, suffixes), np.int64) for suffixes in suffixes_of]
+        suffixes_of.append([b"", *map(suffixes.__getitem__, places)])
+        places_of += 0, *places
+    nbytes_of = np.fromiter(map(len, itertools.chain.from_iterable(suffixes_of)), np.int64)
+    count_of = np.array(list(map(len, suffixes_of)), np.int64)
     # Names have no slash, so keys of different arrays do not interleave.
     stems = list(map(str.encode, arrays.names))
-    order = sorted(range(len(stems)), key=lambda array: stems[array] + b"/")
-    kinds = arrays.part[order].tolist()
-    text = b"".join(
-        [
-            stems[array] + stems[array].join(suffixes_of[kind])
-            for array, kind in zip(order, kinds, strict=True)
-        ]
-    )
-    stem_nbytes = np.array([len(stems[array]) for array in order], np.int64)
-    counts = np.array(list(map(len, suffixes_of)), np.int64)[kinds]
-    chunk = np.concatenate([NO_ROWS, *(places_of[kind] for kind in kinds)]) - 1
-    lengths = np.concatenate([NO_ROWS, *(nbytes_of[kind] for kind in kinds)])
-    lengths += np.repeat(stem_nbytes, counts)
+    ends = [stem + b"/" for stem in stems]
+    order = sorted(range(len(stems)), key=ends.__getitem__)
+    kinds = arrays.part[order]
+    pairs = zip(order, kinds.tolist(), strict=True)
+    # Joined with the empty first suffix, every other one follows the name.
+    text = b"".join([stems[number].join(suffixes_of[kind]) for number, kind in pairs])
+    stem_nbytes = np.fromiter(map(len, stems), np.int64, len(stems))[order]
+    array, place = expanded(count_of[kinds] - 1)
+    row = (np.cumsum(count_of) - count_of)[kinds][array] + 1 + place
+    chunk = np.array(places_of, np.int64)[row] - 1
+    lengths = nbytes_of[row] + stem_nbytes[array]
     is_chunk = chunk >= 0
-    chunk += np.where(is_chunk, np.repeat(arrays.first_chunk[order], counts), 0)
-    index = np.repeat(np.array(template_of, np.int64)[kinds], counts)
+    chunk += np.where(is_chunk, arrays.first_chunk[order][array], 0)
+    index = np.array(template_of, np.int64)[kinds][array]
     # Inline chunks, tied ones included, carry their value with every key.
     value_of_chunk = np.full(arrays.chunk_count, -1, np.int64)
     inline_chunk = arrays.first_chunk[arrays.inline]
@@ -117,6 +119,21 @@ class Index:
     crc: int
 
 
+class InlineChunks(NamedTuple):
+    """Stored chunks of small arrays.
+
+    Attributes:
+        data: their bytes, one after the other.
+        nbytes: length of each.
+    """
+
+    data: bytes | bytearray
+    nbytes: npt.NDArray[np.int64]
+
+
+NO_CHUNKS = InlineChunks(b"", NO_ROWS)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
     """Output of the data stages of a save, input of the commit.
@@ -124,7 +141,7 @@ class Payload:
     Attributes:
         chunks: place and checksum of every row of the plan (one process alone: of every chunk), or,
             merged, of every chunk of all processes. Inline ones have file -1.
-        inline: stored bytes of every inline array that this process writes, in their order.
+        inline: stored chunks of all inline arrays that this process writes, in their order.
         files: every data file, with a path relative to the database.
         parts: boxes of small leaves that several processes hold in parts, and their values.
         checked: rows that are compared with replicas of other processes.
@@ -133,7 +150,7 @@ class Payload:
     """
 
     chunks: ChunkIndex
-    inline: Iterable[bytes | memoryview]
+    inline: InlineChunks
     files: list[WrittenFile]
     parts: Sequence[tuple[HeldBox, bytes]] = ()
     checked: npt.NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
@@ -150,20 +167,19 @@ def encode_index(
     the commit time in nanoseconds since 1970.
     """
     chunks = payload.chunks
-    values: list[bytes | memoryview] = [*catalog.templates, *payload.inline, b""]
+    templates, inline = catalog.templates, payload.inline
+    # Buffer, offset and length of every inline value; each template is a buffer of its own.
+    count = len(templates)
+    buffer = np.minimum(np.arange(count + len(inline.nbytes)), count)
+    lengths = np.array([*map(len, templates), *inline.nbytes.tolist()], np.int64)
+    offset = np.where(buffer < count, 0, np.cumsum(lengths) - lengths - lengths[:count].sum())
+    columns = np.stack([-1 - buffer, offset, lengths])[:, catalog.inline]
     in_file = np.flatnonzero(catalog.inline < 0)
     chunk = catalog.chunk[in_file]
-    file = np.full(len(catalog.chunk), -1, np.int64)
-    offsets, lengths = np.zeros_like(file), np.zeros_like(file)
-    file[in_file] = chunks.file[chunk]
-    offsets[in_file] = chunks.offset[chunk]
-    lengths[in_file] = chunks.nbytes[chunk]
-    columns = ValueColumns(
-        list(map(values.__getitem__, catalog.inline.tolist())), file, offsets, lengths
-    )
+    columns[:, in_file] = chunks.file[chunk], chunks.offset[chunk], chunks.nbytes[chunk]
     tree = encode_tree(
         catalog.columns,
-        columns,
+        ValueColumns([*templates, inline.data], *columns),
         data_files=list(map(itemgetter(0), payload.files)),
         node_file=path,
         node_offset=0,

@@ -38,7 +38,7 @@ from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.reports import Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
 from asyncckpt.save.contribution import entries_of, part_of
-from asyncckpt.save.index import Payload
+from asyncckpt.save.index import InlineChunks, Payload
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.save import SaveState
 from asyncckpt.save.shared_plan import out_of_step, taken
@@ -254,7 +254,8 @@ def merge(
     for chunk, value in small.items():
         nbytes[chunk] = len(value)
         crc[chunk] = int.from_bytes(value[-CRC_NBYTES:], "little")
-    inline = list(map(small.__getitem__, arrays.first_chunk[arrays.inline].tolist()))
+    own = arrays.first_chunk[arrays.inline]
+    inline = InlineChunks(b"".join(map(small.__getitem__, own.tolist())), nbytes[own])
     return Payload(ChunkIndex(file, offset, nbytes, crc), inline, files), late
 
 

@@ -25,6 +25,9 @@ _EMPTY: Mapping[str, Kind] = {
     "namedtuple": "NamedTuple",
 }
 
+# Arrays of JAX are plain ones, too: Orbax then needs no device of the machine that saved.
+_KINDS: Mapping[str, Kind] = dict.fromkeys(SCALAR_KINDS, "scalar")
+
 
 def orbax_files(
     snapshot: Snapshot, plan: SavePlan, mirrors: Sequence[int]
@@ -106,17 +109,19 @@ class _Walk:
                 continue
             sequence = node.kind in ("list", "tuple")
             keys = list(map(str, node.keys or range(len(node.children))))
-            held = list(zip(keys, node.children, strict=True))
-            below = [(key, child) for key, child in held if child < 0]
-            for key, child in below:
-                at_node[-child] = (*base, (key, sequence))
-            own = held if not below else [(key, child) for key, child in held if child >= 0]
-            if own:
-                group = self._group(base, sequence, *zip(*own, strict=True)) if grouped else None
-                if group is None:
-                    found += [self._leaf((*base, (key, sequence)), child) for key, child in own]
-                else:
-                    found.append(group)
+            own: Sequence[int] = node.children
+            if min(own) < 0:
+                for key, child in zip(keys, own, strict=True):
+                    if child < 0:
+                        at_node[-child] = (*base, (key, sequence))
+                keys = [key for key, child in zip(keys, own, strict=True) if child >= 0]
+                own = [child for child in own if child >= 0]
+            group = self._group(base, sequence, keys, own) if grouped and own else None
+            if group is None:
+                pairs = zip(keys, own, strict=True)
+                found += [self._leaf((*base, (key, sequence)), child) for key, child in pairs]
+            else:
+                found.append(group)
         return found
 
     def _group(
@@ -124,7 +129,9 @@ class _Walk:
     ) -> OrbaxArrays | None:
         """Return the leaves of a container if all are arrays under the names Orbax computes."""
         kinds = list(map(self._snapshot.kinds.__getitem__, leaves))
-        group = OrbaxArrays(base, sequence, keys, list(map(_kind, kinds)))
+        group = OrbaxArrays(
+            base, sequence, keys, [_KINDS.get(kind, "np.ndarray") for kind in kinds]
+        )
         if "str" in kinds or not self._devices.keys().isdisjoint(leaves):
             return None
         return group if group.orbax_names == [self._name_of[leaf] for leaf in leaves] else None
@@ -134,7 +141,7 @@ class _Walk:
         if snapshot.kinds[leaf] == "str":
             return OrbaxLeaf(path, "string", text=snapshot.scalars[leaf])
         if leaf not in self._devices:
-            return OrbaxLeaf(path, _kind(snapshot.kinds[leaf]), name)
+            return OrbaxLeaf(path, _KINDS.get(snapshot.kinds[leaf], "np.ndarray"), name)
         part = self._plan.arrays.of(bisect.bisect_left(snapshot.array_leaf, leaf))
         return OrbaxLeaf(
             path,
@@ -145,8 +152,3 @@ class _Walk:
             device=self._devices[leaf],
             key_impl=snapshot.extra[leaf]["prng_impl"],
         )
-
-
-def _kind(kind: str) -> Kind:
-    # Arrays of JAX are plain ones, too: Orbax then needs no device of the machine that saved.
-    return "scalar" if kind in SCALAR_KINDS else "np.ndarray"

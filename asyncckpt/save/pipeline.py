@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.ports import Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable
-from asyncckpt.save.index import Payload
+from asyncckpt.save.index import NO_CHUNKS, InlineChunks, Payload
 from asyncckpt.save.serialize import (
     Compressed,
     Compressor,
@@ -74,7 +74,7 @@ class Pipeline:
         self._plan = plan = self.staging.plan
         self._compute = self.staging.compute
         self._recorder = self.staging.recorder
-        self._inline: Iterable[bytes | memoryview] = ()
+        self._inline = NO_CHUNKS
         self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
         self._extents = ChunkIndex(
@@ -225,9 +225,10 @@ class Pipeline:
         """Compute the checksums of inline values, now that the caller no longer waits."""
         start = time.perf_counter()
         rows = list(self._plan.inline)
-        ends = np.cumsum(self._extents.nbytes[rows])
-        sealed = await self._compute.run(seal_small, data, [0, *ends.tolist()])
-        self._inline, self._extents.crc32c[rows] = sealed
+        nbytes = self._extents.nbytes[rows]
+        ends = [0, *np.cumsum(nbytes).tolist()]
+        self._extents.crc32c[rows] = await self._compute.run(seal_small, data, ends)
+        self._inline = InlineChunks(data, nbytes)
         self._recorder.add("serialize", start, len(data))
 
     async def _seal(self, item: StagedWindow) -> FileWindow:

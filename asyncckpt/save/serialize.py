@@ -126,20 +126,18 @@ class WindowChecksums:
         self._file_crcs[window.file] = combine(file_crc, sums.rest, window.nbytes - end)
 
 
-def seal_small(
-    data: bytearray, ends: Sequence[int]
-) -> tuple[list[memoryview], npt.NDArray[np.uint32]]:
+def seal_small(data: bytearray, ends: Sequence[int]) -> npt.NDArray[np.uint32]:
     """Write the trailers of small payloads that lie one after the other. Blocking.
 
-    Each ends, with room for its trailer, at one of `ends`, which begin with a 0. Returns the stored
-    chunks, and the checksums of their payloads.
+    Each ends, with room for its trailer, at one of `ends`, which begin with a 0. Returns the
+    checksums of the payloads.
     """
     view = memoryview(data)
     crcs = [crc32c(view[a : b - CRC_NBYTES]) for a, b in itertools.pairwise(ends)]
     found = np.array(crcs, "<u4")
     at = np.array(ends[1:], np.int64)[:, None] + np.arange(-CRC_NBYTES, 0)
     np.frombuffer(data, np.uint8)[at] = found.view(np.uint8).reshape(at.shape)
-    return [view[a:b] for a, b in itertools.pairwise(ends)], found
+    return found
 
 
 class Compressed(NamedTuple):

@@ -6,6 +6,7 @@ containers and scalars do not reach it.
 
 from __future__ import annotations
 
+import bisect
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from asyncckpt.planning.merge import Merged, OwnPart, own_part
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.reports import Progress
-from asyncckpt.spec import ArraySpec, Box
+from asyncckpt.spec import DTYPE_NAMES, ArraySpec, Box, array_spec
 from asyncckpt.tree import Structure, flatten, where
 
 NAMED_LEAVES = 20
@@ -144,59 +145,78 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     """
     adapters = adapters_for_loaded_frameworks() if adapters is None else adapters
     flat = flatten(tree, adapters.nodes)
-    count = len(flat.leaves)
+    leaves, count = flat.leaves, len(flat.leaves)
     snapshot = Snapshot(flat.structure, flat.paths, ["numpy"] * count, [None] * count)
-    seen: dict[Any, int] = {}
+    # These columns decide what a small leaf costs the caller: an ordinary array needs no object
+    # and no call.
+    known = _PlainSpecs()
+    spec_of = [known[a.dtype, a.shape] if type(a) is np.ndarray else None for a in leaves]
+    opened: dict[int, tuple[Source, ArrayAdapter]] = {}
     refused: list[UnsupportedLeafError] = []
-    # This loop decides what a small leaf costs the caller: an array with the spec of an earlier
-    # one needs no object, and no call if it has memory of its own.
-    known: dict[tuple[Any, tuple[int, ...]], tuple[ArraySpec, int]] = {}
-    array_leaf, specs, plain = snapshot.array_leaf, snapshot.sources.specs, snapshot.sources.plain
-    plain_nbytes = 0
-    for leaf, value in enumerate(flat.leaves):
-        number = len(array_leaf)
-        is_plain = type(value) is np.ndarray
-        facts = known.get((value.dtype, value.shape)) if is_plain else None
-        if facts is not None:
-            spec, nbytes = facts
-            identity = id(value) if value.base is None else memory_identity(value)
-            first = seen.setdefault(identity, number)
-            if first != number:
-                snapshot.tied[number] = first
-            else:
-                plain_nbytes += nbytes
-            specs.append(spec)
-            plain.append(value)
-            array_leaf.append(leaf)
-            continue
-        path = flat.paths[leaf]
+    for leaf in [leaf for leaf, spec in enumerate(spec_of) if spec is None]:
+        path, value = flat.paths[leaf], leaves[leaf]
         try:
-            opened = _open(path, value, adapters)
+            found = _open(path, value, adapters)
         except UnsupportedLeafError as error:
             refused.append(error)
             continue
-        if opened is None:
-            try:
-                kind, encoded = encode_scalar(value)
-            except UnsupportedLeafError as error:
-                refused.append(UnsupportedLeafError(f"{where(path)}: {error}", path=path))
-                continue
-            snapshot.kinds[leaf], snapshot.values[leaf] = kind, encoded
-            snapshot.scalars[leaf] = value
+        if found is not None:
+            opened[leaf] = found
+            spec_of[leaf] = found[0].spec
             continue
-        source, adapter = opened
-        view = source.view
-        if is_plain and view is not None and view is value and source.identity is not None:
-            known[view.dtype, view.shape] = source.spec, source.spec.nbytes
-        first = number if source.identity is None else seen.setdefault(source.identity, number)
-        snapshot.add(leaf, source, adapter, first)
-        if source.extra:
-            snapshot.extra[leaf] = source.extra
-        snapshot.kinds[leaf] = source.framework
+        try:
+            snapshot.kinds[leaf], snapshot.values[leaf] = encode_scalar(value)
+        except UnsupportedLeafError as error:
+            refused.append(UnsupportedLeafError(f"{where(path)}: {error}", path=path))
+            continue
+        snapshot.scalars[leaf] = value
     if refused:
         raise _of_all(refused)
-    snapshot.nbytes += plain_nbytes
+    array_leaf, sources = snapshot.array_leaf, snapshot.sources
+    array_leaf += [leaf for leaf, spec in enumerate(spec_of) if spec is not None]
+    sources.specs += filter(None, spec_of)
+    sources.plain += map(leaves.__getitem__, array_leaf)
+    for leaf, (source, adapter) in opened.items():
+        number = bisect.bisect_left(array_leaf, leaf)
+        sources.plain[number] = None
+        sources.opened[number], sources.adapters[number] = source, adapter
+        snapshot.kinds[leaf] = source.framework
+        if source.extra:
+            snapshot.extra[leaf] = source.extra
+    snapshot.tied |= _tied(sources)
+    nbytes = [a.nbytes for a in sources.plain if a is not None]
+    nbytes += [source.spec.nbytes for source in sources.opened.values()]
+    snapshot.nbytes = sum(nbytes) - sum([sources.specs[number].nbytes for number in snapshot.tied])
     return snapshot
+
+
+class _PlainSpecs(dict[tuple[np.dtype[Any], tuple[int, ...]], ArraySpec | None]):
+    """Specs of NumPy arrays by dtype and shape; None if an adapter has to open such arrays."""
+
+    def __missing__(self, facts: tuple[np.dtype[Any], tuple[int, ...]]) -> ArraySpec | None:
+        dtype, shape = facts
+        name = DTYPE_NAMES.get(dtype)
+        is_plain = name is not None and len(shape) <= MAX_RANK and 0 not in shape
+        spec = self[facts] = array_spec(shape, name) if is_plain else None
+        return spec
+
+
+def _tied(sources: Sources) -> dict[int, int]:
+    """Return the first array with the same bytes for each that shares those of an earlier one."""
+    identities: list[Any] = [
+        None if a is None else id(a) if a.base is None else memory_identity(a)
+        for a in sources.plain
+    ]
+    for number, source in sources.opened.items():
+        identities[number] = source.identity
+    tied: dict[int, int] = {}
+    if len(set(identities)) < len(identities):
+        seen: dict[Any, int] = {}
+        for number, identity in enumerate(identities):
+            first = number if identity is None else seen.setdefault(identity, number)
+            if first != number:
+                tied[number] = first
+    return tied
 
 
 def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: int) -> Snapshot:

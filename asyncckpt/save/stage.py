@@ -461,25 +461,28 @@ class Staging:
     def _copy_inline(self) -> bytearray:
         """Copy the chunks of `plan.inline`, one after the other, each with a gap behind it."""
         arrays, inline = self.plan.arrays, self.plan.inline
-        owners = self.plan.row_array[list(inline)].tolist()
-        plain, specs, opened = self.sources.plain, self.sources.specs, self.sources.opened
+        owners = self.plan.row_array[list(inline)]
+        leaves = arrays.leaf[owners].tolist()
         # Specs that one chunk stores unchanged; other leaves are padded in it, or cast.
         stored = [p.spec if p.grid.chunk_shape == p.spec.shape else None for p in arrays.parts]
-        part_of = arrays.part.tolist()
-        leaf_of, gap = self._leaf_of, bytes(TRAILER_NBYTES)
+        wanted = list(map(stored.__getitem__, arrays.part[owners].tolist()))
+        plain, specs, gap = self.sources.plain, self.sources.specs, bytes(TRAILER_NBYTES)
         since = time.perf_counter()
         data = bytearray()
         for start in range(0, len(inline), INLINE_ARRAYS):
-            payloads: list[npt.NDArray[Any]] = []
-            stop = start + INLINE_ARRAYS
-            for row, array in zip(inline[start:stop], owners[start:stop], strict=True):
-                leaf, spec = leaf_of[array], stored[part_of[array]]
-                values = plain[leaf]
-                if values is None:
-                    values = opened[leaf].view
-                if values is None or (specs[leaf] is not spec and specs[leaf] != spec):
-                    values = self._inline_payload(array, row)
-                payloads.append(values)
+            group = slice(start, start + INLINE_ARRAYS)
+            payloads: list[Any] = list(map(plain.__getitem__, leaves[group]))
+            found = map(specs.__getitem__, leaves[group])
+            for place, (values, spec, same) in enumerate(
+                zip(payloads, found, wanted[group], strict=True), start
+            ):
+                # Equal specs are nearly always one object.
+                if values is None or spec is not same:
+                    leaf, row = leaves[place], inline[place]
+                    view = self.sources[leaf].view if spec == same else None
+                    if view is None:
+                        view = self._inline_payload(int(owners[place]), row)
+                    payloads[place - start] = view
             try:
                 data += gap.join(payloads)
             except TypeError:  # not all of them are contiguous

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.ocdbt import walk
-from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.btree import EncodedTree, encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.nodes import LeafNode, decode_node
 from asyncckpt.format.ocdbt.walk import TreeDecoder, TreeLimits, decode_tree
 from asyncckpt.format.ocdbt.wire import NODE_MAGIC, encode_varint, frame
+from tests.format.values import value_columns
 
 FILES = ("d/a", "d/b", "data/c")
 Value = bytes | tuple[int, int, int]
@@ -41,7 +42,7 @@ def encode(
     columns = [[-1 if isinstance(v, bytes) else v[i] for v in rows] for i in range(3)]
     return encode_tree(
         prepare_keys(ordered),
-        ValueColumns(
+        value_columns(
             [v if isinstance(v, bytes) else None for v in rows],
             *(np.array(column, np.int64) for column in columns),
         ),
@@ -136,7 +137,7 @@ def test_two_hundred_thousand_keys_take_well_under_a_second() -> None:
     file = np.array([0 if value is None else -1 for value in inline], np.int64)
     tree = encode_tree(
         columns,
-        ValueColumns(inline, file, np.arange(file.size) * 4100, np.full(file.size, 4100)),
+        value_columns(inline, file, np.arange(file.size) * 4100, np.full(file.size, 4100)),
         data_files=["d/a"],
         node_file="d/nodes",
         node_offset=0,

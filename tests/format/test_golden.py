@@ -20,7 +20,7 @@ from asyncckpt.format.chunks import (
     encode_chunk_index,
 )
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.btree import EncodedTree, encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import Version, decode_manifest, encode_manifest
@@ -39,6 +39,7 @@ from asyncckpt.format.record_values import (
 from asyncckpt.format.zarr3 import decode_metadata, encode_metadata
 from asyncckpt.spec import ArraySpec
 from tests.format.dump import Structure, dump, load
+from tests.format.values import value_columns
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -57,7 +58,7 @@ def tree() -> EncodedTree:
     file = np.array([-1 if value else row % 2 for row, value in enumerate(inline)], np.int64)
     return encode_tree(
         prepare_keys(keys),
-        ValueColumns(inline, file, np.arange(6) * 4096, np.full(6, 4100)),
+        value_columns(inline, file, np.arange(6) * 4096, np.full(6, 4100)),
         data_files=["d/00ff-0", "d/00ff-1"],
         node_file="d/index-00ff",
         node_offset=0,
@@ -167,7 +168,7 @@ def test_bytes_that_are_no_text_are_dumped_as_hex() -> None:
     keys = [b"\0", b"key", b"\xff"]
     tree_of_bytes = encode_tree(
         prepare_keys(keys),
-        ValueColumns([b"\x80", b"x", b""], *(np.full(3, -1, np.int64) for _ in range(3))),
+        value_columns([b"\x80", b"x", b""], *(np.full(3, -1, np.int64) for _ in range(3))),
         data_files=[],
         node_file="n",
         node_offset=0,

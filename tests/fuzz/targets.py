@@ -21,7 +21,7 @@ from asyncckpt.format.chunks import (
     encode_chunk_index,
     index_nbytes,
 )
-from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.btree import encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import Manifest, Version, VersionNode, decode_manifest
@@ -42,6 +42,7 @@ from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import flatten, unflatten
 from tests.format.manifests import encode_manifest
+from tests.format.values import value_columns
 from tests.fuzz import hostile
 from tests.fuzz.engine import Target
 from tests.fuzz.foreign import targets as foreign_targets
@@ -86,7 +87,7 @@ def _nodes(names: str = "abcde") -> tuple[bytes, ...]:
     file = np.array([-1 if value else row % 2 for row, value in enumerate(inline)], np.int64)
     tree = encode_tree(
         prepare_keys(keys),
-        ValueColumns(inline, file, np.arange(count) * 4096, np.full(count, 4100)),
+        value_columns(inline, file, np.arange(count) * 4096, np.full(count, 4100)),
         data_files=["d/00ff-0", "d/00ff-1"],
         node_file="d/index",
         node_offset=0,

@@ -21,12 +21,13 @@ from orbax.checkpoint.experimental import v1 as ocp_v1
 
 from asyncckpt.format import orbax, zarr3
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.btree import encode_tree
 from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import Config, Manifest
 from asyncckpt.format.orbax import OrbaxLeaf
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
 from tests.format.manifests import encode_manifest
+from tests.format.values import value_columns
 
 KEY = jax.random.key(7)
 KEYS = jax.random.split(jax.random.key(8), 3)
@@ -67,7 +68,7 @@ def write_database(directory: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> 
     rows = [extents.get(key, (0, 0)) for key in keys]
     tree = encode_tree(
         prepare_keys(keys),
-        ValueColumns(
+        value_columns(
             [inline.get(key) for key in keys],
             np.array([-1 if key in inline else 0 for key in keys], np.int64),
             np.array([row[0] for row in rows], np.int64),

@@ -16,7 +16,7 @@ import tensorstore as ts
 import zstandard
 
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.btree import encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import (
@@ -32,6 +32,7 @@ from asyncckpt.format.zarr import Chain
 from asyncckpt.format.zarr3 import chunk_keys, decode_metadata, encode_metadata, metadata_key
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 from tests.format.manifests import encode_manifest
+from tests.format.values import value_columns
 
 DATA = "d/data"
 NODES = "d/nodes"
@@ -62,7 +63,7 @@ def write_database(
     file, offset, nbytes = np.array(extents, np.int64).reshape(-1, 3).T
     tree = encode_tree(
         prepare_keys(keys),
-        ValueColumns(inline, file, offset, nbytes),
+        value_columns(inline, file, offset, nbytes),
         data_files=[DATA],
         node_file=NODES,
         node_offset=node_offset,
@@ -331,7 +332,7 @@ def test_leaves_of_tensorstore_are_encoded_to_the_same_bytes(tmp_path: Path) -> 
     assert isinstance(node, LeafNode)
     tree = encode_tree(
         prepare_keys(node.keys),
-        ValueColumns(node.inline, node.file, node.offset, node.nbytes),
+        value_columns(node.inline, node.file, node.offset, node.nbytes),
         data_files=[file.path for file in node.files],
         node_file=root.file,
         node_offset=root.offset,

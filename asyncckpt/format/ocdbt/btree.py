@@ -13,7 +13,7 @@ length, number of keys, tree bytes and indirect value bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,13 +42,13 @@ class ValueColumns:
     """Values of all keys, in key order.
 
     Attributes:
-        inline: the value itself; empty if it is in a data file.
-        file: index into the data files, -1 for inline values.
-        offset: its first byte in that file; ignored for inline values.
-        nbytes: its length; ignored for inline values.
+        buffers: what holds the inline values.
+        file: index into the data files; for inline values -1 minus the index of the buffer.
+        offset: its first byte in that file or buffer.
+        nbytes: its length.
     """
 
-    inline: Sequence[bytes | memoryview]
+    buffers: Sequence[bytes | bytearray]
     file: I64
     offset: I64
     nbytes: I64
@@ -117,11 +117,7 @@ def encode_tree(
     none = np.zeros(count, np.int64)
     if not count:
         return EncodedTree([], Version(1, None, 0, 0, 0, 0, commit_time_ns), none)
-    nbytes = values.nbytes.copy()
-    inline = np.flatnonzero(values.file < 0)
-    inlined = map(values.inline.__getitem__, inline.tolist())
-    nbytes[inline] = np.fromiter(map(len, inlined), np.int64, inline.size)
-    values = replace(values, nbytes=nbytes)
+    nbytes = values.nbytes
     indirect_nbytes = np.where(values.file < 0, 0, nbytes)
     level = _Level(columns, columns.lengths, values.offset, nbytes, none + 1, none, indirect_nbytes)
     bounds = _split_leaves(level, values.file, data_files, max_decoded_node_nbytes)
@@ -247,23 +243,27 @@ def _common_prefixes(level: _Level, starts: I64) -> I64:
 
 def _encode_values(
     values: ValueColumns, data_files: Sequence[str], start: int, stop: int
-) -> tuple[bytes, list[bytes | memoryview]]:
+) -> tuple[bytes, list[bytes | bytearray]]:
     """Return the data-file table of a leaf, and its columns after the keys."""
-    rows = slice(start, stop)
-    in_file = values.file[rows] >= 0
-    used, local = np.unique(values.file[rows][in_file], return_inverse=True)
+    file, offset, nbytes = (c[start:stop] for c in (values.file, values.offset, values.nbytes))
+    in_file = file >= 0
+    used, local = np.unique(file[in_file], return_inverse=True)
+    # Copies of one node's values: the garbage collector does not track them, as it does views.
+    inline = ~in_file
+    starts, ends = offset[inline], offset[inline] + nbytes[inline]
+    places = zip((-1 - file[inline]).tolist(), starts.tolist(), ends.tolist(), strict=True)
     return encode_data_files(list(map(data_files.__getitem__, used.tolist()))), [
-        encode_varints(values.nbytes[rows]),
+        encode_varints(nbytes),
         in_file.astype(np.uint8).tobytes(),
         encode_varints(local.reshape(-1).astype(np.int64)),
-        encode_varints(values.offset[rows][in_file]),
-        *(value for value in values.inline[rows] if value),
+        encode_varints(offset[in_file]),
+        *[values.buffers[buffer][start:end] for buffer, start, end in places],
     ]
 
 
 def _encode_children(
     level: _Level, node_file: str, start: int, stop: int
-) -> tuple[bytes, list[bytes | memoryview]]:
+) -> tuple[bytes, list[bytes | bytearray]]:
     """Return the data-file table of an interior node, and its columns after the keys."""
     columns = [encode_varints(column[start:stop]) for column in level.child_columns]
     return encode_data_files([node_file]), [bytes(stop - start), *columns]
@@ -276,7 +276,7 @@ def _encode_node(
     stop: int,
     prefix: int,
     table: bytes,
-    fields: Sequence[bytes | memoryview],
+    fields: Sequence[bytes | bytearray],
 ) -> bytearray:
     """Return a node of some entries, whose keys it stores without their common prefix."""
     keys = level.keys

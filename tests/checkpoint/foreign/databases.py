@@ -11,12 +11,13 @@ import numpy as np
 import zstandard
 
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.btree import encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location, encode_data_files
 from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import Manifest, Version
 from asyncckpt.format.ocdbt.wire import NODE_MAGIC, encode_varint, frame
 from tests.format.manifests import encode_manifest
+from tests.format.values import value_columns
 
 UUID = bytes(range(16))
 VALUES = np.arange(1, 5, dtype="<f4").tobytes()
@@ -45,7 +46,7 @@ def write_database(
     file, offset, nbytes = np.array(extents, np.int64).reshape(-1, 3).T
     tree = encode_tree(
         prepare_keys(keys),
-        ValueColumns(inline, file, offset, nbytes),
+        value_columns(inline, file, offset, nbytes),
         data_files=[DATA],
         node_file=nodes,
         node_offset=0,
