@@ -1,7 +1,7 @@
 """Fetch: ranges of data files to host memory, straight into destinations where layouts allow it."""
 
-# Rule 1: what goes straight into a destination needs no budget; everything else holds slots or bytes
-#   of it, taken in one acquire before its task exists.
+# Rule 1: what goes straight into a destination needs no budget; everything else holds slots, or
+#   bytes of it, taken in one acquire before its task exists.
 # Rule 2: an uncompressed chunk larger than a slot passes through one slot, piece by piece, so that
 #   chunks of any size restore within any budget.
 
@@ -126,8 +126,9 @@ class Fetch:
     async def _lease(self, read: Read) -> tuple[list[Slot], int]:
         """Acquire the slots of a read, and further bytes of the budget; return both.
 
-        The bytes are for copies that the client makes, for small chunks between direct ones, and for
-        decoded elements of compressed chunks. Requests are cut to the capacity: a read that needs more than the budget runs alone.
+        The bytes are for copies that the client makes, for small chunks between direct ones, and
+        for decoded elements of compressed chunks. Requests are cut to the capacity: a read that
+        needs more than the budget runs alone.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = self._copied_nbytes(read)
@@ -221,11 +222,10 @@ class Fetch:
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.
-        row = batch.parts[0].row
-        codec = self._decode.storage(batch.parts[0]).codec
+        row, storage = batch.parts[0].row, self._decode.storage(batch.parts[0])
+        codec = storage.codec
         payload = batch.nbytes - codec.trailer_nbytes
-        part = batch.parts[0]
-        self._decode.check_length(batch, part.row, self._decode.storage(part), payload)
+        self._decode.check_length(batch, row, storage, payload)
         start, crc = 0, 0
         trailer = np.empty(codec.trailer_nbytes, np.uint8)
         while start < payload:
