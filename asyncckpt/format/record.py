@@ -147,7 +147,7 @@ def encode_tables(
         f'"tree":{_json(tree)},"leaves":{{"kinds":{_json(kinds)},"kind":{_json(codes)},"values":',
         f',{owned[1:]},"specs":{_json(stored)},"arrays":{_json(columns)}',
     )
-    # As it is read back: the tree and lists of strings or integers do not change.
+    # As it will be read back: JSON changes neither the tree nor lists of strings or integers.
     values = json.loads(_json(_scalars(leaves)))
     document = {
         "tree": tree,

@@ -141,7 +141,7 @@ class Payload:
     Attributes:
         chunks: place and checksum of every row of the plan (one process alone: of every chunk), or,
             merged, of every chunk of all processes. Inline ones have file -1.
-        inline: those of every inline array that this process writes, in their order.
+        inline: stored chunks of all inline arrays that this process writes, in their order.
         files: every data file, with a path relative to the database.
         parts: boxes of small leaves that several processes hold in parts, and their values.
         checked: rows that are compared with replicas of other processes.

@@ -147,8 +147,8 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     flat = flatten(tree, adapters.nodes)
     leaves, count = flat.leaves, len(flat.leaves)
     snapshot = Snapshot(flat.structure, flat.paths, ["numpy"] * count, [None] * count)
-    # These columns decide what a small leaf costs the caller: ordinary arrays need no object and
-    # no step of Python's but in comprehensions.
+    # These columns decide what a small leaf costs the caller: an ordinary array needs no object
+    # and no call.
     known = _PlainSpecs()
     spec_of = [known[a.dtype, a.shape] if type(a) is np.ndarray else None for a in leaves]
     opened: dict[int, tuple[Source, ArrayAdapter]] = {}

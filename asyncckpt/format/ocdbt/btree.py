@@ -248,7 +248,7 @@ def _encode_values(
     file, offset, nbytes = (c[start:stop] for c in (values.file, values.offset, values.nbytes))
     in_file = file >= 0
     used, local = np.unique(file[in_file], return_inverse=True)
-    # Copies, node by node: unlike views, the garbage collector does not track them.
+    # Copies of one node's values: the garbage collector does not track them, as it does views.
     inline = ~in_file
     starts, ends = offset[inline], offset[inline] + nbytes[inline]
     places = zip((-1 - file[inline]).tolist(), starts.tolist(), ends.tolist(), strict=True)
