@@ -299,6 +299,11 @@ class Spare:
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
 
+    @property
+    def holds(self) -> bool:
+        """Whether it holds any."""
+        return self._memory is not None
+
     def hold(self, nbytes: int) -> None:
         """Hold at least so many bytes, touched; what is held already stays."""
         if len(self._memory or b"") >= nbytes:

@@ -21,6 +21,7 @@ from benchmarks.__main__ import main
 from benchmarks.local import elsewhere, memory, processes, targets, training
 from benchmarks.local.floors import Floors
 from benchmarks.local.newprocess import NewProcessRun
+from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.plans import runs
 from benchmarks.local.stall import heartbeat, percentile
 from benchmarks.local.suite import Suite
@@ -167,6 +168,32 @@ def test_failing_case_is_cleaned_up_and_left_out_and_the_others_go_on() -> None:
     assert set(taken) == {"good"}
     with pytest.raises(OSError, match="no space"):
         measure.rounds([bad], Protocol(), random.Random(0))
+
+
+def test_memory_is_held_between_samples_and_free_during_those_that_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "SPARE", spare := measure.Spare())
+    held: list[bool] = []
+
+    def run() -> Mapping[str, float]:
+        held.append(spare.holds)
+        return {"wall_s": 1.0}
+
+    needy = Case("needy", run, finish=lambda: held.append(spare.holds), fresh_nbytes=4 * MIB)
+    needy.attempt(with_floor=False)
+    assert held == [False, False]
+    assert spare.holds
+    Case("keeps its own", run).attempt(with_floor=False)
+    assert held == [False, False, True]
+    measure.rounds([needy], Protocol(samples=1), random.Random(0))
+    assert not spare.holds
+
+
+def test_none_is_made_ready_for_those_who_keep_memory(tmp_path: Path) -> None:
+    workload = workloads.single(32 * MIB)
+    assert AsyncCkpt(tmp_path).fresh_nbytes(workload) == 0
+    assert Safetensors(tmp_path).fresh_nbytes(workload) == workload.fresh_nbytes > 0
 
 
 def test_peak_memory_counts_from_the_reset() -> None:

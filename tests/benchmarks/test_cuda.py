@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -35,6 +36,25 @@ def test_a_trial_measures_every_operation_of_both_frameworks(tmp_path: Path) -> 
         assert document["growth_nbytes"][name]["host"] <= cuda.GROWTH_NBYTES
     assert "a trial on the CPU" in (tmp_path / "out" / "cuda.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # no state is left
+
+
+async def test_saves_that_end_at_once_do_not_keep_the_steps_waiting() -> None:
+    class Ended:
+        """A `Checkpointer` whose saves have ended when they begin."""
+
+        async def start_save(self, step: int, state: cuda.Tree) -> asyncio.Future[None]:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            done.set_result(None)
+            return done
+
+    class Idle(cuda.Torch):
+        """A device without a state."""
+
+        def step(self) -> None:
+            return None
+
+    ((beside_s, alone_s),) = await cuda._steps(Ended(), Idle({}, on_gpu=False), 0)
+    assert beside_s >= 0 <= alone_s
 
 
 def test_a_restore_that_differs_is_an_error(
