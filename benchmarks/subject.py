@@ -12,6 +12,15 @@ from typing import Any, ClassVar
 from benchmarks.workloads import Tree, Workload
 
 
+def budget_nbytes(state_nbytes: int) -> int:
+    """Return the byte budget with which we save and restore a state of so many bytes.
+
+    It is staged once, and the memory of a dropped restored state is kept for the next restore; a
+    response of an object store counts up to twice. Slots are rounded up per stage.
+    """
+    return 2 * state_nbytes + state_nbytes // 16 + (128 << 20)
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A finished save: where it lies, and what was timed.

@@ -11,12 +11,8 @@ from typing import Any, ClassVar
 
 import asyncckpt
 from asyncckpt import blocking
-from benchmarks.subject import Restored, Saved, Subject
+from benchmarks.subject import Restored, Saved, Subject, budget_nbytes
 from benchmarks.workloads import Tree, Workload, leaves
-
-BUDGET_MARGIN_NBYTES = 128 << 20
-"""Added to twice the size of the state for the byte budget: it is staged once, and the memory of a
-dropped restored state is kept for the next restore; slots are rounded up per stage."""
 
 
 @dataclass(slots=True)
@@ -54,11 +50,12 @@ class AsyncCkpt(Subject):
 
     def make(self, nbytes: int) -> Any:
         """Return a new `Checkpointer` for states of so many bytes."""
-        budget = 2 * nbytes + nbytes // 16 + BUDGET_MARGIN_NBYTES
         return asyncckpt.Checkpointer(
             self.directory,
             keep=self.retention,
-            save_options=asyncckpt.SaveOptions(host_memory_nbytes=budget, **self.options),
+            save_options=asyncckpt.SaveOptions(
+                host_memory_nbytes=budget_nbytes(nbytes), **self.options
+            ),
         )
 
     def next_step(self) -> int:

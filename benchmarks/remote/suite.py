@@ -39,14 +39,12 @@ from benchmarks.remote.results import (
 )
 from benchmarks.remote.rounds import Case, Probes
 from benchmarks.remote.state import Described
+from benchmarks.subject import budget_nbytes
 from benchmarks.workloads import Workload
 from tests.simulator import SimulatorProcess, simulator_process
 
 RECORD, DATA = "checkpoint.json", "/d/"
 """Parts of our keys: the commit record, and everything that is data."""
-
-BUDGET_MARGIN_NBYTES = 128 * MIB
-"""Added to the size of the state for the byte budget, as in the local suite."""
 
 FRESH = 1
 """Copies of the state that a run may make anew; the service uses its memory again."""
@@ -255,14 +253,12 @@ class _OnService:
 
     @contextlib.contextmanager
     def _child(
-        self, role: Role, nbytes: int, budget_nbytes: int | None = None, prefix: str = ""
+        self, role: Role, nbytes: int, budget: int | None = None, prefix: str = ""
     ) -> Iterator[Child]:
         self._processes += 1
         prefix = prefix or f"{role.kind}-{self._processes}"
-        if budget_nbytes is None:
-            budget_nbytes = nbytes + nbytes // 16 + BUDGET_MARGIN_NBYTES
-        directory = self._suite.directory
-        with child(role, self._service, directory, prefix, budget_nbytes) as made:
+        budget = budget_nbytes(nbytes) if budget is None else budget
+        with child(role, self._service, self._suite.directory, prefix, budget) as made:
             yield made
 
     def _subjects(self, stack: contextlib.ExitStack, floors: _Floors) -> dict[str, Child]:
