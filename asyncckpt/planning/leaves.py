@@ -221,8 +221,6 @@ class _Layouts:
         self._numbers: dict[Hashable, int] = {}
         self._regular = regular
         self._holders = holders
-        self._divisions: dict[Hashable, int] = {}
-        self._seen: dict[int, tuple[object, int]] = {}
 
     def number(self, leaf: LeafLayout) -> int:
         """Return the number of the layout of a leaf, which may be a new one."""
@@ -241,20 +239,11 @@ class _Layouts:
 
     def _division(self, leaf: LeafLayout) -> Hashable:
         """Return a value that is equal for leaves that processes divide or hold alike."""
-        if leaf.shards is None and leaf.partition is None:
-            return None if leaf.holders is None else self._holders.number(leaf.holders)
-        return self._shards(leaf.shards), leaf.partition
-
-    def _shards(self, shards: tuple[Shard, ...] | None) -> int:
-        """Return one number for equal lists of shards; each list object is read once."""
-        seen = self._seen.get(id(shards))
-        if seen is not None:
-            return seen[1]
         number_of = self._holders.number
-        key = tuple([(s.box.offset, s.box.shape, number_of(s.holders)) for s in shards or ()])
-        number = self._divisions.setdefault(key, len(self._divisions))
-        self._seen[id(shards)] = shards, number
-        return number
+        if leaf.shards is None and leaf.partition is None:
+            return None if leaf.holders is None else number_of(leaf.holders)
+        shards = [(s.box.offset, s.box.shape, number_of(s.holders)) for s in leaf.shards or ()]
+        return tuple(shards), leaf.partition
 
 
 def _check_tie(leaves: Sequence[LeafLayout], number: int, other: int) -> None:
