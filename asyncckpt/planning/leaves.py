@@ -125,8 +125,7 @@ def plan_arrays(
     """Return the arrays that store these leaves; arguments as for `plan_save`.
 
     Raises:
-        UsageError: as `plan_save`.
-        ValueError: `tied_to` is inconsistent.
+        UsageError, ValueError: as `plan_save`.
     """
     tied_leaves: dict[int, int] = {}
     distinct = _Layouts(regular, holders)
@@ -143,7 +142,6 @@ def plan_arrays(
         _, spec, nbytes, shape, level, tied_to, shards, partition, processes = leaf
         if tied_to is not None:
             number = len(kinds)
-            _check_tie(leaves, number, tied_to)
             tied_leaves[number] = tied_leaves.get(tied_to, tied_to)
             kinds.append(kinds[tied_to])
             continue
@@ -244,14 +242,6 @@ class _Layouts:
             return None if leaf.holders is None else number_of(leaf.holders)
         shards = [(s.box.offset, s.box.shape, number_of(s.holders)) for s in leaf.shards or ()]
         return tuple(shards), leaf.partition
-
-
-def _check_tie(leaves: Sequence[LeafLayout], number: int, other: int) -> None:
-    if not 0 <= other < number:
-        raise ValueError(f"leaf {number} is tied to {other}, which is no earlier leaf")
-    one, two = leaves[number], leaves[other]
-    if one.spec != two.spec:
-        raise ValueError(f"{one.name} is {one.spec} and tied to {two.name}, which is {two.spec}")
 
 
 def _refuse_repeated(names: Sequence[str]) -> None:

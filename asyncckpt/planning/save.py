@@ -119,7 +119,7 @@ def plan_save(
         UsageError: two arrays have one name, a chunk shape does not fit its leaf, or the shards of
             a leaf would take too many pieces, or with `regular` too many chunks; its `path` is the
             name of the array.
-        ValueError: sizes, shards or `tied_to` are inconsistent.
+        ValueError: sizes are inconsistent, or the shards of a leaf do not tile it.
     """
     if page_nbytes % SMALL_ALIGNMENT_NBYTES or page_nbytes < 1:
         raise ValueError(f"page_nbytes={page_nbytes} is not a positive multiple of 8")

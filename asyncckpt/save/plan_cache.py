@@ -486,14 +486,6 @@ def _with_options(
     if compression == "zstd":
         level = own.compression_level or options.compression_level
     spec = stored_spec(path, source, own)
-    if own.chunk_shape is not None and len(own.chunk_shape) != len(spec.shape):
-        raise UsageError(
-            f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) has {len(own.chunk_shape)} "
-            f"dimensions, the leaf has shape {spec.shape}",
-            path=path,
-            expected=len(spec.shape),
-            found=own.chunk_shape,
-        )
     chunk_nbytes = math.prod(own.chunk_shape or ()) * spec.itemsize
     if level is not None and chunk_nbytes > budget_nbytes:
         raise UsageError(

@@ -227,18 +227,6 @@ def test_small_shards_make_one_plain_chunk_whatever_is_asked_for() -> None:
     assert (part.grid.chunk_shape, part.layout.zstd_level) == ((7, 60), 3)
 
 
-def test_shards_that_do_not_follow_their_partition_are_refused() -> None:
-    leaf = LeafLayout(
-        "w",
-        ArraySpec((10, 4), "float32"),
-        MIB,
-        shards=(Shard(Box((4, 0), (5, 4)), (1,)),),
-        partition=Partition((5, 4), "rows"),
-    )
-    with pytest.raises(ValueError, match=r"w: the shard \[4:9, 0:4\] .* does not follow"):
-        plan_save([leaf], **SIZES, process=1, process_count=2)
-
-
 @pytest.mark.parametrize("cuts", [(5,), (0, 4), ((5, 5), 4), ((0,), 4), ((10,), 4)])
 def test_a_partition_that_does_not_fit_is_refused(cuts: Any) -> None:
     with pytest.raises(ValueError, match=r"cuts|cells"):

@@ -346,16 +346,6 @@ def test_too_many_pieces_name_the_leaf() -> None:
     assert (caught.value.path, caught.value.expected) == ("w", 4096)
 
 
-def test_inconsistent_ties_are_refused() -> None:
-    a = LeafLayout("a", ArraySpec((2,), "float32"), 100)
-    b = LeafLayout("b", ArraySpec((2,), "int32"), 100, tied_to=0)
-    with pytest.raises(ValueError, match="b is int32"):
-        plan_save([a, b], **SMALL)
-    for other in (0, 1, -1):
-        with pytest.raises(ValueError, match="no earlier leaf"):
-            plan_save([a._replace(tied_to=other)], **SMALL)
-
-
 @pytest.mark.parametrize("change", [{"page_nbytes": 12}, {"slot_nbytes": 40}, {"slot_nbytes": 16}])
 def test_sizes_that_could_not_place_a_trailer_are_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="page"):
