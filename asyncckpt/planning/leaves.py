@@ -72,7 +72,7 @@ class Part:
 class Arrays:
     """The arrays of a save, in leaf order, the pieces of a leaf by their offsets.
 
-    They are equal in all processes that save together, except for the shards in `layouts`. Chunks
+    They are equal in all processes that save together, except for the shards in `parts`. Chunks
     are numbered over all arrays in order, each array's in C order.
 
     Attributes:
@@ -82,9 +82,6 @@ class Arrays:
         leaf: leaf per array.
         pieces: the arrays of each leaf that is stored as several.
         tied: the earlier array with the same bytes, by tied array.
-        tied_leaves: the same by leaf.
-        layouts: the first leaf of every distinct layout.
-        kind: index into `layouts` per leaf.
         first_chunk: number of the first chunk per array; tied arrays have the same one.
         chunk_count: number of chunks in all.
         inline: arrays whose only chunk is inline in the B+tree, without tied ones.
@@ -99,9 +96,6 @@ class Arrays:
     leaf: Column
     pieces: Mapping[int, range]
     tied: Mapping[int, int]
-    tied_leaves: Mapping[int, int]
-    layouts: Sequence[LeafLayout]
-    kind: Column
     first_chunk: Column
     chunk_count: int
     inline: Column
@@ -192,9 +186,6 @@ def plan_arrays(
         leaf=owner,
         pieces=pieces,
         tied=tied,
-        tied_leaves=tied_leaves,
-        layouts=distinct.layouts,
-        kind=kind_of,
         first_chunk=first_chunk,
         chunk_count=int(chunks.sum()),
         inline=np.flatnonzero((chunks == 1) & small_of[part]),
@@ -208,12 +199,10 @@ class _Layouts:
     """The distinct layouts of leaves, each computed once.
 
     Attributes:
-        layouts: the first leaf of each.
         parts: the arrays of each.
     """
 
     def __init__(self, regular: bool, holders: Holders) -> None:
-        self.layouts: list[LeafLayout] = []
         self.parts: list[list[Part]] = []
         # By shape, dtype, options and division.
         self._numbers: dict[Hashable, int] = {}
@@ -224,10 +213,9 @@ class _Layouts:
         """Return the number of the layout of a leaf, which may be a new one."""
         spec = leaf.spec
         facts = spec.shape, spec.dtype, leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level
-        number = self._numbers.setdefault((*facts, self._division(leaf)), len(self.layouts))
-        if number < len(self.layouts):
+        number = self._numbers.setdefault((*facts, self._division(leaf)), len(self.parts))
+        if number < len(self.parts):
             return number
-        self.layouts.append(leaf)
         division = leaf.shards if leaf.partition is None else leaf.partition
         if self._holders.process_count > 1 and travels_in_parts(leaf.spec, division):
             # Process 0 assembles it from the others' parts: one chunk, not compressed.

@@ -6,8 +6,10 @@ and Orbax's files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,6 +65,7 @@ class Layout:
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
         notes: for the report.
+        digest: SHA-256 (hex) of `specs` and `arrays`.
         tables: the tables of the record; None where another process commits, or knows a part.
         schema_digest: digest of the schema on which the processes that save together agreed.
         fresh: they agreed on it for this save.
@@ -76,6 +79,7 @@ class Layout:
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
     notes: tuple[str, ...]
+    digest: str
     tables: EncodedTables | None = None
     schema_digest: str = ""
     fresh: bool = False
@@ -356,7 +360,14 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
         mirrors=tuple(mirrors),
         orbax=orbax,
         notes=notes,
+        digest=_digest(specs, table) if commits else "",
     )
+
+
+def _digest(specs: Iterable[StoredSpec], arrays: ArrayTable) -> str:
+    stored = [(s.spec.shape, s.spec.dtype, s.chunk_shape, s.zstd_level) for s in specs]
+    text = json.dumps([stored, arrays.name, arrays.spec, list(arrays.tied.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:

