@@ -371,16 +371,17 @@ def _digest(specs: Iterable[StoredSpec], arrays: ArrayTable) -> str:
 
 
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:
-    """Refuse shards that can only be cut into compressed chunks beyond the budget."""
+    """Refuse compressed chunks beyond the budget."""
     for array in np.unique(plan.row_array[list(plan.compressed)]).tolist():
         part = plan.arrays.of(array)
         nbytes = part.grid.chunk_size * part.spec.itemsize
         if nbytes > budget_nbytes:
             path = snapshot.paths[snapshot.array_leaf[int(plan.arrays.leaf[array])]]
             raise UsageError(
-                f"{path}: its shards can only be cut into chunks of {nbytes} bytes; what is "
-                f"compressed is held whole, and the budget has {budget_nbytes}: store it with "
-                'LeafOptions(compression="none"), shard it evenly, or raise host_memory_nbytes',
+                f"{path}: its chunk_shape or its shards make chunks of {nbytes} bytes; what is "
+                f"compressed is held whole, and the budget has {budget_nbytes}: pass a smaller "
+                'chunk_shape, store it with LeafOptions(compression="none"), shard it evenly, or '
+                "raise host_memory_nbytes",
                 path=path,
                 expected=budget_nbytes,
                 found=nbytes,
@@ -491,23 +492,14 @@ def _bounded(chunk_nbytes: int, level: int | None, terms: Terms) -> int:
 def _with_options(
     path: str, source: Source, held: OwnPart, name: str, own: LeafOptions, terms: Terms
 ) -> LeafLayout:
-    options, budget_nbytes, sizes, *_ = terms
+    options = terms.options
     compression = own.compression or options.compression or "none"
     level = None
     if compression == "zstd":
         level = own.compression_level or options.compression_level
     spec = stored_spec(path, source, own)
     chunk_nbytes = math.prod(own.chunk_shape or ()) * spec.itemsize
-    if level is not None and chunk_nbytes > budget_nbytes:
-        raise UsageError(
-            f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
-            f"bytes; what is compressed is held whole, and the budget has {budget_nbytes}: pass "
-            "smaller chunks, or raise host_memory_nbytes",
-            path=path,
-            expected=budget_nbytes,
-            found=chunk_nbytes,
-        )
-    limit = sizes.chunk_limit_nbytes
+    limit = terms.sizes.chunk_limit_nbytes
     if limit is not None and chunk_nbytes > limit:
         raise UsageError(
             f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
