@@ -122,10 +122,10 @@ def plan_arrays(
         UsageError, ValueError: as `plan_save`.
     """
     tied_leaves: dict[int, int] = {}
-    distinct = _Layouts(regular, holders)
-    kinds: list[int] = []
-    # By `id`: leaves and their fields are alive as long as `leaves` is. Hashing a partition costs
-    # more than all else for a leaf.
+    divisions = _Divisions(holders)
+    parts_of: list[list[Part]] = []  # of every distinct layout
+    kinds: list[int] = []  # the layout of every leaf
+    # By `id`: leaves and their fields are alive as long as `leaves` is.
     of_object: dict[int, int] = {}
     known: dict[Hashable, int] = {}
     for leaf, identity in zip(leaves, map(id, leaves), strict=True):
@@ -141,14 +141,15 @@ def plan_arrays(
             continue
         division = None
         if shards is not None or partition is not None or processes is not None:
-            division = id(shards), id(partition), id(processes)
+            division = divisions.number(leaf)
         key = (spec.shape, spec.dtype, nbytes, shape, level, division)
         kind = known.get(key)
         if kind is None:
-            kind = known[key] = of_object[identity] = distinct.number(leaf)
+            kind = known[key] = of_object[identity] = len(parts_of)
+            parts_of.append(_parts(leaf, regular, several=holders.process_count > 1))
         kinds.append(kind)
     kind_of = np.array(kinds, np.int64)
-    count_of = np.array(list(map(len, distinct.parts)), np.int64)
+    count_of = np.array(list(map(len, parts_of)), np.int64)
     base_of = np.cumsum(count_of) - count_of
     counts = count_of[kind_of]
     first = np.cumsum(counts) - counts
@@ -167,7 +168,7 @@ def plan_arrays(
     for i, other in tied_leaves.items():
         for number in range(counts[i]):
             tied[int(first[i]) + number] = int(first[other]) + number
-    parts = list(itertools.chain.from_iterable(distinct.parts))
+    parts = list(itertools.chain.from_iterable(parts_of))
     part = base_of[kind_of][owner] + place
     facts: list[tuple[int, int, bool]] = []
     for p in parts:
@@ -195,41 +196,30 @@ def plan_arrays(
     )
 
 
-class _Layouts:
-    """The distinct layouts of leaves, each computed once.
+class _Divisions:
+    """The distinct ways in which processes divide or hold leaves, by number."""
 
-    Attributes:
-        parts: the arrays of each.
-    """
-
-    def __init__(self, regular: bool, holders: Holders) -> None:
-        self.parts: list[list[Part]] = []
-        # By shape, dtype, options and division.
-        self._numbers: dict[Hashable, int] = {}
-        self._regular = regular
+    def __init__(self, holders: Holders) -> None:
         self._holders = holders
+        self._numbers: dict[Hashable, int] = {}
+        # By `id`: hashing a partition costs more than all else for a leaf.
+        self._of_objects: dict[tuple[int, int, int], int] = {}
 
     def number(self, leaf: LeafLayout) -> int:
-        """Return the number of the layout of a leaf, which may be a new one."""
-        spec = leaf.spec
-        facts = spec.shape, spec.dtype, leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level
-        number = self._numbers.setdefault((*facts, self._division(leaf)), len(self.parts))
-        if number < len(self.parts):
-            return number
-        division = leaf.shards if leaf.partition is None else leaf.partition
-        if self._holders.process_count > 1 and travels_in_parts(leaf.spec, division):
-            # Process 0 assembles it from the others' parts: one chunk, not compressed.
-            leaf = leaf._replace(chunk_shape=None, zstd_level=None)
-        self.parts.append(_parts(leaf, self._regular))
+        """Return the number of the division of a leaf, whose fields must stay alive."""
+        shards, partition = leaf.shards, leaf.partition
+        objects = id(shards), id(partition), id(leaf.holders)
+        number = self._of_objects.get(objects)
+        if number is None:
+            number_of = self._holders.number
+            if shards is None and partition is None:
+                key: Hashable = number_of(leaf.holders)
+            else:
+                held = [(s.box.offset, s.box.shape, number_of(s.holders)) for s in shards or ()]
+                key = tuple(held), partition
+            number = self._numbers.setdefault(key, len(self._numbers))
+            self._of_objects[objects] = number
         return number
-
-    def _division(self, leaf: LeafLayout) -> Hashable:
-        """Return a value that is equal for leaves that processes divide or hold alike."""
-        number_of = self._holders.number
-        if leaf.shards is None and leaf.partition is None:
-            return None if leaf.holders is None else number_of(leaf.holders)
-        shards = [(s.box.offset, s.box.shape, number_of(s.holders)) for s in leaf.shards or ()]
-        return tuple(shards), leaf.partition
 
 
 def _refuse_repeated(names: Sequence[str]) -> None:
@@ -242,12 +232,16 @@ def _refuse_repeated(names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def _parts(leaf: LeafLayout, regular: bool) -> list[Part]:
-    """Return the arrays that store one leaf."""
+def _parts(leaf: LeafLayout, regular: bool, *, several: bool) -> list[Part]:
+    """Return the arrays that store one leaf; `several` processes save it together."""
+    division = leaf.shards if leaf.partition is None else leaf.partition
+    if several and travels_in_parts(leaf.spec, division):
+        # Process 0 assembles it from the others' parts: one chunk, not compressed.
+        leaf = leaf._replace(chunk_shape=None, zstd_level=None)
     try:
         arrays = choose_grid(
             leaf.spec,
-            leaf.shards if leaf.partition is None else leaf.partition,
+            division,
             chunk_nbytes=leaf.chunk_nbytes,
             chunk_shape=leaf.chunk_shape,
             regular=regular,
