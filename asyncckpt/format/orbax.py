@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
@@ -112,41 +113,39 @@ class OrbaxArrays(NamedTuple):
         return [prefix + key for key in self.keys]
 
 
-def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[int]:
-    """Return the indices of leaves that Orbax would not find, or would confuse with others.
+def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[str]:
+    """Return the Orbax names of leaves that Orbax would not find, or would confuse with others.
 
     These are arrays stored under another name than Orbax computes, leaves with equal names in
     Orbax, strings with the same place in `_strings.json`, and a lone leaf, which has no name there.
     """
-    _, strings = _place_strings(leaves)
-    bad = set(strings)
-    row_of: dict[str, int] = {}
-    for row, leaf in enumerate(leaves):
+    _, bad = _place_strings(leaves)
+    names: list[str] = []
+    for leaf in leaves:
         if isinstance(leaf, OrbaxArrays):
-            count = len(row_of) + len(leaf.keys)
-            row_of.update(dict.fromkeys(leaf.orbax_names, row))
-            if len(row_of) < count:
-                bad.add(row)
+            names += leaf.orbax_names
             continue
         name = leaf.orbax_name
-        if leaf.kind not in EMPTY and row_of.setdefault(name, row) != row:
-            bad.update((row_of[name], row))
+        if leaf.kind not in EMPTY or not leaf.path:
+            names.append(name)
         if not leaf.path or leaf.array_name not in (None, name):
-            bad.add(row)
-    return sorted(bad)
+            bad.add(name)
+    if len(set(names)) < len(names):
+        bad |= {name for name, count in Counter(names).items() if count > 1}
+    return [name for name in names if name in bad] if bad else []
 
 
 def _place_strings(
     leaves: Iterable[OrbaxLeaf | OrbaxArrays],
-) -> tuple[dict[str, JsonValue], set[int]]:
-    """Return `_strings.json`, and the rows of strings that have no place in it (`string_keys`)."""
+) -> tuple[dict[str, JsonValue], set[str]]:
+    """Return `_strings.json`, and the names of strings without a place in it (`string_keys`)."""
     document: dict[str, JsonValue] = {}
-    refused = set()
-    for row, leaf in enumerate(leaves):
+    refused: set[str] = set()
+    for leaf in leaves:
         if isinstance(leaf, OrbaxArrays) or leaf.kind != "string":
             continue
         if "~" in leaf.orbax_name.replace("~0", "").replace("~1", ""):
-            refused.add(row)
+            refused.add(leaf.orbax_name)
             continue
         *parents, last = string_keys(leaf.orbax_name)
         at: JsonValue = document
@@ -155,7 +154,7 @@ def _place_strings(
         if isinstance(at, dict) and last not in at:
             at[last] = leaf.text
         else:
-            refused.add(row)
+            refused.add(leaf.orbax_name)
     return document, refused
 
 

@@ -174,7 +174,7 @@ class CommitRecord:
         epoch: the claim under which it was written.
         writer: index of the process that wrote the record.
         writers: number of processes that wrote data.
-        plan_digest: digest of the plan of all writers, lower-case hex.
+        plan_digest: digest of `specs` and `arrays`, lower-case hex.
         created_ns: wall-clock time in ns since the Unix epoch.
         library: name and version of the program.
         tree: the structure, opaque here.

@@ -78,22 +78,23 @@ def choose_grid(
         regular: one array, or an error.
 
     Raises:
-        UsageError: `chunk_shape` has another rank, an entry that is not positive, or cuts chunks
-            that no process holds whole; `chunk_nbytes` is not positive; or `regular`, and the
-            finest grid that follows the shards has too many chunks.
+        UsageError: `chunk_shape` has another rank, or cuts chunks that no process holds whole; or
+            `regular`, and the finest grid that follows the shards has too many chunks.
         ValueError: the shards do not tile the leaf, or the partition does not fit it.
     """
     cuts = _cuts_of(spec, division)
     origin = (0,) * len(spec.shape)
     if chunk_shape is not None:
-        _check_chunk_shape(spec, chunk_shape)
+        if len(chunk_shape) != len(spec.shape):
+            raise UsageError(
+                f"chunk_shape={chunk_shape} has rank {len(chunk_shape)}, but {spec} has rank "
+                f"{len(spec.shape)}; pass one length per dimension",
+                expected=len(spec.shape),
+                found=len(chunk_shape),
+            )
         if cuts.count > 1 and spec.nbytes > WHOLE_NBYTES and not _held_whole(division):
             _check_cuts(spec, chunk_shape, cuts)
         return ((origin, ChunkGrid(spec.shape, chunk_shape)),)
-    if chunk_nbytes < 1:
-        raise UsageError(
-            f"chunk_nbytes={chunk_nbytes}: pass a positive number of bytes", found=chunk_nbytes
-        )
     filled = tuple([n or 1 for n in spec.shape]) if 0 in spec.shape else spec.shape
     strict = spec.nbytes > PADDED_NBYTES
     if math.prod(filled) * spec.itemsize <= (chunk_nbytes if cuts.count <= 1 else WHOLE_NBYTES):
@@ -147,22 +148,6 @@ def _cuts_of(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) ->
 def _cells(shape: tuple[int, ...], starts: Sequence[Sequence[int]]) -> list[Box]:
     axes = zip(starts, shape, strict=True)
     return grid_boxes([list(itertools.pairwise((*at, n))) for at, n in axes])
-
-
-def _check_chunk_shape(spec: ArraySpec, chunk_shape: tuple[int, ...]) -> None:
-    if len(chunk_shape) != len(spec.shape):
-        raise UsageError(
-            f"chunk_shape={chunk_shape} has rank {len(chunk_shape)}, but {spec} has rank "
-            f"{len(spec.shape)}; pass one length per dimension",
-            expected=len(spec.shape),
-            found=len(chunk_shape),
-        )
-    if any(c < 1 for c in chunk_shape):
-        raise UsageError(
-            f"chunk_shape={chunk_shape} for {spec}: every length must be at least 1",
-            expected="positive lengths",
-            found=chunk_shape,
-        )
 
 
 def _held_whole(division: tuple[Shard, ...] | Partition | None) -> bool:

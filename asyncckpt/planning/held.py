@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.planning.balance import Holders
-from asyncckpt.planning.grid import WHOLE_NBYTES, cell_starts
+from asyncckpt.planning.grid import WHOLE_NBYTES
 from asyncckpt.planning.leaves import Arrays, LeafLayout, Part
 from asyncckpt.planning.overlap import BoxIndex, contiguous_runs, runs_within
 from asyncckpt.planning.table import Column, expanded
-from asyncckpt.planning.tiling import box_text
-from asyncckpt.spec import Box, ChunkGrid, Partition, Shard
+from asyncckpt.spec import Box, ChunkGrid, Shard
 
 
 class HeldChunks(NamedTuple):
@@ -124,8 +123,6 @@ class HeldShards:
             ]
             shards, kinds = [shards[number] for number in own], kinds[own]
         boxes = [shard.box for shard in shards]
-        if layout.partition is not None:
-            _check_boxes(layout, layout.partition, boxes)
         rank = len(layout.spec.shape)
         self._boxes = boxes
         self._kinds = kinds
@@ -200,20 +197,3 @@ def _cells_inside(
     fresh = np.ones(len(cells), bool)
     fresh[1:] = cells[1:] != cells[:-1]
     return cells[fresh], which[fresh]
-
-
-def _check_boxes(layout: LeafLayout, partition: Partition, boxes: Sequence[Box]) -> None:
-    """Raise if a box does not follow the cuts of the partition: its chunks would not be found."""
-    shape = layout.spec.shape
-    # Membership in a range is arithmetic.
-    known = [
-        starts if isinstance(starts, range) else frozenset(starts)
-        for starts in cell_starts(shape, partition)
-    ]
-    for box in boxes:
-        edges = zip(box.offset, box.stop, known, shape, strict=True)
-        if box.size and not all(a in at and (b in at or b == n) for a, b, at, n in edges):
-            raise ValueError(
-                f"{layout.name}: the shard {box_text(box)} of {layout.spec} does not follow the "
-                f"cuts of its partition, {partition.cuts}"
-            )

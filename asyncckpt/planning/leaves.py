@@ -72,7 +72,7 @@ class Part:
 class Arrays:
     """The arrays of a save, in leaf order, the pieces of a leaf by their offsets.
 
-    They are equal in all processes that save together, except for the shards in `layouts`. Chunks
+    They are equal in all processes that save together, except for the shards in `parts`. Chunks
     are numbered over all arrays in order, each array's in C order.
 
     Attributes:
@@ -82,9 +82,6 @@ class Arrays:
         leaf: leaf per array.
         pieces: the arrays of each leaf that is stored as several.
         tied: the earlier array with the same bytes, by tied array.
-        tied_leaves: the same by leaf.
-        layouts: the first leaf of every distinct layout.
-        kind: index into `layouts` per leaf.
         first_chunk: number of the first chunk per array; tied arrays have the same one.
         chunk_count: number of chunks in all.
         inline: arrays whose only chunk is inline in the B+tree, without tied ones.
@@ -99,9 +96,6 @@ class Arrays:
     leaf: Column
     pieces: Mapping[int, range]
     tied: Mapping[int, int]
-    tied_leaves: Mapping[int, int]
-    layouts: Sequence[LeafLayout]
-    kind: Column
     first_chunk: Column
     chunk_count: int
     inline: Column
@@ -125,14 +119,13 @@ def plan_arrays(
     """Return the arrays that store these leaves; arguments as for `plan_save`.
 
     Raises:
-        UsageError: as `plan_save`.
-        ValueError: `tied_to` is inconsistent.
+        UsageError, ValueError: as `plan_save`.
     """
     tied_leaves: dict[int, int] = {}
-    distinct = _Layouts(regular, holders)
-    kinds: list[int] = []
-    # By `id`: leaves and their fields are alive as long as `leaves` is. Hashing a partition costs
-    # more than all else for a leaf.
+    divisions = _Divisions(holders)
+    parts_of: list[list[Part]] = []  # of every distinct layout
+    kinds: list[int] = []  # the layout of every leaf
+    # By `id`: leaves and their fields are alive as long as `leaves` is.
     of_object: dict[int, int] = {}
     known: dict[Hashable, int] = {}
     for leaf, identity in zip(leaves, map(id, leaves), strict=True):
@@ -143,20 +136,20 @@ def plan_arrays(
         _, spec, nbytes, shape, level, tied_to, shards, partition, processes = leaf
         if tied_to is not None:
             number = len(kinds)
-            _check_tie(leaves, number, tied_to)
             tied_leaves[number] = tied_leaves.get(tied_to, tied_to)
             kinds.append(kinds[tied_to])
             continue
         division = None
         if shards is not None or partition is not None or processes is not None:
-            division = id(shards), id(partition), id(processes)
+            division = divisions.number(leaf)
         key = (spec.shape, spec.dtype, nbytes, shape, level, division)
         kind = known.get(key)
         if kind is None:
-            kind = known[key] = of_object[identity] = distinct.number(leaf)
+            kind = known[key] = of_object[identity] = len(parts_of)
+            parts_of.append(_parts(leaf, regular, several=holders.process_count > 1))
         kinds.append(kind)
     kind_of = np.array(kinds, np.int64)
-    count_of = np.array(list(map(len, distinct.parts)), np.int64)
+    count_of = np.array(list(map(len, parts_of)), np.int64)
     base_of = np.cumsum(count_of) - count_of
     counts = count_of[kind_of]
     first = np.cumsum(counts) - counts
@@ -175,7 +168,7 @@ def plan_arrays(
     for i, other in tied_leaves.items():
         for number in range(counts[i]):
             tied[int(first[i]) + number] = int(first[other]) + number
-    parts = list(itertools.chain.from_iterable(distinct.parts))
+    parts = list(itertools.chain.from_iterable(parts_of))
     part = base_of[kind_of][owner] + place
     facts: list[tuple[int, int, bool]] = []
     for p in parts:
@@ -194,9 +187,6 @@ def plan_arrays(
         leaf=owner,
         pieces=pieces,
         tied=tied,
-        tied_leaves=tied_leaves,
-        layouts=distinct.layouts,
-        kind=kind_of,
         first_chunk=first_chunk,
         chunk_count=int(chunks.sum()),
         inline=np.flatnonzero((chunks == 1) & small_of[part]),
@@ -206,63 +196,30 @@ def plan_arrays(
     )
 
 
-class _Layouts:
-    """The distinct layouts of leaves, each computed once.
+class _Divisions:
+    """The distinct ways in which processes divide or hold leaves, by number."""
 
-    Attributes:
-        layouts: the first leaf of each.
-        parts: the arrays of each.
-    """
-
-    def __init__(self, regular: bool, holders: Holders) -> None:
-        self.layouts: list[LeafLayout] = []
-        self.parts: list[list[Part]] = []
-        # By shape, dtype, options and division.
-        self._numbers: dict[Hashable, int] = {}
-        self._regular = regular
+    def __init__(self, holders: Holders) -> None:
         self._holders = holders
-        self._divisions: dict[Hashable, int] = {}
-        self._seen: dict[int, tuple[object, int]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        # By `id`: hashing a partition costs more than all else for a leaf.
+        self._of_objects: dict[tuple[int, int, int], int] = {}
 
     def number(self, leaf: LeafLayout) -> int:
-        """Return the number of the layout of a leaf, which may be a new one."""
-        spec = leaf.spec
-        facts = spec.shape, spec.dtype, leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level
-        number = self._numbers.setdefault((*facts, self._division(leaf)), len(self.layouts))
-        if number < len(self.layouts):
-            return number
-        self.layouts.append(leaf)
-        division = leaf.shards if leaf.partition is None else leaf.partition
-        if self._holders.process_count > 1 and travels_in_parts(leaf.spec, division):
-            # Process 0 assembles it from the others' parts: one chunk, not compressed.
-            leaf = leaf._replace(chunk_shape=None, zstd_level=None)
-        self.parts.append(_parts(leaf, self._regular))
+        """Return the number of the division of a leaf, whose fields must stay alive."""
+        shards, partition = leaf.shards, leaf.partition
+        objects = id(shards), id(partition), id(leaf.holders)
+        number = self._of_objects.get(objects)
+        if number is None:
+            number_of = self._holders.number
+            if shards is None and partition is None:
+                key: Hashable = number_of(leaf.holders)
+            else:
+                held = [(s.box.offset, s.box.shape, number_of(s.holders)) for s in shards or ()]
+                key = tuple(held), partition
+            number = self._numbers.setdefault(key, len(self._numbers))
+            self._of_objects[objects] = number
         return number
-
-    def _division(self, leaf: LeafLayout) -> Hashable:
-        """Return a value that is equal for leaves that processes divide or hold alike."""
-        if leaf.shards is None and leaf.partition is None:
-            return None if leaf.holders is None else self._holders.number(leaf.holders)
-        return self._shards(leaf.shards), leaf.partition
-
-    def _shards(self, shards: tuple[Shard, ...] | None) -> int:
-        """Return one number for equal lists of shards; each list object is read once."""
-        seen = self._seen.get(id(shards))
-        if seen is not None:
-            return seen[1]
-        number_of = self._holders.number
-        key = tuple([(s.box.offset, s.box.shape, number_of(s.holders)) for s in shards or ()])
-        number = self._divisions.setdefault(key, len(self._divisions))
-        self._seen[id(shards)] = shards, number
-        return number
-
-
-def _check_tie(leaves: Sequence[LeafLayout], number: int, other: int) -> None:
-    if not 0 <= other < number:
-        raise ValueError(f"leaf {number} is tied to {other}, which is no earlier leaf")
-    one, two = leaves[number], leaves[other]
-    if one.spec != two.spec:
-        raise ValueError(f"{one.name} is {one.spec} and tied to {two.name}, which is {two.spec}")
 
 
 def _refuse_repeated(names: Sequence[str]) -> None:
@@ -275,12 +232,16 @@ def _refuse_repeated(names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def _parts(leaf: LeafLayout, regular: bool) -> list[Part]:
-    """Return the arrays that store one leaf."""
+def _parts(leaf: LeafLayout, regular: bool, *, several: bool) -> list[Part]:
+    """Return the arrays that store one leaf; `several` processes save it together."""
+    division = leaf.shards if leaf.partition is None else leaf.partition
+    if several and travels_in_parts(leaf.spec, division):
+        # Process 0 assembles it from the others' parts: one chunk, not compressed.
+        leaf = leaf._replace(chunk_shape=None, zstd_level=None)
     try:
         arrays = choose_grid(
             leaf.spec,
-            leaf.shards if leaf.partition is None else leaf.partition,
+            division,
             chunk_nbytes=leaf.chunk_nbytes,
             chunk_shape=leaf.chunk_shape,
             regular=regular,

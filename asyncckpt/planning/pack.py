@@ -60,7 +60,7 @@ class Window:
     file: int
     offset: int
     nbytes: int
-    pieces: Sequence[Piece]
+    pieces: Table[Piece]
 
 
 def pack(

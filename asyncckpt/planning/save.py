@@ -7,11 +7,8 @@ slot each: the unit of staging, checksumming and writing.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +18,6 @@ from asyncckpt.planning.held import HeldBox, held_chunks
 from asyncckpt.planning.leaves import Arrays, LeafLayout, plan_arrays
 from asyncckpt.planning.pack import Window, cut_windows, even_order, pack
 from asyncckpt.planning.table import Column
-
-PLANNER_VERSION = 3
-"""Part of the digest; increase it when the same input leads to another plan."""
 
 SMALL_ALIGNMENT_NBYTES = 8
 """Alignment of small chunks: copies are word-aligned and cost 4 bytes per chunk on average."""
@@ -58,8 +52,6 @@ class SavePlan:
             holds it as a row.
         file_nbytes: lengths of the planned data files.
         windows: the planned files, cut into slots, by file and offset.
-        digest: SHA-256 (hex) of everything the plan depends on; with several processes, without
-            the sizes of files and windows.
     """
 
     arrays: Arrays
@@ -78,7 +70,6 @@ class SavePlan:
     parts: tuple[HeldBox, ...]
     file_nbytes: tuple[int, ...]
     windows: tuple[Window, ...]
-    digest: str
 
 
 def plan_save(
@@ -119,7 +110,7 @@ def plan_save(
         UsageError: two arrays have one name, a chunk shape does not fit its leaf, or the shards of
             a leaf would take too many pieces, or with `regular` too many chunks; its `path` is the
             name of the array.
-        ValueError: sizes, shards or `tied_to` are inconsistent.
+        ValueError: sizes are inconsistent, or the shards of a leaf do not tile it.
     """
     if page_nbytes % SMALL_ALIGNMENT_NBYTES or page_nbytes < 1:
         raise ValueError(f"page_nbytes={page_nbytes} is not a positive multiple of 8")
@@ -158,7 +149,6 @@ def plan_save(
     row_offset = row_file.copy()
     row_file[planned] = np.repeat(np.arange(len(file_nbytes)), np.diff([*turns, len(planned)]))
     row_offset[planned] = offsets
-    options = [data_file_nbytes, slot_nbytes, page_nbytes, aligned_chunk_nbytes, inline_nbytes]
     return SavePlan(
         arrays=arrays,
         row_array=row_array,
@@ -178,50 +168,4 @@ def plan_save(
         windows=cut_windows(
             planned, row_array, row_file, row_offset, payload, file_nbytes, slot_nbytes
         ),
-        digest=_digest(
-            [*((*options, len(firsts)) if process_count == 1 else ()), int(regular)],
-            names,
-            arrays.kind,
-            arrays.tied_leaves,
-            arrays.layouts,
-        ),
     )
-
-
-def _digest(
-    options: Sequence[int],
-    names: Sequence[str],
-    kind: Column,
-    tied: Mapping[int, int],
-    layouts: Iterable[LeafLayout],
-) -> str:
-    """Return the SHA-256 (hex) of a plan, from an unambiguous encoding: lengths precede texts."""
-    header = json.dumps(
-        {
-            "version": PLANNER_VERSION,
-            "options": options,
-            "leaves": len(names),
-            "tied": sorted(tied.items()),
-            "layouts": list(map(_known, layouts)),
-        },
-        sort_keys=True,
-        separators=(",", ":"),
-    ).encode()
-    text = "".join(names).encode("utf-8", "surrogatepass")
-    lengths = np.fromiter(map(len, names), "<i8", len(names))
-    parts = [len(header).to_bytes(8, "little"), header, lengths.tobytes()]
-    return hashlib.sha256(b"".join([*parts, kind.astype("<i8").tobytes(), text])).hexdigest()
-
-
-def _known(leaf: LeafLayout) -> list[Any]:
-    """Return what all processes know about a layout: of a partition, not their own shards."""
-    spec = leaf.spec
-    own = [spec.shape, spec.dtype, leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level]
-    if leaf.partition is not None:
-        return [*own, [leaf.partition.cuts, leaf.partition.holders]]
-    if leaf.shards is not None:
-        shards = leaf.shards and [
-            [shard.box.offset, shard.box.shape, sorted(set(shard.holders))] for shard in leaf.shards
-        ]
-        return [*own, shards]
-    return [*own, None] if leaf.holders is None else [*own, None, sorted(set(leaf.holders))]

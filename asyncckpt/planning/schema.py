@@ -19,11 +19,13 @@ from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UsageError
 from asyncckpt.options import LeafOptions
-from asyncckpt.planning.save import PLANNER_VERSION
 from asyncckpt.spec import ITEMSIZES, ArraySpec, Box, Partition, array_spec
 from asyncckpt.tree import Structure
 
 SCHEMA_VERSION = 3
+
+PLANNER_VERSION = 3
+"""Increase it when the same schemas lead to another plan."""
 
 MAX_SCHEMA_NBYTES = 256 << 20
 """A longer schema is not parsed; one of 100,000 leaves that all differ has 25 MiB."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ def expanded(counts: Column) -> tuple[Column, Column]:
     return item, np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
 
 
-class Table(Sequence[Row]):
+class Table(Generic[Row]):
     """Rows `first` to `stop` of some columns, converted to named tuples on access.
 
     100,000 small objects would cost more time and memory than the rest of a plan.
@@ -50,22 +50,11 @@ class Table(Sequence[Row]):
         values: list[int] = self._columns[number][self._first : self._stop].tolist()
         return values
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
+    def __getitem__(self, index: int) -> Row:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         at = index + (self._stop if index < 0 else self._first)
         return tuple.__new__(self._kind, [column.item(at) for column in self._columns])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return repr(tuple(self))

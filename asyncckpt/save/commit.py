@@ -193,7 +193,7 @@ class Commit:
                 epoch=self.epoch,
                 writer=0,
                 writers=self.writers,
-                plan_digest=layout.plan.digest,
+                plan_digest=layout.digest,
                 created_ns=now_ns,
                 library=f"asyncckpt {VERSION}",
                 tree=snapshot.structure.to_json(),

@@ -55,16 +55,10 @@ def orbax_files(
                 f"{snapshot.paths[leaf]}: Orbax cannot hold this {kinds[leaf]}, so it cannot "
                 "restore this checkpoint; asyncckpt can",
             )
-    walk = _Walk(snapshot, plan, name_of)
-    leaves = walk.leaves(grouped=True)
-    if conflicts(leaves):
-        leaves = walk.leaves(grouped=False)  # for the paths of all that conflict
-        bad = conflicts(leaves)
-        example = leaves[bad[0]]
-        assert isinstance(example, OrbaxLeaf)
-        shown = ".".join(key for key, _ in example.path)
+    leaves = _Walk(snapshot, plan, name_of).leaves()
+    if bad := conflicts(leaves):
         return None, (
-            f"Orbax would not find {shown!r} under its name (and {len(bad) - 1} more), so it "
+            f"Orbax would not find {bad[0]!r} under its name (and {len(bad) - 1} more), so it "
             "cannot restore this checkpoint; asyncckpt can",
         )
     return encode_files(leaves), ()
@@ -89,8 +83,8 @@ class _Walk:
         self._name_of = name_of
         self._devices = key_devices(snapshot)
 
-    def leaves(self, *, grouped: bool) -> list[OrbaxLeaf | OrbaxArrays]:
-        """Return leaves and empty containers; if `grouped`, most leaves by container."""
+    def leaves(self) -> list[OrbaxLeaf | OrbaxArrays]:
+        """Return leaves and empty containers; most leaves by container."""
         nodes = self._snapshot.structure.nodes
         if not nodes:
             return [self._leaf((), 0)]
@@ -116,7 +110,7 @@ class _Walk:
                         at_node[-child] = (*base, (key, sequence))
                 keys = [key for key, child in zip(keys, own, strict=True) if child >= 0]
                 own = [child for child in own if child >= 0]
-            group = self._group(base, sequence, keys, own) if grouped and own else None
+            group = self._group(base, sequence, keys, own) if own else None
             if group is None:
                 pairs = zip(keys, own, strict=True)
                 found += [self._leaf((*base, (key, sequence)), child) for key, child in pairs]

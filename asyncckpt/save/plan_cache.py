@@ -6,8 +6,10 @@ and Orbax's files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,6 +65,7 @@ class Layout:
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
         notes: for the report.
+        digest: SHA-256 (hex) of `specs` and `arrays`.
         tables: the tables of the record; None where another process commits, or knows a part.
         schema_digest: digest of the schema on which the processes that save together agreed.
         fresh: they agreed on it for this save.
@@ -76,6 +79,7 @@ class Layout:
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
     notes: tuple[str, ...]
+    digest: str
     tables: EncodedTables | None = None
     schema_digest: str = ""
     fresh: bool = False
@@ -356,20 +360,28 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
         mirrors=tuple(mirrors),
         orbax=orbax,
         notes=notes,
+        digest=_digest(specs, table) if commits else "",
     )
 
 
+def _digest(specs: Iterable[StoredSpec], arrays: ArrayTable) -> str:
+    stored = [(s.spec.shape, s.spec.dtype, s.chunk_shape, s.zstd_level) for s in specs]
+    text = json.dumps([stored, arrays.name, arrays.spec, list(arrays.tied.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:
-    """Refuse shards that can only be cut into compressed chunks beyond the budget."""
+    """Refuse compressed chunks beyond the budget."""
     for array in np.unique(plan.row_array[list(plan.compressed)]).tolist():
         part = plan.arrays.of(array)
         nbytes = part.grid.chunk_size * part.spec.itemsize
         if nbytes > budget_nbytes:
             path = snapshot.paths[snapshot.array_leaf[int(plan.arrays.leaf[array])]]
             raise UsageError(
-                f"{path}: its shards can only be cut into chunks of {nbytes} bytes; what is "
-                f"compressed is held whole, and the budget has {budget_nbytes}: store it with "
-                'LeafOptions(compression="none"), shard it evenly, or raise host_memory_nbytes',
+                f"{path}: its chunk_shape or its shards make chunks of {nbytes} bytes; what is "
+                f"compressed is held whole, and the budget has {budget_nbytes}: pass a smaller "
+                'chunk_shape, store it with LeafOptions(compression="none"), shard it evenly, or '
+                "raise host_memory_nbytes",
                 path=path,
                 expected=budget_nbytes,
                 found=nbytes,
@@ -480,31 +492,14 @@ def _bounded(chunk_nbytes: int, level: int | None, terms: Terms) -> int:
 def _with_options(
     path: str, source: Source, held: OwnPart, name: str, own: LeafOptions, terms: Terms
 ) -> LeafLayout:
-    options, budget_nbytes, sizes, *_ = terms
+    options = terms.options
     compression = own.compression or options.compression or "none"
     level = None
     if compression == "zstd":
         level = own.compression_level or options.compression_level
     spec = stored_spec(path, source, own)
-    if own.chunk_shape is not None and len(own.chunk_shape) != len(spec.shape):
-        raise UsageError(
-            f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) has {len(own.chunk_shape)} "
-            f"dimensions, the leaf has shape {spec.shape}",
-            path=path,
-            expected=len(spec.shape),
-            found=own.chunk_shape,
-        )
     chunk_nbytes = math.prod(own.chunk_shape or ()) * spec.itemsize
-    if level is not None and chunk_nbytes > budget_nbytes:
-        raise UsageError(
-            f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
-            f"bytes; what is compressed is held whole, and the budget has {budget_nbytes}: pass "
-            "smaller chunks, or raise host_memory_nbytes",
-            path=path,
-            expected=budget_nbytes,
-            found=chunk_nbytes,
-        )
-    limit = sizes.chunk_limit_nbytes
+    limit = terms.sizes.chunk_limit_nbytes
     if limit is not None and chunk_nbytes > limit:
         raise UsageError(
             f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "

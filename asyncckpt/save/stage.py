@@ -444,19 +444,13 @@ class Staging:
                 if data < stop - start:
                     out[max(data, 0) :] = 0
                 return
-            self._gather(reader, array, row, start, stop, out)
+            part = plan.arrays.of(array)
+            grid = part.grid
+            index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
+            cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
+            gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
         except Exception as error:
             raise self._failed(self._leaf_of[array], error) from error
-
-    def _gather(
-        self, reader: ArrayReader, array: int, row: int, start: int, stop: int, out: Bytes
-    ) -> None:
-        plan = self.plan
-        part = plan.arrays.of(array)
-        grid = part.grid
-        index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
-        cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
-        gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
 
     def _copy_inline(self) -> bytearray:
         """Copy the chunks of `plan.inline`, one after the other, each with a gap behind it."""

@@ -67,7 +67,8 @@ async def verify_foreign(
             try:
                 await read([array])
             except (CorruptCheckpointError, StoreError) as fault:
-                damages.setdefault(path, _damage(path, fault))
+                file, offset = getattr(fault, "file", None), getattr(fault, "offset", None)
+                damages.setdefault(path, Damage(path, file or "", offset, str(fault)))
     return VerifyReport(
         location=opened.location,
         step=step,
@@ -77,9 +78,3 @@ async def verify_foreign(
         total_s=time.perf_counter() - begun,
         unverified=tuple(unverified),
     )
-
-
-def _damage(path: str, fault: CorruptCheckpointError | StoreError) -> Damage:
-    if isinstance(fault, CorruptCheckpointError):
-        return Damage(path, fault.file or "", fault.offset, str(fault))
-    return Damage(path, "", None, str(fault))

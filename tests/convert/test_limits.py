@@ -113,7 +113,7 @@ def test_a_packed_chunk_may_take_the_whole_budget_and_no_more(tmp_path: Path) ->
     values = np.zeros(40 * MIB // 4, np.float32)
     blocking.save(tmp_path / "a", {"w": values}, options=options)
     assert np.array_equal(blocking.restore(tmp_path / "a")["w"], values)
-    with pytest.raises(UsageError, match=r"^w: .* the budget has 67108864: pass smaller chunks"):
+    with pytest.raises(UsageError, match=r"^w: .* the budget has 67108864: pass a smaller chunk"):
         blocking.save(tmp_path / "b", {"w": np.zeros(80 * MIB, np.int8)}, options=options)
     # A conversion cuts such chunks: here its writing side has half of the budget.
     packed = SaveOptions(host_memory_nbytes=BUDGET_NBYTES, compression="zstd")

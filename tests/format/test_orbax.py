@@ -54,7 +54,7 @@ def test_leaves_of_one_container_are_written_as_one_by_one(
 
 def test_a_string_with_the_name_of_a_grouped_array_is_a_conflict() -> None:
     group = OrbaxArrays((("a", False),), False, ["b", "c"], ["np.ndarray", "scalar"])
-    assert conflicts([group, leaf("a.c", "string", text="x")]) == [0, 1]
+    assert conflicts([group, leaf("a.c", "string", text="x")]) == ["a.c", "a.c"]
     assert conflicts([group, leaf("a.d", "string", text="x")]) == []
 
 

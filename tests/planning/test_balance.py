@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,10 +120,3 @@ def test_replicas_over_two_hosts_balance_each_class_by_itself() -> None:
 def test_rows_without_bytes_have_a_writer() -> None:
     assert set(assign_writers([0, 0, 0], [0, 0, 0], [[5, 9]]).tolist()) <= {5, 9}
     assert assign_writers([], [], [[1]]).tolist() == []
-
-
-def test_a_row_without_holder_is_refused() -> None:
-    with pytest.raises(ValueError, match="no holder"):
-        assign_writers([1], [0], [[]])
-    with pytest.raises(ValueError, match="index"):
-        balance.assign_writers([1], [1], [(0,)])

@@ -124,7 +124,6 @@ def test_a_plan_has_files_of_that_size() -> None:
     assert ends(found.file_nbytes, 8) < 0.85 * ends(asked.file_nbytes, 8)
     assert list(found.file_nbytes) == sorted(found.file_nbytes, reverse=True)
     assert [window.nbytes for window in found.windows] == list(found.file_nbytes)
-    assert asked.digest != found.digest
     # Every chunk is in one place of one file.
     places = sorted(zip(found.row_file.tolist(), found.row_offset.tolist(), strict=True))
     for (file, offset), (next_file, next_offset) in itertools.pairwise(places):

@@ -100,7 +100,7 @@ async def test_the_record_lists_every_file_with_size_and_checksum(workers: Worke
         assert (entry.nbytes, entry.crc32c) == (len(content), crc32c(content)), entry.path
     assert made.stored_nbytes == sum(entry.nbytes for entry in record.files) + len(made.record)
     assert made.file_count == len(record.files) + 1
-    assert json.loads(made.record)["plan_digest"] == staged.plan.digest
+    assert json.loads(made.record)["plan_digest"] == staged.layout.digest
 
 
 async def test_an_index_that_is_made_again_has_a_name_and_a_record_of_its_own(

@@ -20,7 +20,7 @@ from asyncckpt.planning.merge import OwnPart
 from asyncckpt.ports import Sizes
 from asyncckpt.save.plan_cache import LayoutCache, Terms, add_mirrors, layout_key, make_layout
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
-from asyncckpt.spec import Shard
+from asyncckpt.spec import ArraySpec, Shard
 from tests.eight_devices import eight_devices as eight_devices
 from tests.eight_devices import on_eight_devices
 
@@ -273,9 +273,32 @@ def test_equal_keys_give_equal_layouts() -> None:
     again = layout_key(taken(tree()), Terms(SaveOptions(), GIB, SIZES))
     assert key == again
     one, other = (make_layout(taken(tree()), Terms(SaveOptions(), GIB, SIZES)) for _ in range(2))
-    assert one.plan.digest == other.plan.digest
+    assert one.digest == other.digest
     assert (one.specs, one.arrays, one.pieces) == (other.specs, other.arrays, other.pieces)
     assert (one.orbax, one.notes) == (other.orbax, other.notes)
+
+
+def test_the_digest_changes_with_everything_about_the_stored_arrays() -> None:
+    a, b = np.zeros((4, 6)), np.zeros(3)
+    trees = {
+        "unchanged": {"a": a, "b": b},
+        "name": {"a": a, "c": b},
+        "order": {"b": b, "a": a},
+        "shape": {"a": np.zeros((6, 4)), "b": b},
+        "dtype": {"a": a.astype(np.int64), "b": b},
+        "another array": {"a": a, "b": b, "c": b.copy()},
+        "a tied array": {"a": a, "b": b, "c": b},
+    }
+    terms = Terms(SaveOptions(), GIB, SIZES)
+    digests = {name: make_layout(taken(tree), terms).digest for name, tree in trees.items()}
+    for options in (SaveOptions(compression="zstd"), SaveOptions(leaf_options=in_rows)):
+        terms = terms._replace(options=options)
+        digests[str(options)] = make_layout(taken(trees["unchanged"]), terms).digest
+    assert len(set(digests.values())) == len(digests)
+
+
+def in_rows(path: str, spec: ArraySpec) -> LeafOptions:
+    return LeafOptions(chunk_shape=(1, *spec.shape[1:]))
 
 
 def test_the_options_that_a_layout_does_not_depend_on_are_known() -> None:

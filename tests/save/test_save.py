@@ -87,7 +87,7 @@ async def test_a_leaf_may_be_left_out_of_compression(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (asyncckpt.LeafOptions(chunk_shape=(3,)), r"a: .*has 1 dimensions, .*\(4, 5\)"),
+        (asyncckpt.LeafOptions(chunk_shape=(3,)), r"a: .*has rank 1, .*\[4,5\] has rank 2"),
         ("zstd", "a: leaf_options returned 'zstd'; return a LeafOptions or None"),
     ],
 )

@@ -207,7 +207,7 @@ async def test_shards_that_do_not_fit_the_budget_compressed_are_refused(
         nbytes = 5791 * 5801 * 4
         budget = BUDGET if place == "disk" else BUDGET // 2
         assert (error.path, error.expected, error.found) == ("layer/w", budget, nbytes)
-        assert f"layer/w: its shards can only be cut into chunks of {nbytes} bytes" in str(error)
+        assert f"layer/w: its chunk_shape or its shards make chunks of {nbytes} bytes" in str(error)
         assert 'LeafOptions(compression="none")' in str(error)
         assert await ckpt.steps() == []
         assert ckpt._session.runtime.budget.in_use == 0
