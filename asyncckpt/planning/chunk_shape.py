@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,7 @@ PADDING_DIVISOR = 50
 CHUNKS_PER_TARGET = 4
 """Limit of chunks per (bytes / target + distinct shards)."""
 
-Lengths = Callable[[int], Sequence[int]]
-"""Lengths into which an axis may be cut, ascending."""
+Lengths = Callable[[int, int], Iterator[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Limits:
 
 def cut_freely(limits: Limits) -> tuple[int, ...]:
     """Return a chunk shape for an array that may be cut anywhere."""
-    chunk = _first_allowed(limits, limits.shape, even_lengths)
+    chunk = _first_allowed(limits, limits.shape, _even_lengths, _even_excess)
     # The last candidate is all rows along the axis: no padding, fewer chunks than bytes / target.
     assert chunk is not None
     return chunk
@@ -59,39 +58,40 @@ def cut_freely(limits: Limits) -> tuple[int, ...]:
 
 def cut_exactly(limits: Limits, cell: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return a chunk shape of exact divisors of the cell; None if none keeps the limits."""
-    return _first_allowed(limits, cell, divisors)
+    return _first_allowed(limits, cell, _exact_lengths, _exact_excess)
 
 
 def _first_allowed(
-    limits: Limits, cell: tuple[int, ...], lengths: Lengths
+    limits: Limits, cell: tuple[int, ...], lengths: Lengths, excess: Lengths
 ) -> tuple[int, ...] | None:
     """Return the best chunk shape within the limits that subdivides `cell`."""
     if not cell:
         return cell
-    chunks = _chunk_shapes(limits, cell, lengths)
+    chunks = _chunk_shapes(limits, cell, lengths, excess)
     return next((chunk for chunk in chunks if limits.tight(chunk) and limits.few(chunk)), None)
 
 
 def _chunk_shapes(
-    limits: Limits, cell: tuple[int, ...], lengths: Lengths
+    limits: Limits, cell: tuple[int, ...], lengths: Lengths, excess: Lengths
 ) -> Iterator[tuple[int, ...]]:
     """Yield chunk shapes that subdivide `cell`, the best first."""
     if limits.itemsize * math.prod(cell) <= limits.target:
         yield cell
     axis, rows = _cut_axis(cell, limits.itemsize, limits.target, 0)
     lead, tail = (1,) * axis, cell[axis + 1 :]
-    along = lengths(cell[axis])
-    shorter = ((*lead, n, *tail) for n in reversed(along) if n <= rows)
+    shorter = ((*lead, length, *tail) for length in lengths(cell[axis], rows))
     # Each gives more chunks than the one before.
     yield from itertools.takewhile(limits.few, shorter)
     if tail:
         # A few large rows that do not divide evenly: take all of them and cut along a later axis.
         later, rows_later = _cut_axis(cell, limits.itemsize * cell[axis], limits.target, axis + 1)
         inner = (*lead, cell[axis], *((1,) * (later - axis - 1)))
-        rest = cell[later + 1 :]
-        shorter = ((*inner, n, *rest) for n in reversed(lengths(cell[later])) if n <= rows_later)
+        shorter = (
+            (*inner, length, *cell[later + 1 :]) for length in lengths(cell[later], rows_later)
+        )
         yield from itertools.takewhile(limits.few, shorter)
-    yield from ((*lead, n, *tail) for n in along if n > rows)
+    for length in excess(cell[axis], rows):
+        yield (*lead, length, *tail)
 
 
 def _cut_axis(cell: tuple[int, ...], unit: int, target: int, first: int) -> tuple[int, int]:
@@ -103,18 +103,35 @@ def _cut_axis(cell: tuple[int, ...], unit: int, target: int, first: int) -> tupl
     return len(cell) - 1, 1
 
 
-def even_lengths(n: int) -> list[int]:
-    """Return the lengths of parts when `n` is cut evenly, into any number of parts; ascending."""
-    low = np.arange(1, math.isqrt(n) + 2, dtype=np.int64)
-    lengths = np.concatenate([low, -(-n // low)])
-    return sorted({*lengths[-(-n // -(-n // lengths)) == lengths].tolist()})
+def _even_lengths(n: int, most: int) -> Iterator[int]:
+    """Yield lengths up to `most` that cut `n` evenly, the longest first."""
+    parts = -(-n // most)
+    while True:
+        length = -(-n // parts)
+        yield length
+        if length == 1:
+            return
+        parts = -(-n // (length - 1))
+
+
+def _even_excess(n: int, most: int) -> Iterator[int]:
+    """Yield lengths above `most` that cut `n` evenly, the shortest first."""
+    for parts in range(-(-n // most) - 1, 0, -1):
+        yield -(-n // parts)
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of `n`, ascending."""
     low = np.arange(1, math.isqrt(n) + 1, dtype=np.int64)
     low = low[n % low == 0]
     return sorted({*low.tolist(), *(n // low).tolist()})
+
+
+def _exact_lengths(n: int, most: int) -> Iterator[int]:
+    return (length for length in reversed(divisors(n)) if length <= most)
+
+
+def _exact_excess(n: int, most: int) -> Iterator[int]:
+    return (length for length in divisors(n) if length > most)
 
 
 def dense_cell(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...]:
