@@ -23,6 +23,18 @@ Bytes = npt.NDArray[np.uint8]
 Decode = Callable[[Sequence[Bytes], int], Bytes]
 """Stored bytes, spread over buffers, and the size of the payload in bytes -> the payload."""
 
+DecodeInto = Callable[[Sequence[Bytes], Bytes], None]
+"""Stored bytes, spread over buffers, and memory of the payload's size, which is filled."""
+
+INTO_NBYTES = 512 << 10
+"""Payloads from this size on are decoded into their destinations where possible. For shorter ones,
+a stream of zstd costs more than fresh memory and a copy."""
+
+_AFTER = b"end"
+_FRAME = zstandard.ZstdCompressor().compress(_AFTER)
+"""Read behind a chunk: its content comes out only if the chunk ends where a frame ends. Without it,
+zstd takes the first bytes of a frame that was cut off for the end of the chunk."""
+
 
 class ChunkError(CorruptCheckpointError):
     """A chunk differs from what was saved; callers that know the leaf add its name."""
@@ -51,12 +63,15 @@ class Codec:
         decode: returns the payload of the stored bytes without that trailer, and raises
             `ChunkError` if they are damaged or give another number of bytes. Blocking; None if the
             stored bytes are the payload.
+        decode_into: likewise, with memory for the payload, which then holds anything after an
+            error; None for codecs that make new arrays only.
     """
 
     name: str
     crc32c: bool
     decode: Decode | None = None
     checked: bool = False
+    decode_into: DecodeInto | None = None
 
     @property
     def verifies(self) -> bool:
@@ -70,50 +85,66 @@ class Codec:
 
 
 class _Parts:
-    """A readable stream over consecutive buffers."""
+    """A readable stream over consecutive buffers, which are not copied."""
 
     def __init__(self, parts: Sequence[Bytes]) -> None:
-        self._parts = [memoryview(part) for part in parts]
+        self.parts = [memoryview(part) for part in parts]
 
-    def read(self, nbytes: int) -> bytes:
-        """Return at most `nbytes` more bytes; none at the end."""
-        while self._parts and not self._parts[0]:
-            self._parts.pop(0)
-        if not self._parts:
-            return b""
-        part = self._parts[0]
-        self._parts[0] = part[nbytes:]
-        return bytes(part[:nbytes])
+    def read(self, _: int) -> memoryview:
+        """Return the next buffer that is not empty; an empty one at the end."""
+        while self.parts:
+            if part := self.parts.pop(0):
+                return part
+        return memoryview(b"")
 
 
 def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
-    """Return the chunk's elements as `nbytes` bytes, from a zstd frame in `parts`. Blocking.
+    """Return the chunk's elements as `nbytes` bytes, from zstd frames in `parts`. Blocking.
 
     Raises:
-        ChunkError: the frame is damaged or holds another number of bytes.
+        ChunkError: a frame is damaged, or they hold another number of bytes.
     """
     try:
         if len(parts) == 1 and zstandard.frame_content_size(memoryview(parts[0])) == nbytes:
             return _decompress_at_once(parts[0], nbytes)
-        out = np.empty(nbytes, np.uint8)
-        view = memoryview(out)
-        filled = 0
-        with zstandard.ZstdDecompressor().stream_reader(cast(Any, _Parts(parts))) as reader:
-            while filled < nbytes:
-                count = reader.readinto(view[filled:])
-                if not count:
-                    break
-                filled += count
-            extra = reader.read(1)
     except zstandard.ZstdError as error:
-        raise ChunkError(f"the zstd frame does not decode: {error}") from None
-    if filled != nbytes or extra:
+        raise _undecodable(error) from None
+    out = np.empty(nbytes, np.uint8)
+    decompress_zstd_into(parts, out)
+    return out
+
+
+def decompress_zstd_into(parts: Sequence[Bytes], out: Bytes) -> None:
+    """Fill `out` with the chunk's elements, from zstd frames in `parts`. Blocking.
+
+    Of a frame that declares its size and lies in one part, zstd writes them there directly;
+    others pass through a window of its own.
+
+    Raises:
+        ChunkError: a frame is damaged, or they hold another number of bytes.
+    """
+    view, filled, behind = memoryview(out), 0, b""
+    source = _Parts(parts)
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(cast(Any, source)) as reader:
+            while filled < len(view) and (count := reader.readinto(view[filled:])):
+                filled += count
+            if filled == len(view):
+                source.parts.append(memoryview(_FRAME))
+                behind = reader.read(len(_AFTER) + 1)
+    except zstandard.ZstdError as error:
+        raise _undecodable(error) from None
+    if behind != _AFTER:
+        found = "more" if filled == len(view) else filled
         raise ChunkError(
-            f"the zstd frame holds {'more' if extra else filled} bytes, the chunk has {nbytes}",
-            expected=nbytes,
+            f"the zstd frame holds {found} bytes, the chunk has {len(view)}",
+            expected=len(view),
             found=filled,
         )
-    return out
+
+
+def _undecodable(error: zstandard.ZstdError) -> ChunkError:
+    return ChunkError(f"the zstd frame does not decode: {error}")
 
 
 _idle: list[zstandard.ZstdDecompressor] = []
@@ -137,7 +168,7 @@ def _decompress_at_once(frame: Bytes, nbytes: int) -> Bytes:
 RAW = Codec("", crc32c=True)
 """Our uncompressed chunks."""
 
-ZSTD = Codec("zstd", crc32c=True, decode=decompress_zstd)
+ZSTD = Codec("zstd", crc32c=True, decode=decompress_zstd, decode_into=decompress_zstd_into)
 """Our compressed chunks."""
 
 PLAIN = Codec("", crc32c=False)

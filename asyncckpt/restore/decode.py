@@ -12,6 +12,8 @@ Everything that touches the bytes of chunks runs in worker threads.
 #   piece    it is larger than a slot: it passes through one slot piece by piece, and the checksum
 #            of the whole is known only after the last;
 #   encoded  it is larger than a slot and compressed: it lies in several slots and is decoded whole.
+# Compressed chunks of `INTO_NBYTES` or more are decoded straight into their destinations, where
+# these are one run of bytes.
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ import numpy.typing as npt
 from asyncckpt.checkpoint.metadata import Storage
 from asyncckpt.checkpoint.payload import scatter
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.codecs import ChunkError
+from asyncckpt.format.codecs import INTO_NBYTES, ChunkError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.restore import Part, ReadBatch, intersection
 from asyncckpt.ports import Bytes
-from asyncckpt.restore.plan import PlannedReads
+from asyncckpt.restore.plan import PlannedReads, flat_target
 from asyncckpt.spec import DTYPES, Box
 
 TAIL_NBYTES = 1 << 20
@@ -179,9 +181,13 @@ class Decode:
 
     def encoded(self, batch: ReadBatch, stored: list[Bytes]) -> None:
         """Check, decode and copy a chunk that lies in several buffers."""
-        payload = self._payload(batch, batch.parts[0], stored)
-        for each in batch.parts:
-            self._scatter(each, payload, 0)
+        first, *others = batch.parts
+        target = self._target(first.row, first.request)
+        payload = self._payload(batch, first, stored, target)
+        if payload is not target:
+            self._scatter(first, payload, 0)
+        for part in others:
+            self._scatter(part, payload, 0)
 
     def small(self, batch: ReadBatch, data: Bytes) -> None:
         """Check and copy the chunks of a batch, which are all in `data`."""
@@ -208,8 +214,11 @@ class Decode:
                         self.expect(batch, row, crc, data[stop : stop + CRC_NBYTES])
                     if any_encoded:
                         storage = self._opened.storage(self._destinations.array[request])
-                        elements = self._elements(batch, row, storage, [data[start:stop]])
+                        target = self._target(row, request)
+                        elements = self._elements(batch, row, storage, [data[start:stop]], target)
                         payload = memoryview(elements)
+                        if elements is target:
+                            continue
                 # Only where one chunk is all that is wanted: parts of others may be as long.
                 if counts[request] != 1 or not _copied(values[request], flat[request], payload):
                     self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
@@ -240,7 +249,10 @@ class Decode:
                 last = part.row
                 start = int(extents.offset[last]) - batch.offset
                 stored = data[start : start + int(extents.nbytes[last])]
-                payload = self._payload(batch, part, [stored])
+                target = self._target(part.row, part.request)
+                payload = self._payload(batch, part, [stored], target)
+                if payload is target:
+                    continue
             self._scatter(part, payload, 0)
 
     # -- parts of these
@@ -254,7 +266,24 @@ class Decode:
         _, within = intersection(storage.grid, part.row - self._opened.first_rows[array], box)
         values[within] = element.view(DTYPES[storage.spec.dtype])[0]
 
-    def _payload(self, batch: ReadBatch, part: Part, stored: Sequence[Bytes]) -> Bytes:
+    def _target(self, row: int, request: int) -> Bytes | None:
+        """Return where all elements of a chunk belong, if they are to be decoded there.
+
+        None if that is not one run of bytes, or if the chunk is so short that copying costs less.
+        """
+        array, values = self._destinations.array[request], self._destinations.values[request]
+        storage = self._opened.storage(array)
+        if values is None or not storage.codec.decode_into or storage.chunk_nbytes < INTO_NBYTES:
+            return None
+        box = self._destinations.box[request] or Box.whole(storage.spec.shape)
+        _, within = intersection(storage.grid, row - self._opened.first_rows[array], box)
+        index: Any = (*within, ...)
+        target = flat_target(values[index])
+        return target if target is not None and target.nbytes == storage.chunk_nbytes else None
+
+    def _payload(
+        self, batch: ReadBatch, part: Part, stored: Sequence[Bytes], target: Bytes | None = None
+    ) -> Bytes:
         """Return the checked elements of a chunk, which lies in these buffers."""
         codec = self.storage(part).codec
         buffers = list(stored)
@@ -269,17 +298,27 @@ class Decode:
             for buffer in buffers:
                 crc = crc32c(buffer, crc)
             self.expect(batch, part.row, crc, trailer)
-        return self._elements(batch, part.row, self.storage(part), buffers)
+        return self._elements(batch, part.row, self.storage(part), buffers, target)
 
-    def _elements(self, batch: ReadBatch, row: int, storage: Storage, stored: list[Bytes]) -> Bytes:
-        """Return the elements of a checked chunk, given without its trailer."""
-        decode = storage.codec.decode
-        if decode is None:
+    def _elements(
+        self,
+        batch: ReadBatch,
+        row: int,
+        storage: Storage,
+        stored: list[Bytes],
+        target: Bytes | None,
+    ) -> Bytes:
+        """Return the elements of a checked chunk, given without its trailer: `target` if any."""
+        codec = storage.codec
+        if codec.decode is None:
             (data,) = stored
             self.check_length(batch, row, storage, data.nbytes)
             return data
         try:
-            return decode(stored, storage.chunk_nbytes)
+            if codec.decode_into is None or target is None:
+                return codec.decode(stored, storage.chunk_nbytes)
+            codec.decode_into(stored, target)
+            return target
         except ChunkError as error:
             raise self._damaged(batch, row, str(error)) from None
 

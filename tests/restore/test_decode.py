@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.codecs import INTO_NBYTES, ZSTD
 from asyncckpt.restore.decode import Check, Decode, is_direct
 from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
 from asyncckpt.spec import DTYPES, Box
@@ -158,3 +163,112 @@ def test_small_destinations_need_no_bytes_at_hand() -> None:
         decode.small(batch, np.frombuffer(data, np.uint8))
         for key, values in stored.items():
             assert np.array_equal(found[key], values)
+
+
+def compressed(
+    values: np.ndarray[Any, Any], chunk_shape: tuple[int, ...], *, foreign: bool
+) -> tuple[Any, Any, bytes]:
+    """A checkpoint of one array in compressed chunks, their extents and bytes."""
+    codec = replace(ZSTD, crc32c=not foreign)
+    checkpoint = opened({"a": values}, chunks={"a": chunk_shape}, codec=codec)
+    grid = checkpoint.storages[0].grid
+    payloads = []
+    for number in range(grid.chunk_count):
+        box = grid.box(tuple(map(int, np.unravel_index(number, grid.counts))))
+        chunk = np.zeros(chunk_shape, values.dtype)
+        chunk[Box((0,) * len(box.shape), box.shape).slices()] = values[box.slices()]
+        payloads.append(zstandard.ZstdCompressor().compress(chunk.tobytes()))
+    data, extents = packed(payloads)
+    if foreign:
+        extents = replace(extents, crc32c=None, nbytes=extents.nbytes - 4)
+    return checkpoint, extents, data
+
+
+def decode_all(wanted: Destinations, checkpoint: Any, extents: Any, data: bytes, way: str) -> None:
+    """Decode all chunks: many from one buffer, or each from two buffers of its own."""
+    plan, decode = planned(wanted, checkpoint, extents, large=way == "apart")
+    raw = np.frombuffer(data, np.uint8)
+    for batch in plan.batches:
+        stored = raw[batch.offset : batch.offset + batch.nbytes]
+        if way == "apart":
+            decode.encoded(batch, [stored[:20], stored[20:]])
+        else:
+            decode.small(batch, stored)
+
+
+WAYS = pytest.mark.parametrize(
+    ("way", "foreign"),
+    [("together", False), ("together", True), ("apart", False), ("apart", True)],
+)
+
+
+@WAYS
+def test_large_compressed_chunks_take_no_memory_of_their_own(way: str, foreign: bool) -> None:
+    values = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    checkpoint, extents, data = compressed(values, (512, 1024), foreign=foreign)
+    assert checkpoint.storages[0].chunk_nbytes > INTO_NBYTES
+    found = np.zeros_like(values)
+    tracemalloc.start()
+    try:
+        decode_all(destinations({"a": found}), checkpoint, extents, data, way)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(found, values)
+    # Decoded into new memory, a chunk would take 2 MiB.
+    assert peak < 256 << 10
+
+
+@WAYS
+@pytest.mark.parametrize("chunk_shape", [(7, 5), (3, 5), (2, 5), (7, 2), (2, 3), (8, 8)])
+def test_decoding_into_destinations_touches_only_what_is_wanted(
+    chunk_shape: tuple[int, int], way: str, foreign: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[Decode.__module__], "INTO_NBYTES", 1)
+    values = np.arange(35.0).reshape(7, 5)
+    checkpoint, extents, data = compressed(values, chunk_shape, foreign=foreign)
+    boxes = [
+        None,
+        Box((2, 0), (4, 5)),
+        Box((0, 1), (7, 2)),
+        Box((3, 1), (2, 3)),
+        Box((2, 0), (2, 5)),
+    ]
+    for wanted_boxes in (*([box] for box in boxes), boxes):  # one by one, and all at once
+        for stride in (1, 2):
+            wanted, expected = Destinations(), []
+            for box in wanted_boxes:
+                part = values if box is None else values[box.slices()]
+                wide = np.full((part.shape[0] + 2, part.shape[1] * stride), -1.0)
+                inner = wide[1:-1, ::stride]
+                wanted.add("a", 0, box, inner, flat_target(inner))
+                filled = wide.copy()
+                filled[1:-1, ::stride] = part
+                expected.append((wide, filled))
+            decode_all(wanted, checkpoint, extents, data, way)
+            for wide, filled in expected:
+                assert np.array_equal(wide, filled)
+
+
+@WAYS
+@pytest.mark.parametrize("kind", ["cut off", "shorter", "longer", "followed"])
+def test_damage_to_a_chunk_decoded_into_its_destination_names_it(
+    kind: str, way: str, foreign: bool
+) -> None:
+    values = np.arange(1 << 18, dtype=np.float32)
+    checkpoint, _, data = compressed(values, (1 << 18,), foreign=foreign)
+    compress, frame = zstandard.ZstdCompressor().compress, data[:-4]
+    damaged = {
+        "cut off": frame[:-1],
+        "shorter": compress(values[:-1].tobytes()),
+        "longer": compress(values.tobytes() + b"x"),
+        "followed": frame + b"x",
+    }[kind]
+    data, extents = packed([damaged])  # so that checksums of the stored bytes agree
+    if foreign:
+        extents = replace(extents, crc32c=None, nbytes=extents.nbytes - 4)
+    wanted = destinations({"a": np.zeros_like(values)})
+    with pytest.raises(CorruptCheckpointError, match="a: /run/1: the chunk at byte 0") as caught:
+        decode_all(wanted, checkpoint, extents, data, way)
+    assert "the zstd frame" in str(caught.value)
+    assert (caught.value.path, caught.value.file, caught.value.offset) == ("a", "d/0", 0)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import bz2
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import zstandard
 
-from asyncckpt.format.codecs import Bytes, ChunkError, Codec, check_nbytes, decompress_zstd
+from asyncckpt.format.codecs import ZSTD, Bytes, ChunkError, Codec, check_nbytes
 from asyncckpt.format.damage import unsupported
 from asyncckpt.format.foreign.sharding import unshard, without_crc32c
 from asyncckpt.format.zarr import Chain
@@ -57,7 +58,7 @@ def make_codec(
                 found=name,
             )
     if packing == ("zstd",) and not (chain.order or chain.big_endian or chain.shards):
-        return Codec("zstd", chain.crc32c, decompress_zstd)
+        return replace(ZSTD, crc32c=chain.crc32c)
     flags = ("transpose", chain.order), ("big endian", chain.big_endian), ("sharding", chain.shards)
     names = [*(name for name, used in flags if used), *packing]
     if not names:

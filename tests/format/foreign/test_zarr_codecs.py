@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import itertools
+import random
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.codecs import Bytes, ChunkError, Codec
+from asyncckpt.format.codecs import ZSTD, Bytes, ChunkError, Codec
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.zarr import Chain, Shards
@@ -80,10 +81,43 @@ def test_every_truncation_and_what_follows_the_end_is_refused(name: str) -> None
     for length in range(len(packed)):
         with pytest.raises(ChunkError):
             decode(codec(name), packed[:length], 50)
-    if name != "zstd":
-        for cuts in ((), (len(packed),)):
-            with pytest.raises(ChunkError, match="bytes follow the end"):
-                decode(codec(name), packed + b"x", 50, *cuts)
+    message = "does not decode" if name == "zstd" else "bytes follow the end"
+    for cuts in ((), (len(packed),)):
+        with pytest.raises(ChunkError, match=message):
+            decode(codec(name), packed + b"x", 50, *cuts)
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["of known size", "of unknown size"])
+@pytest.mark.parametrize("cuts", [(), (1, 30, 31), (70_000,)], ids=len)
+def test_zstd_fills_given_memory_and_refuses_every_other_chunk(
+    cuts: tuple[int, ...], declared: bool
+) -> None:
+    data = random.Random(1).randbytes(100_000)
+    compressor = zstandard.ZstdCompressor(write_content_size=declared, write_checksum=True)
+    frame, nothing, more = map(compressor.compress, (data, b"", b"more"))
+    skippable = b"\x50\x2a\x4d\x18" + bytes((3, 0, 0, 0)) + b"any"
+    into = ZSTD.decode_into
+    assert into is not None
+    halves = compressor.compress(data[:50_000]) + compressor.compress(data[50_000:])
+    for whole in (frame, halves, frame + nothing, skippable + frame + skippable):
+        out = np.zeros(len(data), np.uint8)
+        into(parts(whole, *cuts), out)
+        assert out.tobytes() == data
+    cut_off = [
+        frame[:length] for length in (*range(25), 50_000, *range(len(frame) - 9, len(frame)))
+    ]
+    followed = [
+        frame + end for end in (b"x", frame[:1], frame[:9], frame[:-1], more, skippable[:6])
+    ]
+    flipped = [frame[:at] + bytes((frame[at] ^ 1,)) + frame[at + 1 :] for at in (0, 50_000, -1)]
+    flipped[-1] = frame[:-1] + bytes((frame[-1] ^ 1,))  # of the frame's checksum
+    other = [compressor.compress(data[:-1]), compressor.compress(data + b"x")]
+    bomb = [compressor.compress(bytes(1 << 26))]
+    for damaged in (*cut_off, *followed, *flipped, *other, *bomb):
+        surrounded = np.zeros(len(data) + 20, np.uint8)
+        with pytest.raises(ChunkError, match="the zstd frame"):
+            into(parts(damaged, *cuts), surrounded[10:-10])
+        assert not surrounded[:10].any() and not surrounded[-10:].any()
 
 
 @pytest.mark.parametrize("name", ["zstd", "gzip", "zlib", "bz2"])
