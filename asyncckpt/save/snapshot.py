@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -173,9 +174,9 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     if refused:
         raise _of_all(refused)
     array_leaf, sources = snapshot.array_leaf, snapshot.sources
-    array_leaf += [leaf for leaf, spec in enumerate(spec_of) if spec is not None]
+    array_leaf += compress(range(count), spec_of)
     sources.specs += filter(None, spec_of)
-    sources.plain += map(leaves.__getitem__, array_leaf)
+    sources.plain += compress(leaves, spec_of)
     for leaf, (source, adapter) in opened.items():
         number = bisect.bisect_left(array_leaf, leaf)
         sources.plain[number] = None
