@@ -31,7 +31,7 @@ SPARE_NBYTES = 768 * MIB
 SHORT_STEADY_S, FULL_STEADY_S = 1.0, 20.0
 """Seconds per scenario in which unsteady samples are taken again."""
 
-SHORT_LIMIT_S, FULL_LIMIT_S = 300.0, 3 * 3600.0
+SHORT_LIMIT_S, FULL_LIMIT_S = 340.0, 3 * 3600.0
 """After so many seconds no scenario begins any more; the short form is to end in six minutes."""
 
 BUFFER_NBYTES = 256 * MIB
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="after which no scenario begins any more; default 300 (--full: 3 hours)",
+        help="after which no scenario begins any more; default 340 (--full: 3 hours)",
     )
     add("--only", nargs="+", default=[], metavar="W", help="workloads to run")
     add(

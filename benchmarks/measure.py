@@ -1,9 +1,10 @@
 """Sampling protocol: paired floor probes, repeated samples, CPU seconds and peak memory.
 
 The floor (the best that plain system calls do with as many bytes) is probed right before and right
-after every sample. Where the two probes differ by more than the tolerance the machine was not
-steady, and the sample is taken again, a bounded number of times; what is kept is the attempt whose
-probes agreed best, and its spread is reported with it. The choice never looks at the sample itself.
+after every sample; a probe between two samples serves both if the second begins at once. Where the
+two probes of a sample differ by more than the tolerance the machine was not steady, and the sample
+is taken again, a bounded number of times; what is kept is the attempt whose probes agreed best, and
+its spread is reported with it. The choice never looks at the sample itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,41 @@ LEAST_ROUNDS = 3
 """Rounds that are finished although the time is up; the report shows how many samples there are."""
 
 
+SHARED_S = 2.0
+"""A probe also serves the next sample if that begins within so many seconds."""
+
+
+@dataclass(slots=True)
+class Floor:
+    """What plain system calls take for as many bytes, probed before and after samples.
+
+    Attributes:
+        probe: measures the seconds.
+        clock: seconds, monotonic.
+    """
+
+    probe: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic
+    _last_s: float | None = field(default=None, init=False)
+    _ended_s: float = field(default=0.0, init=False)
+
+    def before(self) -> float:
+        """Return the probe after the previous sample if it has just ended, else a new one."""
+        if self._last_s is not None and self.clock() - self._ended_s <= SHARED_S:
+            return self._last_s
+        return self.after()
+
+    def after(self) -> float:
+        """Return a new probe."""
+        self._last_s = self.probe()
+        self._ended_s = self.clock()
+        return self._last_s
+
+    def forget(self) -> None:
+        """Share no earlier probe with the next sample: two probes differed, so one may be wrong."""
+        self._last_s = None
+
+
 def _nothing() -> None:
     return None
 
@@ -80,23 +117,26 @@ class Case:
         name: unique within its rounds.
         run: does the work; returns at least `wall_s`, the seconds of its timed part; also `cpu_s`
             and `extra_nbytes`, if they are those of another process.
-        prepare: called before the floor probe that precedes `run`.
+        prepare: called before `run`, and before a floor probe that is taken for it alone.
         finish: called after the floor probe that follows `run`: compares, deletes, settles.
-        floor: seconds that plain system calls take for as many bytes, or None.
+        floor: what plain system calls take for as many bytes, or None. Cases of the same rounds
+            share it.
         fresh_nbytes: memory that `run` may allocate; it is made sure that the machine has so much
             ready (see `Spare`).
         standing_nbytes: memory that the subject keeps between samples, added to their peaks.
         samples: how many, where it is not what the protocol says.
+        warm_up: whether an unmeasured run comes first.
     """
 
     name: str
     run: Callable[[], Mapping[str, float]]
     prepare: Callable[[], None] = _nothing
     finish: Callable[[], None] = _nothing
-    floor: Callable[[], float] | None = None
+    floor: Floor | None = None
     fresh_nbytes: int = 0
     standing_nbytes: int = 0
     samples: int | None = None
+    warm_up: bool = True
 
     def attempt(self, *, with_floor: bool) -> Sample:
         """Run once, between two probes of the floor."""
@@ -106,14 +146,14 @@ class Case:
             # A full collection takes 0.3 s with all peers imported; there is one in each round.
             gc.collect(1)
             SPARE.free(self.fresh_nbytes)
-            before_s = floor() if floor else None
+            before_s = floor.before() if floor else None
             baseline = resident_nbytes()
             reset_peak()
             cpu_before_s = cpu_seconds()
             values = dict(self.run())
             cpu_s = cpu_seconds() - cpu_before_s
             extra_nbytes = max(0, peak_nbytes() - baseline) + self.standing_nbytes
-            after_s = floor() if floor else None
+            after_s = floor.after() if floor else None
         finally:
             self.finish()
             SPARE.hold(self.fresh_nbytes)
@@ -189,8 +229,8 @@ def rounds(
 ) -> dict[str, list[Sample]]:
     """Sample every case: one unmeasured run each, then rounds in a shuffled order.
 
-    Cases that ask for a single sample have no unmeasured run. The i-th samples of all cases belong
-    to the same round, so that their ratios are of about the same minute.
+    Cases that ask for a single sample, or for no warm-up, have no unmeasured run. The i-th samples
+    of all cases belong to the same round, so that their ratios are of about the same minute.
 
     A case that raises is left out from there on, with the samples it has, and `on_error` is told;
     without `on_error` the exception goes through.
@@ -215,7 +255,7 @@ def rounds(
 
     try:
         for case in cases:
-            if case.samples != 1:
+            if case.warm_up and case.samples != 1:
                 guarded(case, functools.partial(case.attempt, with_floor=False))
         for index in range(protocol.samples):
             if index >= LEAST_ROUNDS and protocol.is_late():
@@ -242,7 +282,11 @@ def take(case: Case, protocol: Protocol, patience: Patience) -> Sample:
             patience.left_s -= protocol.clock() - start
         if best is None or sample.floor_spread < best.floor_spread:
             best = sample
-        if sample.floor_spread <= protocol.tolerance or repeats >= protocol.max_repeats:
+        if sample.floor_spread <= protocol.tolerance:
+            break
+        if case.floor is not None:
+            case.floor.forget()
+        if repeats >= protocol.max_repeats:
             break
         if patience.left_s is not None and patience.left_s <= 0:
             break
@@ -286,6 +330,10 @@ def resident_nbytes() -> int:
     return peak_nbytes() if resident is None else resident
 
 
+TOUCH_THREADS = 2
+"""Each core waits for the pages that it touches: two of them wait at the same time."""
+
+
 class Spare:
     """Memory that this process holds between samples, and frees right before each.
 
@@ -312,7 +360,10 @@ class Spare:
         self._memory = memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE].fill(1)
+        pages = np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE]
+        with ThreadPoolExecutor(TOUCH_THREADS) as pool:
+            for part in np.array_split(pages, TOUCH_THREADS):
+                pool.submit(part.fill, 1)
 
     def free(self, nbytes: int) -> None:
         """Free at least so many bytes; if none are needed, go on holding."""

@@ -50,6 +50,8 @@ class Subject(ABC):
     restores_in_place: ClassVar[bool] = True
     keeps_memory: ClassVar[bool] = False
     """Whether it uses memory again that it keeps, so that none has to be ready for it."""
+    warms_up: ClassVar[bool] = True
+    """Whether its first save or restore may take longer than those that follow."""
 
     directory: Path
     _count: int = field(default=0, init=False)
@@ -69,6 +71,11 @@ class Subject(ABC):
     def fresh_nbytes(self, workload: Workload) -> int:
         """Return the memory that has to be ready for a save or restore of the workload."""
         return 0 if self.keeps_memory else workload.fresh_nbytes
+
+    @property
+    def deletes_older(self) -> bool:
+        """Whether a save deletes the checkpoint before it."""
+        return False
 
     def discard(self, saved: Saved) -> None:
         """Delete the checkpoint."""

@@ -28,8 +28,8 @@ LARGE_NBYTES = 16 << 20
 SMALL_LEAVES, COMPRESSED = "W4-", "W4z-"
 """Prefixes of the ids of workloads that measure leaves, not bytes: as they are, and with zstd."""
 
-COMPARE_NBYTES = 8 << 20
-"""Arrays are compared piece by piece, so that comparing takes no memory worth mentioning."""
+COMPARE_NBYTES = 256 << 10
+"""Larger arrays are compared in place and piece by piece: fresh memory is slow to get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,22 +265,26 @@ def scribble(tree: Tree) -> None:
             _as_bytes(leaf).fill(0xA5)
 
 
-def difference(expected: Tree, found: Tree) -> str | None:
+def difference(expected: Tree, found: Tree, prefix: str = "") -> str | None:
     """Where two trees differ in structure, dtype, shape or bits; None when they do not."""
-    ours, theirs = dict(leaves(expected)), dict(leaves(found))
-    if ours.keys() != theirs.keys():
-        return f"leaves differ: {sorted(ours.keys() ^ theirs.keys())[:5]}"
-    for path, a in ours.items():
-        b = theirs[path]
-        if not _is_array(a) and not _is_array(b):
+    if expected.keys() != found.keys():
+        keys = sorted(expected.keys() ^ found.keys())[:5]
+        return f"leaves differ: {[prefix + key for key in keys]}"
+    for key, a in expected.items():
+        b = found[key]
+        if isinstance(a, dict) and isinstance(b, dict):
+            wrong = difference(a, b, f"{prefix}{key}.")
+            if wrong:
+                return wrong
+        elif not _is_array(a) and not _is_array(b):
             if type(a) is not type(b) or a != b:
-                return f"{path}: expected {a!r}, found {b!r}"
-            continue
-        a, b = np.asarray(a), np.asarray(b)
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{path}: expected {a.dtype}{a.shape}, found {b.dtype}{b.shape}"
-        if not _same_bytes(a, b):
-            return f"{path}: bytes differ"
+                return f"{prefix}{key}: expected {a!r}, found {b!r}"
+        else:
+            a, b = np.asarray(a), np.asarray(b)
+            if a.dtype != b.dtype or a.shape != b.shape:
+                return f"{prefix}{key}: expected {a.dtype}{a.shape}, found {b.dtype}{b.shape}"
+            if not _same_bytes(a, b):
+                return f"{prefix}{key}: bytes differ"
     return None
 
 
@@ -288,9 +292,14 @@ def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     if a.nbytes <= COMPARE_NBYTES:
         return a.tobytes() == b.tobytes()
     left, right = _as_bytes(a), _as_bytes(b)
+    words = a.nbytes // 8 * 8
+    if not np.array_equal(left[words:], right[words:]):
+        return False
+    left, right = left[:words].view(np.uint64), right[:words].view(np.uint64)
+    step = COMPARE_NBYTES // 8
     return all(
-        np.array_equal(left[start : start + COMPARE_NBYTES], right[start : start + COMPARE_NBYTES])
-        for start in range(0, a.nbytes, COMPARE_NBYTES)
+        np.array_equal(left[start : start + step], right[start : start + step])
+        for start in range(0, left.size, step)
     )
 
 

@@ -12,8 +12,8 @@ from benchmarks import measure
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.stall import JaxLoop, LagRun, NumpyLoop, StallRun
 from benchmarks.local.suite import Suite
-from benchmarks.local.transfers import FirstRun, RetainedRun
-from benchmarks.measure import Run
+from benchmarks.local.transfers import FirstRun, SaveRun
+from benchmarks.measure import Floor, Run
 from benchmarks.results import (
     DURABLE,
     FIRST,
@@ -41,7 +41,9 @@ def run(suite: Suite, workload: Workload, scenario: str) -> None:
 
 
 def _first(suite: Suite, workload: Workload) -> None:
-    _only(suite, workload, FIRST, DURABLE, FirstRun(suite.directory / "first", workload))
+    # Each sample opens a `Checkpointer` of its own: there is nothing to warm up.
+    runs = FirstRun(suite.directory / "first", workload)
+    _only(suite, workload, FIRST, DURABLE, runs, warm_up=False)
 
 
 def _lag(suite: Suite, workload: Workload) -> None:
@@ -56,9 +58,7 @@ def _stall(
     loop: Callable[[], Any],
     options: Mapping[str, Any],
 ) -> None:
-    def floor() -> float:
-        return suite.floors.memcpy_s(workload.nbytes)
-
+    floor = Floor(lambda: suite.floors.memcpy_s(workload.nbytes))
     with _opened(suite, "stall", options=options) as subject:
         runs = StallRun(subject, workload, loop())
         _only(suite, workload, STALL, column, runs, "memcpy", floor=floor)
@@ -82,15 +82,15 @@ def _retention(suite: Suite, workload: Workload) -> None:
     from asyncckpt import KeepLast
 
     large = workload.is_large
-    floor = (lambda: suite.floors.write_s(workload.nbytes)) if large else None
+    floor = Floor(lambda: suite.floors.write_s(workload.nbytes)) if large else None
     with (
         _opened(suite, "kept-last", retention=KeepLast(1)) as last,
         _opened(suite, "kept-all") as every,
     ):
         cases = []
         for column, subject in ((KEPT_LAST, last), (KEPT_ALL, every)):
-            runs = RetainedRun(subject, workload)
-            cases.append(runs.case(column, floor=floor))
+            runs = SaveRun(subject, workload)
+            cases.append(runs.case(column, floor=floor, warm_up=False))
         for column, samples in suite.rounds(workload, RETENTION, cases).items():
             suite.add(workload, RETENTION, OURS, column, "raw write" if large else "", samples)
 

@@ -19,7 +19,7 @@ from benchmarks import files
 from benchmarks.local.ours import OneShot, unverified
 from benchmarks.local.suite import Suite
 from benchmarks.local.transfers import restores
-from benchmarks.measure import Run
+from benchmarks.measure import Floor, Run
 from benchmarks.peers import ORBAX, Orbax, Safetensors
 from benchmarks.results import CONVERT, FOREIGN, OURS, SAFETENSORS
 from benchmarks.subject import Subject
@@ -162,10 +162,11 @@ def _convert(suite: Suite, workload: Workload) -> None:
         blocking.save(ours, workload.tree)
         theirs = Safetensors(directory / "theirs").save(workload).path
         runs = conversions(ours, theirs, directory / "made", workload)
+        floor = Floor(lambda: suite.floors.write_s(workload.nbytes))
         cases = [
             work.case(
                 ", ".join(key),
-                floor=lambda: suite.floors.write_s(workload.nbytes),
+                floor=floor,
                 fresh_nbytes=2 * workload.fresh_nbytes,
             )
             for key, work in runs.items()

@@ -40,6 +40,11 @@ class AsyncCkpt(Subject):
         """Whether there is a checkpointer, and its pool is warm."""
         return self.checkpointer is not None
 
+    @property
+    def deletes_older(self) -> bool:
+        """Whether there is retention."""
+        return self.retention is not None
+
     def open(self, workload: Workload) -> Any:
         """Return the `Checkpointer`, its pool warm."""
         if self.checkpointer is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from benchmarks import files, measure
 from benchmarks.local import background, elsewhere, planning
 from benchmarks.local.ours import AsyncCkpt, OneShot
 from benchmarks.local.suite import Suite
-from benchmarks.local.transfers import RetainedRun, SaveRun, restores
+from benchmarks.local.transfers import SaveRun, restores
+from benchmarks.measure import Floor
 from benchmarks.peers import Makers, Safetensors
 from benchmarks.results import (
     AS_SHIPPED,
@@ -98,51 +100,63 @@ def _transfers(suite: Suite, workload: Workload, wanted: set[str], peers: Makers
         label: make(base / f"subject-{index}")
         for index, (label, make) in enumerate(makers(workload, peers, full=suite.full).items())
     }
+    newest: dict[str, Saved] = {}
+    kept: dict[str, tuple[Subject, Saved]] = {}
     try:
         if SAVE in wanted:
-            suite.attempt(f"{workload.id} {SAVE}", SAVE, lambda: _saves(suite, workload, subjects))
-        kept: dict[str, tuple[Subject, Saved]] = {}
+            work = functools.partial(_saves, suite, workload, subjects, newest)
+            suite.attempt(f"{workload.id} {SAVE}", SAVE, work)
         if wanted & {WARM, COLD}:
             for label, subject in subjects.items():
                 # Restores know no plan from before; those of peers are left to the full form.
                 if label == UNPLANNED or (label in peers and not suite.full):
                     continue
-                what = f"{workload.id} save of {label} to restore from"
-                suite.attempt(what, None, functools.partial(_keep, kept, label, subject, workload))
+                if label not in newest:
+                    what = f"{workload.id} save of {label} to restore from"
+                    work = functools.partial(_keep, newest, label, subject, workload)
+                    suite.attempt(what, None, work)
+                if label in newest:
+                    kept[label] = (subject, newest[label])
         for scenario in (WARM, COLD):
             if scenario in wanted:
-                work = functools.partial(restores, suite, workload, scenario, kept)
+                restored = scenario == COLD and WARM in wanted
+                work = functools.partial(
+                    restores, suite, workload, scenario, kept, warm_up=not restored
+                )
                 suite.attempt(f"{workload.id} {scenario}", scenario, work)
     finally:
         for label, subject in subjects.items():
             suite.attempt(f"{workload.id} close of {label}", None, subject.close)
+        gc.collect()
         shutil.rmtree(base, ignore_errors=True)
         files.settle(suite.directory)
 
 
-def _saves(suite: Suite, workload: Workload, subjects: Mapping[str, Subject]) -> None:
-    floor = (lambda: suite.floors.write_s(workload.nbytes)) if workload.is_large else None
+def _saves(
+    suite: Suite, workload: Workload, subjects: Mapping[str, Subject], newest: dict[str, Saved]
+) -> None:
+    floor = Floor(lambda: suite.floors.write_s(workload.nbytes)) if workload.is_large else None
     floor_name = "raw write" if workload.is_large else ""
-    cases, columns = [], {}
+    runs = {label: SaveRun(subject, workload) for label, subject in subjects.items()}
+    cases = []
     for label, subject in subjects.items():
-        runs: SaveRun | RetainedRun = SaveRun(subject, workload)
-        columns[label] = DURABLE
-        if isinstance(subject, AsyncCkpt) and subject.retention is not None:
-            runs, columns[label] = RetainedRun(subject, workload), RETAINED
         cases.append(
-            runs.case(
+            runs[label].case(
                 label,
                 floor=floor,
                 fresh_nbytes=subject.fresh_nbytes(workload),
                 standing_nbytes=_standing_nbytes(suite, subject, workload),
                 samples=suite.samples(label, workload),
+                warm_up=False,
             )
         )
     for label, samples in suite.rounds(workload, SAVE, cases).items():
-        suite.add(workload, SAVE, label, columns[label], floor_name, samples)
+        column = RETAINED if subjects[label].deletes_older else DURABLE
+        suite.add(workload, SAVE, label, column, floor_name, samples)
         if not label.startswith(OURS):
             shipped = [dataclasses.replace(s, wall_s=s.values["as_shipped_s"]) for s in samples]
             suite.add(workload, SAVE, label, AS_SHIPPED, floor_name, shipped)
+    newest.update({label: run.newest for label, run in runs.items() if run.newest is not None})
 
 
 def _standing_nbytes(suite: Suite, subject: Subject, workload: Workload) -> int:
@@ -154,7 +168,5 @@ def _standing_nbytes(suite: Suite, subject: Subject, workload: Workload) -> int:
     return max(0, measure.resident_nbytes() - before)
 
 
-def _keep(
-    kept: dict[str, tuple[Subject, Saved]], label: str, subject: Subject, workload: Workload
-) -> None:
-    kept[label] = (subject, subject.save(workload))
+def _keep(newest: dict[str, Saved], label: str, subject: Subject, workload: Workload) -> None:
+    newest[label] = subject.save(workload)

@@ -262,16 +262,18 @@ async def compare(
     trained: dict[str, list[Trained]] = {name: [] for name in savers}
     rng = random.Random(seed)
     for number in range(rounds + 1):
+        # The first round warms up, for which one save is enough.
+        saves, steps = (count, every) if number else (1, 1)
         for name in rng.sample(list(savers), len(savers)):
             gc.collect()
             before = measure.resident_nbytes()
             measure.reset_peak()
             with quiet():
-                found = await train(loop, savers[name], count, every)
+                found = await train(loop, savers[name], saves, steps)
             extra_nbytes = max(0, measure.peak_nbytes() - before)
             if savers[name] is not None:
                 await savers[name].settle()
-            if number:  # the first round warms up
+            if number:
                 trained[name].append(found)
                 samples[name].append(_sample(found, extra_nbytes))
     for each in savers.values():

@@ -11,7 +11,7 @@ from benchmarks import files, measure
 from benchmarks.local.newprocess import NewProcessRun
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.suite import Suite
-from benchmarks.measure import Run
+from benchmarks.measure import Floor, Run
 from benchmarks.results import COLD, IN_PLACE, NEW_PROCESS, ONE_SHOT, OURS, OWN, SAFETENSORS
 from benchmarks.subject import Restored, Saved, Subject
 from benchmarks.workloads import (
@@ -29,20 +29,31 @@ HUGE_NBYTES = 3 << 30
 
 @dataclass(slots=True)
 class SaveRun(Run):
-    """Saves the workload; the checkpoint is deleted again."""
+    """Saves the next checkpoint while one before it exists; the first save is not measured.
+
+    The older checkpoint is deleted afterwards, outside the timing, unless the save has done so. The
+    newest one stays.
+    """
 
     subject: Subject
     workload: Workload
+    newest: Saved | None = None
     saved: Saved | None = None
+
+    def prepare(self) -> None:
+        if self.newest is None:
+            self.newest = self.subject.save(self.workload)
+            files.settle(self.subject.directory)
 
     def run(self) -> Mapping[str, float]:
         self.saved = self.subject.save(self.workload)
         return self.saved.values
 
     def finish(self) -> None:
-        if self.saved is not None:
-            saved, self.saved = self.saved, None
-            self.subject.discard(saved)
+        if self.saved is not None and self.newest is not None:
+            older, self.newest, self.saved = self.newest, self.saved, None
+            if not self.subject.deletes_older:
+                self.subject.discard(older)
         files.settle(self.subject.directory)
 
 
@@ -94,6 +105,7 @@ def restores(
     kept: Mapping[str, tuple[Subject, Saved]],
     *,
     of: str = "",
+    warm_up: bool = True,
 ) -> None:
     """Restore what each subject saved, warm or cold.
 
@@ -103,10 +115,11 @@ def restores(
         scenario: cold ones are measured against raw reads, others against memcpy.
         kept: label -> subject and its checkpoint.
         of: in front of the columns.
+        warm_up: whether the subjects have restored nothing yet.
     """
     cold, large = scenario == COLD, workload.is_large
     probe = suite.floors.cold_read_s if cold else suite.floors.memcpy_s
-    floor = (lambda: probe(workload.nbytes)) if large else None
+    floor = Floor(lambda: probe(workload.nbytes)) if large else None
     targets = targets_like(workload.tree)
     cases, keys = [], {}
     for label, (subject, saved) in kept.items():
@@ -123,12 +136,16 @@ def restores(
                 floor=floor,
                 fresh_nbytes=subject.fresh_nbytes(workload),
                 samples=suite.samples(label, workload),
+                warm_up=warm_up and subject.warms_up,
             )
             keys[case.name] = (label, of + column)
             cases.append(case)
         if cold and large and label in (OURS, SAFETENSORS):
             case = NewProcessRun(label, workload, saved).case(
-                f"{label}, {NEW_PROCESS}", floor=floor, fresh_nbytes=workload.fresh_nbytes
+                f"{label}, {NEW_PROCESS}",
+                floor=floor,
+                fresh_nbytes=workload.fresh_nbytes,
+                warm_up=False,
             )
             keys[case.name] = (label, NEW_PROCESS)
             cases.append(case)
@@ -171,32 +188,3 @@ class FirstRun(Run):
             self.subject = None
         shutil.rmtree(self.directory, ignore_errors=True)
         files.settle(self.directory.parent)
-
-
-@dataclass(slots=True)
-class RetainedRun(Run):
-    """Saves the next step while one step before it exists.
-
-    With `KeepLast(1)` the older step is deleted by the save; else afterwards, outside the timing.
-    """
-
-    subject: AsyncCkpt
-    workload: Workload
-    before: Saved | None = None
-    saved: Saved | None = None
-
-    def prepare(self) -> None:
-        if self.before is None:
-            self.before = self.subject.save(self.workload)
-            files.settle(self.subject.directory)
-
-    def run(self) -> Mapping[str, float]:
-        self.saved = self.subject.save(self.workload)
-        return self.saved.values
-
-    def finish(self) -> None:
-        if self.saved is not None and self.before is not None:
-            if self.subject.retention is None:
-                self.subject.discard(self.before)
-            self.before, self.saved = self.saved, None
-        files.settle(self.subject.directory)

@@ -18,6 +18,7 @@ class Safetensors(Subject):
     """`save_file` and `load_file`, and `safe_open` into given arrays."""
 
     name: ClassVar[str] = "safetensors"
+    warms_up: ClassVar[bool] = False
 
     def save(self, workload: Workload) -> Saved:
         """`save_file`, then fsync of the file and its directory."""

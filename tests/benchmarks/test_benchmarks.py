@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asyncckpt import blocking
+from asyncckpt import KeepLast, blocking
 from benchmarks import files, machine, measure, report, results, workloads
 from benchmarks.__main__ import main
 from benchmarks.local import elsewhere, memory, processes, targets, training
@@ -25,8 +25,8 @@ from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.plans import runs
 from benchmarks.local.stall import heartbeat, percentile
 from benchmarks.local.suite import Suite
-from benchmarks.local.transfers import RestoreRun, restores
-from benchmarks.measure import Case, Patience, Protocol, Sample
+from benchmarks.local.transfers import RestoreRun, SaveRun, restores
+from benchmarks.measure import Case, Floor, Patience, Protocol, Sample
 from benchmarks.peers import ORBAX, Safetensors, all_peers, fastest, one_of_each
 from benchmarks.results import (
     AS_SHIPPED,
@@ -84,7 +84,7 @@ def scripted(probes: list[float], walls: list[float], events: list[str] | None =
         run,
         prepare=lambda: log.append("prepare"),
         finish=lambda: log.append("finish"),
-        floor=floor,
+        floor=Floor(floor),
     )
 
 
@@ -113,6 +113,53 @@ def test_after_five_repeats_the_steadiest_attempt_is_kept_with_its_spread() -> N
     assert sample.floor_spread == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(("pause_s", "shared"), [(measure.SHARED_S, True), (2.1, False)])
+def test_probe_serves_the_next_sample_only_if_that_begins_at_once(
+    pause_s: float, shared: bool
+) -> None:
+    now_s = 0.0
+    probes = iter([1.0, 1.01, 1.02, 1.03])
+    floor = Floor(lambda: next(probes), clock=lambda: now_s)
+
+    def later() -> None:
+        nonlocal now_s
+        now_s += pause_s
+
+    case = Case("a", lambda: {"wall_s": 2.0}, finish=later, floor=floor)
+    first, second = (measure.take(case, Protocol(), Patience()) for _ in range(2))
+    assert (first.floor_before_s, first.floor_after_s) == (1.0, 1.01)
+    expected = (1.01, 1.02) if shared else (1.02, 1.03)
+    assert (second.floor_before_s, second.floor_after_s) == expected
+
+
+def test_neighbouring_cases_of_a_round_share_the_probe_between_them() -> None:
+    events: list[str] = []
+
+    def probe() -> float:
+        events.append("floor")
+        return 1.0
+
+    def case(name: str, floor: Floor) -> Case:
+        def run() -> Mapping[str, float]:
+            events.append(name)
+            return {"wall_s": 2.0}
+
+        return Case(name, run, floor=floor, warm_up=False)
+
+    floor = Floor(probe)
+    measure.rounds([case("a", floor), case("b", floor)], Protocol(samples=2), random.Random(0))
+    assert events[::2] == ["floor"] * 5
+    assert sorted(events[1::2]) == ["a", "a", "b", "b"]
+
+
+def test_probes_that_differ_are_not_shared_with_the_next_sample() -> None:
+    case = scripted([1.0, 1.5, 1.0, 1.01], [3.0, 4.0])
+    protocol = Protocol(max_repeats=0)
+    unsteady, steady = (measure.take(case, protocol, Patience()) for _ in range(2))
+    assert (unsteady.floor_before_s, unsteady.floor_after_s) == (1.0, 1.5)
+    assert (steady.floor_before_s, steady.floor_after_s) == (1.0, 1.01)
+
+
 def test_repetitions_end_once_they_took_the_time_that_there_is() -> None:
     times = iter([0.0, 1.0, 5.0, 9.0])
     protocol, patience = Protocol(clock=lambda: next(times)), Patience(3.0)
@@ -125,21 +172,24 @@ def test_repetitions_end_once_they_took_the_time_that_there_is() -> None:
 def test_every_round_has_every_case_after_one_unmeasured_run_each() -> None:
     order: list[str] = []
 
-    def case(name: str, samples: int | None = None) -> Case:
+    def case(name: str, **more: Any) -> Case:
         def run() -> Mapping[str, float]:
             order.append(name)
             return {"wall_s": 1.0, "more": 2.0}
 
-        return Case(name, run, samples=samples)
+        return Case(name, run, **more)
 
-    cases = [case("a"), case("b"), case("single", samples=1)]
-    taken = measure.rounds(cases, Protocol(samples=6), random.Random(0))
+    cases = [case("a"), case("b"), case("single", samples=1), case("warm", warm_up=False)]
+    taken = measure.rounds(cases[:3], Protocol(samples=6), random.Random(0))
     assert {name: len(samples) for name, samples in taken.items()} == {"a": 6, "b": 6, "single": 1}
     assert order[:2] == ["a", "b"]
     pairs = [tuple(n for n in order[5 + i : 7 + i]) for i in range(0, 10, 2)]
     assert {frozenset(pair) for pair in pairs} == {frozenset("ab")}
     assert len(set(pairs)) == 2, "the order is shuffled"
     assert taken["a"][0].values == {"more": 2.0}
+    order.clear()
+    measure.rounds(cases[2:], Protocol(samples=2), random.Random(0))
+    assert order.count("warm") == 2, "nothing to warm up"
 
 
 def test_rounds_beyond_the_first_few_end_once_the_time_is_up() -> None:
@@ -301,6 +351,18 @@ def test_difference_finds_a_flipped_bit_a_dtype_and_a_missing_leaf() -> None:
     del targets["m"]["norm"]
     assert "leaves differ" in (workloads.difference(tree, targets) or "")
     assert workloads.difference({"a": 1}, {"a": 1.0}) == "a: expected 1, found 1.0"
+    nested = {"x": {"a": 1}}
+    assert workloads.difference(nested, {"x": {"b": 1}}) == "leaves differ: ['x.a', 'x.b']"
+    assert workloads.difference(nested, {"x": 1}) is not None
+
+
+@pytest.mark.parametrize("flipped", [0, workloads.COMPARE_NBYTES, -4, -1])
+def test_difference_finds_a_flipped_bit_anywhere_in_a_large_array(flipped: int) -> None:
+    source = {"w": np.arange(2 * workloads.COMPARE_NBYTES + 3, dtype=np.uint8)}
+    found = {"w": source["w"].copy()}
+    assert workloads.difference(source, found) is None
+    found["w"][flipped] ^= 1
+    assert workloads.difference(source, found) == "w: bytes differ"
 
 
 # -------------------------------------------------------------------------------------- floors
@@ -335,6 +397,7 @@ def test_fsync_warm_and_chill_accept_files_and_trees(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "x").write_bytes(b"1" * 10_000)
     for path in (tmp_path / "a", tmp_path / "a" / "b" / "x"):
         files.fsync_tree(path)
+        files.warm(path)
         files.warm(path)
         files.chill(path)
         assert [file.name for file in files.files_under(path)] == ["x"]
@@ -599,7 +662,7 @@ def test_small_leaves_are_saved_restored_and_planned(tmp_path: Path) -> None:
 
 
 def test_cold_restores_are_also_those_of_new_processes(tmp_path: Path) -> None:
-    data = run_main(tmp_path, "--only", "cold", "--size", "24", "--scenario", COLD)
+    data = run_main(tmp_path, "--only", "W1", "--size", "24", "--scenario", COLD)
     found = {(m["subject"], m["column"]): m for m in data["measurements"]}
     assert found.keys() == {
         *((OURS, column) for column in (IN_PLACE, OWN, NEW_PROCESS)),
@@ -750,6 +813,23 @@ def test_nothing_begins_once_the_time_is_up(tmp_path: Path) -> None:
     assert data["left_out"] == [f"W4-1k {what}" for what in (SAVE, WARM, PLAN)]
 
 
+@pytest.mark.parametrize("retention", [None, KeepLast(1)])
+def test_one_older_checkpoint_exists_at_each_save_and_the_newest_stays(
+    tmp_path: Path, retention: Any
+) -> None:
+    workload = workloads.llama(MIB, layers=1)
+    subject = AsyncCkpt(tmp_path, retention=retention)
+    subject.open(workload)
+    run = SaveRun(subject, workload)
+    case = run.case("a", warm_up=False)
+    measure.rounds([case], Protocol(samples=2), random.Random(0))
+    subject.close()
+    assert run.newest is not None
+    assert run.newest.handle == 3, "the first one is not measured"
+    steps = [path.name for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert steps == [run.newest.path.name]
+
+
 def test_restored_bytes_that_differ_are_an_error_and_no_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -780,7 +860,7 @@ def test_restored_bytes_that_differ_are_an_error_and_no_sample(
 
 def test_unknown_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "W6"]) == 2
-    assert "no workload W6; there are W1, W3, training, " in capsys.readouterr().out
+    assert "no workload W6; there are W4-1k, W4-10k, " in capsys.readouterr().out
 
 
 def test_too_little_space_is_refused(
