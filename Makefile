@@ -17,9 +17,11 @@ demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 	$(PY) examples/demo.py
 
 # Tests that start several processes each come after all others, whose timing they would disturb.
-# The longest are the first of them.
+# The longest are the first of them. Most fork from servers that import JAX or torch, which are then
+# started once for each process of pytest.
 TOGETHER := tests/crash/test_runtime_kills.py tests/examples/test_jobs.py \
-	tests/crash/test_kills.py tests/processes tests/coordinators
+	tests/crash/test_kills.py tests/processes tests/torch \
+	tests/adapters/test_dtensor_processes.py tests/adapters/test_jax_processes.py tests/coordinators
 
 # By the alphabet, not by the number of tests in a file: the longest are not the last ones then.
 PYTEST := $(PY) -m pytest --dist loadfile --no-loadscope-reorder

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import multiprocessing
 import shutil
 import socket
 import sys
@@ -36,6 +37,12 @@ STORAGE = {
     # The line that changes:
     "asyncckpt": (asyncckpt.torch.StorageWriter, asyncckpt.torch.StorageReader),
 }
+
+
+# Ranks are forked from a process that has imported these once.
+multiprocessing.set_forkserver_preload(
+    ["sklearn.datasets", "torch.distributed.fsdp", "asyncckpt.torch"]
+)
 
 
 def network(hidden: int) -> nn.Sequential:
@@ -110,7 +117,9 @@ def job(ranks: int, *arguments: Any) -> None:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(train, (ranks, port, *arguments), nprocs=ranks)
+    torch.multiprocessing.start_processes(
+        train, (ranks, port, *arguments), nprocs=ranks, start_method="forkserver"
+    )
 
 
 def demonstrate(root: Path, hidden: int) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.preloaded import Forked, preloaded
+
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 KILLED, HALF, STEPS = 50, 80, 120
@@ -30,33 +32,41 @@ POLL_S = 1.0
 PIPE_NBYTES = 4096
 
 
-def command(framework: str, root: Path, log: Path, steps: int) -> list[str]:
-    script = str(EXAMPLES / f"train_{framework}.py")
-    run = [sys.executable, script, "--root", str(root), "--log", str(log), "--steps", str(steps)]
-    return [*run, "--save-every", str(SAVE_EVERY), "--hidden", str(HIDDEN)]
+PRELOADED = {
+    "jax": ("asyncckpt.checkpointer", "asyncckpt.adapters.jax", "optax", "sklearn.datasets"),
+    "torch": ("asyncckpt.checkpointer", "asyncckpt.adapters.torch", "sklearn.datasets"),
+}
+"""What the scripts import. The demo starts interpreters of its own."""
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 
-def start(framework: str, root: Path, log: Path, steps: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(framework, root, log, steps),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def output_of(log: Path) -> Path:
+    """Where a run prints that writes this log."""
+    return log.with_suffix(".output")
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def start(framework: str, root: Path, log: Path, steps: int) -> Forked | subprocess.Popen[bytes]:
+    script = str(EXAMPLES / f"train_{framework}.py")
+    options = ["--root", str(root), "--log", str(log), "--steps", str(steps)]
+    options += ["--save-every", str(SAVE_EVERY), "--hidden", str(HIDDEN)]
+    with output_of(log).open("wb") as output:
+        if sys.platform == "linux":
+            server = preloaded(PRELOADED[framework], (("PYTHONPATH", str(REPOSITORY)),))
+            return server.start(script, *options, stdout=output, stderr=output)
+        command = [sys.executable, script, *options]
+        return subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
+
+
+def finish(process: Forked | subprocess.Popen[bytes], log: Path) -> str:
     """The run has ended well; returns what it printed."""
-    with process:
-        try:
-            printed, _ = process.communicate(timeout=TIMEOUT_S)
-        finally:
-            process.kill()
+    try:
+        process.wait(TIMEOUT_S)
+    finally:
+        process.kill()
+    printed = output_of(log).read_text()
     assert process.returncode == 0, printed
     return printed
 
@@ -91,9 +101,8 @@ def killed_at(framework: str, root: Path, fifo: Path, step: int) -> list[dict[st
     finally:
         process.kill()
         os.close(holding)
-        with process:
-            printed, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == -signal.SIGKILL, printed
+        process.wait(TIMEOUT_S)
+    assert process.returncode == -signal.SIGKILL, output_of(fifo).read_text()
     with open(reading, "rb") as log:
         data += log.read() or b""
     return [json.loads(line) for line in data.splitlines()]
@@ -117,20 +126,22 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     framework: str = request.param
     folder = tmp_path_factory.mktemp(framework)
     root = folder / "interrupted"
-    whole = start(framework, folder / "whole", folder / "whole.log", STEPS)
+    logs = {name: folder / f"{name}.log" for name in ("whole", "resumed", "longer")}
+    whole = start(framework, folder / "whole", logs["whole"], STEPS)
     try:
         killed = killed_at(framework, root, folder / "fifo", KILLED)
-        resumed_output = finish(start(framework, root, folder / "resumed.log", HALF))
-        longer_output = finish(start(framework, root, folder / "longer.log", STEPS))
-        finish(whole)
+        resumed = start(framework, root, logs["resumed"], HALF)
+        resumed_output = finish(resumed, logs["resumed"])
+        longer_output = finish(start(framework, root, logs["longer"], STEPS), logs["longer"])
+        finish(whole, logs["whole"])
     finally:
         whole.kill()
     return Runs(
-        whole=lines(folder / "whole.log"),
+        whole=lines(logs["whole"]),
         killed=killed,
-        resumed=lines(folder / "resumed.log"),
+        resumed=lines(logs["resumed"]),
         resumed_output=resumed_output,
-        longer=lines(folder / "longer.log"),
+        longer=lines(logs["longer"]),
         longer_output=longer_output,
         root=root,
     )
@@ -169,7 +180,7 @@ def test_resumed_run_keeps_the_newest_three_and_nothing_else(runs: Runs) -> None
 def test_run_that_is_complete_trains_no_further(tmp_path: Path) -> None:
     logs = [tmp_path / "first", tmp_path / "second"]
     for log in logs:
-        finish(start("jax", tmp_path / "root", log, SAVE_EVERY))
+        finish(start("jax", tmp_path / "root", log, SAVE_EVERY), log)
     first, second = map(lines, logs)
     assert len(losses(first)) == SAVE_EVERY
     assert losses(second) == []
