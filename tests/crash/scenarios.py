@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import threading
 import traceback
@@ -41,9 +40,8 @@ ZSTD = SaveOptions(
 ROW_NBYTES = 1024
 
 
-@functools.cache
 def state(version: int, *, rows: int = 160) -> dict[str, Any]:
-    """A tree with leaves of every way to be stored; `params/w` has `rows` KiB. Do not change it."""
+    """A tree with leaves of every way to be stored; `params/w` has `rows` KiB."""
     random = np.random.default_rng(version)
     return {
         "params": {

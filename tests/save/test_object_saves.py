@@ -22,7 +22,6 @@ def noise(nbytes: int) -> np.ndarray[Any, Any]:
     return RANDOM.integers(0, 256, nbytes, np.uint8)
 
 
-@pytest.fixture(scope="module")
 def tree() -> dict[str, Any]:
     """Larger than the smallest budget, and not of whole chunks, windows or slots."""
     return {
@@ -87,15 +86,11 @@ def halves(path: str, spec: asyncckpt.ArraySpec) -> LeafOptions | None:
     ids=["plain", "compressed", "mixed", "roomy"],
 )
 async def test_a_state_larger_than_the_budget_comes_back(
-    sim: Simulator,
-    tree: dict[str, Any],
-    client: str,
-    options: SaveOptions,
-    request: pytest.FixtureRequest,
+    sim: Simulator, client: str, options: SaveOptions, request: pytest.FixtureRequest
 ) -> None:
     name = request.node.callspec.id
     root, storage = where(sim, client, name)
-    state = {**tree, "some": [*tree["some"]]}
+    state = tree()
     async with asyncckpt.Checkpointer(root, save_options=options, storage_options=storage) as ckpt:
         pool = ckpt._session.runtime
         for step in range(2):
