@@ -58,16 +58,6 @@ def what_was_there_before_is_not_looked_at() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """No garbage is collected while all test modules and what they use are imported."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped on a machine without an NVIDIA device."""
     if Path("/dev/nvidia0").exists():
