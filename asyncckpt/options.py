@@ -46,8 +46,8 @@ DEFAULT_DATA_FILE_NBYTES = 1 * GIB
 stays open longer lets writeback overlap."""
 
 LOCAL_CONCURRENCY = 6
-"""Reads or writes in flight on local disk under `concurrency="auto"`: one for each thread that
-executes them. More, so that none waits for the engine to notice a completion, gain nothing."""
+"""Reads or writes in flight on local disk under `concurrency="auto"`: four threads execute them and
+two wait in line, so that no thread idles until the engine notices a completion."""
 
 NODE_NBYTES = 1 * MIB
 """Largest decoded B+tree node we write: one ranged read, decoded in a millisecond."""

@@ -48,9 +48,8 @@ from asyncckpt.options import ABANDON_S, CLEANUP_S
 
 T = TypeVar("T")
 
-IO_THREADS = 6
-"""Direct writes of 8 MiB reach the top speed of the disks measured with two to four in flight; reads
-past the page cache, whose threads also copy and check, with six."""
+IO_THREADS = 4
+"""Direct writes of 8 MiB reach the top speed of the disks measured with two to four in flight."""
 
 COMPUTE_THREADS_MAX = 8
 """Copies and checksums gain nothing beyond the memory bandwidth, which eight threads exhaust."""

@@ -46,7 +46,7 @@ DIRECT_READ_MIN_NBYTES = 1 << 20
 
 BOUNCE_NBYTES = 2 << 20
 """Buffer of a thread for reads past the page cache: what is copied out of it is still in the core's
-cache, and a disk with a few such reads in flight is busy."""
+cache, and a disk with four such reads in flight is busy."""
 
 SLOW_TOUCH_S = 1.2e-3
 """CPU time per MiB of reads into new arrays above which later ones are read into small pages,
