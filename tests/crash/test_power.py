@@ -179,12 +179,24 @@ def _may_be_lost(flush: Call, calls: Sequence[Call]) -> bool:
     return name.endswith(".owner") or name == ".asyncckpt" or made_control
 
 
+def _is_repeated(flush: Call, calls: Sequence[Call]) -> bool:
+    """Whether another save has flushed the same before the next one was acknowledged."""
+    for call in calls[flush.number :]:
+        if os.path.basename(call.path).startswith("returned-"):
+            return False
+        if call.name in FLUSHES and call.path == flush.path:
+            return True
+    return False
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_save_without_any_one_of_its_flushes_is_noticed(
     server: ForkServer, scratch: Path, name: str
 ) -> None:
     root, calls = calls_of(server, scratch, name)
     flushes = [call for call in calls if call.name in FLUSHES and not _may_be_lost(call, calls)]
+    if name == "background":  # its second save may be done before the first await returns
+        flushes = [flush for flush in flushes if not _is_repeated(flush, calls)]
     unnoticed = [
         str(flush)
         for flush in flushes
