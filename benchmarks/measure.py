@@ -362,8 +362,7 @@ class Spare:
             memory.madvise(mmap.MADV_HUGEPAGE)
         pages = np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE]
         with ThreadPoolExecutor(TOUCH_THREADS) as pool:
-            for part in np.array_split(pages, TOUCH_THREADS):
-                pool.submit(part.fill, 1)
+            list(pool.map(lambda part: part.fill(1), np.array_split(pages, TOUCH_THREADS)))
 
     def free(self, nbytes: int) -> None:
         """Free at least so many bytes; if none are needed, go on holding."""

@@ -36,7 +36,7 @@ PRELOADED = {
     "jax": ("asyncckpt.checkpointer", "asyncckpt.adapters.jax", "optax", "sklearn.datasets"),
     "torch": ("asyncckpt.checkpointer", "asyncckpt.adapters.torch", "sklearn.datasets"),
 }
-"""What the scripts import. The demo starts interpreters of its own."""
+"""What the scripts import."""
 
 
 def environment() -> dict[str, str]:
@@ -48,12 +48,15 @@ def output_of(log: Path) -> Path:
     return log.with_suffix(".output")
 
 
-def start(framework: str, root: Path, log: Path, steps: int) -> Forked | subprocess.Popen[bytes]:
+def start(
+    framework: str, root: Path, log: Path, steps: int, *, program: bool = False
+) -> Forked | subprocess.Popen[bytes]:
+    """Start a training script: as a `program`, or in a process that has its imports."""
     script = str(EXAMPLES / f"train_{framework}.py")
     options = ["--root", str(root), "--log", str(log), "--steps", str(steps)]
     options += ["--save-every", str(SAVE_EVERY), "--hidden", str(HIDDEN)]
     with output_of(log).open("wb") as output:
-        if sys.platform == "linux":
+        if sys.platform == "linux" and not program:
             server = preloaded(PRELOADED[framework], (("PYTHONPATH", str(REPOSITORY)),))
             return server.start(script, *options, stdout=output, stderr=output)
         command = [sys.executable, script, *options]
@@ -127,7 +130,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(framework)
     root = folder / "interrupted"
     logs = {name: folder / f"{name}.log" for name in ("whole", "resumed", "longer")}
-    whole = start(framework, folder / "whole", logs["whole"], STEPS)
+    whole = start(framework, folder / "whole", logs["whole"], STEPS, program=True)
     try:
         killed = killed_at(framework, root, folder / "fifo", KILLED)
         resumed = start(framework, root, logs["resumed"], HALF)
