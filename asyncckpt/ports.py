@@ -279,8 +279,6 @@ class Reading(NamedTuple):
     """Hints on how to read a run of a file.
 
     Attributes:
-        direct: the buffers are the pipeline's own memory, so the store may bypass the page cache
-            for those that are aligned.
         received: called when all bytes have arrived but are not yet in the buffers: the link to the
             store is free for another read. Stores without such a moment never call it.
         ahead_nbytes: about how much a store whose reads are copied may have in flight; None for no
@@ -290,20 +288,22 @@ class Reading(NamedTuple):
             errors are raised. Stores without such a thread ignore it; the caller checks the rest.
         shared: other processes of this host may read the same bytes at the same time, so the store
             should read them through the page cache.
+        fresh: the buffers may be new memory of the pipeline that nothing has touched yet: the store
+            may advise the system about its pages.
     """
 
-    direct: bool = False
     received: Callable[[], None] | None = None
     ahead_nbytes: int | None = None
     check: Callable[[int], None] | None = None
     shared: bool = False
+    fresh: bool = False
 
 
 ORDINARY = Reading()
-"""Reads that may go through the page cache, without other hints."""
+"""Reads without hints."""
 
-DIRECT = Reading(direct=True)
-"""Reads into the pipeline's own memory, without other hints."""
+FRESH = Reading(fresh=True)
+"""Reads into memory that may be untouched, without other hints."""
 
 
 class Ranges(Protocol):

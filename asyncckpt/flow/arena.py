@@ -27,7 +27,7 @@ SLAB_NBYTES = 64 << 20
 five times as much per byte."""
 
 ALIGNMENT_NBYTES = mmap.PAGESIZE
-"""Arrays start on pages: direct reads and zero-copy adoption by JAX (64 bytes) need no more."""
+"""Arrays start on pages, as these are returned; zero-copy adoption by JAX needs 64 bytes."""
 
 SMALL_NBYTES = 64 << 10
 """Smaller arrays come from the allocator, which packs and reuses them; of larger ones the last

@@ -22,7 +22,7 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch
-from asyncckpt.ports import DIRECT, Bytes, Reading
+from asyncckpt.ports import FRESH, Bytes, Reading
 from asyncckpt.restore.decode import Check, Decode, is_direct
 from asyncckpt.restore.plan import PlannedReads
 from asyncckpt.restore.ranges import RUN_NBYTES, Read, far, near, span
@@ -42,7 +42,7 @@ class Fetch:
         compute: worker threads for the decode stage.
         concurrency: the user's number of reads in flight; None for as many as the files prefer,
             which are asked before every read: a store learns meanwhile what its link rewards.
-        own_memory: destinations were allocated here, so that the system may write to them directly.
+        own_memory: destinations were allocated here, so that the system may be advised about them.
         shared: other processes may read the same ranges at the same time.
         arrived: called with the destination of every chunk that is there, checked; with that of
             several chunks as many times.
@@ -163,7 +163,7 @@ class Fetch:
             elif batches[0].nbytes <= self.pool.slot_nbytes:
                 memory = slots[0].buffer
                 buffers = memory[: batches[0].nbytes], memory[:0]
-                await self._checked(batches, path, buffers, stream, True, None)
+                await self._checked(batches, path, buffers, stream, None, fresh=True)
             elif self._decode.encoded_parts(batches[0]):
                 await self._large_encoded(batches[0], path, slots, ahead)
             else:
@@ -200,7 +200,7 @@ class Fetch:
             else:
                 data = np.empty(batch.nbytes, np.uint8)
             buffers += (data, np.empty(end - batch.offset - data.nbytes, np.uint8))
-        await self._checked(batches, path, buffers, stream, self.own_memory, ahead_nbytes)
+        await self._checked(batches, path, buffers, stream, ahead_nbytes, fresh=self.own_memory)
 
     async def _checked(
         self,
@@ -208,13 +208,14 @@ class Fetch:
         path: str,
         buffers: Sequence[Bytes],
         stream: Permit,
-        direct: bool,
         ahead_nbytes: int | None,
+        *,
+        fresh: bool,
     ) -> None:
         """Read batches, check them, and copy what did not go straight into its destination."""
         offset, check = batches[0].offset, Check(self._decode.checks(batches, buffers))
         with self.recorder.span(self._reading, span(batches)):
-            how = Reading(direct, stream.release, ahead_nbytes, check, self.shared)
+            how = Reading(stream.release, ahead_nbytes, check, self.shared, fresh)
             await self._files.read_into(path, offset, buffers, how=how)
         if not check.complete:
             with self.recorder.span("decode", span(batches)):
@@ -235,7 +236,7 @@ class Fetch:
             if stop == payload:
                 buffers.append(trailer)
             with self.recorder.span(self._reading, data.nbytes):
-                await self._files.read_into(path, batch.offset + start, buffers, how=DIRECT)
+                await self._files.read_into(path, batch.offset + start, buffers, how=FRESH)
             with self.recorder.span("decode", data.nbytes):
                 crc = await self.compute.run(self._decode.piece, batch, data, start, crc)
             start = stop
@@ -253,7 +254,7 @@ class Fetch:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
         with self.recorder.span(self._reading, batch.nbytes):
-            how = Reading(direct=True, ahead_nbytes=ahead_nbytes)
+            how = Reading(ahead_nbytes=ahead_nbytes, fresh=True)
             await self._files.read_into(path, batch.offset, parts, how=how)
         with self.recorder.span("decode", batch.nbytes):
             await self.compute.run(self._decode.encoded, batch, parts)

@@ -27,7 +27,7 @@ from asyncckpt.format.record_values import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles
+from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.reports import Damage, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.verify.foreign import verify_foreign
@@ -133,7 +133,7 @@ class _Verify:
             while offset < entry.nbytes:
                 nbytes = min(pool.slot_nbytes, entry.nbytes - offset)
                 data = slots[0].buffer[:nbytes]
-                await self.opened.files.read_into(entry.path, offset, [data], how=DIRECT)
+                await self.opened.files.read_into(entry.path, offset, [data])
                 await self.runtime.engine.compute.run(checker.feed, data)
                 if entry.path in self._kept:
                     self._kept[entry.path] += data.tobytes()

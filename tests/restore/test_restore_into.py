@@ -23,6 +23,8 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
     UsageError,
 )
+from asyncckpt.ports import ORDINARY, Reading
+from asyncckpt.stores.local.files import LocalFiles
 from tests.restore.loader import Loader
 from tests.script import Script
 
@@ -53,6 +55,31 @@ async def test_the_targets_own_memory_is_filled(tmp_path: Path) -> None:
     assert target["small"].requires_grad and target["small"]._version > version
     assert (report.leaf_count, report.nbytes) == (2, 600_000 * 8 + 96)
     assert report.replaced == report.missing == report.unexpected == ()
+
+
+@pytest.mark.parametrize(
+    ("into", "compression", "fresh"),
+    [(False, None, True), (True, None, False), (True, "zstd", True)],
+)
+async def test_the_store_knows_which_memory_may_be_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, into: bool, compression: Any, fresh: bool
+) -> None:
+    """New arrays and staging memory, but not the arrays of the caller."""
+    tree = {"x": np.random.default_rng(0).standard_normal(600_000)}
+    options = asyncckpt.SaveOptions(compression=compression)
+    place = await saved(tmp_path, tree, options=options)
+    seen, read = set(), LocalFiles.read_into
+
+    async def noted(files: LocalFiles, *read_arguments: Any, how: Reading = ORDINARY) -> None:
+        seen.add(how.fresh)
+        await read(files, *read_arguments, how=how)
+
+    monkeypatch.setattr(LocalFiles, "read_into", noted)
+    if into:
+        await asyncckpt.restore_into(place, tree)
+    else:
+        await asyncckpt.restore(place)
+    assert seen == {fresh}
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

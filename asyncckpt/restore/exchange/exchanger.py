@@ -18,7 +18,7 @@ from asyncckpt.errors import StoreError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.streams import Stream, piece_nbytes
-from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles, Exchange
+from asyncckpt.ports import Bytes, CheckpointFiles, Exchange
 from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.streams import Incoming
 
@@ -171,7 +171,7 @@ class Exchanger:
 
     async def _read(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
         async with self._limit:
-            await self.files.read_into(path, offset, buffers, how=DIRECT)
+            await self.files.read_into(path, offset, buffers)
 
     async def read(self, path: str, offset: int, nbytes: int) -> Bytes:
         """Return one range of a file, which all processes want and ask for at the same time."""

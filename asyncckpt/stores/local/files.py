@@ -3,7 +3,8 @@
 # Rule 1: the directory is opened once, so that everything read comes from one checkpoint, even if
 #   another takes its name meanwhile.
 # Rule 2: below it no link is followed and only regular files are read.
-# Rule 3: direct reads go only into memory that no forked child shares, as the caller promises.
+# Rule 3: a read past the page cache goes into a buffer that no forked child shares, and is copied
+#   from there: what the disk writes to a shared page may stay in the child's copy of it.
 
 from __future__ import annotations
 
@@ -41,17 +42,18 @@ from asyncckpt.stores.local.posix import (
 )
 from asyncckpt.stores.paths import read_parts
 
-DIRECT_READ_MIN_NBYTES = 1 << 20
+PAST_CACHE_MIN_NBYTES = 1 << 20
 """Smaller reads gain nothing from bypassing the page cache."""
 
 BOUNCE_NBYTES = 2 << 20
 """Buffer of a thread for reads past the page cache: what is copied out of it is still in the core's
-cache, and a disk with four such reads in flight is busy."""
+cache, and a disk with four such reads in flight is busy. A virtual disk, whose host copies too,
+fills it up to 1.5 times as fast as memory that is in no cache."""
 
 SLOW_TOUCH_S = 1.2e-3
-"""CPU time per MiB of reads into new arrays above which later ones are read into small pages,
-through a buffer. Some virtual machines return free huge pages to their host, and get them back in
-3 ms per MiB. Elsewhere these take 0.15 ms, small pages 0.4 ms, copy and checksum 0.3 ms."""
+"""CPU time per MiB of reads into new arrays above which later ones are read into small pages. Some
+virtual machines return free huge pages to their host, and get them back in 3 ms per MiB. Elsewhere
+these take 0.15 ms, small pages 0.4 ms, copy and checksum 0.3 ms."""
 
 BUFFERS_PER_CALL = min(1024, os.sysconf("SC_IOV_MAX") if sys.platform != "win32" else 1024)
 """Buffers that one `preadv` takes."""
@@ -109,11 +111,10 @@ class LocalFiles:
         """Fill the buffers from a run of the file. As `CheckpointFiles.read_into`.
 
         Runs of at least 1 MiB that are not in the page cache bypass it, unless `how.shared`: pages
-        for it cost more than the copy out of a buffer that stays in the core's cache. With
-        `how.direct`, whole pages of large buffers whose address and offset are multiples of
-        `PAGE_NBYTES` need no copy, unless their memory is slow to touch. As no byte waits for its
-        buffer, `received` is never called and `ahead_nbytes` has no effect. What has been read is
-        checked in steps of `CACHED_NBYTES`, or of such a large buffer.
+        for it cost more than the copy out of a buffer that stays in the core's cache. If the memory
+        of `how.fresh` reads turns out to be slow to touch, that of later ones gets small pages. As
+        no byte waits for its buffer, `received` is never called and `ahead_nbytes` has no effect.
+        What has been read is checked in steps of `CACHED_NBYTES`.
         """
         with reported("reading", self._full(path)):
             await self._workers.run(self._read_into, path, offset, buffers, how)
@@ -121,32 +122,19 @@ class LocalFiles:
     def _read_into(self, path: str, offset: int, buffers: Sequence[Bytes], how: Reading) -> None:
         since = time.thread_time()
         nbytes = sum([buffer.size for buffer in buffers])
-        check = how.check
         with contextlib.ExitStack() as stack:
             fd = self._open_file(path)
             stack.callback(os.close, fd)
             past: _PastCache | None = None
-            bypass = not how.shared and nbytes >= DIRECT_READ_MIN_NBYTES
+            bypass = not how.shared and nbytes >= PAST_CACHE_MIN_NBYTES
             if bypass and not cached(fd, offset, nbytes):
                 past = stack.enter_context(self._past_cache(path))
-            at = pending_at = offset
-            pending: list[Bytes] = []
-            for buffer in buffers:
-                large = how.direct and buffer.size >= DIRECT_READ_MIN_NBYTES
-                if large and self._slow_to_touch:
-                    use_small_pages(buffer)
-                elif large and past is not None and _is_aligned(at, buffer):
-                    self._fill(fd, path, past, pending_at, pending, offset, at, check)
-                    done = past.fill(buffer[: buffer.size - buffer.size % PAGE_NBYTES], at)
-                    pending, pending_at = [], at + done
-                    if check is not None:
-                        check(pending_at - offset)
-                    at, buffer = at + done, buffer[done:]
-                if buffer.size:
-                    pending.append(buffer)
-                at += buffer.size
-            self._fill(fd, path, past, pending_at, pending, offset, at, check)
-        if how.direct and time.thread_time() - since > SLOW_TOUCH_S * nbytes / MIB:
+            if how.fresh and self._slow_to_touch:
+                for buffer in buffers:
+                    if buffer.size >= PAST_CACHE_MIN_NBYTES:
+                        use_small_pages(buffer)
+            self._fill(fd, path, past, buffers, offset, offset + nbytes, how.check)
+        if how.fresh and time.thread_time() - since > SLOW_TOUCH_S * nbytes / MIB:
             self._slow_to_touch = True
 
     def _fill(
@@ -154,14 +142,13 @@ class LocalFiles:
         fd: int,
         path: str,
         past: _PastCache | None,
-        at: int,
-        views: list[Bytes],
+        buffers: Sequence[Bytes],
         offset: int,
         end: int,
         check: Callable[[int], None] | None,
     ) -> None:
-        views = [view for view in views if view.size]
-        first = 0
+        views = [buffer for buffer in buffers if buffer.size]
+        first, at = 0, offset
         while first < len(views):
             step = views[first : first + BUFFERS_PER_CALL]
             if check is not None or past is not None:
@@ -346,28 +333,13 @@ class _PastCache:
 
     Args:
         fd: the file, opened for direct reads.
-        buffer: aligned memory, through which unaligned runs are read.
+        buffer: aligned memory, through which they pass.
     """
 
     def __init__(self, fd: int, buffer: Bytes) -> None:
         self._fd = fd
         self._buffer = buffer
         self._begin = self._end = 0  # the run of the file that is in the buffer
-
-    def fill(self, memory: Bytes, at: int) -> int:
-        """Fill aligned pages from an aligned offset; return the bytes read, fewer at the end.
-
-        Also reads the page behind, where a chunk's last bytes and its checksum are: `copy` will
-        find them.
-        """
-        done = 0
-        while done < memory.size:
-            count = self._read([memory[done:], self._buffer[:PAGE_NBYTES]], at + done)
-            done += count
-            if count == 0 or done % PAGE_NBYTES:
-                break
-        self._begin, self._end = at + memory.size, at + done
-        return min(done, memory.size)
 
     def copy(self, memory: Sequence[Bytes], at: int, end: int) -> int:
         """Fill memory from any offset, by reads that go no further than the page with `end`.
@@ -377,7 +349,7 @@ class _PastCache:
         if not self._begin <= at < self._end:
             self._begin = at - at % PAGE_NBYTES
             wanted = -(-end // PAGE_NBYTES) * PAGE_NBYTES - self._begin
-            self._end = self._begin + self._read([self._buffer[:wanted]], self._begin)
+            self._end = self._begin + self._read(self._buffer[:wanted], self._begin)
         source = self._buffer[at - self._begin : self._end - self._begin]
         done = 0
         for part in memory:
@@ -386,9 +358,9 @@ class _PastCache:
             done += there.size
         return done
 
-    def _read(self, memory: list[Bytes], at: int) -> int:
+    def _read(self, memory: Bytes, at: int) -> int:
         try:
-            return os.preadv(self._fd, memory, at)
+            return os.preadv(self._fd, [memory], at)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
@@ -402,7 +374,3 @@ def _first(views: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:
             return
         yield view[:nbytes]
         nbytes -= min(nbytes, view.size)
-
-
-def _is_aligned(offset: int, buffer: Bytes) -> bool:
-    return offset % PAGE_NBYTES == 0 and buffer.__array_interface__["data"][0] % PAGE_NBYTES == 0

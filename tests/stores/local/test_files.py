@@ -27,7 +27,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.buffers import map_pages
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
-from asyncckpt.ports import DIRECT, Reading
+from asyncckpt.ports import FRESH, Reading
 from asyncckpt.stores.local import files as module
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, pattern
@@ -274,14 +274,13 @@ async def test_a_device_error_names_file_and_reason(
 
 
 class Reads:
-    """How many reads went past the page cache, and of how many bytes."""
+    """Bytes that were read past the page cache, and how many reads went through it."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, *, page_cache: bool, refused: bool = False
     ) -> None:
         import fcntl
 
-        self.direct = 0
         self.direct_nbytes = 0
         self.buffered = 0
         read = os.preadv
@@ -293,7 +292,6 @@ class Reads:
             if refused:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             count = read(fd, buffers, offset)
-            self.direct += 1
             self.direct_nbytes += count
             return count
 
@@ -310,27 +308,23 @@ async def saved_file(store: LocalStore, nbytes: int) -> Any:
     return data
 
 
-async def test_direct_reads_fill_whole_pages_and_the_rest_passes_through_a_buffer(
+async def test_no_byte_is_read_twice_past_the_page_cache_and_none_beyond_the_last_page(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = await saved_file(store, BIG + 100)
     reads = Reads(monkeypatch, page_cache=False)
     aligned, tail = pattern(BIG, 1), np.empty(100, np.uint8)
     files = store.files("1")
-    await files.read_into("data", 0, [aligned, tail], how=DIRECT)
+    await files.read_into("data", 0, [aligned, tail])
     assert np.array_equal(np.concatenate([aligned, tail]), data)
-    # With the whole pages comes what is behind them.
-    assert (reads.direct, reads.direct_nbytes, reads.buffered) == (1, BIG + 100, 0)
+    assert (reads.direct_nbytes, reads.buffered) == (BIG + 100, 0)
     halves = [pattern(BIG // 2, 1), np.empty(10, np.uint8), pattern(BIG // 2, 2)]
-    await files.read_into("data", 0, halves, how=DIRECT)
+    await files.read_into("data", 0, halves)
     assert np.array_equal(np.concatenate(halves), data[: BIG + 10])
-    # No byte is read twice, and none beyond the last page that is wanted.
     assert reads.direct_nbytes == 2 * (BIG + 100)
 
 
-@pytest.mark.parametrize(
-    "reason", ["not asked for", "address", "offset", "length", "in memory", "shared"]
-)
+@pytest.mark.parametrize("reason", ["", "address", "offset", "length", "in memory", "shared"])
 async def test_only_what_is_not_in_the_page_cache_is_read_past_it_into_any_memory(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
@@ -340,7 +334,7 @@ async def test_only_what_is_not_in_the_page_cache_is_read_past_it_into_any_memor
     offset = 8 if reason == "offset" else 0
     start = 8 if reason == "address" else 0
     view = buffer[start : start + BIG - (8 if reason == "length" else 0)]
-    how = Reading(reason != "not asked for", shared=reason == "shared")
+    how = Reading(shared=reason == "shared")
     await store.files("1").read_into("data", offset, [view], how=how)
     assert np.array_equal(view, data[offset : offset + view.size])
     pages = BIG + PAGE if reason == "offset" else BIG
@@ -353,10 +347,10 @@ async def test_small_reads_use_the_page_cache(
 ) -> None:
     data = await saved_file(store, BIG)
     reads = Reads(monkeypatch, page_cache=False)
-    buffer = np.empty(module.DIRECT_READ_MIN_NBYTES - 1, np.uint8)
-    await store.files("1").read_into("data", 3, [buffer], how=DIRECT)
+    buffer = np.empty(module.PAST_CACHE_MIN_NBYTES - 1, np.uint8)
+    await store.files("1").read_into("data", 3, [buffer])
     assert np.array_equal(buffer, data[3 : 3 + buffer.size])
-    assert (reads.direct, reads.buffered) == (0, 1)
+    assert (reads.direct_nbytes, reads.buffered) == (0, 1)
 
 
 @pytest.mark.parametrize("how", ["open", "read"])
@@ -374,9 +368,9 @@ async def test_a_file_system_that_refuses_direct_reads_is_read_through_the_page_
 
     monkeypatch.setattr(os, "open", refusing)
     aligned, tail = pattern(BIG, 1), np.empty(100, np.uint8)
-    await store.files("1").read_into("data", 0, [aligned, tail], how=DIRECT)
+    await store.files("1").read_into("data", 0, [aligned, tail])
     assert np.array_equal(np.concatenate([aligned, tail]), data)
-    assert reads.direct == 0 and reads.buffered
+    assert reads.direct_nbytes == 0 and reads.buffered
 
 
 async def test_a_file_is_closed_if_there_is_no_memory_to_read_it_past_the_page_cache(
@@ -432,7 +426,7 @@ async def test_any_buffers_get_the_bytes_of_their_run(
     seen = [0]
     check = data.draw(st.sampled_from([None, seen.append]))
     limit = data.draw(st.sampled_from([None, PAGE, 5 * PAGE]))
-    warm, direct = data.draw(st.booleans()), data.draw(st.booleans())
+    warm, fresh = data.draw(st.booleans()), data.draw(st.booleans())
     read = os.preadv
 
     def short(fd: int, views: Any, at: int) -> int:
@@ -442,7 +436,7 @@ async def test_any_buffers_get_the_bytes_of_their_run(
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", short)
         patch.setattr(module, "cached", lambda *_: warm)
-        how = Reading(direct, check=check)
+        how = Reading(check=check, fresh=fresh)
         await store.files("1").read_into("data", offset, buffers, how=how)
     assert np.array_equal(target, whole[offset : offset + target.size])
     assert seen == sorted(set(seen)) and seen[-1] == (target.size if check else 0)
@@ -460,26 +454,26 @@ def has_small_pages(address: int) -> bool:
     raise LookupError(f"no mapping of {address:#x}")
 
 
-async def test_memory_that_is_slow_to_touch_is_filled_through_a_buffer(
+async def test_fresh_memory_gets_small_pages_once_it_was_slow_to_touch(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What took long for the first buffer is avoided for the later ones."""
     data = await saved_file(store, BIG)
-    reads = Reads(monkeypatch, page_cache=False)
-    mapping, start = map_pages(2 * BIG)
-    whole = np.frombuffer(mapping, np.uint8)[start : start + 2 * BIG]
-    first, second = whole[:BIG], whole[BIG:]
+    Reads(monkeypatch, page_cache=False)
+    mapping, start = map_pages(3 * BIG)
+    whole = np.frombuffer(mapping, np.uint8)[start : start + 3 * BIG]
+    first, second, callers = whole[:BIG], whole[BIG : 2 * BIG], whole[2 * BIG :]
     files = store.files("1")
-    for count in (1, 2):
-        await files.read_into("data", 0, [first], how=DIRECT)
-        assert reads.direct == count, "quick memory stays as it is"
-    monkeypatch.setattr(module, "SLOW_TOUCH_S", -1.0)
-    await files.read_into("data", 0, [first], how=DIRECT)
-    assert reads.direct == 3
-    await files.read_into("data", 0, [second], how=DIRECT)
-    assert reads.direct > 4
-    assert has_small_pages(second.ctypes.data) and not has_small_pages(first.ctypes.data)
-    assert np.array_equal(first, data) and np.array_equal(second, data)
+    for seconds in (10.0, -1.0):
+        monkeypatch.setattr(module, "SLOW_TOUCH_S", seconds)
+        await files.read_into("data", 0, [first], how=FRESH)
+        await files.read_into("data", 0, [callers])
+    assert not has_small_pages(first.ctypes.data)
+    await files.read_into("data", 0, [second], how=FRESH)
+    assert has_small_pages(second.ctypes.data)
+    assert not has_small_pages(first.ctypes.data) and not has_small_pages(callers.ctypes.data)
+    for buffer in (first, second, callers):
+        assert np.array_equal(buffer, data)
 
 
 async def test_a_file_that_ends_early_is_found_by_direct_reads_too(
@@ -489,9 +483,9 @@ async def test_a_file_that_ends_early_is_found_by_direct_reads_too(
     reads = Reads(monkeypatch, page_cache=False)
     buffer = pattern(BIG, 1)
     with pytest.raises(CorruptCheckpointError) as caught:
-        await store.files("1").read_into("data", 0, [buffer], how=DIRECT)
+        await store.files("1").read_into("data", 0, [buffer])
     assert caught.value.offset == BIG - 100
-    assert reads.direct
+    assert reads.direct_nbytes
     assert np.array_equal(buffer[: BIG - 100], data)
 
 
@@ -509,14 +503,14 @@ async def test_what_the_page_cache_holds_is_known(store: LocalStore, tmp_path: P
         os.close(fd)
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("cold", [False, True])
 async def test_what_is_read_is_checked_as_it_arrives(
-    store: LocalStore, tmp_path: Path, direct: bool
+    store: LocalStore, tmp_path: Path, cold: bool
 ) -> None:
     data = pattern(BIG + 5000)
     await save(store, "1", "a")
     (tmp_path / "1" / "x").write_bytes(data.tobytes())
-    if direct:
+    if cold:
         with (tmp_path / "1" / "x").open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -532,10 +526,9 @@ async def test_what_is_read_is_checked_as_it_arrives(
         seen.append(there)
 
     files = store.files("1")
-    await files.read_into("x", 0, buffers, how=Reading(direct, check=check))
+    await files.read_into("x", 0, buffers, how=Reading(check=check))
     assert seen == sorted(set(seen)) and seen[-1] == BIG + 4000
-    if not direct:  # a direct read may come all at once
-        assert seen[0] <= module.CACHED_NBYTES and len(seen) >= BIG // module.CACHED_NBYTES
+    assert seen[0] <= module.CACHED_NBYTES and len(seen) >= BIG // module.CACHED_NBYTES
 
 
 async def test_what_a_check_raises_is_raised_and_ends_the_read(
