@@ -46,7 +46,7 @@ class SavePlan:
         row_file: planned data file; -1 for inline and compressed rows and those of other writers.
         row_offset: offset of the payload in it; -1 likewise.
         inline: rows that are inline in the B+tree: the only chunks of their arrays.
-        compressed: rows that are appended when their size is known, in this order.
+        compressed: rows that are packed when their size is known, in this order.
         parts: boxes of small sharded leaves whose only chunk is not held whole by any process; the
             writer of each sends it to process 0, which makes the chunk unless another process
             holds it as a row.

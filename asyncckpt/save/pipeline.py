@@ -6,9 +6,9 @@
       │ windows in plan order   │ several writes at a time
       └ slots of the budget ◄───┘ free when written
 
-Compressed chunks are appended to a data file if the store has positional writes, and packed into
-windows that are sent whole if not. The index is written while the last windows are on their way; an
-object store may give a file another name meanwhile, and then the index is written again.
+Compressed chunks are packed into windows of their own. The index is written while the last windows
+are on their way; an object store may give a file another name meanwhile, and then the index is
+written again.
 """
 
 # Rule 1: the stages share nothing but queues of slots; a slow stage makes the one before it wait.
@@ -41,13 +41,7 @@ from asyncckpt.save.serialize import (
     seal_small,
 )
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
-from asyncckpt.save.upload import (
-    ChunkAppender,
-    ChunkPacker,
-    CompressedFiles,
-    DataFiles,
-    FileWindow,
-)
+from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow
 
 
 @dataclass(eq=False, repr=False)
@@ -91,19 +85,21 @@ class Pipeline:
         if not plan.windows:
             self._folded.set()
         self._turn: asyncio.Event | None = None  # the window taken last by an upload is folded
-        sizes, pool = self.sizes, self.staging.window_pool
-        self._sink: CompressedFiles | None = None  # of compressed chunks
-        target_nbytes = sizes.data_file_nbytes
-        self._packing = 0  # windows that compressed chunks make, at most
-        if plan.compressed and self.files.positional:
-            self._sink = ChunkAppender(self.files, target_nbytes)
-        elif plan.compressed:
+        self._packer: ChunkPacker | None = None
+        packing = 0  # windows that compressed chunks make, at most
+        if plan.compressed:
+            pool = self.staging.window_pool
             nbytes = int(plan.row_payload[list(plan.compressed)].sum())
-            self._packing = max(1, -(-nbytes // pool.slot_nbytes))
-            self._sink = ChunkPacker(
-                self.files, target_nbytes, pool, self._compute, emit=self._final.put_nowait
+            packing = max(1, -(-nbytes // pool.slot_nbytes))
+            self._packer = ChunkPacker(
+                self.files,
+                self.sizes.data_file_nbytes,
+                pool,
+                self._compute,
+                emit=self._final.put_nowait,
             )
-        self._streams = min(sizes.concurrency, len(plan.windows) + self._packing)
+        self._packing = min(self.sizes.concurrency, packing)  # slots that are full at a time
+        self._streams = min(self.sizes.concurrency, len(plan.windows) + packing)
 
     async def run(self) -> Committable:
         """Make all files of the save durable, but not the record.
@@ -122,8 +118,8 @@ class Pipeline:
                     await asyncio.wait(uploads)
                 return await self._put_index(uploads)
         finally:
-            if isinstance(self._sink, ChunkPacker):
-                self._sink.release()
+            if self._packer is not None:
+                self._packer.release()
 
     @asynccontextmanager
     async def _data(self) -> AsyncIterator[Sequence[asyncio.Task[None]]]:
@@ -139,10 +135,10 @@ class Pipeline:
                 if self.files.positional and self._plan.windows:
                     # Creating a file and its blocks takes about as long as copying a window.
                     group.create_task(self.files.open(0))
-                if self._sink is not None:
-                    compressing = group.create_task(self._compress(self._sink))
+                if self._packer is not None:
+                    compressing = group.create_task(self._compress(self._packer))
                 await self._stage()
-                if self._sink is not None:
+                if self._packer is not None:
                     await compressing
                 for _ in uploads:
                     self._final.put_nowait(None)
@@ -191,17 +187,16 @@ class Pipeline:
         held = self.reference and await staging.hold_immutable()
         if held:
             self.staged()
-        if isinstance(self._sink, ChunkPacker):
+        if self._packer is not None:
             # After mutable leaves were copied: their copies are kept, and what is kept counts.
-            streams = min(self.sizes.concurrency, self._packing)
-            await self._sink.reserve(streams + 1, beside=staging.most_nbytes)
+            await self._packer.reserve(self._packing + 1, beside=staging.most_nbytes)
         if staging.grow:
             # While the caller waits and memory lasts, nothing is done but copying; checksums and
             # writes follow as soon as either ends.
             await staging.windows(self._final.put_nowait)
         else:
             await staging.windows(self._emit, self._checksums.seal)
-        if self._sink is not None:
+        if self._packer is not None:
             await staging.chunks(self._chunks.put_nowait)
         self._chunks.put_nowait(None)
         staging.forget()
@@ -268,8 +263,8 @@ class Pipeline:
             self.staging.written,
         )
 
-    async def _compress(self, sink: CompressedFiles) -> None:
-        """Compress staged chunks, several at a time, and hand them to the sink in plan order."""
+    async def _compress(self, packer: ChunkPacker) -> None:
+        """Compress staged chunks, several at a time, and pack them in plan order."""
         compressor = Compressor()
         plan, arrays = self._plan, self._plan.arrays
         running: deque[tuple[StagedChunks, asyncio.Task[list[Compressed]]]] = deque()
@@ -281,10 +276,10 @@ class Pipeline:
                 # The queue may be empty because the budget is used up: then nothing more comes
                 # before the oldest has been written and its memory released.
                 while running and (len(running) > self._compute.count or self._chunks.empty()):
-                    await self._place(sink, *running.popleft())
+                    await self._place(packer, *running.popleft())
             while running:
-                await self._place(sink, *running.popleft())
-        await sink.finish()
+                await self._place(packer, *running.popleft())
+        packer.finish()
 
     async def _compressed(
         self, compressor: Compressor, item: StagedChunks, zstd: Sequence[int]
@@ -296,15 +291,14 @@ class Pipeline:
 
     async def _place(
         self,
-        sink: CompressedFiles,
+        packer: ChunkPacker,
         chunks: StagedChunks,
         task: asyncio.Task[list[Compressed]],
     ) -> None:
         made = await task
         self.staging.give(chunks.slots)
-        stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
-        with self._recorder.span(stage, sum(stored.nbytes for stored in made)):
-            places = await sink.write(made)
+        with self._recorder.span("serialize", sum(stored.nbytes for stored in made)):
+            places = await packer.write(made)
         extents = self._extents
         for row, place, stored in zip(chunks.rows, places, made, strict=True):
             extents.file[row], extents.offset[row] = place

@@ -200,8 +200,11 @@ def terms_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
         data_file_nbytes=None if size == "auto" else size,
         concurrency=None if streams == "auto" else streams,
     )
-    if not store.capabilities.positional_writes:
-        budget_nbytes //= 2  # the other half holds the files that compressed chunks are packed into
+    # The rest of the budget holds the windows that compressed chunks are packed into.
+    if store.capabilities.positional_writes:
+        budget_nbytes -= sizes.window_nbytes
+    else:
+        budget_nbytes //= 2
     return Terms(options, budget_nbytes, sizes)
 
 
@@ -371,7 +374,7 @@ def _digest(specs: Iterable[StoredSpec], arrays: ArrayTable) -> str:
 
 
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:
-    """Refuse compressed chunks beyond the budget."""
+    """Refuse compressed chunks that are too large for their part of the budget."""
     for array in np.unique(plan.row_array[list(plan.compressed)]).tolist():
         part = plan.arrays.of(array)
         nbytes = part.grid.chunk_size * part.spec.itemsize
@@ -379,9 +382,9 @@ def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> Non
             path = snapshot.paths[snapshot.array_leaf[int(plan.arrays.leaf[array])]]
             raise UsageError(
                 f"{path}: its chunk_shape or its shards make chunks of {nbytes} bytes; what is "
-                f"compressed is held whole, and the budget has {budget_nbytes}: pass a smaller "
-                'chunk_shape, store it with LeafOptions(compression="none"), shard it evenly, or '
-                "raise host_memory_nbytes",
+                f"compressed is held whole, and the budget has {budget_nbytes} for it: pass a "
+                'smaller chunk_shape, store it with LeafOptions(compression="none"), shard it '
+                "evenly, or raise host_memory_nbytes",
                 path=path,
                 expected=budget_nbytes,
                 found=nbytes,

@@ -1,8 +1,7 @@
 """Upload: stored bytes to durable data files.
 
 `DataFiles` writes windows: on local disk at their places, to an object store by one request each.
-Compressed chunks, whose size is not planned, are appended to files on local disk (`ChunkAppender`),
-and packed into windows for an object store (`ChunkPacker`).
+Compressed chunks, whose size is not planned, are packed into windows first (`ChunkPacker`).
 """
 
 # Rule 1: a slot is free when the write of it has returned; the flush of its file needs no memory.
@@ -11,10 +10,9 @@ and packed into windows for an object store (`ChunkPacker`).
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -55,20 +53,21 @@ class FileWindow:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    left: int  # windows that are not written yet
     path: str
     file: DataFile | None = None
+    written_nbytes: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(eq=False, repr=False)
 class DataFiles:
-    """Data files of one attempt, written window by window and sealed after the last window.
+    """Data files of one attempt, written window by window and sealed once they have their length.
 
     Attributes:
         attempt: returns where the files go, once that is open.
         stem: prefix of the names of the files, which contains the attempt's save id.
-        nbytes: length of each file; that of one with windows is final before the first is written.
+        nbytes: length of each file, which is final before its last window is written, and without
+            positional writes before the first.
         crcs: CRC-32C of each file.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
@@ -100,7 +99,7 @@ class DataFiles:
         """Create a file, once: further callers wait for the first."""
         opened, nbytes = self._files.get(file), self.nbytes[file]
         if opened is None:
-            opened = self._files[file] = _Open(-(-nbytes // self.window_nbytes), self.path(file))
+            opened = self._files[file] = _Open(self.path(file))
         async with opened.lock:
             if opened.file is None:
                 attempt = await self.attempt()
@@ -133,105 +132,27 @@ class DataFiles:
             raise
         window.done(window.slot, None, reusable)
         self.written(window.counted_nbytes)
-        opened.left -= 1
-        if opened.left == 0:
-            await opened.file.seal(self.nbytes[window.file])
+        opened.written_nbytes += window.nbytes
+        if opened.written_nbytes == self.nbytes[window.file]:
+            await opened.file.seal(opened.written_nbytes)
             if opened.file.path != opened.path:
                 opened.path = opened.file.path
                 self.renames += 1
 
 
-class CompressedFiles(abc.ABC):
-    """Files of compressed chunks, which follow those of windows, and each other in plan order.
+class ChunkPacker:
+    """Packs compressed chunks into windows of data files that follow those of other windows.
+
+    A file ends before the chunk with which it would exceed its size; a larger chunk gets a file of
+    its own.
 
     Args:
         files: data files of the attempt.
-        target_nbytes: size at which a file ends.
-    """
-
-    def __init__(self, files: DataFiles, target_nbytes: int) -> None:
-        self._files = files
-        self._target_nbytes = target_nbytes
-        self._planned = len(files.nbytes)
-        self._file = -1  # the one that was begun last
-
-    async def write(self, chunks: Sequence[Compressed]) -> list[tuple[int, int]]:
-        """Write the next chunks; return file number and offset of each, which are final."""
-        lengths, crcs = self._files.nbytes, self._files.crcs
-        places: list[tuple[int, int]] = []
-        for chunk in chunks:
-            if len(lengths) == self._planned or not self._fits(lengths[-1], chunk.nbytes):
-                lengths.append(0)
-                crcs.append(0)
-            places.append((len(lengths) - 1, lengths[-1]))
-            lengths[-1] += chunk.nbytes
-        placed = zip(places, chunks, strict=True)
-        for file, run in itertools.groupby(placed, key=lambda one: one[0][0]):
-            ((_, offset), *_), stored = zip(*run, strict=True)
-            if offset == 0:
-                await self.finish()
-                self._file = file
-            await self._write(offset, stored)
-            for chunk in stored:
-                crc = combine(crcs[file], chunk.crc, chunk.nbytes - CRC_NBYTES)
-                crcs[file] = crc32c(chunk.blocks[-1], crc)
-        return places
-
-    @abc.abstractmethod
-    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
-        """Return whether a file of this length has room for a chunk."""
-
-    @abc.abstractmethod
-    async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
-        """Write chunks that follow each other in the file that was begun last."""
-
-    @abc.abstractmethod
-    async def finish(self) -> None:
-        """Write the rest of the file that was begun last, if any."""
-
-
-class ChunkAppender(CompressedFiles):
-    """Appends compressed chunks to the data files of an attempt."""
-
-    def __init__(self, files: DataFiles, target_nbytes: int) -> None:
-        super().__init__(files, target_nbytes)
-        self._open: DataFile | None = None
-
-    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
-        return file_nbytes < self._target_nbytes
-
-    async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
-        if self._open is None:
-            path = self._files.path(self._file)
-            nbytes = min(self._target_nbytes, sum(chunk.nbytes for chunk in chunks))
-            attempt = await self._files.attempt()
-            self._open = await attempt.create(path, nbytes=nbytes)
-        blocks = _blocks(chunks)
-        if len(chunks) > 1:
-            blocks = [b"".join(blocks)]  # small ones: a write costs more than a copy
-        for block in blocks:
-            await self._open.write(offset, np.frombuffer(block, np.uint8))
-            offset += len(block)
-
-    async def finish(self) -> None:
-        """Seal the open file, if any."""
-        if self._open is not None:
-            open_file, self._open = self._open, None
-            await open_file.seal(self._files.nbytes[self._file])
-
-
-class ChunkPacker(CompressedFiles):
-    """Packs compressed chunks into slots that each become a file of one request.
-
-    For stores without positional writes. A chunk that is larger than a slot gets a file of its
-    own, in several windows.
-
-    Args:
-        files: data files of the attempt.
-        target_nbytes: size at which a file ends, if that is below the size of a slot.
-        pool: where slots come from.
+        target_nbytes: size of a file at most; without positional writes also that of a slot, so
+            that its length is known when it is opened.
+        pool: where slots come from, each for one window.
         compute: threads that copy.
-        emit: takes a window that is full.
+        emit: takes a window that is full, or the last of its file.
     """
 
     # Invariant: the slots are taken before the first chunk is staged and kept until the last one
@@ -247,14 +168,18 @@ class ChunkPacker(CompressedFiles):
         *,
         emit: Callable[[FileWindow], None],
     ) -> None:
-        super().__init__(files, min(target_nbytes, pool.slot_nbytes))
+        self._files = files
+        self._target_nbytes = target_nbytes
+        if not files.positional:
+            self._target_nbytes = min(target_nbytes, pool.slot_nbytes)
+        self._planned = len(files.nbytes)
         self._pool = pool
         self._compute = compute
         self._emit = emit
         self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()  # None: to be replaced
         self._reserved: set[Slot] = set()
         self._kept = 0
-        self._slot: Slot | None = None
+        self._slot: Slot | None = None  # with the bytes of the last file that are not emitted
 
     async def reserve(self, count: int, *, beside: int = 0) -> None:
         """Take `count` slots, or fewer that fit half of the budget that is not kept.
@@ -294,22 +219,38 @@ class ChunkPacker(CompressedFiles):
             self._keep(-1)  # a discarded slot is counted by the pool
         self._pool.discard([slot], keep=error is None)
 
-    def _fits(self, file_nbytes: int, nbytes: int) -> bool:
-        return file_nbytes + nbytes <= self._target_nbytes
+    async def write(self, chunks: Sequence[Compressed]) -> list[tuple[int, int]]:
+        """Pack the next chunks; return file number and offset of each, which are final."""
+        lengths, crcs = self._files.nbytes, self._files.crcs
+        places: list[tuple[int, int]] = []
+        for chunk in chunks:
+            if len(lengths) == self._planned or lengths[-1] + chunk.nbytes > self._target_nbytes:
+                lengths.append(0)
+                crcs.append(0)
+            places.append((len(lengths) - 1, lengths[-1]))
+            lengths[-1] += chunk.nbytes
+        placed = zip(places, chunks, strict=True)
+        for file, run in itertools.groupby(placed, key=lambda one: one[0][0]):
+            ((_, offset), *_), stored = zip(*run, strict=True)
+            if offset == 0:
+                self._finish(file - 1)
+            await self._write(file, offset, [block for chunk in stored for block in chunk.blocks])
+            for chunk in stored:
+                crc = combine(crcs[file], chunk.crc, chunk.nbytes - CRC_NBYTES)
+                crcs[file] = crc32c(chunk.blocks[-1], crc)
+        return places
 
-    async def _write(self, offset: int, chunks: Sequence[Compressed]) -> None:
-        """Copy the chunks into slots, and emit those that are full."""
+    async def _write(self, file: int, offset: int, blocks: list[bytes]) -> None:
+        """Copy the blocks into slots; emit those that are full and not the last of the file."""
         size = self._pool.slot_nbytes
-        blocks = _blocks(chunks)
         while blocks:
+            start = offset % size
+            if start == 0 and self._slot is not None:
+                self._emit_slot(file, offset - size, size)
             if self._slot is None:
                 self._slot = await self._next()
-            start = offset % size
             blocks, end = await self._compute.run(_fill, self._slot, start, blocks)
             offset += end - start
-            if end == size and self._files.nbytes[self._file] > size:
-                # A file of several slots holds a single chunk: its length is final.
-                self._emit_slot(offset - end, end)
 
     async def _next(self) -> Slot:
         slot = await self._ready.get()
@@ -318,18 +259,24 @@ class ChunkPacker(CompressedFiles):
             self._reserved.add(slot)
         return slot
 
-    async def finish(self) -> None:
-        """Emit the slot that is not full yet, if any."""
-        if self._slot is not None:
-            nbytes, size = self._files.nbytes[self._file], self._pool.slot_nbytes
-            start = (nbytes - 1) // size * size
-            self._emit_slot(start, nbytes - start)
+    def finish(self) -> None:
+        """Emit the last window of the last file, if any."""
+        self._finish(len(self._files.nbytes) - 1)
 
-    def _emit_slot(self, offset: int, nbytes: int) -> None:
+    def _finish(self, file: int) -> None:
+        """Emit the last window of a file, whose length is final."""
+        if self._slot is not None:
+            nbytes, size = self._files.nbytes[file], self._pool.slot_nbytes
+            start = (nbytes - 1) // size * size
+            self._emit_slot(file, start, nbytes - start)
+
+    def _emit_slot(self, file: int, offset: int, nbytes: int) -> None:
         slot, self._slot = self._slot, None
         assert slot is not None
+        # Slots are reused: what another checkpoint left behind must not be written.
+        slot.buffer[nbytes : -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES] = 0
         # Its bytes were counted when the chunks were packed.
-        self._emit(FileWindow(self._file, offset, nbytes, slot, 0, self.done))
+        self._emit(FileWindow(file, offset, nbytes, slot, 0, self.done))
 
 
 def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int]:
@@ -342,7 +289,3 @@ def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int
         if data.size > room:
             return [block[room:], *blocks[number + 1 :]], start
     return [], start
-
-
-def _blocks(chunks: Iterable[Compressed]) -> list[bytes]:
-    return [block for chunk in chunks for block in chunk.blocks]

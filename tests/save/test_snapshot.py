@@ -13,6 +13,7 @@ import pytest
 import asyncckpt
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.save.snapshot import check_alone, take_snapshot
 from asyncckpt.spec import DTYPES, Partition
 
@@ -101,8 +102,10 @@ async def test_copies_leave_room_for_what_is_compressed(
     np.testing.assert_array_equal(restored["held"], np.zeros(1000))
 
 
-async def test_where_nothing_is_copied_a_chunk_may_take_the_whole_budget(tmp_path: Path) -> None:
-    held = jnp.zeros(BUDGET // 4, jnp.float32)
+async def test_where_nothing_is_copied_a_chunk_may_take_all_of_the_budget_but_one_window(
+    tmp_path: Path,
+) -> None:
+    held = jnp.zeros((BUDGET - SLOT_NBYTES) // 4, jnp.float32)
     options = asyncckpt.SaveOptions(
         snapshot="reference",
         host_memory_nbytes=BUDGET,

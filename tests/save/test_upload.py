@@ -24,21 +24,23 @@ async def not_opened() -> Any:
 class Packed:
     """A packer, and what it has sent on its way."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, target: int = SLOT, *, positional: bool = False) -> None:
         self.pool = SlotPool(ByteBudget(16 * SLOT), workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.sent: list[FileWindow] = []
-        self.files = DataFiles(not_opened, "x", [1, 1, 1], SLOT, lambda _: None, positional=False)
-        self.packer = ChunkPacker(self.files, SLOT, self.pool, workers, emit=self.sent.append)
+        self.files = DataFiles(
+            not_opened, "x", [1, 1, 1], SLOT, lambda _: None, positional=positional
+        )
+        self.packer = ChunkPacker(self.files, target, self.pool, workers, emit=self.sent.append)
 
-    async def add(self, nbytes: int) -> None:
-        blocks = [b"x" * (nbytes - 4), b"crc!"]
-        await self.packer.write([Compressed(blocks, nbytes, 0)])
+    async def add(self, *lengths: int) -> list[tuple[int, int]]:
+        blocks = [([b"x" * (nbytes - 4), b"crc!"], nbytes) for nbytes in lengths]
+        return await self.packer.write([Compressed(parts, nbytes, 0) for parts, nbytes in blocks])
 
     async def send_for_good(self, count: int) -> None:
         """So many full slots were sent, none of which can be used again."""
         for _ in range(count):
             await self.add(SLOT)
-            await self.packer.finish()
+            self.packer.finish()
             slot = self.sent.pop().slot
             self.packer.done(slot, None, False)
             del slot
@@ -56,7 +58,7 @@ async def test_chunks_share_a_file_and_a_large_one_has_its_own(workers: Workers)
     assert packed.pool.budget.in_use == 8 * SLOT  # half of the budget
     for nbytes in (SLOT // 2, SLOT // 2, SLOT // 4, 2 * SLOT + 10, 100):
         await packed.add(nbytes)
-    await packed.packer.finish()
+    packed.packer.finish()
     assert packed.files.nbytes == [1, 1, 1, SLOT, SLOT // 4, 2 * SLOT + 10, 100]
     assert [(sent.file, sent.offset, sent.nbytes) for sent in packed.sent] == [
         (3, 0, SLOT),
@@ -66,6 +68,39 @@ async def test_chunks_share_a_file_and_a_large_one_has_its_own(workers: Workers)
         (5, 2 * SLOT, 10),
         (6, 0, 100),
     ]
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_file_with_positional_writes_has_several_windows_and_zeros_at_its_end(
+    workers: Workers, together: bool
+) -> None:
+    """Its last window is kept back until its length is final, also where it is full."""
+    packed = Packed(workers, 2 * SLOT, positional=True)
+    for slot in (slots := await packed.pool.take(8)):
+        slot.buffer[:] = 255
+    packed.pool.release(slots)
+    await packed.packer.reserve(9)
+    lengths = [2 * SLOT, SLOT // 2, SLOT, 100, 3 * SLOT, 3000]
+    async with asyncio.timeout(30):
+        places = await packed.add(*lengths) if together else []
+        for nbytes in () if together else lengths:
+            places += await packed.add(nbytes)
+            file = places[-1][0]
+            emitted = sum(window.nbytes for window in packed.sent if window.file == file)
+            assert emitted < packed.files.nbytes[file]
+    packed.packer.finish()
+    assert places == [(3, 0), (4, 0), (4, SLOT // 2), (4, 3 * SLOT // 2), (5, 0), (6, 0)]
+    assert packed.files.nbytes[3:] == [2 * SLOT, 3 * SLOT // 2 + 100, 3 * SLOT, 3000]
+    assert [(sent.file, sent.offset / SLOT, sent.nbytes) for sent in packed.sent] == [
+        *[(3, 0, SLOT), (3, 1, SLOT)],
+        *[(4, 0, SLOT), (4, 1, SLOT // 2 + 100)],
+        *[(5, 0, SLOT), (5, 1, SLOT), (5, 2, SLOT)],
+        (6, 0, 3000),
+    ]
+    for sent in packed.sent:
+        data = sent.slot.body(-(-sent.nbytes // 4096) * 4096)
+        assert set(data[: sent.nbytes].tolist()) <= {*b"xcrc!"}
+        assert not data[sent.nbytes :].any()
 
 
 @pytest.mark.parametrize("further", [0, 3])
@@ -84,7 +119,7 @@ async def test_slots_of_a_failed_write_give_their_part_of_the_budget_back(worker
     packed = Packed(workers)
     await packed.packer.reserve(2)
     await packed.add(SLOT)
-    await packed.packer.finish()
+    packed.packer.finish()
     slot = packed.sent.pop().slot
     packed.packer.done(slot, OSError("lost"), False)
     del slot
@@ -122,7 +157,7 @@ async def test_slots_of_a_failed_write_stand_once_until_their_memory_is_gone(
     budget = packed.pool.budget
     await packed.packer.reserve(2)
     await packed.add(SLOT)
-    await packed.packer.finish()
+    packed.packer.finish()
     slot = packed.sent.pop().slot
     body = slot.body(SLOT)  # which a client goes on sending
     packed.packer.done(slot, OSError("lost"), False)
