@@ -234,7 +234,10 @@ class ChunkPacker:
             ((_, offset), *_), stored = zip(*run, strict=True)
             if offset == 0:
                 self._finish(file - 1)
-            await self._write(file, offset, [block for chunk in stored for block in chunk.blocks])
+            blocks = [block for chunk in stored for block in chunk.blocks]
+            if len(stored) > 1:
+                blocks = [b"".join(blocks)]  # small ones: one copy more costs less than a call each
+            await self._write(file, offset, blocks)
             for chunk in stored:
                 crc = combine(crcs[file], chunk.crc, chunk.nbytes - CRC_NBYTES)
                 crcs[file] = crc32c(chunk.blocks[-1], crc)
