@@ -72,7 +72,7 @@ class Pruner:
     def __post_init__(self) -> None:
         self._uses_metrics = uses_metrics(self.policy)
         self._seen: dict[int, Seen] = {}
-        self._own: set[int] = set()  # steps that this run has saved
+        self._own: dict[int, None] = {}  # steps that this run has saved, the latest last
         self._looking: BackgroundTask[list[int]] | None = None
         self._removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
@@ -104,7 +104,8 @@ class Pruner:
         saved = report.step
         if saved is None:
             return report
-        self._own.add(saved)
+        self._own.pop(saved, None)
+        self._own[saved] = None
         deleted: list[int] = []
         notes: list[str] = []
         try:
@@ -184,7 +185,7 @@ class Pruner:
         # Where a run has gone back to an earlier step, those that it saves are newer than the
         # higher ones of the branch that it left, which would else push each of them out at once.
         others = [step for step in seen if step not in self._own]
-        steps = [*others, *(step for step in seen if step in self._own)]
+        steps = [*others, *(step for step in self._own if step in seen)]
         metrics = {step: one.metrics for step, one in seen.items()}
         try:
             kept = _steps(self.policy.keep(tuple(steps), metrics))
@@ -193,11 +194,10 @@ class Pruner:
             name = _name(self.policy)
             logger.exception("the retention policy %s failed", name)
             return [], [f"no step was deleted, because {name} failed: {error!r}"]
-        if others and others[-1] > max(self._own):
+        if (highest := max(steps)) > saved:
             notes.append(
-                f"step {others[-1]}, which this run has not saved, is above all that it has saved "
-                "and is what latest_step() finds; delete_after(step) right after restoring an "
-                "earlier step deletes such a branch"
+                f"step {highest} is above the one saved last and is what latest_step() finds; "
+                "delete_after(step) right after restoring an earlier step deletes such a branch"
             )
         return [step for step in sorted(steps) if step not in kept and step != saved], notes
 

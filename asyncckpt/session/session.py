@@ -429,7 +429,8 @@ class Session:
             pending._job.refuse_fork()
             await ended(pending._job.future)
         while self._refusals:
-            await ended(self._refusals.pop())
+            await ended(self._refusals[0])
+            self._refusals = [refused for refused in self._refusals if not refused.done()]
         await self.settled()
         if self._pruner is not None:
             await self._pruner.settle()

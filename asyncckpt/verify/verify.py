@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ class _Verify:
             self._lost(entry.path, offset, rows, error)
             return
         finally:
-            pool.release(slots)
+            pool.release(slots, sys.exception())
             pool.budget.release(copies)
         for row in checker.bad:
             if len(self._damages) > DAMAGES_MAX:

@@ -18,6 +18,7 @@ from asyncckpt.save.serialize import Compressor, WindowChecksums
 from asyncckpt.save.stage import Staging
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.files import LocalFiles
+from asyncckpt.verify.verify import _FileChecker
 from tests.cancellation.points import SLOT_NBYTES, assert_equal, options, small_slots, state
 
 ABANDON_S = 0.3
@@ -109,6 +110,29 @@ async def test_a_restore_with_a_stuck_thread_ends_and_spares_its_memory(
         assert (await ckpt.restore(0))["small"]["3"][0] == 3
         stuck.go.set()
         while core.runtime.budget.in_use:
+            await ckpt.latest_step()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(LocalFiles, "_read_into"), (_FileChecker, "feed")])
+async def test_a_verification_with_a_stuck_thread_ends_and_spares_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: Stuck, owner: type, name: str
+) -> None:
+    """A later save would else copy leaves into memory that the thread may still write to."""
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options()) as ckpt:
+        core = small_slots(ckpt, monkeypatch)
+        engine, budget = core.runtime.engine, core.runtime.budget
+        engine.io._abandon_s = engine.compute._abandon_s = ABANDON_S
+        await ckpt.save(0, state(0))
+        monkeypatch.setattr(owner, name, stuck.wrap(getattr(owner, name)))
+        task = asyncio.create_task(ckpt.verify(0))
+        await asyncio.to_thread(stuck.reached.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert budget.in_use == SLOT_NBYTES
+        assert (await ckpt.verify(0)).ok
+        stuck.go.set()
+        while budget.in_use:
             await ckpt.latest_step()
 
 

@@ -119,5 +119,23 @@ async def test_steps_of_a_run_that_went_back_count_as_the_newest(
         assert kept == [[11, 100], [11, 12], [12, 13]]
         assert report.notes == ()
     (told,) = caplog.messages
-    assert told.startswith("step 100, which this run has not saved, is above all that it has saved")
+    assert told.startswith("step 100 is above the one saved last and is what latest_step() finds")
     assert "delete_after" in told
+
+
+async def test_steps_saved_after_going_back_in_one_run_follow_those_of_the_branch_it_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "asyncckpt")
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(3)) as ckpt:
+        for step in (80, 90, 100):
+            await ckpt.save(step, tree(step))
+        await ckpt.restore(80)
+        kept = []
+        for step in (85, 87, 90, 91):
+            report = await ckpt.save(step, tree(step), overwrite=True)
+            kept.append(await ckpt.steps())
+        assert kept == [[85, 90, 100], [85, 87, 100], [85, 87, 90], [87, 90, 91]]
+        assert report.notes == ()
+    (told,) = caplog.messages
+    assert told.startswith("step 100 is above the one saved last")
