@@ -745,7 +745,7 @@ class HostMemory(Protocol):
         ...
 
     def free(self, buffer: Bytes) -> None:
-        """Free the buffer's memory; no view of it is alive."""
+        """Give the buffer back; views of it that are alive can still be read."""
         ...
 
 

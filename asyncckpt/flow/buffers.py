@@ -308,6 +308,7 @@ class SlotPool(Account):
             else:
                 self.in_use -= self.held_nbytes
                 self.budget.keep(self.held_nbytes)
+            self._memory.free(slot.buffer)  # it stays readable as long as there is a view
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
             del owner

@@ -182,6 +182,8 @@ class Save:
                         report = await to_completion(retained)
                     return replace(report, timeline=self._timeline())
             except TimeoutError:
+                if self._timeout is None or not self._timeout.expired():
+                    raise  # that of a user's function
                 share = f", at {state.progress.fraction:.0%}" if state.total_nbytes else ""
                 raise DeadlineExceededError(
                     f"{self._location}: the save did not finish within {deadline_s} s (it was in "

@@ -167,7 +167,9 @@ class SharedSave(Save):
         end = time.monotonic() + self.round_.silence_s
         try:
             while True:
-                record = await record_of(files)
+                record = None
+                with contextlib.suppress(StoreError):  # such as that of a lost network
+                    record = await record_of(files)
                 if record is not None and save_id_of(record) == self._save_id:
                     return True
                 if time.monotonic() > end:

@@ -213,6 +213,10 @@ class ChunkPacker:
             self._ready.put_nowait(slot)
             return
         self._reserved.discard(slot)
+        if reusable:
+            self._keep(-1)
+            self._pool.release([slot], error)
+            return
         if error is None:
             self._ready.put_nowait(None)
         else:

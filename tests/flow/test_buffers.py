@@ -319,6 +319,23 @@ async def test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go(
     assert pool.budget.in_use == 0
 
 
+async def test_the_memory_of_a_discarded_slot_is_given_back_once(
+    workers: Workers, memory: CountingMemory
+) -> None:
+    """CUDA would else keep its pages locked, and refuse to lock others at the same address."""
+    pool = pool_of(3, workers, memory)
+    slots = await pool.take(3)
+    pool.discard(slots[:1])
+    pool.discard(slots[1:2], keep=True)
+    assert memory.freed == 2
+    pool.cancel_replacement()
+    pool.release(slots[2:])
+    del slots
+    pool.close()
+    assert memory.freed == memory.allocated == 3
+    await until(lambda: not pool.discarded)
+
+
 async def test_a_discarded_slot_in_a_cycle_of_garbage_comes_back(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

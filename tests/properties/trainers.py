@@ -49,7 +49,8 @@ class Trainer:
         self.ckpt._session.root.store = self.store
         self.ckpt.__enter__()
         self._known: dict[int, Saved] = {}
-        self._own: set[int] = set()
+        self._saves = 0
+        self._own: dict[int, int] = {}  # by step, the number of its last save
 
     def save(self, step: int, saved: Saved, overwrite: bool, packed: bool = False) -> SaveReport:
         try:
@@ -114,14 +115,14 @@ class Trainer:
         A step counts as it was seen first. It goes only if it is still the same.
         """
         self._known.pop(saved, None)
-        self._own.add(saved)
+        self._own[saved] = self._saves = self._saves + 1
         if self.keep == Keep():
             return []
         view = {
             step: self._known.get(step, entry)
-            # What this run has saved is newer than the higher steps of a branch that it left.
+            # What this run has saved is newer than all others, in the order of its saves.
             for step, entry in sorted(
-                steps.items(), key=lambda item: (item[0] in self._own, item[0])
+                steps.items(), key=lambda item: (self._own.get(item[0], 0), item[0])
             )
             if step in self._known or entry.listed
         }

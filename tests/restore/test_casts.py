@@ -113,6 +113,20 @@ async def test_a_conversion_loses_no_value_either(tmp_path: Path, target: str) -
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("deadline_s", [None, 60.0])
+async def test_a_timeout_in_leaf_options_is_no_deadline_of_the_save(
+    tmp_path: Path, deadline_s: float | None
+) -> None:
+    def slow(path: str, _: Any) -> LeafOptions | None:
+        raise TimeoutError("the catalog does not answer")
+
+    options = SaveOptions(leaf_options=slow, deadline_s=deadline_s)
+    with pytest.raises(TimeoutError, match="the catalog does not answer") as caught:
+        await asyncckpt.save(tmp_path / "x", {"a": np.ones(3)}, options=options)
+    assert type(caught.value) is TimeoutError
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_an_error_of_leaf_options_names_the_leaf(tmp_path: Path) -> None:
     def broken(path: str, _: Any) -> LeafOptions | None:
         return {"a": LeafOptions()}[path]

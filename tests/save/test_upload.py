@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
-from asyncckpt.flow.threads import Workers
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.save.serialize import Compressed
 from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow
 
@@ -167,6 +168,23 @@ async def test_slots_of_a_failed_write_stand_once_until_their_memory_is_gone(
     del body, slot
     assert await packed.at_rest()
     assert budget.kept == 0
+
+
+async def test_a_slot_that_a_stuck_thread_writes_to_disk_is_quarantined(workers: Workers) -> None:
+    packed = Packed(workers, positional=True)
+    await packed.packer.reserve(2)
+    await packed.add(SLOT)
+    packed.packer.finish()
+    error = ThreadAbandonedError("stuck")
+    error.future = stuck = Future[None]()
+    packed.packer.done(packed.sent.pop().slot, error, True)
+    packed.packer.release()
+    assert packed.pool.budget.in_use == packed.pool.budget.kept == SLOT
+    stuck.set_result(None)
+    async with asyncio.timeout(30):
+        while packed.pool.budget.in_use:
+            await asyncio.sleep(0.005)
+    assert packed.pool.budget.kept == 0
 
 
 async def test_a_packer_whose_slots_were_discarded_leaves_the_pool_as_it_was(
