@@ -38,7 +38,7 @@ from asyncckpt.coordinators.group import (
     silent_error,
     unknown_error,
 )
-from asyncckpt.coordinators.key_values import pauses
+from asyncckpt.coordinators.key_values import longest_pause_s, pauses
 from asyncckpt.coordinators.messages import decode_error, encode_error, parts_of
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -60,6 +60,10 @@ KEPT = 2
 
 SLICE_S = 1.0
 """How long the others wait for the outcome before they check that process 0 is alive."""
+
+PAUSES_PER_SLICE = 8
+"""At least so many of the longest pauses between looks are in such a wait: the pauses of each begin
+with the shortest, and thousands of processes would look too often."""
 
 
 @dataclass(eq=False, repr=False)
@@ -91,6 +95,7 @@ class Round:
         self.group = self.beats.group
         self._coordinator = self.group.coordinator
         self._prefix = self.group.key(self.kind, str(self.number))
+        self._slice_s = max(SLICE_S, PAUSES_PER_SLICE * longest_pause_s(self.group.process_count))
         self._begun = time.monotonic()
         self._found: Mapping[str, bytes] = {}
         self._committed = False
@@ -319,7 +324,9 @@ class Round:
     async def answered(self, what: str) -> bytes:
         """Return an answer of process 0; needs `watch` to run, which fails if it never comes."""
         while True:
-            message = await self._coordinator.wait(f"{self._prefix}/{what}", timeout_s=SLICE_S)
+            message = await self._coordinator.wait(
+                f"{self._prefix}/{what}", timeout_s=self._slice_s
+            )
             if message is not None:
                 return message
 
@@ -331,7 +338,7 @@ class Round:
         """Return True once process 0 has sent a number this high, False if the round fails."""
         key = f"{self._prefix}/{what}"
         for pause in pauses(self.group.process_count):
-            message = await self._coordinator.wait(key, timeout_s=SLICE_S)
+            message = await self._coordinator.wait(key, timeout_s=self._slice_s)
             if message is not None and int(message) >= number:
                 return True
             if self.failed:
@@ -376,7 +383,7 @@ class Round:
         key = f"{self._prefix}/outcome"
         while self.result is None:
             self._expecting = False
-            outcome = await self._waited(self._coordinator.wait(key, timeout_s=SLICE_S))
+            outcome = await self._waited(self._coordinator.wait(key, timeout_s=self._slice_s))
             if outcome is None and self._expecting:
                 continue
             closed: tuple[int, ...] = ()

@@ -71,10 +71,10 @@ class RestoreAgreement:
         paths = matching.structure.paths()
         unwanted = np.isin(paths, matching.unexpected)
         if not self.round.leads:
-            await self.round.post("matched", zlib.compress(np.packbits(unwanted).tobytes()))
+            await self.round.post_parts("matched", zlib.compress(np.packbits(unwanted).tobytes()))
             await self.round.answered("read")
             return
-        for message in (await self.round.gathered("matched")).values():
+        for message in (await self.round.gathered_parts("matched")).values():
             bits = np.frombuffer(zlib.decompress(message), np.uint8)
             unwanted &= np.unpackbits(bits, count=len(paths)).astype(bool)
         if strict:

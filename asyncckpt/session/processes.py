@@ -168,13 +168,15 @@ class Processes:
 
         async def on_this() -> T:
             if not round_.leads:
-                return cast("T", json.loads(await round_.outcome()))
+                await round_.outcome()
+                return cast("T", json.loads(await round_.answered_parts("result")))
             # Nothing is done before all processes have made this same call.
             await round_.gathered("name")
             # From here on, no process may report that it was not done.
             await round_.commit()
             result = await function()
-            await round_.finish(json.dumps(result).encode())
+            await round_.answer_parts("result", json.dumps(result).encode())
+            await round_.finish()
             return result
 
         return await round_.run(on_this)

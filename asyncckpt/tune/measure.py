@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from asyncckpt.arguments import guarded, progress_notes
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.shield import cleaned_up, mapped, to_completion, uninterrupted
 from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, default_budget_nbytes
@@ -93,6 +94,7 @@ async def tune(
             or not 0 < value < math.inf
         ):
             raise UsageError(f"{name}={value!r}: pass a positive number", found=value)
+    guard = guarded(progress)
     runtime = Runtime("asyncckpt-tune", host_memory_nbytes=MIN_BUDGET_NBYTES)
 
     async def run() -> TuneReport:
@@ -107,9 +109,10 @@ async def tune(
                 max_s=max_s,
                 budget_nbytes=max(MIN_BUDGET_NBYTES, host_memory_nbytes or default_budget_nbytes()),
                 body=lambda nbytes: runtime.engine.compute.run(_random_body, nbytes),
-                progress=progress,
+                progress=guard,
             )
-            return await work.run()
+            report = await work.run()
+            return dataclasses.replace(report, notes=(*report.notes, *progress_notes(guard)))
         finally:
             await to_completion(client.close())
 

@@ -627,6 +627,19 @@ def test_deleting_is_done_once(job: Job) -> None:
     assert job.play(part) == [[1]] * job.count
 
 
+def test_the_result_of_a_call_may_be_longer_than_a_message(job: Job) -> None:
+    """Such as that of `delete_after` with thousands of steps."""
+    long = list(range(10**15, 10**15 + 20_000))
+
+    async def found() -> list[int]:
+        return long
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return await ckpt._session.call_once("steps()", found).wait()
+
+    assert job.play(part) == [long] * job.count
+
+
 def test_other_calls_on_one_process(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
         await ckpt.save(1, state())

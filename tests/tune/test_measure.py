@@ -90,6 +90,20 @@ def test_the_blocking_twin_does_the_same(sim: Simulator) -> None:
     assert sim.objects("bucket") == {}
 
 
+async def test_a_progress_callback_that_raises_is_a_note(sim: Simulator) -> None:
+    def broken(progress: Progress) -> None:
+        raise RuntimeError("no terminal")
+
+    report = await asyncckpt.tune(
+        "s3://bucket/run",
+        max_nbytes=FEW,
+        storage_options=options(sim, "obstore"),
+        progress=broken,
+    )
+    assert report.points
+    assert report.notes[-1].startswith("the progress callback raised RuntimeError: no terminal")
+
+
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_measurement_that_is_cancelled_removes_what_it_wrote(
     sim: Simulator, times: int
@@ -252,6 +266,9 @@ async def test_wrong_arguments_are_refused_before_anything_is_sent(sim: Simulato
         await asyncckpt.tune(url, max_s=0, storage_options=given)
     with pytest.raises(UsageError, match="max_nbytes=True: pass a positive number"):
         await asyncckpt.tune(url, max_nbytes=True, storage_options=given)
+    wrong: Any = 5
+    with pytest.raises(UsageError, match="progress=5"):
+        await asyncckpt.tune(url, storage_options=given, progress=wrong)
     with pytest.raises(UsageError, match="the smallest measurement moves more"):
         await asyncckpt.tune(url, max_nbytes=MIB, storage_options=given)
     assert sim.requests == []
