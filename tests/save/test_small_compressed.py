@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,34 @@ async def test_each_is_checked_by_itself(tmp_path: Path) -> None:
         rest = [name for name in tree if name != damage.leaf]
         found = await ckpt.restore(0, include=rest)
         assert all(np.array_equal(found[name], tree[name]) for name in rest)
+
+
+async def test_start_save_waits_for_no_compression_while_memory_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compress, go = Compressor.compress, threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        assert go.wait(60)
+        return compress(*arguments)
+
+    monkeypatch.setattr(Compressor, "compress", held)
+    rng = np.random.default_rng(0)
+    tree = mixed(rng, 60) | {"large": rng.integers(0, 9, 20 * MIB).astype(np.uint8)}
+    saved = {name: values.copy() for name, values in tree.items()}
+    options = SaveOptions(compression="zstd", chunk_nbytes=6 * MIB, host_memory_nbytes=256 * MIB)
+    try:
+        async with (
+            asyncio.timeout(60),
+            asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt,
+        ):
+            pending = await ckpt.start_save(1, tree)
+            for values in tree.values():
+                values[...] = 1
+            go.set()
+            await pending
+            restored = await ckpt.restore(1)
+    finally:
+        go.set()
+    assert restored.keys() == saved.keys()
+    assert all(np.array_equal(restored[name], saved[name]) for name in saved)
