@@ -690,8 +690,15 @@ class ArrayAdapter(Protocol):
         """
         ...
 
-    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
-        """Copy the values of `box` to `out`, of the box's shape and the spec's dtype. Blocking."""
+    def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
+        """Copy a part of one shard to host memory. Blocking.
+
+        Args:
+            source: the leaf, as `source` opened it.
+            shard: number of the shard in `source.shards`; without shards 0, the whole array.
+            box: the part, with at least one element, relative to the shard.
+            out: where its values go; of the box's shape and the spec's dtype.
+        """
         ...
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:

@@ -51,7 +51,7 @@ async def test_a_workers_error_is_never_reported_as_success(
 async def test_a_failed_staging_is_never_reported_as_staged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch(self: Any, source: Any, box: Any, out: Any) -> None:
+    def fetch(self: Any, source: Any, shard: int, box: Any, out: Any) -> None:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(NumpyAdapter, "fetch", fetch)

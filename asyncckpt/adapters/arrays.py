@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -96,18 +96,6 @@ def check_parts(target: Target, parts: Sequence[npt.NDArray[Any]]) -> None:
 def selection(box: Box) -> Any:
     """Return the index that selects a box of an array, as a view also at rank 0."""
     return (*box.slices(), ...)
-
-
-def held_parts(held: Iterable[Box], box: Box) -> Iterator[tuple[int, Box, Any]]:
-    """Yield the number of every held box that meets `box`, where they meet in it and in `box`.
-
-    The former is a box relative to the held one, the latter the index of an array of `box`.
-    """
-    for number, own in enumerate(held):
-        common = own.intersect(box)
-        if common is not None:
-            part = selection(common.relative_to(box.offset))
-            yield number, common.relative_to(own.offset), part
 
 
 def byte_span(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
-from asyncckpt.adapters.arrays import check_parts, held_parts, selection
+from asyncckpt.adapters.arrays import check_parts, selection
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, of_kind, tensor_view
@@ -102,12 +103,10 @@ class DTensorAdapter:
             source.shards, source.view, source.views = None, local.view, ()
         return source
 
-    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+    def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         division, local = source.stream
-        for number, common, part in held_parts((shard.box for shard in division.shards), box):
-            first = division.local[number].offset
-            offset = tuple(o + p for o, p in zip(first, common.offset, strict=True))
-            self._local.fetch(local, Box(offset, common.shape), out[part])
+        offset = tuple(map(operator.add, division.local[shard].offset, box.offset))
+        self._local.fetch(local, 0, Box(offset, box.shape), out)
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         division, tensor = _open(path, leaf)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory
 from asyncckpt.adapters.arrays import check_parts, check_values, selection, unsupported_dtype
-from asyncckpt.adapters.jax_shards import Division, assemble, divide, read_box, shard_views
+from asyncckpt.adapters.jax_shards import Division, assemble, divide, replica, shard_views
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
@@ -126,14 +126,13 @@ class JaxAdapter:
         source.stream, source.leaf = source.leaf, leaf
         return source
 
-    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+    def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         leaf = source.leaf if source.stream is None else source.stream
-        name = source.spec.dtype
         if _single_device(leaf.sharding) is None:
             division = divide("", leaf.sharding, source.spec.shape)
-            read_box(leaf, name, division, box, out, next(self._turns))
-        else:
-            np.copyto(out, np.asarray(jax_memory.begin_read(leaf, name, box)), casting="no")
+            leaf = replica(leaf, division, shard, next(self._turns))
+        values = np.asarray(jax_memory.begin_read(leaf, source.spec.dtype, box))
+        np.copyto(out, values, casting="no")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         if isinstance(leaf, jax.core.Tracer):

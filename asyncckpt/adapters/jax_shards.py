@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory, meshes, placements
-from asyncckpt.adapters.arrays import held_parts
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import Box, Partition, Shard
 
@@ -174,21 +173,10 @@ def shard_views(
     )
 
 
-def read_box(
-    array: Any, name: str, division: Division, box: Box, out: npt.NDArray[Any], turn: int
-) -> None:
-    """Copy the values of the box to `out`, each from replica `turn`. Blocking.
-
-    The copies from all devices concerned begin before any is waited for.
-    """
-    handles = _handles(array)
-    running = []
-    for number, common, part in held_parts(division.boxes, box):
-        devices = division.holders[number]
-        handle = handles[devices[turn % len(devices)]]
-        running.append((part, jax_memory.begin_read(handle, name, common)))
-    for part, values in running:
-        np.copyto(out[part], np.asarray(values), casting="no")
+def replica(array: Any, division: Division, number: int, turn: int) -> Any:
+    """Return a handle of the values of box `number` on the device of replica `turn`."""
+    devices = division.holders[number]
+    return _handles(array)[devices[turn % len(devices)]]
 
 
 def _handles(array: Any) -> dict[jax.Device, Any]:

@@ -46,7 +46,7 @@ class NumpyAdapter:
             return Source(spec, plain, None, identity)
         return Source(spec, leaf, plain, identity)
 
-    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+    def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         values: npt.NDArray[Any] = source.leaf if source.view is None else source.view
         np.copyto(out, values[selection(box)], casting="equiv")
 

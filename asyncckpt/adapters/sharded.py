@@ -14,7 +14,6 @@ import numpy.typing as npt
 from asyncckpt.adapters.arrays import (
     check_fillable,
     check_parts,
-    held_parts,
     host_place,
     may_share_memory,
     overlapping,
@@ -49,12 +48,10 @@ class ShardedAdapter:
         source.partial = partial
         return source
 
-    def fetch(self, source: Source, box: Box, out: Memory) -> None:
+    def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
         array: ShardedArray = source.leaf
-        division = division_of(array)
-        for at, common, part in held_parts((shard.box for shard in division.shards), box):
-            held = inside(array, division.first[at])
-            np.copyto(out[part], held[selection(common)], casting="no")
+        held = inside(array, division_of(array).first[shard])
+        np.copyto(out, held[selection(box)], casting="no")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         array: ShardedArray = leaf

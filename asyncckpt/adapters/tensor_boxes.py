@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncckpt.adapters.arrays import check_parts, held_parts
+from asyncckpt.adapters.arrays import check_parts
 from asyncckpt.adapters.sharded_array import divide
 from asyncckpt.adapters.torch import TorchAdapter
 from asyncckpt.errors import UnsupportedLeafError
@@ -86,12 +86,8 @@ class BoxesAdapter:
             partial=division.gap is not None,
         )
 
-    def fetch(self, source: Source, box: Box, out: Memory) -> None:
-        held = [Box.whole(source.spec.shape)]
-        if source.shards is not None:
-            held = [shard.box for shard in source.shards]
-        for number, common, part in held_parts(held, box):
-            self._tensor.fetch(source.stream[number], common, out[part])
+    def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
+        self._tensor.fetch(source.stream[shard], 0, box, out)
 
     def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
         parts = tuple(

@@ -95,7 +95,7 @@ class TorchAdapter:
             source.identity = ("torch", device, pointer, shape, leaf.stride(), name, conj, neg)
         return source
 
-    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+    def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         part = source.leaf.detach()[(*box.slices(), ...)].resolve_conj().resolve_neg()
         if source.stream is None:
             np.copyto(out, numpy_view(part.cpu()), casting="no")

@@ -35,9 +35,9 @@ class ArrayReader:
         "_index",
         "_may_lose",
         "_path",
-        "_shards",
         "_source",
         "_stored",
+        "_views",
         "flats",
     )
 
@@ -50,18 +50,11 @@ class ArrayReader:
         self._stored = stored_dtype
         self._dtype = DTYPES[stored_dtype]
         self._may_lose = may_lose(source.spec.dtype, stored_dtype)
-        views: tuple[npt.NDArray[Any] | None, ...] = (source.view,)
-        self._shards: list[tuple[Box, npt.NDArray[Any] | None]] | None = None
+        self._views = (source.view,) if source.shards is None else source.views
         self._index: BoxIndex | None = None
-        if source.shards is not None:
-            views = source.views
-            held: dict[Box, npt.NDArray[Any] | None] = {}
-            for shard, view in zip(source.shards, views, strict=True):
-                held.setdefault(shard.box, view)  # of replicas, one is read
-            self._shards = list(held.items())
         plain = stored_dtype == source.spec.dtype
         self.flats = tuple(
-            [flat_bytes(view) if plain and view is not None else None for view in views]
+            [flat_bytes(view) if plain and view is not None else None for view in self._views]
         )
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
@@ -70,35 +63,31 @@ class ArrayReader:
         Raises:
             DtypeMismatchError: a value does not fit into the stored dtype; names the leaf.
         """
-        if self._shards is None:
-            self._read(self._source.view, box.offset, box, out)
+        shards = self._source.shards
+        if shards is None:
+            self._read(0, box, out)
             return
         if self._index is None:
-            self._index = BoxIndex([held for held, _ in self._shards])
+            self._index = BoxIndex([shard.box for shard in shards])
         for number in self._index.meeting(box).tolist():
-            held, view = self._shards[number]
+            held = shards[number].box
             common = held.intersect(box)
             assert common is not None
             part: Any = (*common.relative_to(box.offset).slices(), ...)
-            self._read(view, common.relative_to(held.offset).offset, common, out[part])
+            self._read(number, common.relative_to(held.offset), out[part])
 
-    def _read(
-        self,
-        view: npt.NDArray[Any] | None,
-        offset: tuple[int, ...],
-        box: Box,
-        out: npt.NDArray[Any],
-    ) -> None:
-        """Copy the values of `box`, which begins at `offset` of `view`, into `out`."""
+    def _read(self, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
+        """Copy the values of `box`, which is relative to its shard, into `out`."""
+        view = self._views[shard]
         if view is not None:
-            index: Any = (*Box(offset, box.shape).slices(), ...)
+            index: Any = (*box.slices(), ...)
             values = view[index]
         elif self._dtype == DTYPES[self._source.spec.dtype]:
-            self._adapter.fetch(self._source, box, out)
+            self._adapter.fetch(self._source, shard, box, out)
             return
         else:
             values = np.empty(box.shape, DTYPES[self._source.spec.dtype])
-            self._adapter.fetch(self._source, box, values)
+            self._adapter.fetch(self._source, shard, box, values)
         if self._may_lose:
             check_values_fit(self._path, values, self._source.spec.dtype, self._stored)
             if np.iscomplexobj(values):

@@ -49,7 +49,7 @@ class StoredAdapter(NumpyAdapter):
     def __init__(self, reader: LeafReader) -> None:
         self._reader = reader
 
-    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+    def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         """Read the values of `box` from the checkpoint into `out`. Blocking."""
         self._reader.read(source.leaf.number, box, out)
 

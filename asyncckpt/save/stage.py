@@ -371,12 +371,10 @@ class Staging:
             source, adapter = self.sources[leaf], self.sources.adapter(leaf)
             try:
                 if source.shards is None:
-                    whole = Box.whole(source.spec.shape)
-                    source.view = _copied(arena, source, adapter, whole, source.view)
+                    source.view = _copied(arena, source, adapter, 0)
                     continue
-                shards = zip(source.shards, source.views, strict=True)
                 source.views = tuple(
-                    [_copied(arena, source, adapter, shard.box, view) for shard, view in shards]
+                    [_copied(arena, source, adapter, shard) for shard in range(len(source.shards))]
                 )
             except Exception as error:
                 raise self._failed(leaf, error) from error
@@ -550,18 +548,15 @@ def _held_nbytes(source: Source) -> int:
     return sum(shard.box.size for shard in source.shards) * source.spec.itemsize
 
 
-def _copied(
-    arena: Arena,
-    source: Source,
-    adapter: ArrayAdapter,
-    box: Box,
-    view: npt.NDArray[Any] | None,
-) -> npt.NDArray[Any]:
-    """Copy the values of `box`, out of `view` if there is one."""
-    dtype = DTYPES[source.spec.dtype]
-    copy = arena.take(box.size * dtype.itemsize).view(dtype).reshape(box.shape)
+def _copied(arena: Arena, source: Source, adapter: ArrayAdapter, shard: int) -> npt.NDArray[Any]:
+    """Copy the values of a shard, out of its view if there is one."""
+    shape, view = source.spec.shape, source.view
+    if source.shards is not None:
+        shape, view = source.shards[shard].box.shape, source.views[shard]
+    box, dtype = Box.whole(shape), DTYPES[source.spec.dtype]
+    copy = arena.take(box.size * dtype.itemsize).view(dtype).reshape(shape)
     if view is not None:
         np.copyto(copy, view, casting="no")
     else:
-        adapter.fetch(source, box, copy)
+        adapter.fetch(source, shard, box, copy)
     return copy

@@ -25,6 +25,7 @@ from asyncckpt.adapters.dtensor import DTensorAdapter
 from asyncckpt.adapters.torch import numpy_view
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import DTYPES, Box
+from tests.adapters.fetching import fetch_box
 
 adapter = DTensorAdapter()
 Array = np.ndarray[Any, Any]
@@ -56,7 +57,7 @@ def opened(leaf: DTensor, data: Array) -> dict[str, Any]:
         np.testing.assert_array_equal(view, expected)
         assert np.shares_memory(view, numpy_view(local.detach()))
         out = np.empty(shard.box.shape, DTYPES[source.spec.dtype])
-        adapter.fetch(source, shard.box, out)
+        fetch_box(adapter, source, shard.box, out)
         np.testing.assert_array_equal(out, expected)
     return {
         "shape": source.spec.shape,
@@ -359,7 +360,7 @@ def of_every_dtype() -> None:
 
 
 def boxes_in_a_window() -> None:
-    """`fetch` of any box gives what the process holds of it, at its place."""
+    """Any box is fetched as far as the process holds it, to its place."""
     mesh = init_device_mesh("cpu", (2, 2))
     data = numbered(9)
     parts, _ = _StridedShard(0, split_factor=3)._split_tensor(data, 2, with_padding=False)
@@ -377,7 +378,7 @@ def boxes_in_a_window() -> None:
     for start, length in itertools.combinations(range(10), 2):
         out = np.full(length, -1, np.float32)
         box = Box((start,), (min(length, 9 - start),))
-        adapter.fetch(source, box, out[: box.shape[0]])
+        fetch_box(adapter, source, box, out[: box.shape[0]])
         held = {
             index
             for shard in source.shards or ()

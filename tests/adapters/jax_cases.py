@@ -15,6 +15,7 @@ from asyncckpt.adapters import jax_shards
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import DTYPES, Box
+from tests.adapters.fetching import fetch_box
 
 SPECS: dict[str, Any] = {
     "rows": P("x"),
@@ -63,7 +64,7 @@ def opened(leaf: Any, data: np.ndarray[Any, Any]) -> dict[str, Any]:
     for shard, view in zip(source.shards, source.views, strict=True):
         expected = data[(*shard.box.slices(), ...)]
         out = np.empty(shard.box.shape, DTYPES[source.spec.dtype])
-        adapter.fetch(source, shard.box, out)
+        fetch_box(adapter, source, shard.box, out)
         np.testing.assert_array_equal(out, expected)
         if view is not None:
             np.testing.assert_array_equal(view, expected)

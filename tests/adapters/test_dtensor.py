@@ -30,6 +30,7 @@ from asyncckpt.adapters import adapters_for_loaded_frameworks, dtensor
 from asyncckpt.adapters.dtensor import DTensorAdapter
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box, Partition
+from tests.adapters.fetching import fetch_box
 
 adapter = DTensorAdapter()
 
@@ -173,7 +174,7 @@ def test_an_opened_tensor_is_read_without_torch_distributed() -> None:
             "p", distribute_tensor(numbered(8), mesh, [Shard(0)], src_data_rank=None)
         )
     out = np.full(4, -1, np.float32)
-    adapter.fetch(source, Box((2,), (4,)), out)
+    fetch_box(adapter, source, Box((2,), (4,)), out)
     assert out.tolist() == [-1, -1, 4, 5]
 
 
@@ -215,7 +216,7 @@ def test_parts_are_filled_where_memory_cannot_be_shown_to_numpy() -> None:
         source = adapter.source("p", leaf)
         assert source.views == (None,)
         out = np.empty(3, np.complex64)
-        worker.submit(adapter.fetch, source, Box((1,), (3,)), out).result()
+        worker.submit(fetch_box, adapter, source, Box((1,), (3,)), out).result()
         np.testing.assert_array_equal(out[1:], values[2:])
 
 

@@ -52,7 +52,7 @@ def pointer(leaf: jax.Array) -> int:
 
 def read(source: Any, box: Box) -> np.ndarray[Any, Any]:
     out = np.empty(box.shape, DTYPES[source.spec.dtype])
-    adapter.fetch(source, box, out)
+    adapter.fetch(source, 0, box, out)
     return out
 
 

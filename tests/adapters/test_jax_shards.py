@@ -21,6 +21,7 @@ from asyncckpt.adapters import jax_memory, jax_shards, meshes, placements
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.flow.arena import Arena
 from asyncckpt.spec import DTYPES, ArraySpec, Box
+from tests.adapters.fetching import fetch_box
 from tests.eight_devices import eight_devices as eight_devices
 from tests.eight_devices import on_eight_devices
 
@@ -81,7 +82,7 @@ def check_nothing_cached(leaf: Any) -> None:
 
 def read(source: Any, box: Box) -> np.ndarray[Any, Any]:
     out = np.empty(box.shape, DTYPES[source.spec.dtype])
-    worker.submit(adapter.fetch, source, box, out).result()
+    worker.submit(fetch_box, adapter, source, box, out).result()
     return out
 
 
@@ -486,7 +487,8 @@ def test_arrays_of_rank_0_and_without_elements_are_one_box() -> None:
         assert source.shards is None
         assert source.view.shape == shape
         assert source.view.dtype == expected.dtype
-        np.testing.assert_array_equal(read(source, Box.whole(shape)), expected)
+        if expected.size:  # nothing is fetched of an empty array
+            np.testing.assert_array_equal(read(source, Box.whole(shape)), expected)
         assert adapter.target("p", leaf, in_place=False).boxes is None
         check_placed(leaf, expected)
     none = key_array("threefry2x32", sharding("rows"), (0,))
@@ -527,7 +529,7 @@ def test_an_array_that_is_being_computed_is_awaited_in_fetch_not_in_source() -> 
         assert source.shards is not None
         assert source.views == (None,) * 4
         out = np.zeros((16, 8), np.float32)
-        running = worker.submit(adapter.fetch, source, Box.whole((16, 8)), out)
+        running = worker.submit(fetch_box, adapter, source, Box.whole((16, 8)), out)
     finally:
         go.set()
     running.result()

@@ -52,7 +52,7 @@ def test_every_dtype_and_layout_round_trips(name: str, layout: str) -> None:
     plain = np.asarray(leaf)
     for box in boxes(leaf.shape):
         out = np.empty(box.shape, DTYPES[name])
-        adapter.fetch(source, box, out)
+        adapter.fetch(source, 0, box, out)
         np.testing.assert_array_equal(out, plain[box.slices()])
 
     target = adapter.target("p", leaf, in_place=False)
@@ -78,7 +78,7 @@ def test_byte_order_is_normalised_and_given_back(dtype: str) -> None:
     source = adapter.source("p", leaf)
     assert source.view is None
     out = np.empty((2, 2), DTYPES[source.spec.dtype])
-    adapter.fetch(source, Box((0, 1), (2, 2)), out)
+    adapter.fetch(source, 0, Box((0, 1), (2, 2)), out)
     np.testing.assert_array_equal(out, leaf[:, 1:])
     target = adapter.target("p", leaf, in_place=False)
     restored = adapter.place(target, [leaf.astype(DTYPES[source.spec.dtype])])

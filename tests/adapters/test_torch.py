@@ -50,7 +50,7 @@ LAYOUTS = {
 
 def read(source: Any, box: Box) -> np.ndarray[Any, Any]:
     out = np.empty(box.shape, DTYPES[source.spec.dtype])
-    adapter.fetch(source, box, out)
+    adapter.fetch(source, 0, box, out)
     return out
 
 

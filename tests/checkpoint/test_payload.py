@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,26 @@ SHAPE = (7, 6)
 
 
 class Device(NumpyAdapter):
-    """An adapter of values that are not in host memory; notes which boxes are fetched."""
+    """An adapter of values that are not in host memory; notes which boxes are fetched.
+
+    The leaf of a source is the whole array, whatever its shards.
+    """
 
     def __init__(self) -> None:
-        self.fetched: list[Box] = []
+        self.fetched: list[tuple[int, Box]] = []
 
-    def fetch(self, source: Source, box: Box, out: np.ndarray[Any, Any]) -> None:
-        self.fetched.append(box)
-        super().fetch(source, box, out)
+    def fetch(self, source: Source, shard: int, box: Box, out: np.ndarray[Any, Any]) -> None:
+        self.fetched.append((shard, box))
+        if source.shards is not None:
+            box = Box(
+                tuple(map(operator.add, box.offset, source.shards[shard].box.offset)), box.shape
+            )
+        super().fetch(source, 0, box, out)
 
 
 @st.composite
 def sources(draw: st.DrawFn) -> Source:
-    """An array in shards: in C order, turned, or on a device, with replicas and empty ones."""
+    """An array in shards: in C order, turned, or on a device, with an empty one."""
     dtype = draw(st.sampled_from(["float32", "bfloat16", "complex128"]))
     values = np.arange(42).reshape(SHAPE).astype(DTYPES[dtype])
     cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in SHAPE]
@@ -41,7 +49,6 @@ def sources(draw: st.DrawFn) -> Source:
         Box((a, c), (b - a, d - c))
         for (a, b), (c, d) in itertools.product(*map(itertools.pairwise, cuts))
     ]
-    boxes += draw(st.lists(st.sampled_from(boxes), max_size=2))
     boxes.append(Box((0, 0), (0, 6)))
     shards, views = [], []
     for box in draw(st.permutations(boxes)):
@@ -65,8 +72,8 @@ def test_any_box_is_read_from_the_shards_that_hold_it(source: Source, data: st.D
     np.testing.assert_array_equal(out, source.leaf[box.slices()].astype(DTYPES[stored]))
     # What is fetched lies in one shard each, and nothing is fetched twice.
     assert source.shards is not None
-    held = [shard.box for shard in source.shards]
-    assert all(any(shard.intersect(part) == part for shard in held) for part in adapter.fetched)
+    for shard, part in adapter.fetched:
+        assert Box.whole(source.shards[shard].box.shape).intersect(part) == part
     assert len(set(adapter.fetched)) == len(adapter.fetched)
 
 
