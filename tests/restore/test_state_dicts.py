@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from asyncckpt.format.foreign.torch.dcp import nest
+from asyncckpt.format.foreign.foreign_tree import nest
 from asyncckpt.restore.state_dicts import as_it_was, in_kind
 
 

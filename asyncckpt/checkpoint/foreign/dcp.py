@@ -15,12 +15,12 @@ from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.damage import corrupt
+from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, nest, structure_of
 from asyncckpt.format.foreign.torch.dcp import (
     MAX_METADATA_NBYTES,
     METADATA_NAME,
     Entry,
     decode_entries,
-    nest,
 )
 from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, metadata_names
 from asyncckpt.format.foreign.torch.unpickle import (
@@ -33,7 +33,6 @@ from asyncckpt.options import MIB
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import Box, array_spec
-from asyncckpt.tree import flatten
 
 FREE_NBYTES = 48 * MIB
 """Memory that decoded metadata may take beyond `ALLOWANCE_RATIO` times its size."""
@@ -54,15 +53,6 @@ NEWER = (
 """Note about fields that torch 2.13 did not have."""
 
 
-class _Placed:
-    """Placeholder in the tree for an entry that is an array."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     """Read the metadata and the head of every archive; decode values that are not tensors."""
     data = await files.read(METADATA_NAME, max_nbytes=MAX_METADATA_NBYTES)
@@ -81,25 +71,24 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     listing = await list_some(files, dict.fromkeys(i.file for e in entries for i in e.items))
     archives = Archives(listing, entries, allowance)
     await archives.read()
-    values = [archives.values.get(n, _Placed(n)) for n in range(len(entries))]
+    values = [archives.values.get(n, ForeignLeaf("torch", n)) for n in range(len(entries))]
     with named(files, METADATA_NAME) as shown:
         try:
-            tree = nest([entry.path for entry in entries], values)
+            structure, leaves = structure_of(nest([entry.path for entry in entries], values))
         except ValueError as error:
             raise corrupt("planner_data", str(error), file=shown) from None
-    flat = flatten(tree)
     tables = RunTables()
-    for leaf in flat.leaves:
-        if not isinstance(leaf, _Placed):
+    for leaf in leaves:
+        if not isinstance(leaf, ForeignLeaf):
             tables.add_scalar(leaf)
-        elif leaf.number in archives.faults:
-            _add_refused(tables, entries[leaf.number], archives.faults[leaf.number], listing)
+        elif leaf.array in archives.faults:
+            _add_refused(tables, entries[leaf.array], archives.faults[leaf.array], listing)
         else:
-            _add_tensor(tables, leaf.number, entries[leaf.number], archives)
+            _add_tensor(tables, leaf.array, entries[leaf.array], archives)
     return tables.open(
         listing,
         "dcp",
-        flat.structure,
+        structure,
         library="torch.distributed.checkpoint",
         metadata={},
         notes=(NEWER.format(fields=", ".join(newer)),) if newer else (),

@@ -9,7 +9,7 @@ from asyncckpt.checkpoint.foreign.tables import KeyTable, read_database
 from asyncckpt.checkpoint.foreign.zarr_arrays import array_keys, make_checkpoint, read_arrays
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
-from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, add
+from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, nest
 from asyncckpt.ports import CheckpointFiles
 
 
@@ -46,22 +46,13 @@ async def tree_of(table: KeyTable) -> Any:
             expected="zarr.json or .zarray",
             found=list(table.places)[:5],
         )
-    if len(arrays) == 1 and not arrays[0].name:
-        return ForeignLeaf("numpy", array=arrays[0])
-    root = Branch("dict")
-    for array in arrays:
-        try:
-            if not array.name:
-                raise ValueError("it is at the root of the database, but there are others")
-            leaf = ForeignLeaf("numpy", array=array)
-            add(root, [(part, "dict") for part in array.name.split("/")], leaf)
-        except ValueError as error:
-            shown = f"array {array.name!r}" if array.name else "the array at the root"
-            raise UnsupportedFormatError(
-                f"{where}: {shown} has no place in a tree: {error}; copy it to another name with "
-                "TensorStore",
-                file=array.document,
-                location=listing.files.location,
-                found=array.name,
-            ) from None
-    return root
+    paths = [array.name.split("/") if array.name else () for array in arrays]
+    try:
+        return nest(paths, [ForeignLeaf("numpy", array) for array in arrays])
+    except ValueError as error:
+        raise UnsupportedFormatError(
+            f"{where}: an array has no place in a tree: {error}; copy it to another name with "
+            "TensorStore",
+            location=listing.files.location,
+            found=str(error),
+        ) from None

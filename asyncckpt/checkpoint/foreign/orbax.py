@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from asyncckpt.checkpoint.foreign.listing import damaged, list_files, refuse_link
-from asyncckpt.checkpoint.foreign.orbax_items import Item, read_document, read_tree
+from asyncckpt.checkpoint.foreign.orbax_items import NO_TREE, Item, read_document, read_tree
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.damage import path_fault
-from asyncckpt.format.foreign.foreign_tree import Branch, tree_of_json
+from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.orbax_read import (
     CHECKPOINT_METADATA_FILE,
     PROCESS_DIRECTORY,
@@ -78,7 +78,7 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
             await refuse_link(files, name)
     item = await _read(files, "", entries, step.handlers, 0)
     documents = item.document if isinstance(item.document, dict) else {}
-    if item.tree is None:
+    if item.tree is NO_TREE:
         raise CheckpointNotFoundError(
             f"{files.location}: there is no tree in this Orbax checkpoint; it has the JSON items "
             f"{sorted(documents)}",
@@ -139,7 +139,7 @@ async def _read(
             return await _read_tree(files, directory, handler)
         own = {"": handlers.get(name, "")}
         item = items[name] = await _read(files, path, inner, own, depth + 1)
-        if item.tree is None and not item.has_document:
+        if item.tree is NO_TREE and not item.has_document:
             logger.warning("%s/%s: not read: its kind of item is unknown", files.location, path)
     return _unwrapped(_joined(items), handler)
 
@@ -160,10 +160,9 @@ async def _read_tree(files: CheckpointFiles, directory: str, handler: str) -> It
 
 def _unwrapped(item: Item, handler: str) -> Item:
     """Replace a tree that wraps a single leaf by that leaf."""
-    if handler.endswith(_SINGLE_HANDLERS) and isinstance(item.tree, Branch):
-        children = item.tree.children
-        if children.keys() == {_SINGLE}:
-            item.tree = children[_SINGLE]
+    if handler.endswith(_SINGLE_HANDLERS) and isinstance(item.tree, dict):
+        if item.tree.keys() == {_SINGLE}:
+            item.tree = item.tree[_SINGLE]
     return item
 
 
@@ -171,7 +170,7 @@ def _joined(items: Mapping[str, Item]) -> Item:
     """Merge several items into one."""
     documents = {name: item.document for name, item in items.items() if item.has_document}
     result = Item(document=documents, has_document=bool(documents))
-    trees = {name: item.tree for name, item in items.items() if item.tree is not None}
+    trees = {name: item.tree for name, item in items.items() if item.tree is not NO_TREE}
     if len(trees) == 1:
         (name,) = trees
         result.tree, result.directory = trees[name], items[name].directory
@@ -182,6 +181,7 @@ def _joined(items: Mapping[str, Item]) -> Item:
         for name, document in documents.items():
             # JSON that is too deep for a tree is only in `metadata`.
             with contextlib.suppress(ValueError):
-                trees.setdefault(name, tree_of_json(document))
-        result.tree = Branch("dict", dict(sorted(trees.items())))
+                structure_of({name: document})
+                trees.setdefault(name, document)
+        result.tree = dict(sorted(trees.items()))
     return result

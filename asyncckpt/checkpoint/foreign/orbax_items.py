@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from asyncckpt.checkpoint.foreign.extents import FoundArray
 from asyncckpt.checkpoint.foreign.listing import Listing, damaged, located, refuse_link
@@ -17,7 +17,7 @@ from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
-from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, add
+from asyncckpt.format.foreign.foreign_tree import EMPTY_NAMEDTUPLE, ForeignLeaf, nest
 from asyncckpt.format.foreign.orbax_read import (
     MAX_DOCUMENT_NBYTES,
     PROCESS_DIRECTORY,
@@ -37,12 +37,22 @@ from asyncckpt.format.orbax import (
     METADATA_FILE,
     STRINGS_FILE,
 )
-from asyncckpt.format.scalars import JsonValue, encode_scalar
+from asyncckpt.format.scalars import JsonValue
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import numeric_class
-from asyncckpt.tree import Kind
 
 T = TypeVar("T")
+
+NO_TREE = object()
+"""Unlike None, which is a tree."""
+
+_EMPTY: Mapping[str, Any] = {
+    "None": None,
+    "Dict": {},
+    "List": [],
+    "Tuple": (),
+    "NamedTuple": EMPTY_NAMEDTUPLE,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -50,14 +60,14 @@ class Item:
     """Content of a directory.
 
     Attributes:
-        tree: its tree, a `Branch` or a single leaf; or None.
+        tree: its tree as in `foreign_tree`, or `NO_TREE`.
         directory: directory of the tree's database, if its arrays are in a single one.
         document: its JSON; that of nested items by name.
         has_document: whether it has JSON.
         custom: JSON that the user saved with the tree.
     """
 
-    tree: Any = None
+    tree: Any = NO_TREE
     directory: str = ""
     document: JsonValue = None
     has_document: bool = False
@@ -129,18 +139,16 @@ async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
     return directory_table(listing)
 
 
-async def _leaves(
-    listing: Listing, table: KeyTable, metadata: TreeMetadata
-) -> list[ForeignLeaf | Branch]:
+async def _leaves(listing: Listing, table: KeyTable, metadata: TreeMetadata) -> list[Any]:
     arrays = await _arrays(listing, table, metadata)
     strings = await _strings(listing, metadata)
     implementations = await _implementations(listing, metadata)
-    leaves: list[ForeignLeaf | Branch] = []
+    leaves: list[Any] = []
     for entry in metadata.entries:
         if entry.kind in EMPTY:
-            leaves.append(Branch(cast(Kind, entry.kind.lower())))
+            leaves.append(_EMPTY[entry.kind])
         elif entry.kind == "string":
-            leaves.append(ForeignLeaf("str", strings[entry.name]))
+            leaves.append(strings[entry.name])
         else:
             leaves.append(_array_leaf(entry, arrays[entry.name], implementations))
     return leaves
@@ -151,12 +159,12 @@ def _array_leaf(
 ) -> ForeignLeaf:
     if entry.kind == "scalar" and not array.zarr.spec.shape:
         python = numeric_class(array.zarr.spec.dtype)
-        return ForeignLeaf("numpy", extra={"python": python}, array=array)
+        return ForeignLeaf("numpy", array, {"python": python})
     if entry.kind == "jax.Array":
         implementation = implementations.get(entry.name)
         extra = None if implementation is None else {"prng_impl": implementation}
-        return ForeignLeaf("jax", extra=extra, array=array)
-    return ForeignLeaf("numpy", array=array)
+        return ForeignLeaf("jax", array, extra)
+    return ForeignLeaf("numpy", array)
 
 
 async def _arrays(
@@ -226,7 +234,7 @@ async def _refuse(
     )
 
 
-async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonValue]:
+async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, str]:
     names = [entry.name for entry in metadata.entries if entry.kind == "string"]
     if not names:
         return {}
@@ -236,7 +244,7 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonVa
         raise missing(listing.files.location, path)
     parse = partial(parse_document, what="the document of strings")
     document = await read_document(listing.files, path, parse)
-    found: dict[str, JsonValue] = {}
+    found: dict[str, str] = {}
     for name in names:
         text = find_string(document, name)
         if text is None:
@@ -247,7 +255,7 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonVa
                 expected=name,
                 found="nothing",
             )
-        found[name] = encode_scalar(text)[1]
+        found[name] = text
     return found
 
 
@@ -264,31 +272,16 @@ async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str
     return found
 
 
-def _grow(listing: Listing, metadata: TreeMetadata, leaves: Sequence[ForeignLeaf | Branch]) -> Any:
-    entries = metadata.entries
-    if len(entries) == 1 and not entries[0].path:
-        return leaves[0]
-    root = Branch("list" if entries and entries[0].path[:1] and entries[0].path[0][1] else "dict")
-    for entry, leaf in zip(entries, leaves, strict=True):
-        try:
-            if not entry.path:
-                raise ValueError("it is a leaf without a path, beside others")
-            add(
-                root,
-                [
-                    (_index(key) if is_index else key, "list" if is_index else "dict")
-                    for key, is_index in entry.path
-                ],
-                leaf,
-            )
-        except ValueError as error:
-            raise _contradiction(
-                listing,
-                f"{METADATA_FILE} contradicts itself at {entry.name!r}: {error}; use another "
-                "checkpoint",
-                found=entry.name,
-            ) from None
-    return root
+def _grow(listing: Listing, metadata: TreeMetadata, leaves: Sequence[Any]) -> Any:
+    try:
+        paths = [
+            [_index(key) if is_index else key for key, is_index in entry.path]
+            for entry in metadata.entries
+        ]
+        return nest(paths, leaves, strict=True)
+    except ValueError as error:
+        reason = f"{METADATA_FILE} contradicts itself: {error}; use another checkpoint"
+        raise _contradiction(listing, reason, found=str(error)) from None
 
 
 def _index(key: str) -> int:

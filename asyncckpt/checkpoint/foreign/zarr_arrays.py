@@ -16,10 +16,10 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
-from asyncckpt.format.foreign.foreign_tree import structure_of
+from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, structure_of
 from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.record_values import ArrayTable, LeafTable
-from asyncckpt.format.scalars import JsonValue
+from asyncckpt.format.scalars import JsonValue, encode_scalar
 from asyncckpt.format.zarr import MAX_DOCUMENT_NBYTES, ZarrArray
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import FileInfo
@@ -126,13 +126,19 @@ def make_checkpoint(
     created_ns: int = 0,
     database: str = "",
 ) -> OpenCheckpoint:
-    """Return the checkpoint whose tree is `root`, a `Branch` or `ForeignLeaf`."""
+    """Return the checkpoint whose tree is `root`; its arrays are `FoundArray`s."""
     try:
         structure, leaves = structure_of(root)
     except ValueError as error:
         reason = f"the tree of the checkpoint is malformed: {error}; use another checkpoint"
         raise damaged(files, None, reason) from None
-    arrays: list[FoundArray] = [leaf.array for leaf in leaves if leaf.array is not None]
+    arrays: list[FoundArray] = [leaf.array for leaf in leaves if isinstance(leaf, ForeignLeaf)]
+    rows = [
+        (leaf.kind, None, leaf.extra)
+        if isinstance(leaf, ForeignLeaf)
+        else (*encode_scalar(leaf), None)
+        for leaf in leaves
+    ]
     listings = {id(array.table.listing): array.table.listing for array in arrays}.values()
     if len(listings) > 1:  # of several trees, each in a directory of its own
         arrays = [replace(each, name=each.table.listing.path(each.name)) for each in arrays]
@@ -152,9 +158,9 @@ def make_checkpoint(
         format=format,
         tree=structure,
         leaves=LeafTable(
-            [leaf.kind for leaf in leaves],
-            [leaf.value for leaf in leaves],
-            {row: leaf.extra for row, leaf in enumerate(leaves) if leaf.extra},
+            [kind for kind, _, _ in rows],
+            [value for _, value, _ in rows],
+            {row: extra for row, (_, _, extra) in enumerate(rows) if extra},
         ),
         arrays=table,
         storages=tuple(storages),

@@ -1,116 +1,118 @@
-"""Tree of a foreign checkpoint, built leaf by leaf."""
+"""Trees of foreign checkpoints: dicts, lists, tuples and None, and leaves of any other type."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.format.scalars import JsonValue, encode_scalar
+from asyncckpt.format.scalars import JsonValue
 from asyncckpt.tree import MAX_DEPTH, Key, Kind, Node, Structure
 
+EMPTY_NAMEDTUPLE = namedtuple("EmptyNamedtuple", ())()
 
-@dataclass(slots=True, eq=False)
-class Branch:
-    """Container under construction; children that are not a `Branch` are leaves.
+_KINDS: Mapping[type, Kind] = {
+    dict: "dict",
+    list: "list",
+    tuple: "tuple",
+    type(EMPTY_NAMEDTUPLE): "namedtuple",
+    type(None): "none",
+}
 
-    Keys of lists and tuples are indices.
-    """
 
-    kind: Kind
-    children: dict[Key, Any] = field(default_factory=dict)
+class _Container(dict[Key, Any]):
+    """Container under construction; a plain dict is a value that has its place in one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignLeaf:
-    """Leaf of a foreign checkpoint.
+    """Array of a foreign checkpoint.
 
     Attributes:
-        kind: scalar kind, or `numpy`, `jax`, `torch` for arrays.
-        value: JSON of a scalar.
-        extra: facts beside the value.
-        array: its array in the reader's representation; None for scalars.
+        kind: `numpy`, `jax` or `torch`.
+        array: the array in the reader's representation.
+        extra: facts beside the array.
     """
 
     kind: str
-    value: JsonValue = None
+    array: Any
     extra: Mapping[str, JsonValue] | None = None
-    array: Any = None
 
 
-def add(root: Branch, path: Sequence[tuple[Key, Kind]], value: Any) -> None:
-    """Add `value`, a leaf or empty branch, at `path`, and the containers on the way.
+def nest(paths: Sequence[Sequence[Key]], values: Sequence[Any], *, strict: bool = False) -> Any:
+    """Return the tree with these values at these paths; a value may be a leaf or a tree itself.
 
-    The path has keys, and the kind of the container that has each; `root` has the first.
+    A container whose keys count from 0 becomes a list. With `strict`, it is an error if others have
+    integers as keys. Without, they remain dicts with such keys, as does the root in any case: torch
+    leaves out empty containers, and so their index. A single value without a path is the tree.
 
     Raises:
-        ValueError: something else is at the path, or a container has another kind.
+        ValueError: two values have one path, one is inside another, or too deep; names the path.
     """
+    if list(map(len, paths)) == [0]:
+        return values[0]
+    root = _Container()
+    for path, value in zip(paths, values, strict=True):
+        try:
+            _add(root, path, value)
+        except ValueError as error:
+            raise ValueError(f"the path {list(path)!r:.200}: {error}") from None
+    return _grown(root, (), strict)
+
+
+def _add(at: _Container, path: Sequence[Key], value: Any) -> None:
+    if not path:
+        raise ValueError("it is a leaf without a path, beside others")
     if len(path) >= MAX_DEPTH:
         raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
-    at = root
-    for number, (key, kind) in enumerate(path):
-        if at.kind != kind:
-            raise ValueError(f"key {key!r} is of a {kind}, but the container is a {at.kind}")
-        last = number == len(path) - 1
-        if key not in at.children:
-            at.children[key] = value if last else Branch(path[number + 1][1])
-        elif last or not isinstance(at.children[key], Branch):
-            raise ValueError(f"{key!r} is there twice, or is both a leaf and a container")
-        at = at.children[key]
+    for key in path[:-1]:
+        at = at.setdefault(key, _Container())
+        if type(at) is not _Container:
+            raise ValueError(f"{key!r} is both a leaf and a container")
+    if path[-1] in at:
+        raise ValueError(f"{path[-1]!r} is there twice, or is both a leaf and a container")
+    at[path[-1]] = value
+
+
+def _grown(container: _Container, path: tuple[Key, ...], strict: bool) -> Any:
+    items = {
+        key: _grown(value, (*path, key), strict) if type(value) is _Container else value
+        for key, value in container.items()
+    }
+    if items and items.keys() == set(range(len(items))) and (path or strict):
+        return [items[index] for index in range(len(items))]
+    if strict and int in map(type, items):
+        raise ValueError(
+            f"the path {list(path)!r:.200}: a list has the indices {list(items)[:8]} of "
+            f"{len(items)}, which are not all from 0"
+        )
+    return items
 
 
 def structure_of(root: Any) -> tuple[Structure, list[Any]]:
     """Return the structure of a tree, and its leaves in order; `root` may be a leaf itself.
 
     Raises:
-        ValueError: a list lacks one of its indices, or the tree is too deep.
+        ValueError: the tree is too deep.
     """
-    if not isinstance(root, Branch):
-        return Structure((), 1), [root]
-    nodes: dict[int, Node] = {}
+    nodes: list[Node] = []
     leaves: list[Any] = []
 
-    def grow(branch: Branch, depth: int) -> int:
-        in_order = branch.kind in ("list", "tuple")
-        if in_order and branch.children.keys() != set(range(len(branch.children))):
-            raise ValueError(
-                f"a {branch.kind} has the indices {list(branch.children)[:8]} of "
-                f"{len(branch.children)}, which are not all from 0"
-            )
+    def grow(value: Any, depth: int) -> int:
+        kind = _KINDS.get(type(value))
+        if kind is None:
+            leaves.append(value)
+            return len(leaves) - 1
         if depth >= MAX_DEPTH:
             raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
         number = len(nodes)
-        nodes[number] = Node(branch.kind)  # parents come first
-        below: list[int] = []
-        for key in sorted(branch.children) if in_order else branch.children:
-            child = branch.children[key]
-            if isinstance(child, Branch):
-                below.append(-grow(child, depth + 1))
-            else:
-                below.append(len(leaves))
-                leaves.append(child)
-        keys = () if in_order else tuple(branch.children)
-        nodes[number] = Node(branch.kind, keys, tuple(below))
-        return number
+        nodes.append(Node(kind))  # parents come first
+        keys = tuple(value) if kind == "dict" else ()
+        children = value.values() if kind == "dict" else value or ()
+        below = tuple([grow(child, depth + 1) for child in children])
+        nodes[number] = Node(kind, keys, below)
+        return -number
 
     grow(root, 0)
-    return Structure(tuple(nodes.values()), len(leaves)), leaves
-
-
-def tree_of_json(value: Any, depth: int = 1) -> Any:
-    """Return a JSON value as a tree of scalars; the value itself is at `depth`.
-
-    Raises:
-        ValueError: it is too deep, or has a string that is not valid Unicode.
-    """
-    if value is None:
-        return Branch("none")
-    if isinstance(value, dict | list):
-        if depth >= MAX_DEPTH:
-            raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        kind: Kind = "dict" if isinstance(value, dict) else "list"
-        return Branch(kind, {key: tree_of_json(item, depth + 1) for key, item in items})
-    scalar, encoded = encode_scalar(value)
-    return ForeignLeaf(scalar, encoded)
+    return Structure(tuple(nodes), len(leaves)), leaves

@@ -405,13 +405,13 @@ def ours_without_a_record(directory: Path) -> None:
     good(directory, nodes="d/" + "0f" * 16 + "-index")
 
 
-@database(UNSUPPORTED, "array 'w' has no place in a tree")
+@database(UNSUPPORTED, "an array has no place in a tree: the path ['w']")
 def array_in_an_array(directory: Path) -> None:
     """One is a leaf, and what is below it too."""
     write_database(directory, {b"w/zarr.json": zarr3(), b"w/x/zarr.json": zarr3()})
 
 
-@database(UNSUPPORTED, "the array at the root has no place in a tree")
+@database(UNSUPPORTED, "an array has no place in a tree: the path []")
 def array_beside_the_root(directory: Path) -> None:
     """The tree itself is a leaf."""
     write_database(directory, {b"zarr.json": zarr3(), b"w/zarr.json": zarr3()})
@@ -620,7 +620,7 @@ def leaf_and_container(directory: Path) -> None:
     item(directory, W, entry(key("w"), key("x"), kind="None", skip_deserialize=True))
 
 
-@checkpoint(CORRUPT, "but the container is a dict")
+@checkpoint(CORRUPT, "a list has the indices ['x', 0] of 2")
 def list_and_dict(directory: Path) -> None:
     """A container with a key and an index."""
     empty = {"kind": "None", "skip_deserialize": True}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,24 @@ class NewerPickler(pickle.Pickler):
 def rewrite(path: Path, metadata: object) -> None:
     with path.open("wb") as file:
         NewerPickler(file, 4).dump(metadata)
+
+
+@pytest.mark.filterwarnings("ignore:.*newer version of torch:asyncckpt.RestoreWarning")
+def test_keys_that_are_not_valid_unicode_are_read(tmp_path: Path) -> None:
+    """torch saves them; savers of ours refuse them, and paths show them escaped."""
+    path = save({"a": torch.arange(4), "n": 5}, tmp_path / "c")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    key = "a\ud800"
+    metadata.state_dict_metadata[key] = metadata.state_dict_metadata.pop("a")
+    metadata.planner_data = {key: (key,), "n": ("in", "\udfff")}
+    metadata.storage_data = {
+        replace(index, fqn=key) if index.fqn == "a" else index: info
+        for index, info in metadata.storage_data.items()
+    }
+    rewrite(path / ".metadata", metadata)
+    assert [leaf.path for leaf in blocking.inspect(path).leaves] == ["a%ED%A0%80", "in/%ED%BF%BF"]
+    found = blocking.restore(path)
+    assert found[key].tolist() == [0, 1, 2, 3] and found["in"] == {"\udfff": 5}
 
 
 @pytest.mark.filterwarnings("ignore:.*newer version of torch:asyncckpt.RestoreWarning")

@@ -221,6 +221,26 @@ async def test_trees_are_restored_in_their_own_shape(tree: Any, tmp_path: Path) 
         assert_same(found, tree)
 
 
+@pytest.mark.parametrize("path", [[], ["a", "b"]], ids=len)
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("None", None), ("Dict", {}), ("List", []), ("Tuple", ()), ("NamedTuple", {})],
+)
+async def test_empty_containers_keep_their_kinds(
+    kind: str, value: Any, path: list[str], tmp_path: Path, workers: Workers
+) -> None:
+    entry = {
+        "key_metadata": [{"key": key, "key_type": 2} for key in path],
+        "value_metadata": {"value_type": kind, "skip_deserialize": True},
+    }
+    document = {"tree_metadata": {"x": entry}, "use_ocdbt": False}
+    (tmp_path / "_METADATA").write_text(json.dumps(document))
+    found = await asyncckpt.restore(tmp_path)
+    assert found == ({"a": {"b": value}} if path else value)
+    checkpoint = await opened(tmp_path, workers)
+    assert checkpoint.tree.nodes[-1].kind == kind.lower()
+
+
 async def test_strings_and_scalars_are_python_values_without_a_target(tmp_path: Path) -> None:
     tree = {**strings(), **scalars()}
     found = await asyncckpt.restore(pytree(tmp_path / "c", tree))

@@ -10,11 +10,9 @@ import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.foreign.foreign_tree import (
-    Branch,
-    ForeignLeaf,
-    add,
+    EMPTY_NAMEDTUPLE,
+    nest,
     structure_of,
-    tree_of_json,
 )
 from asyncckpt.format.foreign.orbax_read import (
     StepMetadata,
@@ -26,7 +24,6 @@ from asyncckpt.format.foreign.orbax_read import (
     numbers,
     parse_document,
 )
-from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.tree import unflatten
 
 
@@ -197,12 +194,8 @@ def test_only_numbers_are_metrics() -> None:
 # ------------------------------------------------------------------------------------------- trees
 
 
-def grown(*paths: tuple[str | int, ...]) -> Branch:
-    root = Branch("list" if type(paths[0][0]) is int else "dict")
-    for path in paths:
-        steps = [(key, "list" if type(key) is int else "dict") for key in path]
-        add(root, steps, "/".join(map(str, path)))  # type: ignore[arg-type]
-    return root
+def grown(*paths: tuple[str | int, ...]) -> Any:
+    return nest(paths, ["/".join(map(str, path)) for path in paths], strict=True)
 
 
 def test_a_tree_grows_leaf_by_leaf_in_any_order() -> None:
@@ -211,18 +204,30 @@ def test_a_tree_grows_leaf_by_leaf_in_any_order() -> None:
     assert structure.paths() == ["b/0", "b/1/x", "a"]
 
 
+def test_the_root_may_be_a_list() -> None:
+    assert grown((1,), (0, "a")) == [{"a": "0/a"}, "1"]
+    assert nest([(0,)], ["torch nests state dicts"]) == {0: "torch nests state dicts"}
+
+
 def test_a_leaf_may_be_the_tree() -> None:
+    assert grown(()) == ""
     structure, leaves = structure_of("leaf")
     assert unflatten(structure, leaves) == "leaf"
 
 
+def test_a_tree_without_leaves_is_a_dict() -> None:
+    assert nest([], []) == nest([], [], strict=True) == {}
+
+
 def test_the_structure_is_one_that_a_record_could_hold() -> None:
     root = grown(("a", "b", 0, "c"), ("a", "d"), ("e", 0), ("e", 1))
-    root.children["f"] = Branch("none")
-    root.children["g"] = Branch("tuple")
+    root |= {"f": None, "g": (), "h": EMPTY_NAMEDTUPLE, "i": [{}, (1,)]}
     structure, leaves = structure_of(root)
     assert type(structure).from_json(structure.to_json()) == structure
-    assert len(leaves) == 4
+    assert [node.kind for node in structure.nodes[-6:]] == [
+        "none", "tuple", "namedtuple", "list", "dict", "tuple",
+    ]  # fmt: skip
+    assert len(leaves) == 5
 
 
 @pytest.mark.parametrize(
@@ -231,28 +236,27 @@ def test_the_structure_is_one_that_a_record_could_hold() -> None:
         ([("a",), ("a",)], "there twice"),
         ([("a",), ("a", "b")], "both a leaf and a container"),
         ([("a", "b"), ("a",)], "both a leaf and a container"),
-        ([("a", "b"), ("a", 0)], "but the container is a dict"),
+        ([("a", "b"), ("a", 0)], r"the path \['a'\].* \['b', 0\] .*are not all from 0"),
         ([("a", 1)], "are not all from 0"),
         ([("a",) * 257], "256 containers deep"),
+        ([("a",), ()], "a leaf without a path, beside others"),
     ],
 )
 def test_trees_that_cannot_be_are_refused(paths: list[tuple[str | int, ...]], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        structure_of(grown(*paths))
+        grown(*paths)
 
 
-def test_json_becomes_a_tree_of_scalars() -> None:
-    value = {"a": [1, 2.5, None, {"b": True}], "c": {}, "d": [], "e": "ö"}
-    structure, leaves = structure_of(tree_of_json(value))
-    assert all(isinstance(leaf, ForeignLeaf) for leaf in leaves)
-    values = [decode_scalar(leaf.kind, leaf.value) for leaf in leaves]
-    assert unflatten(structure, values) == value
-    assert structure_of(tree_of_json(7))[1][0].kind == "int"
+def test_values_may_be_trees() -> None:
+    value = {"a": [1, 2.5, None, {"b": True}], "c": {}, "d": [], "e": "ö", "f": (b"", ())}
+    structure, leaves = structure_of(nest([("x",), ("y", 0)], [value, {}]))
+    assert leaves == [1, 2.5, True, "ö", b""]
+    assert unflatten(structure, leaves) == {"x": value, "y": [{}]}
 
 
-def test_json_that_is_too_deep_for_a_tree_is_refused() -> None:
+def test_a_value_that_is_too_deep_for_a_tree_is_refused() -> None:
     value: Any = 1
     for _ in range(300):
         value = [value]
     with pytest.raises(ValueError, match="containers deep"):
-        tree_of_json(value)
+        structure_of(value)

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.format.damage import corrupt, path_fault, unsupported
-from asyncckpt.format.foreign.foreign_tree import Branch, add
 from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
     DTYPES,
@@ -223,34 +222,6 @@ def _dict(value: object, name: str, kind: type = str) -> dict[Any, Any]:
     if type(value) is not dict or any(type(key) is not kind for key in value):
         raise ValueError(f"{name} is no dict by {kind.__name__}")
     return value
-
-
-def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key, object]:
-    """Return the nested state dict with these values at these paths.
-
-    Integers in a path are indices of a list if the keys of a container count from 0. Otherwise they
-    remain keys of a dict: torch leaves out empty containers, and so their index.
-
-    Raises:
-        ValueError: two values have one path, or one is inside another.
-    """
-    root = Branch("dict")
-    for path, value in zip(paths, values, strict=True):
-        try:
-            add(root, [(part, "dict") for part in path], value)
-        except ValueError as error:
-            raise ValueError(f"the path {list(path)!r:.200}: {error}") from None
-    return {key: _grown(child) for key, child in root.children.items()}
-
-
-def _grown(child: object) -> object:
-    """Return a branch as a dict or list; anything else unchanged."""
-    if not isinstance(child, Branch):
-        return child
-    items = {key: _grown(inner) for key, inner in child.children.items()}
-    if items.keys() == set(range(len(items))):
-        return [items[index] for index in range(len(items))]
-    return items
 
 
 def _shown(value: object) -> str:

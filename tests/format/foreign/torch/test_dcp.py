@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from asyncckpt.checkpoint.foreign.dcp import check_tiling
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.codecs import ChunkError
-from asyncckpt.format.foreign.torch.dcp import Entry, Item, decode_entries, layout_of, nest
+from asyncckpt.format.foreign.foreign_tree import nest
+from asyncckpt.format.foreign.torch.dcp import Entry, Item, decode_entries, layout_of
 from asyncckpt.format.foreign.torch.plain_values import load_value
 from asyncckpt.format.foreign.torch.strided import Layout, codec_of, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
