@@ -143,6 +143,30 @@ def decompress_zstd_into(parts: Sequence[Bytes], out: Bytes) -> None:
         )
 
 
+def decompress_within(frame: bytes | memoryview | Bytes, most: int) -> bytes:
+    """Return the content of one zstd frame, of at most `most` bytes. Blocking.
+
+    Raises:
+        ValueError: the frame is damaged, larger, followed by bytes, or needs a window of more than
+            128 MiB.
+    """
+    view = memoryview(frame)
+    try:
+        nbytes = zstandard.frame_content_size(view)
+        if nbytes < 0:  # not declared: counted in a stream, whose end zstd does not check
+            with zstandard.ZstdDecompressor().stream_reader(view) as reader:
+                nbytes = reader.seek(most + 1)
+        if nbytes > most:
+            raise ValueError(f"it decompresses to more than {most} bytes")
+        context = zstandard.ZstdDecompressor()
+        data = context.decompress(view, max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"its zstd frame cannot be decompressed ({error})") from None
+    if len(data) < nbytes:
+        raise ValueError("its zstd frame is followed by another")
+    return data
+
+
 def _undecodable(error: zstandard.ZstdError) -> ChunkError:
     return ChunkError(f"the zstd frame does not decode: {error}")
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import zstandard
 
-from asyncckpt.format.codecs import ZSTD, Bytes, ChunkError, Codec, check_nbytes
+from asyncckpt.format.codecs import ZSTD, Bytes, ChunkError, Codec, check_nbytes, decompress_within
 from asyncckpt.format.damage import unsupported
 from asyncckpt.format.foreign.sharding import unshard, without_crc32c
 from asyncckpt.format.zarr import Chain
@@ -63,6 +62,8 @@ def make_codec(
     names = [*(name for name, used in flags if used), *packing]
     if not names:
         return Codec("", chain.crc32c)
+    # What zstd packed first has the size of the chunk, unless it is a shard.
+    exact = ZSTD.decode if packing[:1] == ("zstd",) and chain.shards is None else None
     axes = chain.order or tuple(range(len(shape)))
     inner = None
     if chain.shards is not None:
@@ -75,8 +76,10 @@ def make_codec(
         limits = [nbytes]
         for _ in packing[1:]:
             limits.append(limits[-1] + limits[-1] // 64 + 1024)
-        for name in reversed(packing):
+        for name in reversed(packing[1:] if exact else packing):
             data = known[name](data, limits.pop())
+        if exact:
+            data = exact([data], nbytes)
         if chain.shards is not None and inner is not None:
             data = unshard(
                 data,
@@ -113,11 +116,9 @@ def _ordered(data: Bytes, chain: Chain, shape: tuple[int, ...], dtype: str) -> B
 
 def _unpack_zstd(data: Bytes, limit: int) -> Bytes:
     try:
-        with zstandard.ZstdDecompressor().stream_reader(memoryview(data)) as reader:
-            unpacked = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise ChunkError(f"the zstd frame does not decode: {error}") from None
-    return _within(unpacked, "zstd", limit)
+        return np.frombuffer(decompress_within(data, limit), np.uint8)
+    except ValueError as error:
+        raise ChunkError(str(error), expected=limit) from None
 
 
 def _stream(name: str, start: Callable[[], Any]) -> Unpack:
@@ -126,22 +127,18 @@ def _stream(name: str, start: Callable[[], Any]) -> Unpack:
     def unpack(data: Bytes, limit: int) -> Bytes:
         stream = start()
         try:
-            unpacked = _within(stream.decompress(memoryview(data), limit + 1), name, limit)
+            unpacked = stream.decompress(memoryview(data), limit + 1)
         except (zlib.error, OSError) as error:
             raise ChunkError(f"the {name} data do not decode: {error}") from None
+        if len(unpacked) > limit:
+            raise ChunkError(f"the {name} data hold more than {limit} bytes", expected=limit)
         if not stream.eof:
             raise ChunkError(f"the {name} data are cut off")
         if stream.unused_data:
             raise ChunkError(f"bytes follow the end of the {name} data")
-        return unpacked
+        return np.frombuffer(unpacked, np.uint8)
 
     return unpack
-
-
-def _within(unpacked: bytes, name: str, limit: int) -> Bytes:
-    if len(unpacked) > limit:
-        raise ChunkError(f"the {name} data hold more than {limit} bytes", expected=limit)
-    return np.frombuffer(unpacked, np.uint8)
 
 
 _UNPACK: dict[str, Unpack] = {

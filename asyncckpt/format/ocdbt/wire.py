@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.codecs import decompress_within
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, unsupported
 
@@ -38,12 +38,6 @@ FRAME_OVERHEAD = FRAME_HEADER + FRAME_TRAILER
 
 MAX_BODY_NBYTES = 1 << 28
 """Largest body that is decompressed; Orbax asks for nodes of up to 100 MB."""
-
-# A zstd window beyond this is refused (the largest that level 22 uses).
-_MAX_WINDOW_NBYTES = 1 << 27
-# Step if a frame does not declare its size: four bytes can decompress to 128 KiB, so that one step
-# adds less than 32 MiB.
-_ZSTD_STEP_NBYTES = 1 << 10
 
 _VARINT_NBYTES = 10  # 64 bits in groups of 7
 _INT64_MAX = (1 << 63) - 1
@@ -261,39 +255,7 @@ def unframe(
     if compression != 1:
         raise fault(f"compression method {compression} is unknown", start - 1)
     try:
-        body = decompress(data[start:-4], max_nbytes=max_nbytes)
+        body = decompress_within(memoryview(data)[start:-4], max_nbytes)
     except ValueError as error:
         raise fault(str(error), start) from None
     return Reader(body, what=what, file=file, offset=offset, moves=False)
-
-
-def decompress(data: bytes, *, max_nbytes: int) -> bytes:
-    """Decompress one zstd frame of at most `max_nbytes`; memory stays bounded by that.
-
-    Raises:
-        ValueError: the frame is damaged, larger, followed by bytes, or needs a huge window.
-    """
-    try:
-        parameters = zstandard.get_frame_parameters(data)
-        if parameters.content_size != zstandard.CONTENTSIZE_UNKNOWN:
-            if parameters.content_size > max_nbytes:
-                raise ValueError(
-                    f"it decompresses to {parameters.content_size} bytes, the limit is {max_nbytes}"
-                )
-            return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES).decompressobj()
-        pieces = []
-        total = 0
-        for start in range(0, len(data), _ZSTD_STEP_NBYTES):
-            piece = decoder.decompress(data[start : start + _ZSTD_STEP_NBYTES])
-            pieces.append(piece)
-            total += len(piece)
-            if total > max_nbytes:
-                raise ValueError(f"it decompresses to more than {max_nbytes} bytes")
-            if decoder.eof:
-                if decoder.unused_data or start + _ZSTD_STEP_NBYTES < len(data):
-                    raise ValueError("bytes follow the end of its zstd frame")
-                return b"".join(pieces)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"its zstd frame cannot be decompressed ({error})") from None
-    raise ValueError("its zstd frame is cut off")

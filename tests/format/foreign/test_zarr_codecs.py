@@ -88,6 +88,47 @@ def test_every_truncation_and_what_follows_the_end_is_refused(name: str) -> None
 
 
 @pytest.mark.parametrize("declared", [True, False], ids=["of known size", "of unknown size"])
+@pytest.mark.parametrize("chain", [(), ("gzip",), ("zstd",), ("zstd", "zlib"), "turned"], ids=str)
+def test_zstd_is_as_strict_about_its_end_beside_other_codecs(
+    chain: tuple[str, ...] | str, declared: bool
+) -> None:
+    compressor = zstandard.ZstdCompressor(write_content_size=declared, write_checksum=True)
+    outer = () if chain == "turned" else chain
+    if chain == "turned":
+        chunk = make_codec(
+            Chain(order=(1, 0), big_endian=True, packing=("zstd",)), (5, 5), "int16", fill=b""
+        )
+    else:
+        chunk = codec("zstd", *outer)
+    frame = compressor.compress(bytes(50))
+
+    def decoded(stored: bytes) -> bytes:
+        for name in outer:
+            stored = PACK[name](stored)
+        return decode(chunk, stored, 50)
+
+    assert decoded(frame) == bytes(50)
+    assert decoded(compressor.compress(bytes(30)) + compressor.compress(bytes(20))) == bytes(50)
+    for length in range(len(frame)):
+        with pytest.raises(ChunkError, match="zstd"):
+            decoded(frame[:length])
+    for more in (b"x", frame, frame[:-1], bytes(4)):
+        with pytest.raises(ChunkError, match="zstd"):
+            decoded(frame + more)
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["of known size", "of unknown size"])
+def test_zstd_around_other_codecs_ends_where_its_frame_does(declared: bool) -> None:
+    compressor = zstandard.ZstdCompressor(write_content_size=declared, write_checksum=True)
+    frame = compressor.compress(PACK["gzip"](bytes(50)))
+    chunk = codec("gzip", "zstd")
+    assert decode(chunk, frame, 50) == bytes(50)
+    for damaged in (*(frame[:length] for length in range(len(frame))), frame + b"x", frame + frame):
+        with pytest.raises(ChunkError, match="its zstd frame"):
+            decode(chunk, damaged, 50)
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["of known size", "of unknown size"])
 @pytest.mark.parametrize("cuts", [(), (1, 30, 31), (70_000,)], ids=len)
 def test_zstd_fills_given_memory_and_refuses_every_other_chunk(
     cuts: tuple[int, ...], declared: bool
