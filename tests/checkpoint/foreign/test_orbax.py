@@ -303,6 +303,21 @@ async def test_one_tree_beside_json_is_that_tree_and_the_json_is_metadata(tmp_pa
     assert info.metrics == {"loss": 0.5}
 
 
+@pytest.mark.parametrize(("depth", "in_tree"), [(255, True), (256, False)])
+async def test_json_that_is_too_deep_for_a_tree_is_only_in_the_metadata(
+    depth: int, in_tree: bool, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_METADATA").write_text('{"tree_metadata": {}, "use_ocdbt": false}')
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "metadata").write_text("[" * depth + "]" * depth)
+    deep = json.loads("[" * depth + "]" * depth)
+    assert (await asyncckpt.inspect(tmp_path)).metadata == {"data": deep}
+    found = await asyncckpt.restore(tmp_path)
+    assert found == {"a": {}, "b": {}, **({"data": deep} if in_tree else {})}
+
+
 async def test_items_of_version_1_are_read_too(tmp_path: Path) -> None:
     with as_orbax_likes_it():
         v1.save_checkpointables(
