@@ -30,6 +30,9 @@ T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 """A contiguous one-dimensional buffer of bytes."""
 
+Buffer = bytes | bytearray | memoryview
+"""A contiguous buffer of bytes, of any kind."""
+
 MAX_MESSAGE_NBYTES = 64 << 10
 """Largest value of a coordinator's key."""
 
@@ -46,8 +49,7 @@ class StoreCapabilities:
 
     Attributes:
         client_copies: copies of a buffer that the client makes while sending it.
-        positional_writes: parts of a data file, of any size, may be written concurrently and in any
-            order; otherwise this holds only for files created with `window_nbytes`.
+        positional_writes: parts of a data file may have any size; otherwise they are its windows.
         conditional_create: of two attempts at one name, exactly one publishes.
         read_copies: copies that the client makes of the bytes on their way into the buffers.
         read_nbytes: most memory that these copies take for one request, where bytes are passed on
@@ -107,14 +109,16 @@ class DataFile(Protocol):
     """One open data file of a save attempt.
 
     Attributes:
-        path: its path, final once the file is sealed: a store may have had to send a part of a file
-            created with `window_nbytes` again, under another name.
+        path: its path, final once the file is sealed: a store may have had to send a part of it
+            again, under another name.
     """
 
     path: str
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
         """Write all of `data` at `offset` (not yet durable).
+
+        Parts may be written concurrently and in any order.
 
         Returns:
             Whether the memory of `data` may be reused at once. False if a request was abandoned
@@ -139,27 +143,25 @@ class AttemptFiles(Protocol):
 
     location: str
 
-    async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> DataFile:
+    async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> DataFile:
         """Open a new data file for writing; `nbytes` is its expected size.
 
         Args:
             path: relative path.
-            nbytes: expected size, which is exact with `window_nbytes`.
-            window_nbytes: every write will begin at a multiple of it and have this length (the last
-                may be shorter); writes may then be concurrent and in any order. Without it, and
-                without `capabilities.positional_writes`, writes come in order, each from the end
-                of the previous one.
+            nbytes: expected size, which is exact without `capabilities.positional_writes`.
+            window_nbytes: without `capabilities.positional_writes`, every write will begin at a
+                multiple of it and have this length; the last may be shorter.
         """
         ...
 
-    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Make a small file with this content durable; `path` may have directories.
+    async def put(self, path: str, *blocks: Buffer, in_record: bool = False) -> None:
+        """Make a file with this content durable; `path` may have directories.
 
         Args:
             path: relative path.
-            data: the content.
-            in_record: the record will contain `data` too, so a store that writes the file after the
-                record need not keep it elsewhere until then.
+            blocks: the content, one block after the other.
+            in_record: the record will have this content too, so a store that writes the file after
+                the record need not keep it elsewhere until then.
         """
         ...
 

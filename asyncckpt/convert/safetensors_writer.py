@@ -158,7 +158,7 @@ class FilesWriter:
                     file = await self.attempt.create(
                         name,
                         nbytes=plan.file_nbytes[number],
-                        window_nbytes=None if self._positional else self.pool.slot_nbytes,
+                        window_nbytes=self.pool.slot_nbytes,
                     )
                     await self._each(partial(self._window, file), windows[number])
                     await self._each(partial(self._tile, file), self._tiles(number))

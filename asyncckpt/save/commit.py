@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 
-import numpy as np
-
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import encode_record
@@ -147,21 +145,11 @@ class Commit:
         small = [(manifest, index.manifest), *self._orbax]
         sources = [attempt.source(name) for name, _ in small]
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._put_blocks(files[index_file].path, index.blocks))
+            group.create_task(attempt.put(files[index_file].path, *index.blocks))
             group.create_task(attempt.put(manifest, index.manifest, in_record=True))
             record = await run(self._record, index, files, index_file, small, sources, now_ns)
         stored_nbytes = sum(map(attrgetter("nbytes"), files))
         return Committable(record, stored_nbytes + len(record), len(files) + 1)
-
-    async def _put_blocks(self, path: str, blocks: Sequence[bytes | bytearray]) -> None:
-        """Write a file that consists of these blocks; on return it is durable."""
-        nbytes, offset = sum(map(len, blocks)), 0
-        assert self.attempt is not None
-        file = await self.attempt.create(path, nbytes=nbytes)
-        for block in blocks:
-            await file.write(offset, np.frombuffer(block, np.uint8))
-            offset += len(block)
-        await file.seal(nbytes)
 
     def _record(
         self,

@@ -138,7 +138,8 @@ class SharedCommit(Commit):
         """Write the chunks that were assembled here, and add their places."""
         path = f"d/{self.save_id}-parts{next(self._numbers)}"
         data = b"".join(late.values())
-        await self._put_blocks(f"{DATABASE}/{path}", [data])
+        assert self.attempt is not None
+        await self.attempt.put(f"{DATABASE}/{path}", data)
         chunks, offset = merged.chunks, 0
         for chunk, stored in late.items():
             chunks.file[chunk], chunks.offset[chunk] = len(merged.files), offset

@@ -104,9 +104,7 @@ class DataFiles:
             if opened.file is None:
                 attempt = await self.attempt()
                 opened.file = await attempt.create(
-                    opened.path,
-                    nbytes=nbytes,
-                    window_nbytes=None if self.positional else self.window_nbytes,
+                    opened.path, nbytes=nbytes, window_nbytes=self.window_nbytes
                 )
         return opened
 

@@ -99,10 +99,10 @@ def data_path(save_id: str, name: str = "data") -> str:
 
 
 async def write_file(attempt: AttemptFiles, path: str, data: Bytes) -> str:
-    """Write and seal a data file, piece by piece, and return its final path."""
-    file = await attempt.create(path, nbytes=data.size)
-    for start in range(0, data.size, PIECE_NBYTES):
-        await file.write(start, data[start : start + PIECE_NBYTES])
+    """Write and seal a data file of one window, and return its final path."""
+    file = await attempt.create(path, nbytes=data.size, window_nbytes=data.size)
+    if data.size:
+        await file.write(0, data)
     await file.seal(data.size)
     return file.path
 

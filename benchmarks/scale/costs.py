@@ -22,6 +22,7 @@ from asyncckpt.format.entries import decode_entries
 from asyncckpt.format.record_values import ArrayTable, StoredSpec
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.planning.streams import Sharing, share, streams
+from asyncckpt.ports import Buffer
 from asyncckpt.restore.exchange.exchanger import BATCH_NBYTES
 from asyncckpt.save.commit import Commit
 from asyncckpt.save.index import make_catalog
@@ -59,13 +60,13 @@ class _Attempt:
     def source(self, path: str) -> None:
         """Files have their names at once."""
 
-    async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> _File:
+    async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> _File:
         """Open a file."""
         self.writes += 1
         return _File()
 
-    async def put(self, path: str, data: bytes, *, in_record: bool = False) -> None:
-        """Take a small file."""
+    async def put(self, path: str, *blocks: Buffer, in_record: bool = False) -> None:
+        """Take a whole file."""
         self.writes += 1
 
 

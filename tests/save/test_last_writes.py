@@ -21,6 +21,7 @@ from asyncckpt.save.snapshot import Consent
 from asyncckpt.save.stage import Staging
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.stores.local.datafile import LocalDataFile
+from asyncckpt.stores.local.tree import AttemptTree
 from tests.cancellation.points import SLOT_NBYTES, assert_equal, small_slots
 
 WAIT_S = 60
@@ -34,7 +35,7 @@ class Held:
         self.reached, self.go, self.indexed = (threading.Event() for _ in range(3))
         self.error: OSError | None = None
         self.indexes = 0
-        write, seal, put_index = LocalDataFile._write, LocalDataFile._seal, Commit.put_index
+        write, put, put_index = LocalDataFile._write, AttemptTree._write_file, Commit.put_index
 
         def held_write(file: LocalDataFile, offset: int, data: Any) -> None:
             if file.path.endswith("-0") and offset == SLOT_NBYTES:
@@ -45,9 +46,9 @@ class Held:
                         raise self.error
             write(file, offset, data)
 
-        def seen_seal(file: LocalDataFile, nbytes: int) -> None:
-            seal(file, nbytes)
-            if file.path.endswith("-index"):
+        def seen_put(attempt: AttemptTree, path: str, *args: Any) -> None:
+            put(attempt, path, *args)
+            if path.endswith("-index"):
                 self.indexed.set()
 
         async def counted(commit: Commit, payload: Any) -> Any:
@@ -55,7 +56,7 @@ class Held:
             return await put_index(commit, payload)
 
         monkeypatch.setattr(LocalDataFile, "_write", held_write)
-        monkeypatch.setattr(LocalDataFile, "_seal", seen_seal)
+        monkeypatch.setattr(AttemptTree, "_write_file", seen_put)
         monkeypatch.setattr(Commit, "put_index", counted)
 
     async def wait(self, event: threading.Event) -> None:

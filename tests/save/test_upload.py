@@ -278,7 +278,7 @@ async def test_a_file_is_created_once_and_sealed_after_its_last_window(workers: 
             group.create_task(files.write(window))
     kinds = [entry[0] for entry in made.attempt.log]
     assert kinds == ["create", "write", "write", "write", "seal"]
-    assert made.attempt.log[0] == ("create", "default/d/x-7", 5 * SLOT // 2, None)
+    assert made.attempt.log[0] == ("create", "default/d/x-7", 5 * SLOT // 2, SLOT)
     assert ("write", "default/d/x-7", 2 * SLOT, SLOT // 2) in made.attempt.log
     assert made.attempt.log[-1] == ("seal", "default/d/x-7", 5 * SLOT // 2)
     assert made.done == [(None, True)] * 3 and sorted(made.progress) == [10, 11, 12]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from asyncckpt.ports import RECORD_NAME, AttemptFiles, Bytes, Store
-from asyncckpt.testing.checkpoints import PAGE, pattern
-from asyncckpt.testing.checkpoints import write_file as write_pieces
+from asyncckpt.testing.checkpoints import PAGE, PIECE_NBYTES, pattern
 
 DATA = "default/d/data"
 
 
 async def write_file(attempt: AttemptFiles, path: str, data: Bytes) -> None:
-    """A data file with this content is sealed."""
-    await write_pieces(attempt, path, data)
+    """A data file with this content is sealed, after it was written piece by piece."""
+    file = await attempt.create(path, nbytes=data.size, window_nbytes=PIECE_NBYTES)
+    for start in range(0, data.size, PIECE_NBYTES):
+        await file.write(start, data[start : start + PIECE_NBYTES])
+    await file.seal(data.size)
 
 
 async def save(store: Store, name: str, save_id: str, seed: int = 0, **options: bool) -> None:

@@ -185,7 +185,7 @@ class LocalAttempt(AttemptTree):
         if record is None:
             await self._flush(".")
         else:
-            await workers.run(self._write_file, RECORD_NAME, memoryview(record), False)
+            await workers.run(self._write_file, RECORD_NAME, [record], False)
             await self._flush(RECORD_NAME, ".")
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0

@@ -14,7 +14,7 @@ import contextlib
 import os
 import posixpath
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
-from asyncckpt.ports import RECORD_NAME
+from asyncckpt.ports import RECORD_NAME, Buffer
 from asyncckpt.stores.exchange import check_passed, too_large
 from asyncckpt.stores.local.datafile import DirectWrites, LocalDataFile
 from asyncckpt.stores.local.failures import Guard, reported
@@ -88,7 +88,7 @@ class AttemptTree:
     ) -> LocalDataFile:
         """Open a new data file; `nbytes` of space are reserved where possible.
 
-        Writes may be of any size and in any order, whatever `window_nbytes`.
+        Writes may be of any size, whatever `window_nbytes`.
         """
         self._guard.check()
         check_file(path, self.location)
@@ -106,22 +106,26 @@ class AttemptTree:
             if self._guard.ended:  # aborted meanwhile
                 file.close()
 
-    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Write a small file, durably."""
+    async def put(self, path: str, *blocks: Buffer, in_record: bool = False) -> None:
+        """Write a file, durably, and flush it once."""
         self._guard.check()
         check_file(path, self.location)
-        content, at = memoryview(data).cast("B"), posixpath.join(self._path, path)
-        await self._guard.run(self._write_file, path, content, True, path=at)
+        at = posixpath.join(self._path, path)
+        await self._guard.run(self._write_file, path, blocks, True, path=at)
 
-    def _write_file(self, path: str, data: memoryview, flush: bool) -> None:
-        with self._step(f"writing {len(data)} bytes", path) as directory:
+    def _write_file(self, path: str, blocks: Sequence[Buffer], flush: bool) -> None:
+        views = [memoryview(block).cast("B") for block in blocks]
+        with self._step(f"writing {sum(map(len, views))} bytes", path) as directory:
             self._make_parents(path, directory)
             # O_EXCL also refuses a link.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             fd = os.open(path, flags, self._terms.file_mode, dir_fd=directory)
             self._own.append(path)
             try:
-                write_all(fd, data, 0)
+                offset = 0
+                for view in views:
+                    write_all(fd, view, offset)
+                    offset += len(view)
                 if flush:
                     flush_file(fd)
             finally:

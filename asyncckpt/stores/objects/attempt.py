@@ -16,9 +16,11 @@ import logging
 import socket
 import time
 
-from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError
+from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError, UsageError
 from asyncckpt.flow.shield import cleaned_up, to_completion
+from asyncckpt.options import MIB
 from asyncckpt.stores.exchange import MARK, mark_of
+from asyncckpt.stores.objects.clients.client import PUT_MAX_NBYTES, Body
 from asyncckpt.stores.objects.context import Context, Record
 from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import fixed_path, join
@@ -71,15 +73,25 @@ class ObjectAttempt(ObjectShare):
         number = len(self._sources)
         return self._sources.setdefault(path, fixed_path(self._save_id, number))
 
-    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Make the content of a small file durable.
+    async def put(self, path: str, *blocks: Body, in_record: bool = False) -> None:
+        """Make the content of a file durable.
 
         A file without the save id in its path gets its name when the attempt has won. Until then
         its content is in the object `source(path)`, or with `in_record` only in the record.
+
+        Raises:
+            UsageError: it is too long for one request.
         """
         self._sending.check()
         check_file(path, self.location)
-        content = await self._context.owned(data)
+        if sum(map(len, blocks)) > PUT_MAX_NBYTES:
+            location = f"{self.location}/{path}"
+            raise UsageError(
+                f"{location}: the index would have more than the {PUT_MAX_NBYTES / MIB:.0f} MiB "
+                "that one request may send; save fewer or larger chunks (chunk_nbytes)",
+                location=location,
+            )
+        content = await self._context.owned(*blocks)
         source = self.source(path)
         if source is None or not in_record:
             await self._sending.send_named(join(self._name, source or path), content)
@@ -111,7 +123,6 @@ class ObjectAttempt(ObjectShare):
         self._sending.check_sealed(self._files)
         conditions = await self._context.probes.conditions(versions=self._overwrite)
         self._check_age()
-        witness = join(self._name, self._files[-1].path) if self._files else None
         return Publication(
             self._context,
             self._name,
@@ -119,7 +130,7 @@ class ObjectAttempt(ObjectShare):
             record,
             self._fixed,
             conditions,
-            witness,
+            self._sending.stored,
             self._epoch,
         )
 

@@ -184,11 +184,13 @@ class Context:
             return work(data)
         return await self.workers.run(work, data)
 
-    async def owned(self, data: Body) -> bytes:
-        """Return a copy of the bytes that never changes."""
-        if isinstance(data, bytes):
-            return data
-        return await self.run_sized(bytes, as_view(data))
+    async def owned(self, *blocks: Body) -> bytes:
+        """Return the bytes of these blocks in one piece that never changes."""
+        if len(blocks) == 1 and isinstance(blocks[0], bytes):
+            return blocks[0]
+        if sum(map(len, blocks)) <= INLINE_NBYTES:
+            return b"".join(blocks)
+        return await self.workers.run(b"".join, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +211,3 @@ class Record:
 def shared_paths(outline: Outline) -> frozenset[str]:
     """Return the files of a checkpoint that have no save id in their names."""
     return frozenset(path for path in outline.paths if owner(path) is None)
-
-
-def as_view(data: Body) -> memoryview:
-    """Return the bytes of any buffer."""
-    return memoryview(data).cast("B")

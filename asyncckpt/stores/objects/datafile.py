@@ -1,8 +1,7 @@
 """Data files of an attempt on an object store, each sent by one request.
 
-A `WindowFile` is one window: `write` sends it without a copy, under another name for every try, and
-it is stored when `write` returns. A `SerialFile`, for the index, is written in order, in pieces of
-any size; `seal` sends them as one body.
+A file is one window: `write` sends it without a copy, under another name for every try, and it is
+stored when `write` returns.
 """
 
 # Rule 1: an abandoned request may still be sending its body: `write` says so, and nothing here
@@ -16,10 +15,9 @@ from dataclasses import dataclass, field
 
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.shield import uninterrupted
-from asyncckpt.options import MIB
 from asyncckpt.ports import Bytes
-from asyncckpt.stores.objects.clients.client import PUT_MAX_NBYTES, Body, RequestError
-from asyncckpt.stores.objects.context import Context, as_view
+from asyncckpt.stores.objects.clients.client import Body, RequestError
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import retried
 
@@ -37,6 +35,7 @@ class Sending:
         prefix: key of the checkpoint.
         keys: every object that may exist because of this attempt.
         orphans: those to which no file of it refers.
+        stored: the last one that was stored and is no orphan.
         error: the first failure, which ends the attempt.
         ended: nothing more is sent.
     """
@@ -45,6 +44,7 @@ class Sending:
     prefix: str
     keys: set[str] = field(default_factory=set)
     orphans: set[str] = field(default_factory=set)
+    stored: str | None = None
     error: AsyncCheckpointError | None = None
     ended: bool = False
 
@@ -115,6 +115,7 @@ class Sending:
         except RequestError as error:
             raise self.failed(f"writing {len(body)} bytes", key, error) from error
         self.orphans.update(sent.orphans)
+        self.stored = sent.key
         return sent.key, sent.reusable
 
     async def send_named(self, key: str, body: Body) -> None:
@@ -127,6 +128,7 @@ class Sending:
             await self.context.requests.replace(key, body)
         except RequestError as error:
             raise self.failed(f"writing {len(body)} bytes", key, error) from error
+        self.stored = key
 
 
 class ObjectDataFile:
@@ -216,36 +218,6 @@ class WindowFile(ObjectDataFile):
             await self._send(b"")
         elif nbytes != self._nbytes or not self._written:
             raise self._refused(f"{self._nbytes} bytes were announced, and {nbytes} are sealed")
-
-
-class SerialFile(ObjectDataFile):
-    """A file that is written in order, and held in memory until it is sealed."""
-
-    def __init__(self, sending: Sending, path: str) -> None:
-        super().__init__(sending, path)
-        self._buffer = bytearray()
-
-    async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
-        if offset != len(self._buffer):
-            raise self._refused(
-                f"without windows, writes come in order: expected offset {len(self._buffer)}, "
-                f"found {offset}"
-            )
-        if offset + len(data) > PUT_MAX_NBYTES:
-            raise self._refused(
-                f"the index would have more than the {PUT_MAX_NBYTES / MIB:.0f} MiB that one "
-                "request may send; save fewer or larger chunks (chunk_nbytes)"
-            )
-        await self._context.run_sized(self._buffer.extend, as_view(data))
-        return True
-
-    async def _seal(self, nbytes: int) -> None:
-        if nbytes > len(self._buffer):
-            raise self._refused(f"{len(self._buffer)} bytes were written, and {nbytes} are sealed")
-        del self._buffer[nbytes:]
-        # Under exactly this name, by which the index refers to itself.
-        body, self._buffer = self._buffer, bytearray()
-        await self._sending.send_named(self._key, body)
 
 
 def cut(data: Bytes | bytearray, nbytes: int) -> Bytes | bytearray:

@@ -18,9 +18,8 @@ import asyncio
 
 from asyncckpt.errors import CheckpointExistsError, UsageError
 from asyncckpt.flow.shield import cleaned_up, to_completion, together
-from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.export import REPLACEABLE_SUFFIXES
-from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
+from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
@@ -55,10 +54,8 @@ class ObjectExport:
     def __repr__(self) -> str:
         return f"ObjectExport({self.location!r})"
 
-    async def create(
-        self, path: str, *, nbytes: int, window_nbytes: int | None = None
-    ) -> ExportFile:
-        """Open a new file for writing, in windows of a slot (or `window_nbytes`).
+    async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> ExportFile:
+        """Open a new file for writing, in windows.
 
         A file whose path is the export's name becomes that object itself, and is the only one.
 
@@ -69,17 +66,16 @@ class ObjectExport:
         check_file(path, self.location)
         check_key(self.location, path)
         key = self._name if path == self._name else join(self._name, path)
-        window = SLOT_NBYTES if window_nbytes is None else window_nbytes
-        file = ExportFile(self._sending, path, key, nbytes, window, new=self._new)
+        file = ExportFile(self._sending, path, key, nbytes, window_nbytes, new=self._new)
         self._files.append(file)
         return file
 
-    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+    async def put(self, path: str, *blocks: Body, in_record: bool = False) -> None:
         """Keep a small file, which appears after all others."""
         self._sending.check()
         check_file(path, self.location)
         check_key(self.location, path)
-        self._index[path] = await self._context.owned(data)
+        self._index[path] = await self._context.owned(*blocks)
 
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path`, or with ``""`` all files, under their names, durably.

@@ -34,7 +34,7 @@ so that the checkpoint is then whole.
 
 The guard of a retried creation: the first try may have landed, its response been lost, and another
 process have deleted the step; a second try would bring back a record without data. So each retry is
-preceded by a look for the record and for one of our data files (the witness), and the PUT is
+preceded by a look for the record and for one of our objects (the witness), and the PUT is
 followed by another look for the witness. A deletion removes the record, then the data, then looks
 for the record again. In every order, one of the two sees the other:
 
@@ -105,7 +105,7 @@ class Publication:
 
     Attributes:
         fixed: contents of the fixed names.
-        witness: key of a data file, which a deletion of the checkpoint removes.
+        witness: key of an object of the attempt, which a deletion of the checkpoint removes.
         epoch: the claim under which it writes, 0 for none.
         keep: the record may still arrive: nothing that it refers to may be removed.
     """

@@ -11,13 +11,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, check_passed, is_mark_of, too_large
 from asyncckpt.stores.objects.clients.client import Body, unless_missing
 from asyncckpt.stores.objects.context import Context
-from asyncckpt.stores.objects.datafile import (
-    ABORT_S,
-    ObjectDataFile,
-    Sending,
-    SerialFile,
-    WindowFile,
-)
+from asyncckpt.stores.objects.datafile import ABORT_S, Sending, WindowFile
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import exchange_path, join
 from asyncckpt.stores.objects.publish import bounded
@@ -34,7 +28,7 @@ class ObjectShare:
         self._save_id = save_id
         self._shared = shared
         self._sending = Sending(context, name)
-        self._files: list[ObjectDataFile] = []
+        self._files: list[WindowFile] = []
         self._exchanged: set[str] = set()
 
     def __repr__(self) -> str:
@@ -42,9 +36,7 @@ class ObjectShare:
 
     # ------------------------------------------------------------------------------------- files
 
-    async def create(
-        self, path: str, *, nbytes: int, window_nbytes: int | None = None
-    ) -> ObjectDataFile:
+    async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> WindowFile:
         """Open a new data file, of at most one window; no request is made. As `Attempt.create`.
 
         Raises:
@@ -53,11 +45,7 @@ class ObjectShare:
         self._sending.check()
         check_file(path, self.location)
         self._check_own(path)
-        file: ObjectDataFile
-        if window_nbytes is None:
-            file = SerialFile(self._sending, path)
-        else:
-            file = WindowFile(self._sending, path, nbytes, window_nbytes)
+        file = WindowFile(self._sending, path, nbytes, window_nbytes)
         self._files.append(file)
         return file
 
@@ -151,8 +139,8 @@ class ObjectJoinedAttempt(ObjectShare):
             return is_mark_of(self._save_id, await requests.read(key, max_nbytes=MARK_NBYTES))
         return False
 
-    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Make a small file durable. As `AttemptFiles.put`.
+    async def put(self, path: str, *blocks: Body, in_record: bool = False) -> None:
+        """Make a file durable. As `AttemptFiles.put`.
 
         Raises:
             UsageError: its path lacks the save id: only process 0 writes such files.
@@ -160,7 +148,7 @@ class ObjectJoinedAttempt(ObjectShare):
         self._sending.check()
         check_file(path, self.location)
         self._check_own(path)
-        await self._sending.send_named(join(self._name, path), await self._context.owned(data))
+        await self._sending.send_named(join(self._name, path), await self._context.owned(*blocks))
 
     async def settle(self) -> None:
         """Check that every own file is sealed, and so durable. As `JoinedAttempt.settle`."""

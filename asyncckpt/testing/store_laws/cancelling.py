@@ -29,7 +29,9 @@ class Cancelling(StoreLaws):
         async with self.opened(tmp_path) as store:
             attempt = await store.begin("1", identity("a"))
             nbytes = 1 << 20
-            file = await attempt.create(data_path(identity("a")), nbytes=nbytes)
+            file = await attempt.create(
+                data_path(identity("a")), nbytes=nbytes, window_nbytes=nbytes
+            )
             buffer, final = pattern(nbytes), pattern(nbytes, 1)
             for turns in range(20):
                 buffer[:] = 1

@@ -234,7 +234,7 @@ class Sharing(StoreLaws):
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)
-            await share.create(data_path(SAVE_ID), nbytes=PAGE)
+            await share.create(data_path(SAVE_ID), nbytes=PAGE, window_nbytes=PAGE)
             with pytest.raises(UsageError, match="not sealed"):
                 await share.settle()
             await share.abort()

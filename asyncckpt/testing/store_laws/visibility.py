@@ -65,7 +65,7 @@ class Visibility(StoreLaws):
                 attempt = await store.begin("1", save_id)
                 file = None
                 if steps > 0:
-                    file = await attempt.create(data_path(save_id), nbytes=PAGE)
+                    file = await attempt.create(data_path(save_id), nbytes=PAGE, window_nbytes=PAGE)
                 if file and steps > 1:
                     await file.write(0, pattern(PAGE))
                 if file and steps > 2:
@@ -73,7 +73,9 @@ class Visibility(StoreLaws):
                 if steps > 3:
                     await attempt.put("default/small", b"x")
                 if steps > 4:
-                    await attempt.create(data_path(save_id, "other"), nbytes=PAGE)
+                    await attempt.create(
+                        data_path(save_id, "other"), nbytes=PAGE, window_nbytes=PAGE
+                    )
                 if steps > 5:
                     with pytest.raises(UsageError):
                         await attempt.put("../escape", b"x")

@@ -23,6 +23,7 @@ from asyncckpt.testing.checkpoints import (
     put,
     record_of,
     save_file,
+    write_file,
 )
 from asyncckpt.testing.store_laws.subject import StoreLaws
 
@@ -35,21 +36,30 @@ class Writing(StoreLaws):
 
     @pytest.mark.parametrize("nbytes", LENGTHS)
     async def test_a_file_of_any_length_comes_back(self, tmp_path: Path, nbytes: int) -> None:
-        """The length may be any, and may have been announced wrongly."""
+        """The length may be any, and with positional writes may have been announced wrongly."""
         data = pattern(nbytes)
         async with self.opened(tmp_path) as store:
             save_id = identity("a")
             attempt = await store.begin("1", save_id)
-            paths = ["small", "view"]
-            for path, announced in (("exact", nbytes), ("less", 1), ("more", nbytes + 3 * PAGE)):
-                file = await attempt.create(data_path(save_id, path), nbytes=announced)
+            whole = data_path(save_id, "whole")
+            paths = ["small", "view", "blocks", whole]
+            paths.append(await write_file(attempt, data_path(save_id, "exact"), data))
+            announced = {"less": 1, "more": nbytes + 3 * PAGE}
+            for path, size in announced.items() if store.capabilities.positional_writes else ():
+                file = await attempt.create(
+                    data_path(save_id, path), nbytes=size, window_nbytes=self.window_nbytes
+                )
                 for start in range(0, nbytes, PIECE_NBYTES):
                     await file.write(start, data[start : start + PIECE_NBYTES])
                 await file.seal(nbytes)
                 paths.append(file.path)
-            await attempt.put("view", memoryview(data.tobytes()))
-            await attempt.put("small", data.tobytes())
-            small = named(attempt, {"view": data.tobytes(), "small": data.tobytes()})
+            raw = data.tobytes()
+            blocks = b"", bytearray(raw[: nbytes // 3]), memoryview(raw)[nbytes // 3 :]
+            await attempt.put("view", memoryview(raw))
+            await attempt.put("small", raw)
+            await attempt.put("blocks", *blocks)
+            await attempt.put(whole, *blocks)
+            small = named(attempt, {"view": raw, "small": raw, "blocks": raw})
             await attempt.publish(record_of(save_id, fixed=small))
             for path in paths:
                 assert await content(store, "1", path, nbytes) == data.tobytes(), path
@@ -66,7 +76,9 @@ class Writing(StoreLaws):
             spans = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
             random.shuffle(spans)
             attempt = await store.begin("1", identity("a"))
-            file = await attempt.create(data_path(identity("a")), nbytes=data.size)
+            file = await attempt.create(
+                data_path(identity("a")), nbytes=data.size, window_nbytes=self.window_nbytes
+            )
             async with asyncio.TaskGroup() as group:
                 for start, stop in spans:
                     group.create_task(file.write(start, data[start:stop]))
@@ -118,7 +130,9 @@ class Writing(StoreLaws):
         async with self.opened(tmp_path) as store:
             data = pattern(64 * PAGE)
             attempt = await store.begin("1", identity("a"))
-            file = await attempt.create(data_path(identity("a")), nbytes=63 * PAGE + 5)
+            file = await attempt.create(
+                data_path(identity("a")), nbytes=63 * PAGE + 5, window_nbytes=64 * PAGE
+            )
             await file.write(0, data)
             await file.seal(63 * PAGE + 5)
             await attempt.publish(record_of(identity("a")))
@@ -149,5 +163,5 @@ class Writing(StoreLaws):
                 with pytest.raises(UsageError):
                     await attempt.put(path, b"x")
                 with pytest.raises(UsageError):
-                    await attempt.create(path, nbytes=1)
+                    await attempt.create(path, nbytes=1, window_nbytes=PAGE)
             await attempt.abort()

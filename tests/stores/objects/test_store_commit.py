@@ -73,7 +73,7 @@ async def test_nothing_before_the_record_has_a_name_that_others_could_write(sim:
         # The contents of fixed names are durable before the record, in objects of the attempt.
         assert len([key for key in names(sim) if is_fixed(key.removeprefix("1/"))]) == 2
         with pytest.raises(UsageError, match="another attempt could write this name"):
-            await attempt.create("default/d/data", nbytes=1)
+            await attempt.create("default/d/data", nbytes=1, window_nbytes=4096)
         await attempt.publish(record)
 
 

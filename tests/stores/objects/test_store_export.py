@@ -116,10 +116,10 @@ async def test_an_export_that_fails_or_is_aborted_leaves_nothing(sim: Simulator)
         assert keys(sim) == set() and not sim.uploads
         export = await store.begin_export(FILE, identity("c"))
         with pytest.raises(UsageError, match="cannot be a file"):
-            await export.create("../x", nbytes=1)
+            await export.create("../x", nbytes=1, window_nbytes=SLOT_NBYTES)
         await export.abort()
         with pytest.raises(UsageError, match="has ended"):
-            await export.create("x", nbytes=1)
+            await export.create("x", nbytes=1, window_nbytes=SLOT_NBYTES)
 
 
 @pytest.mark.parametrize("kind", ("s3fs", "gcsfs"))

@@ -239,7 +239,7 @@ async def test_other_processes_write_no_fixed_names(sim: Simulator) -> None:
         with pytest.raises(UsageError, match="put the save id"):
             await share.put("default/small", b"x")
         with pytest.raises(UsageError, match="put the save id"):
-            await share.create("default/d/data", nbytes=1)
+            await share.create("default/d/data", nbytes=1, window_nbytes=4096)
         await share.abort()
         await attempt.abort()
         assert names(sim) == []

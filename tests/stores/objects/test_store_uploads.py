@@ -9,12 +9,12 @@ from asyncckpt.stores.objects.layout import check_key, owner
 from asyncckpt.stores.objects.requests.sizes import PUT_THRESHOLD_NBYTES
 from asyncckpt.testing.checkpoints import (
     PAGE,
+    content,
     data_path,
     identity,
     pattern,
     put,
     record_of,
-    write_file,
 )
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import KINDS, UNRACED, names, opened, whole, writes
@@ -24,13 +24,13 @@ from tests.watch import no_blocking_calls
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_file_that_is_written_in_order_keeps_its_name(sim: Simulator, kind: str) -> None:
+async def test_a_file_that_is_put_keeps_its_name(sim: Simulator, kind: str) -> None:
     """Its bytes never change, so that a try that arrives late is harmless; the index is one."""
     async with opened(kind, sim) as store:
         sim.faults.append(Fault(kind="put_object", key="*-data", reset=True, applied=True))
         attempt = await store.begin("1", identity("a"))
-        path = await write_file(attempt, data_path(identity("a")), pattern(PAGE + 1))
-        assert path == data_path(identity("a"))
+        path = data_path(identity("a"))
+        await attempt.put(path, pattern(PAGE + 1).tobytes())
         small = {"default/small": b"small 0"}
         await attempt.publish(await put(attempt, identity("a"), small, 0, path))
         await whole(sim, store, "1", 0)
@@ -60,6 +60,7 @@ async def test_a_data_file_whose_answer_was_lost_gets_another_name(
 @pytest.mark.parametrize("kind", ("memory", "s3fs", "gcsfs"))
 async def test_saving_blocks_no_loop(sim: Simulator, kind: str) -> None:
     data = pattern(10 << 20)
+    blocks = [bytearray(memoryview(data)[start::2]) for start in range(2)]
     async with opened(kind, sim, "blocked") as store:
         with no_blocking_calls():
             attempt = await store.begin("1", identity("a"))
@@ -68,35 +69,42 @@ async def test_saving_blocks_no_loop(sim: Simulator, kind: str) -> None:
             )
             await whole.write(0, data)
             await whole.seal(data.size)
-            serial = await write_file(attempt, data_path(identity("a"), "serial"), data)
+            await attempt.put(data_path(identity("a"), "index"), *blocks)
             await attempt.put("default/large", memoryview(data)[: 1 << 20])
-            await attempt.publish(record_of(identity("a"), 0, serial))
+            await attempt.publish(record_of(identity("a"), 0, whole.path))
             await store.delete("1")
 
 
 @pytest.mark.parametrize("kind", ("memory", "gcsfs", "obstore"))
-async def test_a_file_written_in_order_is_one_request_of_any_length(
+async def test_a_file_of_many_blocks_is_one_request_of_any_length(
     sim: Simulator, kind: str
 ) -> None:
-    data = pattern(33 << 20)
+    data = pattern(33 << 20).tobytes()
+    step = 5 << 20
+    blocks = [bytearray(data[start : start + step]) for start in range(0, len(data), step)]
     async with opened(kind, sim, "long") as store:
         attempt = await store.begin("1", identity("a"))
-        file = await attempt.create(data_path(identity("a")), nbytes=1)
-        step = 5 << 20
-        for start in range(0, data.size, step):
-            assert await file.write(start, data[start : start + step])
-        with pytest.raises(UsageError, match="writes come in order"):
-            await file.write(0, data[:1])
         sim.reset()
-        await file.seal(data.size - 3)
+        path = data_path(identity("a"))
+        await attempt.put(path, *blocks)
         puts = [r for r in writes(sim) if identity("a") in r.key]
         assert kind == "memory" or [r.kind for r in puts] == ["put_object"]
-        await attempt.publish(record_of(identity("a"), 0, file.path))
-        files = store.files("1")
-        found = await files.read(file.path, max_nbytes=data.size)
-        assert found == data[:-3].tobytes()
-        await files.close()
+        await attempt.publish(record_of(identity("a"), 0, path))
+        assert await content(store, "1", path, len(data)) == data
         await store.delete("1")
+
+
+async def test_an_index_beyond_what_one_request_may_send_is_refused(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncckpt.stores.objects.attempt.PUT_MAX_NBYTES", 3 << 20)
+    half = bytes((3 << 19) + 1)
+    async with opened("obstore", sim) as store:
+        attempt = await store.begin("1", identity("a"))
+        with pytest.raises(UsageError, match=r"more than the 3 MiB that one .* \(chunk_nbytes\)"):
+            await attempt.put(data_path(identity("a")), half, half)
+        await attempt.put(data_path(identity("a"), "fits"), half)
+        await attempt.abort()
 
 
 @pytest.mark.parametrize("kind", KINDS)
