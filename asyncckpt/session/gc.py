@@ -11,7 +11,6 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.runtime import Runtime
-from asyncckpt.stores.objects.clients.opening import multipart_options
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
 """Least age of leftovers that are removed, in seconds: no save takes a week, and a save older than
@@ -27,8 +26,8 @@ async def collect_garbage(
 ) -> list[str]:
     """Remove old leftovers below `root` of saves and deletions that never ended.
 
-    Checkpoints, files of other programs, and leftovers locked by another process stay. On S3,
-    unfinished multipart uploads are removed too if s3fs, which can list them, is installed.
+    Checkpoints, files of other programs, and leftovers locked by another process stay. So do
+    unfinished multipart uploads of exports that were killed: leave them to a lifecycle rule.
 
     Args:
         root: directory or URL of a run, or parent of one-shot checkpoints.
@@ -38,7 +37,7 @@ async def collect_garbage(
 
     Returns:
         Names of the leftovers that were (with `dry_run`: would be) removed: on local disk below
-        ``<root>/.asyncckpt``, on object stores below the root, uploads as ``key?upload``.
+        ``<root>/.asyncckpt``, on object stores below the root.
 
     Cancellation: leftovers removed before it stay removed.
 
@@ -57,8 +56,7 @@ async def collect_garbage(
             found=older_than_s,
         )
     runtime = Runtime("asyncckpt-gc", host_memory_nbytes=MIN_BUDGET_NBYTES)
-    options = multipart_options(root, storage_options)
-    store = runtime.store(root, direct_io="auto", storage_options=options)
+    store = runtime.store(root, direct_io="auto", storage_options=storage_options)
 
     async def collect() -> list[str]:
         return list(await store.collect(float(older_than_s), dry_run=dry_run))

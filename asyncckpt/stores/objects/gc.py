@@ -11,8 +11,9 @@ least):
 - an experiment (`.asyncckpt/probe-…`), or the last error of a process (`.asyncckpt/error-…`);
 - a record that does not count, because its writer had been taken over, with its objects, where the
   store has conditional deletion;
-- the list of a claim, except the highest list;
-- a multipart upload to a name that carries a save id (from older releases).
+- the list of a claim, except the highest list.
+
+Multipart uploads stay: only exports begin some, to names that may be foreign.
 """
 
 # Rule 1: everything else is foreign, whatever it looks like. A prefix whose record is damaged or of
@@ -58,7 +59,7 @@ KEYS_PER_DELETION = 1000
 
 
 async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool) -> list[str]:
-    """Remove leftovers; return their keys, sorted, and for uploads ``key?upload``.
+    """Remove leftovers; return their keys, sorted.
 
     Args:
         context: of the store.
@@ -73,19 +74,17 @@ async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool
     lists = (await context.claims.seen()).lists
     deletes = bool(lists) and (await context.probes.conditions(create=False, versions=True)).delete
     before_s = await _store_now_s(context) - older_than_s
-    removed = await _uploads(context, before_s, dry_run=dry_run)
     listed = await control_entries(requests)
     # The highest list alone decides.
     unused = {join(CONTROL, inherited_name(epoch)) for epoch in lists[:-1]}
-    control = [
+    removed = [
         entry.key
         for entry in listed
         if (is_probe(entry.key) or is_note(entry.key) or entry.key in unused)
         and _is_older(entry, before_s)
     ]
     if not dry_run:
-        await requests.delete(control)
-    removed += control
+        await requests.delete(removed)
     for name in await checkpoint_names(requests):
         removed += await _checkpoint(context, name, before_s, deletes=deletes, dry_run=dry_run)
     return sorted(removed)
@@ -138,21 +137,6 @@ def _is_dead(path: str, outline: Outline) -> bool:
         return True
     # A record of a newer release does not tell its files.
     return bool(outline.paths) and path not in outline.paths and not is_fixed(path)
-
-
-async def _uploads(context: Context, before_s: float, *, dry_run: bool) -> list[str]:
-    requests = context.requests
-    removed: list[str] = []
-    if not requests.traits.multipart:
-        return removed
-    for pending in await requests.pending_parts(""):
-        path = pending.key.partition("/")[2]
-        if owner(path) is None or not 0 < pending.begun_s < before_s:
-            continue
-        if not dry_run:
-            await requests.abort_parts(pending.key, pending.upload)
-        removed.append(f"{pending.key}?{pending.upload}")
-    return removed
 
 
 async def _store_now_s(context: Context) -> float:

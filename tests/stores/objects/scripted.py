@@ -156,7 +156,7 @@ class ScriptedClient:
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
         await self._request(f"pending {prefix}")
-        return [PendingParts("key", upload, 0.0) for upload in self.uploads]
+        return [PendingParts("key", upload) for upload in self.uploads]
 
     async def close(self) -> None:
         self.closed += 1

@@ -27,8 +27,6 @@ def age(sim: Simulator, seconds: float) -> None:
     objects = sim.buckets["bucket"].objects
     for key, item in list(objects.items()):
         objects[key] = dataclasses.replace(item, modified_s=item.modified_s - seconds)
-    for upload in sim.uploads:
-        upload.begun_s -= seconds
 
 
 def keys(sim: Simulator) -> set[str]:
@@ -80,17 +78,6 @@ async def test_only_old_leftovers_of_dead_attempts_are_collected(sim: Simulator,
         await living.publish(record)
         await expect(store, "1", 1)
         await expect(store, "2", 0)
-
-
-async def test_uploads_of_older_releases_are_collected_by_name_and_age(sim: Simulator) -> None:
-    async with opened("s3fs", sim) as store:
-        for text in ("dead", "living"):
-            await store._requests.begin_parts(f"1/{data_path(identity(text))}")
-            if text == "dead":
-                age(sim, WEEK_S + 3600)
-        (removed,) = await store.collect(WEEK_S)
-        assert removed.startswith(f"1/{data_path(identity('dead'))}?")
-        assert [identity("living") in upload.key for upload in sim.uploads] == [True]
 
 
 async def test_what_a_record_refers_to_is_kept_however_old(sim: Simulator) -> None:

@@ -180,7 +180,6 @@ class PendingParts(NamedTuple):
 
     key: str
     upload: str
-    begun_s: float
 
 
 class ObjectClient(Protocol):

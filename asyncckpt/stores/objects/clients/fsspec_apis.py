@@ -30,7 +30,7 @@ from asyncckpt.stores.objects.clients.client import (
     Take,
     unless_missing,
 )
-from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, seconds
+from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
 from asyncckpt.stores.objects.clients.urls import split_bucket
 
@@ -281,11 +281,7 @@ class S3Client(FsspecClient):
                 "_call_s3", "list_multipart_uploads", Bucket=self._bucket, **where
             )
             found += (
-                PendingParts(
-                    upload["Key"][len(self._prefix) :],
-                    upload["UploadId"],
-                    seconds(upload.get("Initiated")),
-                )
+                PendingParts(upload["Key"][len(self._prefix) :], upload["UploadId"])
                 for upload in page.get("Uploads", ())
             )
             if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
