@@ -50,7 +50,6 @@ class StoreCapabilities:
     Attributes:
         client_copies: copies of a buffer that the client makes while sending it.
         positional_writes: parts of a data file may have any size; otherwise they are its windows.
-        conditional_create: of two attempts at one name, exactly one publishes.
         read_copies: copies that the client makes of the bytes on their way into the buffers.
         read_nbytes: most memory that these copies take for one request, where bytes are passed on
             as they arrive; None if the client receives all of them before.
@@ -65,7 +64,6 @@ class StoreCapabilities:
 
     client_copies: int = 0
     positional_writes: bool = True
-    conditional_create: bool = True
     read_copies: int = 0
     read_nbytes: int | None = None
     read_gap_nbytes: int = 64 << 10

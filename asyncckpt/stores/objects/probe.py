@@ -59,11 +59,6 @@ class Probes:
         self._versions: tuple[bool, bool] | None = None
         self._lock = asyncio.Lock()
 
-    @property
-    def creates(self) -> bool:
-        """Whether creation is conditional; what the client says until its probe has ended."""
-        return self._creates is not False
-
     def begin(self) -> None:
         """Begin the probe of conditional creation in the background, unless it was begun."""
         if self._creates is None and self._begun is None:

@@ -68,20 +68,10 @@ class ObjectStore:
         self.url = context.requests.url
         self._context = context
         self._requests = context.requests
-        self._choices: dict[int, Choice] = {}
-        self._noted: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
-
-    @property
-    def capabilities(self) -> StoreCapabilities:
-        """As `Store.capabilities`."""
         traits = self._requests.traits
-        return StoreCapabilities(
+        self.capabilities = StoreCapabilities(
             client_copies=traits.put_copies,
             positional_writes=False,
-            conditional_create=self._context.probes.creates,
             read_copies=traits.get_copies,
             read_nbytes=traits.receive_nbytes,
             read_gap_nbytes=READ_GAP_NBYTES,
@@ -89,6 +79,11 @@ class ObjectStore:
             shared_link=True,
             proves_dead=False,
         )
+        self._choices: dict[int, Choice] = {}
+        self._noted: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
 
     # -------------------------------------------------------------------------------------- save
 

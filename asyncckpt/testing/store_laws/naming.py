@@ -17,9 +17,9 @@ class Naming(StoreLaws):
 
     async def test_of_two_attempts_at_one_name_exactly_one_publishes(self, tmp_path: Path) -> None:
         """The others get `CheckpointExistsError`, and the winner is untouched."""
+        if not self.conditional_create:
+            return
         async with self.opened(tmp_path) as store:
-            if not store.capabilities.conditional_create:
-                return
             seeds = range(4)
             errors: list[CheckpointExistsError] = []
 

@@ -16,10 +16,12 @@ class StoreLaws:
     """Laws of a store that is opened at a place.
 
     Attributes:
+        conditional_create: of two attempts at one name, exactly one publishes.
         lists_attempts: `names` may list the name of an attempt that has written something.
         window_nbytes: a window size that the store accepts for a data file.
     """
 
+    conditional_create = True
     lists_attempts = False
     window_nbytes = 5 << 20
 

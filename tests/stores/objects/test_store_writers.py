@@ -140,10 +140,9 @@ async def test_a_server_that_ignores_the_condition_is_found_out(
 ) -> None:
     sim.faults.append(Fault(kind="put_object", number=0, hook=ignore_condition))
     async with opened("obstore", sim) as store:
-        assert store.capabilities.conditional_create
         with caplog.at_level(logging.WARNING, "asyncckpt"):
             await save(store, "1", "a", 1)
-        assert not store.capabilities.conditional_create
+        assert not (await store._context.probes.conditions(versions=False)).create
         assert "both will believe" in caplog.text
         await whole(sim, store, "1", 1)
         with pytest.raises(CheckpointExistsError):
@@ -198,5 +197,5 @@ async def test_a_probe_that_got_no_answer_is_made_again(sim: Simulator) -> None:
     sim.faults.append(Fault(kind="put_object", key="*/.asyncckpt/probe-*", times=6, status=503))
     async with opened("obstore", sim) as store:
         await save(store, "1", "a", 1)
-        assert store.capabilities.conditional_create
+        assert (await store._context.probes.conditions(versions=False)).create
         await whole(sim, store, "1", 1)
