@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal
 
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
+from asyncckpt.flow.shield import cleaned_up
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.claim import Claim
 from asyncckpt.options import (
@@ -156,8 +157,8 @@ class LocalStore:
         self._wrote = True
         try:
             await self._workers.run(attempt.open, exports=exports, shared=shared)
-        except BaseException:
-            await attempt.abort()
+        except BaseException as error:
+            await cleaned_up(attempt.abort(), error)
             raise
         return attempt
 
@@ -194,8 +195,8 @@ class LocalStore:
                 timeout_s=timeout_s,
                 pauses_s=JOIN_PAUSES_S,
             )
-        except BaseException:
-            await attempt.abort()
+        except BaseException as error:
+            await cleaned_up(attempt.abort(), error)
             raise
         return attempt
 

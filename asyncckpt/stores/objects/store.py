@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Sequence
 
 from asyncckpt.errors import UsageError
-from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.flow.shield import cleaned_up, uninterrupted
 from asyncckpt.format.claim import Claim
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES
@@ -158,8 +158,8 @@ class ObjectStore:
         if shared:
             try:
                 await attempt.mark()
-            except BaseException:
-                await attempt.abort()
+            except BaseException as error:
+                await cleaned_up(attempt.abort(), error)
                 raise
         return attempt
 

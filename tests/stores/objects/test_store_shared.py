@@ -222,6 +222,19 @@ async def test_a_mark_that_cannot_be_read_fails_join(sim: Simulator, kind: str) 
         assert names(sim) == []
 
 
+async def test_an_attempt_that_cannot_be_marked_nor_cleaned_up_fails_for_the_mark(
+    sim: Simulator,
+) -> None:
+    sim.faults.append(Fault(kind="put_object", key="*-x-.begun", status=403))
+    sim.faults.append(Fault(kind="delete_objects", status=403))
+    async with opened("obstore", sim) as store:
+        with pytest.raises(StoreError, match=r"-x-\.begun: writing .* failed") as caught:
+            await store.begin("1", SAVE_ID, shared=True)
+        (note,) = caught.value.__notes__
+        assert "cleaning up failed too: " in note and "removing what an aborted save" in note
+        sim.faults.clear()
+
+
 async def test_what_was_passed_on_and_cannot_be_read_fails(sim: Simulator) -> None:
     async with opened("obstore", sim) as store:
         attempt = await store.begin("1", SAVE_ID, shared=True)
