@@ -187,7 +187,10 @@ class LocalFiles:
         bounces = self._bounces
         try:
             with allocating(BOUNCE_NBYTES):
-                buffer = bounces.pop() if bounces else AnonymousMemory().allocate(BOUNCE_NBYTES)
+                try:
+                    buffer = bounces.pop()
+                except IndexError:
+                    buffer = AnonymousMemory().allocate(BOUNCE_NBYTES)
             try:
                 yield _PastCache(fd, buffer)
             finally:
