@@ -486,32 +486,19 @@ class Store(Protocol):
         """Read access to one checkpoint; nothing is opened yet."""
         ...
 
-    async def delete(self, name: str, *, epoch: int = 0) -> None:
-        """Delete the checkpoint: first its name, durably, then its bytes.
+    async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
+        """Make the checkpoint invisible, durably; the result removes its bytes.
+
+        Bytes that are never removed, because the process ends, are a leftover.
 
         Args:
             name: name of the checkpoint.
             epoch: the claim under which it is deleted, 0 for none.
-
-        Raises:
-            CheckpointNotFoundError: there was none.
-            FencedError: the claim was taken over.
-        """
-        ...
-
-    async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
-        """Make the checkpoint invisible, durably; the result removes its bytes.
-
-        `delete` does both. Bytes that are never removed, because the process ends, are a leftover.
-
-        Args:
-            name: as `delete`.
-            epoch: as `delete`.
             seal: the last bytes of the record that the caller decided on.
 
         Raises:
             CheckpointNotFoundError: there is none whose record ends with `seal`.
-            FencedError: as `delete`.
+            FencedError: the claim was taken over.
         """
         ...
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from asyncckpt.flow.shield import mapped, together
+from asyncckpt.flow.shield import mapped, together, uninterrupted
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles, Removal
@@ -142,8 +142,7 @@ class Steps:
             ) from None
         finally:
             await files.close()
-        await store.delete(name, epoch=await self._claims.epoch())
-        logger.info("deleted %s", location)
+        await self._delete(name, await self._claims.epoch())
 
     async def unlist(self, name: str, seal: bytes) -> Removal:
         """Make the checkpoint invisible, as `Store.unlist`."""
@@ -157,7 +156,18 @@ class Steps:
             if number <= step:
                 break
             with contextlib.suppress(CheckpointNotFoundError):  # another process was faster
-                await self._root.store.delete(str(number), epoch=epoch)
+                await self._delete(str(number), epoch)
                 deleted.append(number)
-                logger.info("deleted %s/%s", self._root.url, number)
         return deleted[::-1]
+
+    async def _delete(self, name: str, epoch: int) -> None:
+        """Unlist the checkpoint, then remove its bytes.
+
+        Cancellation: finishes, then raises.
+        """
+
+        async def delete() -> None:
+            await (await self._root.store.unlist(name, epoch=epoch))()
+
+        await uninterrupted(delete())
+        logger.info("deleted %s/%s", self._root.url, name)

@@ -136,6 +136,11 @@ async def save(
     await store.settled()
 
 
+async def delete(store: Store, name: str, *, epoch: int = 0) -> None:
+    """Unlist a checkpoint and remove its bytes."""
+    await (await store.unlist(name, epoch=epoch))()
+
+
 @asynccontextmanager
 async def reading(store: Store, name: str) -> AsyncIterator[CheckpointFiles]:
     """Read a checkpoint in the block, and close it at its end."""

@@ -66,7 +66,7 @@ def retention_first() -> None:
 
     async def delete_then_begin(self: LocalStore, *args: Any, **kwargs: Any) -> LocalAttempt:
         for name in sorted(await self.names())[:-1]:
-            await self.delete(name)
+            await (await self.unlist(name))()
         return await begin(self, *args, **kwargs)
 
     LocalStore.begin = delete_then_begin  # type: ignore[method-assign]

@@ -191,7 +191,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             assert not taken
             self.root.published(step, saved)
             expected = trainer.deletes(self.root.steps, step)
-            deleted = [int(name) for name in (*did("delete"), *did("unlist"))]
+            deleted = [int(name) for name in did("unlist")]
             assert deleted == expected[: len(deleted)]
             self.root.gone(deleted)
         if trainer.store.down:
@@ -201,7 +201,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         above = [number for number in reversed(self.root.listed()) if number > step]
         with trainer.dying(at, after) as did:
             trainer.ckpt.delete_after(step)
-        deleted = [int(name) for name in (*did("delete"), *did("unlist"))]
+        deleted = [int(name) for name in did("unlist")]
         assert deleted == above[: len(deleted)]
         self.root.gone(deleted)
         if trainer.store.down:

@@ -130,7 +130,7 @@ async def test_delete_after_leaves_to_others_what_they_delete_first(tmp_path: Pa
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2, 3):
             await save(ckpt, step)
-        delete = Script(ckpt).hold("delete")
+        delete = Script(ckpt).hold("unlist")
         deleting = asyncio.create_task(ckpt.delete_after(1))
         await delete.reached()
         await asyncio.to_thread(shutil.rmtree, tmp_path / "3")

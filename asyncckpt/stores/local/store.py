@@ -228,15 +228,11 @@ class LocalStore:
         self._files.append(files)
         return files
 
-    async def delete(self, name: str, *, epoch: int = 0) -> None:
-        """Delete a checkpoint, or the link to one, not its target. As `Store.delete`."""
-        check_name(name)
-        check_epoch(epoch)
-        self._wrote = True
-        await self._workers.run(lambda: self._empty_trash(*self._move_to_trash(name, epoch)))
-
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
-        """Delete the name durably; after a cancellation, `sweep` removes the bytes."""
+        """Delete the name durably, or the link to a checkpoint, not its target.
+
+        After a cancellation, `sweep` removes the bytes.
+        """
         check_name(name)
         check_epoch(epoch)
         self._wrote = True

@@ -242,23 +242,13 @@ class ObjectStore:
 
     # ------------------------------------------------------------------------------------ remove
 
-    async def delete(self, name: str, *, epoch: int = 0) -> None:
-        """Delete a checkpoint, in the order of stores/objects/remove.py. As `Store.delete`.
+    async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
+        """Unlist a checkpoint, in the order of stores/objects/remove.py. As `Store.unlist`.
 
         Foreign objects below its prefix and those of other attempts stay.
 
         Cancellation: finishes, then raises.
         """
-        check_name(name)
-        check_epoch(epoch)
-
-        async def delete() -> None:
-            await (await unlist(self._context, name, epoch))()
-
-        await uninterrupted(delete())
-
-    async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
-        """Delete a checkpoint as `delete` does, but leave its bytes to the result."""
         check_name(name)
         check_epoch(epoch)
         return await uninterrupted(unlist(self._context, name, epoch, seal))

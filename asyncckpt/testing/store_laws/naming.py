@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
-from asyncckpt.testing.checkpoints import RECORD, content, expect, identity, save
+from asyncckpt.testing.checkpoints import RECORD, content, delete, expect, identity, save
 from asyncckpt.testing.store_laws.subject import StoreLaws
 
 
@@ -73,11 +73,11 @@ class Naming(StoreLaws):
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a", 1)
             await save(store, "2", "b", 2)
-            await store.delete("1")
+            await delete(store, "1")
             await self.expect_nothing(store, "1")
             await expect(store, "2", 2)
             with pytest.raises(CheckpointNotFoundError):
-                await store.delete("1")
+                await delete(store, "1")
             await save(store, "1", "c", 3)
             await expect(store, "1", 3)
             assert list(await store.sweep()) == []

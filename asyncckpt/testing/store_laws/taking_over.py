@@ -10,7 +10,7 @@ import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError, FencedError, UsageError
 from asyncckpt.ports import Claim, Store
-from asyncckpt.testing.checkpoints import expect, fill, identity, save
+from asyncckpt.testing.checkpoints import delete, expect, fill, identity, save
 from asyncckpt.testing.store_laws.subject import StoreLaws
 
 AT_ONCE = 8
@@ -87,13 +87,13 @@ class Claiming(StoreLaws):
             with pytest.raises(FencedError):
                 await attempt.publish(record)
             with pytest.raises(FencedError):
-                await store.delete("1", epoch=old)
+                await delete(store, "1", epoch=old)
             with pytest.raises(FencedError):
                 await store.unlist("1", epoch=old)
             await expect(other, "1", 1)
-            await other.delete("1", epoch=new)
+            await delete(other, "1", epoch=new)
             with pytest.raises((FencedError, CheckpointNotFoundError)):
-                await store.delete("1", epoch=old)
+                await delete(store, "1", epoch=old)
             await self.expect_nothing(other, "1")
 
     async def test_without_a_claim_nothing_is_taken_over(self, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ class Claiming(StoreLaws):
             await claimed(other)
             await attempt.publish(record)
             await save(store, "2", "b", 2)
-            await store.delete("2")
+            await delete(store, "2")
             await claimed(other)
             await expect(other, "1", 1)
             await self.expect_nothing(other, "2")
@@ -141,6 +141,6 @@ class Claiming(StoreLaws):
     async def test_a_claim_checks_its_arguments(self, tmp_path: Path) -> None:
         """A negative epoch is a mistake."""
         async with self.opened(tmp_path) as store:
-            for call in (store.begin("1", identity("a"), epoch=-1), store.delete("1", epoch=-1)):
+            for call in (store.begin("1", identity("a"), epoch=-1), delete(store, "1", epoch=-1)):
                 with pytest.raises(UsageError, match="epoch=-1"):
                     await call

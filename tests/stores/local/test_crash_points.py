@@ -15,6 +15,7 @@ import pytest
 
 from asyncckpt.stores.local import publish
 from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.testing.checkpoints import delete
 from tests.crash.faults import ForkServer
 from tests.stores.checkpoints import expect, save
 from tests.stores.children import attempted, fresh, unsupported, with_store
@@ -43,7 +44,7 @@ def change(root: str, scenario: str) -> dict[str, bool]:
 
     async def work(store: LocalStore) -> None:
         if scenario == "delete":
-            await store.delete("1")
+            await delete(store, "1")
             return
         attempt = await store.begin("1", "new", overwrite=scenario.startswith("over"))
         try:

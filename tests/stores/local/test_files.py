@@ -30,7 +30,7 @@ from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.ports import FRESH, Reading
 from asyncckpt.stores.local import files as module
 from asyncckpt.stores.local.store import LocalStore
-from asyncckpt.testing.checkpoints import PAGE, pattern
+from asyncckpt.testing.checkpoints import PAGE, delete, pattern
 from tests.stores.checkpoints import save, write_file
 from tests.watch import open_files
 
@@ -586,6 +586,6 @@ async def test_reading_creates_nothing(store: LocalStore, tmp_path: Path, worker
     assert await nowhere.names() == []
     assert await nowhere.sweep() == []
     with pytest.raises(CheckpointNotFoundError):
-        await nowhere.delete("1")
+        await delete(nowhere, "1")
     await nowhere.close()
     assert sorted(tmp_path.rglob("*")) == before

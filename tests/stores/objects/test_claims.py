@@ -21,7 +21,7 @@ from asyncckpt.errors import (
 from asyncckpt.stores.objects import probe
 from asyncckpt.stores.objects.requests import listings
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.checkpoints import expect, expect_no_record, fill, identity, save
+from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, fill, identity, save
 from tests.simulator import Fault, Gate, Simulator
 from tests.stores.objects.stores import ROOT, UNRACED, names, opened
 
@@ -227,7 +227,7 @@ async def test_without_claims_no_request_asks_for_them_and_with_them_a_save_asks
         before = len(sim.requests)
         await save(store, "1", "a", 1)
         await expect(store, "1", 1)
-        await store.delete("1")
+        await delete(store, "1")
         assert asked(before) == []
         first = await claimed(store)
         before = len(sim.requests)

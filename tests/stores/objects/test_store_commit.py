@@ -11,6 +11,7 @@ from asyncckpt.stores.objects import attempt as attempts
 from asyncckpt.stores.objects.layout import is_fixed, owner
 from asyncckpt.stores.objects.store import COLLECT_MIN_S
 from asyncckpt.testing.checkpoints import (
+    delete,
     expect,
     expect_no_record,
     fill,
@@ -55,7 +56,7 @@ async def test_a_step_is_unlisted_by_three_requests(sim: Simulator) -> None:
     async with opened("obstore", sim) as store:
         await save(store, "0", "first")
         await save(store, "1", "second")
-        await store.delete("0")  # the store is known from here on
+        await delete(store, "0")  # the store is known from here on
         sim.reset()
         remove = await store.unlist("1")
         # Its record; the names that other programs look for; the record again, to delete it.

@@ -11,7 +11,7 @@ import pytest
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError
 from asyncckpt.stores.objects import probe
 from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
-from asyncckpt.testing.checkpoints import expect, expect_no_record, save
+from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import ROOT, names, opened, whole, writes
 
@@ -24,7 +24,7 @@ class Scenario:
 
     async def run(self, store: ObjectStore) -> None:
         if self.name == "delete":
-            await store.delete("1")
+            await delete(store, "1")
         else:
             step = "1" if self.name == "overwrite" else "2"
             await save(store, step, "new", 2, overwrite=self.name == "overwrite")

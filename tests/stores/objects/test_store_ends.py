@@ -15,7 +15,7 @@ from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import READS_MAX, Context
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
-from asyncckpt.testing.checkpoints import epoch_of, expect, fill, identity, outline_of, save
+from asyncckpt.testing.checkpoints import delete, epoch_of, expect, fill, identity, outline_of, save
 from tests.simulator import Fault, Gate, Simulator
 from tests.stores.objects.scripted import AT_ONCE, requests
 from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, UNRACED, names, of, opened, whole
@@ -244,7 +244,7 @@ async def test_a_retried_creation_brings_no_deleted_step_back(
             if tries == 1:
                 if landed:
                     await put(key, body, create=create)
-                    await other.delete("1")
+                    await delete(other, "1")
                 raise RequestError("connection", "by the test")
             for mine in of(sim, "a"):
                 sim.delete("bucket", f"{ROOT}/{mine}")
@@ -264,7 +264,7 @@ async def test_a_deletion_removes_a_record_that_came_back_meanwhile(sim: Simulat
         record = sim.get("bucket", f"{ROOT}/1/checkpoint.json")
         gate = Gate()
         sim.faults.append(Fault(kind="list_objects", gate=gate))
-        deleting = asyncio.create_task(store.delete("1"))
+        deleting = asyncio.create_task(delete(store, "1"))
         await gate.reached.wait()
         sim.put("bucket", f"{ROOT}/1/checkpoint.json", record)
         gate.release()

@@ -17,7 +17,7 @@ from asyncckpt.options import MIB
 from asyncckpt.ports import Entry
 from asyncckpt.stores.objects.files import RANGE_MAX_NBYTES, RANGE_NBYTES, ranges
 from asyncckpt.stores.objects.requests.tuner import LOOKS
-from asyncckpt.testing.checkpoints import PAGE, expect, identity, pattern, record_of, save
+from asyncckpt.testing.checkpoints import PAGE, delete, expect, identity, pattern, record_of, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import ROOT, opened
 from tests.watch import no_blocking_calls
@@ -106,7 +106,7 @@ async def test_readers_are_told_what_has_become_of_the_record(sim: Simulator) ->
         assert await files.changed() is None
         await save(store, "1", "b", 2, overwrite=True)
         assert await files.changed() == "replaced"
-        await store.delete("1")
+        await delete(store, "1")
         assert await files.changed() == "deleted"
 
 
@@ -183,5 +183,5 @@ async def test_a_checkpoint_without_fixed_names_is_one(sim: Simulator) -> None:
         attempt = await store.begin("1", identity("a"))
         await attempt.publish(record_of(identity("a")))
         assert await store.names() == ["1"]
-        await store.delete("1")
+        await delete(store, "1")
         assert await store.names() == []

@@ -13,7 +13,7 @@ from asyncckpt.stores.objects.context import HEAD_NBYTES
 from asyncckpt.stores.objects.layout import RECORD
 from asyncckpt.stores.objects.repair import _wrong
 from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
-from asyncckpt.testing.checkpoints import expect, fill, identity, put, save
+from asyncckpt.testing.checkpoints import delete, expect, fill, identity, put, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import KINDS, ROOT, age, names, opened, whole, writes
 
@@ -133,7 +133,7 @@ async def test_a_deletion_that_keeps_the_record_is_repaired_for_other_programs(
         with monkeypatch.context() as patch:
             refuse(patch, store, lambda key: key.endswith("checkpoint.json"))
             with pytest.raises(AsyncCheckpointError, match="deleting failed"):
-                await store.delete("1")
+                await delete(store, "1")
         assert "1/default/small" not in names(sim)
         await expect(store, "1", 1)
         await store.sweep()
@@ -151,7 +151,7 @@ async def test_what_is_left_of_a_deletion_is_removed_by_gc(
         with monkeypatch.context() as patch:
             refuse(patch, store, lambda key: identity("a") in key)
             with pytest.raises(AsyncCheckpointError, match="bytes of a deleted checkpoint"):
-                await store.delete("1")
+                await delete(store, "1")
         left = set(names(sim)) - {"1/notes.txt"}
         assert left and all(identity("a") in key for key in left)
         assert await store.collect(COLLECT_MIN_S) == []  # too young

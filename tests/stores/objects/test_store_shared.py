@@ -12,7 +12,7 @@ from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.layout import exchange_path, is_exchange, owner
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.checkpoints import data_path, expect, fill, identity, record_of, save
+from asyncckpt.testing.checkpoints import data_path, delete, expect, fill, identity, record_of, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, names, of, opened, writes
 from tests.stores.objects.test_store_collect import WEEK_S, age
@@ -193,7 +193,7 @@ async def test_what_cannot_be_removed_after_the_commit_is_logged(
     assert exchanged(sim) == [MARK]
     async with opened("obstore", sim) as again:
         await expect(again, "1")
-        await again.delete("1")
+        await delete(again, "1")
     assert names(sim) == []
 
 

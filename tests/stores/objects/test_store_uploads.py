@@ -11,6 +11,7 @@ from asyncckpt.testing.checkpoints import (
     PAGE,
     content,
     data_path,
+    delete,
     identity,
     pattern,
     put,
@@ -72,7 +73,7 @@ async def test_saving_blocks_no_loop(sim: Simulator, kind: str) -> None:
             await attempt.put(data_path(identity("a"), "index"), *blocks)
             await attempt.put("default/large", memoryview(data)[: 1 << 20])
             await attempt.publish(record_of(identity("a"), 0, whole.path))
-            await store.delete("1")
+            await delete(store, "1")
 
 
 @pytest.mark.parametrize("kind", ("memory", "gcsfs", "obstore"))
@@ -91,7 +92,7 @@ async def test_a_file_of_many_blocks_is_one_request_of_any_length(
         assert kind == "memory" or [r.kind for r in puts] == ["put_object"]
         await attempt.publish(record_of(identity("a"), 0, path))
         assert await content(store, "1", path, len(data)) == data
-        await store.delete("1")
+        await delete(store, "1")
 
 
 async def test_an_index_beyond_what_one_request_may_send_is_refused(

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError
-from asyncckpt.testing.checkpoints import fill, identity, put, save
+from asyncckpt.testing.checkpoints import delete, fill, identity, put, save
 from tests.simulator import Fault, Gate, Request, Simulator
 from tests.stores.objects.stores import RECORD_PUT, ROOT, names, of, opened, whole
 
@@ -71,7 +71,7 @@ async def test_fixed_names_of_a_winner_that_was_paused_do_not_stay_after_a_delet
             async with asyncio.TaskGroup() as group:
                 group.create_task(save(paused, "1", "a", 1))
                 await gate.reached.wait()
-                await other.delete("1")
+                await delete(other, "1")
                 gate.release()
         assert names(sim) == []
 
@@ -85,7 +85,7 @@ async def test_a_deletion_leaves_the_save_that_took_the_name_meanwhile_whole(
         # The record is gone; what follows is held.
         sim.faults.append(Fault(kind="list_objects", gate=gate))
         async with asyncio.TaskGroup() as group:
-            group.create_task(deleting.delete("1"))
+            group.create_task(delete(deleting, "1"))
             await gate.reached.wait()
             await save(other, "1", "b", 2)
             gate.release()
