@@ -44,7 +44,7 @@ from asyncckpt.options import GIB, MAX_ENTRIES, SaveOptions
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import ConvertReport, Progress, nbytes_text
 from asyncckpt.save.commit import DATABASE
-from asyncckpt.stores.objects.clients.opening import multipart_options
+from asyncckpt.stores.objects.clients.opening import fsspec_options
 
 LARGEST_CHUNK_NBYTES = 1 * GIB
 """Largest chunk that keeps the source's shape if another shape would need more reads."""
@@ -139,7 +139,7 @@ async def _run(
                 f"{destination}: safetensors files are not compressed; leave compression out"
             )
         # Files of any size, each one object.
-        destination_options = multipart_options(destination, destination_options)
+        destination_options = fsspec_options(destination, destination_options)
     packing = chosen.compression is not None or chosen.leaf_options is not None
     reading, cache, writing = shares(chosen.host_memory_nbytes, packing=packing)
     runtimes = Runtimes("write", reading_nbytes=reading, working_nbytes=writing)

@@ -11,6 +11,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.runtime import Runtime
+from asyncckpt.stores.objects.clients.opening import fsspec_options
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
 """Least age of leftovers that are removed, in seconds: no save takes a week, and a save older than
@@ -56,7 +57,9 @@ async def collect_garbage(
             found=older_than_s,
         )
     runtime = Runtime("asyncckpt-gc", host_memory_nbytes=MIN_BUDGET_NBYTES)
-    store = runtime.store(root, direct_io="auto", storage_options=storage_options)
+    # Records of writers that were taken over need conditional deletion.
+    options = fsspec_options(root, storage_options)
+    store = runtime.store(root, direct_io="auto", storage_options=options)
 
     async def collect() -> list[str]:
         return list(await store.collect(float(older_than_s), dry_run=dry_run))

@@ -374,12 +374,12 @@ def _library(kind: type) -> str | None:
     return next((name for name in LIBRARIES.values() if name in modules), None)
 
 
-def multipart_options(
+def fsspec_options(
     location: object, storage_options: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the options, with a client that sends objects in parts.
+    """Return the options, with a client that sends objects in parts and deletes conditionally.
 
-    obstore, the first choice, does not: this chooses fsspec if it is installed, unless the user
+    obstore, the first choice, does neither: this chooses fsspec if it is installed, unless the user
     chose a client.
     """
     if not is_url(location) or (url := parse_url(str(location))).scheme not in LIBRARIES:
