@@ -18,6 +18,8 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
+from asyncckpt.errors import UsageError
+from asyncckpt.runtime import Runtime
 from asyncckpt.session.gc import COLLECT_MIN_S
 from asyncckpt.stores.local.locks import Machine, Terms, this_machine, write_owner
 from asyncckpt.stores.objects import store as objects
@@ -225,6 +227,21 @@ async def test_leftovers_on_an_object_store_go_by_age_and_owner(
     assert sorted(kept.keys() - sim.objects()) == [f"{root}/{key}" for key in expected]
     assert (await asyncckpt.verify(f"{url}/1", storage_options=options)).ok
     assert await asyncckpt.collect_garbage(url, storage_options=options) == []
+
+
+def test_clients_that_delete_conditionally_are_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them, records of writers that were taken over could not be removed."""
+    given: list[Any] = []
+
+    def store(self: Runtime, root: Any, *, direct_io: Any, storage_options: Any) -> Any:
+        given.append(storage_options)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(Runtime, "store", store)
+    for options in (None, {"key": "k"}, {"client": "obstore"}):
+        with pytest.raises(UsageError, match="enough"):
+            blocking.collect_garbage("s3://bucket/run", storage_options=options)
+    assert given == [{"client": "fsspec"}, {"key": "k", "client": "fsspec"}, {"client": "obstore"}]
 
 
 async def test_uploads_that_were_not_completed_stay(sim: Simulator) -> None:
