@@ -50,23 +50,30 @@ logger = logging.getLogger("asyncckpt")
 
 @dataclass(slots=True, eq=False)
 class SaveState:
-    """Visible state of a running save; `staged` resolves when every leaf may be mutated."""
+    """Visible state of a running save.
+
+    `staged` resolves when every leaf may be mutated: to True if all were copied or are held, to
+    False if the save has ended before.
+    """
 
     stage: str = "plan"
     done_nbytes: int = 0
     total_nbytes: int = 0
     blocked_s: float = 0.0
-    staged: Future[None] = field(default_factory=unresolved)
+    staged: Future[bool] = field(default_factory=unresolved)
 
     @property
     def progress(self) -> Progress:
         """Stage and bytes done."""
         return Progress(self.stage, self.done_nbytes, self.total_nbytes)
 
-    def let_go(self, _: object = None) -> None:
-        """Tell the caller that the leaves may be mutated. Idempotent."""
+    def let_go(self, ended: object = None) -> None:
+        """Tell the caller that the leaves may be mutated: all were taken, or the save has ended.
+
+        Only the first call has an effect.
+        """
         if not self.staged.done():
-            self.staged.set_result(None)
+            self.staged.set_result(ended is None)
 
 
 async def record_of(files: CheckpointFiles) -> bytes | None:

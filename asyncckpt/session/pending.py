@@ -126,7 +126,7 @@ class PendingSave:
         return await self._job.wait()
 
     async def _wait_staged(self) -> None:
-        """Wait until the state was copied, and raise an earlier failure.
+        """Wait until the state was copied, and raise a failure that prevented it.
 
         Cancellation, and blocking on the engine's own thread, abort the save.
         """
@@ -142,7 +142,7 @@ class PendingSave:
                 self._seen = True
                 await self._job.abort()
                 raise
-            if self._job.done() and self._job.future.exception() is not None:
+            if not self._state.staged.result() and self._job.future.exception() is not None:
                 self._seen = True
                 self._job.future.result()
 

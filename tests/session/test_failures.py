@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ import pytest
 import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.errors import DeadlineExceededError, SaveError, StoreError, UsageError
+from asyncckpt.flow.engine import ended
 from asyncckpt.save import save as saving
+from asyncckpt.session import pending as pending_saves
 from asyncckpt.testing.faults import Fault
 from tests.script import Script, in_thread
 
@@ -146,6 +150,25 @@ async def test_every_await_of_a_failed_save_raises_and_nothing_else_does(tmp_pat
         await ckpt.wait()
         await ckpt.save(2, TREE)
         assert await ckpt.steps() == [2]
+
+
+async def test_a_failure_after_the_state_was_copied_belongs_to_the_pending_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the caller goes on, `start_save` does not raise it."""
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        Script(ckpt).fail("seal", StoreError("disk on fire"))
+
+        async def late(future: Future[Any]) -> None:
+            await ended(future)
+            for pending in ckpt._session.saves.pending():
+                await ended(pending._job.future)
+
+        monkeypatch.setattr(pending_saves, "ended", late)
+        pending = await ckpt.start_save(1, TREE)
+        assert pending.done()
+        with pytest.raises(StoreError, match="disk on fire"):
+            await pending
 
 
 async def test_a_failure_raised_by_save_is_seen(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ async def test_a_failure_that_a_thread_waits_for_is_raised_by_nobody_else(
     looked: list[BaseException | None] = []
     pending._job.future.add_done_callback(lambda _: looked.append(saves.unseen_error()))
     fail(pending)  # a look at this very moment finds nothing
-    pending._state.staged.set_result(None)
+    pending._state.staged.set_result(False)
     with pytest.raises(StoreError, match="step 1"):
         await waiting
     assert looked == [None] and saves.unseen_error() is None
@@ -183,7 +183,7 @@ async def test_a_failure_while_staging_is_raised_by_nobody_else() -> None:
     starting = asyncio.create_task(pending._wait_staged())
     await asyncio.sleep(0)
     fail(pending)
-    pending._state.staged.set_result(None)
+    pending._state.staged.set_result(False)
     assert await asyncio.to_thread(saves.unseen_error) is None
     with pytest.raises(StoreError, match="step 1"):
         await starting
