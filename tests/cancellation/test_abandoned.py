@@ -32,6 +32,13 @@ class Stuck:
         self.go = threading.Event()
         self._first = threading.Lock()
 
+    async def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a task once its call is held; it ends although the call does not."""
+        await asyncio.to_thread(self.reached.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._first.acquire(blocking=False):
@@ -102,10 +109,7 @@ async def test_a_restore_with_a_stuck_thread_ends_and_spares_its_memory(
         monkeypatch.setattr(Decode, "small", stuck.wrap(Decode.small))
         core.runtime.engine.io._abandon_s = ABANDON_S  # of the thread that reads and checks
         task = asyncio.create_task(ckpt.restore(0))
-        await asyncio.to_thread(stuck.reached.wait, 60)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await stuck.cancel(task)
         assert core.runtime.budget.in_use == SLOT_NBYTES
         assert (await ckpt.restore(0))["small"]["3"][0] == 3
         stuck.go.set()
@@ -125,10 +129,7 @@ async def test_a_verification_with_a_stuck_thread_ends_and_spares_its_memory(
         await ckpt.save(0, state(0))
         monkeypatch.setattr(owner, name, stuck.wrap(getattr(owner, name)))
         task = asyncio.create_task(ckpt.verify(0))
-        await asyncio.to_thread(stuck.reached.wait, 60)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await stuck.cancel(task)
         assert budget.in_use == SLOT_NBYTES
         assert (await ckpt.verify(0)).ok
         stuck.go.set()
@@ -144,9 +145,6 @@ async def test_reading_that_is_stuck_is_abandoned_too(
         monkeypatch.setattr(LocalFiles, "_open_file", stuck.wrap(LocalFiles._open_file))
         ckpt._session.runtime.engine.io._abandon_s = ABANDON_S
         task = asyncio.create_task(ckpt.restore(0))
-        await asyncio.to_thread(stuck.reached.wait, 60)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await stuck.cancel(task)
         assert (await ckpt.restore(0))["a"].tolist() == [0, 1, 2, 3, 4]
         stuck.go.set()
