@@ -14,6 +14,7 @@ from asyncckpt.coordinators import beats as beats_module
 from asyncckpt.coordinators import rounds
 from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.group import Group, part
+from asyncckpt.coordinators.key_values import longest_pause_s, pauses
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.coordinators.single import SingleCoordinator
 from asyncckpt.errors import (
@@ -428,3 +429,19 @@ def test_a_process_that_was_left_behind_learns_that_the_outcome_is_unknown(engin
             await ahead.end()
 
     engine.submit(both).result()
+
+
+def test_waits_of_many_processes_mostly_pause_as_long_as_they_may(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wait begins with short pauses: too short a wait would consist of these."""
+    monkeypatch.setattr(rounds, "SLICE_S", 1.0)
+
+    async def looks_a_second() -> float:
+        group = Group(SingleCoordinator(), "a" * 32, 1, 10_000, ("h",) * 10_000, "asyncckpt/x")
+        round_ = Round(Beats(group, 20.0), "save", 7, arrival_s=20.0, silence_s=20.0)
+        ends = itertools.accumulate(pauses(10_000))
+        looks = list(itertools.takewhile(lambda end: end < round_._slice_s, ends))
+        return len(looks) / round_._slice_s
+
+    assert engine.submit(looks_a_second).result() <= 2 / longest_pause_s(10_000)

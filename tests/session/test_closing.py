@@ -11,6 +11,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
+from asyncckpt.flow.threads import unresolved
 from asyncckpt.testing.faults import Fault
 from tests.script import Script, in_thread
 
@@ -60,3 +61,22 @@ async def test_async_and_blocking_calls_may_mix(tmp_path: Path) -> None:
     await asyncio.gather(*(in_thread(ckpt.close) for _ in range(3)))
     with pytest.raises(asyncckpt.ClosedError):
         ckpt.save(2, TREE)
+
+
+async def test_a_wait_that_is_cancelled_forgets_no_refusal(tmp_path: Path) -> None:
+    """The error that other processes are told must arrive before the coordinator is closed."""
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        core, refused = ckpt._session, unresolved()
+        core._refusals.append(refused)
+        waiting = asyncio.create_task(core.idle())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert core._refusals == [refused]
+        waiting = asyncio.create_task(core.idle())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        refused.set_result(None)
+        await waiting
+        assert core._refusals == []
