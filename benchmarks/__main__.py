@@ -84,7 +84,7 @@ def _measure(
         found.floors = floors.choose()
         found.facts["floors"] = (
             f"raw write {floors.write_way}; raw read, cold {floors.cold_way}; "
-            f"memcpy {floors.copy_way.threads} threads"
+            f"memcpy {floors.copy_way.threads} × {floors.copy_way.block_nbytes // MIB} MiB"
         )
         suite = Suite(
             directory,
