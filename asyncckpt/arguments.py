@@ -174,7 +174,8 @@ def step_number(step: object) -> int:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(
-            f"step={step!r}: a step is a non-negative integer, not {type(step).__name__}",
+            f"step={step!r:.80}: a step is a non-negative integer, not {type(step).__name__}; "
+            "it comes first, as in save(step, tree), and a target is passed as restore(like=...)",
             expected="a non-negative integer",
             found=step,
         ) from None
@@ -198,7 +199,7 @@ def typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
 
 def check_keep(keep: object) -> None:
     """Check that this is a retention policy, or None."""
-    if keep is not None and not callable(getattr(keep, "keep", None)):
+    if keep is not None and (isinstance(keep, type) or not callable(getattr(keep, "keep", None))):
         raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
 
 
@@ -287,7 +288,7 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
     for name, value in metrics.items():
         try:
             if not isinstance(name, str):
-                raise TypeError("its name is no string")
+                raise TypeError("its name is not a string")
             name.encode()
             # `item` turns arrays, and tensors with gradients, into numbers without a warning.
             item = getattr(value, "item", None)
@@ -331,7 +332,7 @@ class ProgressGuard:
 
     def __init__(self, progress: ProgressCallback) -> None:
         self._progress = progress
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def __call__(self, state: Progress) -> None:
         """Call the callback, unless it has failed before."""
@@ -339,7 +340,7 @@ class ProgressGuard:
             return
         try:
             self._progress(state)
-        except Exception as error:
+        except BaseException as error:  # even sys.exit(), which would end the engine's thread
             self.error = error
             logger.exception("the progress callback failed and is not called again")
 

@@ -145,7 +145,7 @@ class Checkpointer(OpenRun):
             tree: nested containers of arrays and scalars.
             metadata: JSON values kept in the record.
             overwrite: replace a checkpoint of this step atomically.
-            options: instead of the `Checkpointer`'s.
+            options: replace the `Checkpointer`'s as a whole.
             progress: called on the engine's thread with a `Progress` as the save proceeds.
             metrics: numbers by name, for retention and listings.
 
@@ -226,7 +226,7 @@ class Checkpointer(OpenRun):
             include: globs on paths; other leaves are left out (with `like`: kept as they are).
             strict: leaves that only one side has are errors.
             cast: convert dtypes; values out of range stay errors.
-            options: instead of the `Checkpointer`'s.
+            options: replace the `Checkpointer`'s as a whole.
             progress: called on the engine's thread with a `Progress`.
             leaves: without `like`: ``"numpy"``, ``"jax"`` or ``"torch"`` arrays.
             on_report: called in the caller's thread with the `RestoreReport` before this returns.
@@ -287,7 +287,7 @@ class Checkpointer(OpenRun):
     async def inspect(self, step: int | None = None, *, timeline: bool = False) -> CheckpointInfo:
         """Describe a step (None: the newest) from its metadata alone.
 
-        With `timeline`, the result has that of the save, which takes one more read.
+        With `timeline=True`, the result includes that of the save, which takes one more read.
         """
         number = None if step is None else step_number(step)
         reads = self._session.reads
@@ -408,7 +408,7 @@ async def inspect(
 ) -> CheckpointInfo:
     """Describe the checkpoint at `location` from its metadata alone.
 
-    With `timeline`, the result has that of the save, which takes one more read.
+    With `timeline=True`, the result includes that of the save, which takes one more read.
     """
     async with _opened(location, {"storage_options": storage_options}) as core:
         return await core.call(lambda: core.reads.inspect(None, timeline)).wait()
@@ -440,6 +440,11 @@ async def _tree(core: Session, step: int | None, like: Any, **arguments: Any) ->
     on_report = arguments.pop("on_report")
     checked_callback("on_report", on_report, "RestoreReport")
     mode: Literal["saved", "like"] = "saved" if like is None else "like"
+    if like is not None and arguments["leaves"] != "numpy":
+        raise UsageError(
+            f"leaves={arguments['leaves']!r} with like=: the result has the leaves of `like`; "
+            "leave out one of the two"
+        )
     request, flat, adapters = core.restore_request(mode, like, **arguments)
     outcome = await core.restore(step, request).wait()
     tree = finish_tree(outcome, flat, adapters)

@@ -136,8 +136,9 @@ class LeafOptions:
 class SaveOptions:
     """How a checkpoint is saved.
 
-    `host_memory_nbytes`, `direct_io` and `exit_deadline_s` belong to a `Checkpointer`, which takes
-    them from its `save_options=`; another value in the `options=` of a save is a `UsageError`.
+    `host_memory_nbytes`, `direct_io`, `exit_deadline_s`, `silence_s` and `arrival_s` belong to a
+    `Checkpointer`, which takes them from its `save_options=`; another value in the `options=` of a
+    save raises a `UsageError`.
 
     Attributes:
         host_memory_nbytes: budget of staging memory in bytes, shared by all saves and restores of

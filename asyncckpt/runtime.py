@@ -187,8 +187,13 @@ def _check_location(location: object, storage_options: object) -> None:
     if (found := _LOST_SLASH.match(os.fsdecode(location))) is not None:
         scheme = found.group(1)
         raise UsageError(
-            f"{os.fsdecode(location)}: looks like a {scheme}:// URL that has lost a slash, as a "
-            "pathlib.Path loses it; pass the URL as a str, or the absolute path of the directory",
+            f"{os.fsdecode(location)}: looks like a URL ({scheme}://) that has lost a slash, as "
+            "a pathlib.Path loses it; pass the URL as a str, or an absolute path",
+            found=location,
+        )
+    if os.fsdecode(location).partition("/")[0] == "~":
+        raise UsageError(
+            f"{os.fsdecode(location)}: ~ is not expanded; pass os.path.expanduser({location!r})",
             found=location,
         )
     if not os.fspath(location):

@@ -70,24 +70,29 @@ _SAVE = "durable save with retention"
 _RESTORE = "warm restore in place"
 
 ROWS = (
-    Row("durable save, to plain O_DIRECT writes", SHORT, "W1", f"{_SAVE} / raw write"),
-    Row("durable save, to safetensors + fsync", SHORT, "W1", f"{_SAVE} / safetensors + fsync"),
-    Row("durable save, to `torch.distributed.checkpoint`", SHORT, "W1", f"{_SAVE} / DCP"),
-    Row("durable save, to Orbax", SHORT, "W1", f"{_SAVE} / Orbax"),
+    Row("durable save, relative to plain O_DIRECT writes", SHORT, "W1", f"{_SAVE} / raw write"),
     Row(
-        "restore into arrays that exist, to safetensors",
+        "durable save, relative to safetensors + fsync",
+        SHORT,
+        "W1",
+        f"{_SAVE} / safetensors + fsync",
+    ),
+    Row("durable save, relative to `torch.distributed.checkpoint`", SHORT, "W1", f"{_SAVE} / DCP"),
+    Row("durable save, relative to Orbax", SHORT, "W1", f"{_SAVE} / Orbax"),
+    Row(
+        "restore into existing arrays, relative to safetensors",
         SHORT,
         "W1",
         f"{_RESTORE} / safetensors into the same arrays",
     ),
     Row(
-        "restore from a cold disk, to plain reads",
+        "restore from a cold disk, relative to plain reads",
         SHORT,
         "W1",
         "cold restore, own memory / raw read",
     ),
     Row(
-        "save to simulated S3, to the bare client",
+        "save to simulated S3, relative to the client alone",
         REMOTE,
         "W1 s3",
         f"save, {SAME}, best bare client",
@@ -126,7 +131,7 @@ def _training_row(data: dict[str, Any]) -> list[str]:
         return []
     ours = f"{medians.pop(OURS) / plain:.2f} × with ours"
     others = "".join(f", {taken / plain:.2f} × with {name}" for name, taken in medians.items())
-    text = "the same training with two saves, to the one without"
+    text = "duration of a training with two saves, to one without saves (lower is better)"
     return [f"| {text} | {ours}{others} | | `{COMMANDS[SHORT]}` |"]
 
 

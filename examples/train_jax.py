@@ -104,7 +104,7 @@ async def train(options: argparse.Namespace, log: digits.RunLog) -> None:
             log.step(step, loss, ended - began, saving=saving)
             if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
                 began = time.perf_counter()
-                pending = await ckpt.start_save(step, state, metadata={"loss": float(loss)})
+                pending = await ckpt.start_save(step, state, metrics={"loss": float(loss)})
                 log.save(step, loss, time.perf_counter() - began)
     last = max(start, options.steps) - 1
     kept: Any = jax.tree.map(jax.device_get, (state.layers, state.optimizer))

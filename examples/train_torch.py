@@ -79,7 +79,7 @@ def train(options: argparse.Namespace, log: digits.RunLog) -> None:
             if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
                 began = time.perf_counter()
                 # The next steps may overwrite these tensors, because they have been copied.
-                pending = ckpt.start_save(step, state, metadata={"loss": loss.item()})
+                pending = ckpt.start_save(step, state, metrics={"loss": loss.item()})
                 log.save(step, loss.item(), time.perf_counter() - began)
     last = max(start, options.steps) - 1
     share = accuracy(model, held_out)

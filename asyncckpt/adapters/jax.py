@@ -119,7 +119,9 @@ class JaxAdapter:
             raise _abstract(path, leaf)
         if leaf.is_deleted():
             raise _deleted(path)
-        source = self.source(path, jax.random.key_data(leaf))
+        with jax.ensure_compile_time_eval():  # inside jit, the data of a concrete key are a tracer
+            data = jax.random.key_data(leaf)
+        source = self.source(path, data)
         source.extra = {"prng_impl": str(jax.random.key_impl(leaf))}
         source.identity = ("jax", id(leaf))
         # The key data is an array of its own, which `fetch` reads; the caller's is kept alive too.
@@ -184,6 +186,11 @@ class JaxAdapter:
         name, shape = target.spec.dtype, target.leaf.shape
         if division is None:
             array = _put(parts[0], name, target.device, sharding)
+            if shape == () and getattr(target.leaf, "weak_type", False):
+                # Only Python numbers become weakly typed arrays.
+                weak = _put(parts[0].item(), name, target.device, sharding)
+                if weak.dtype == array.dtype and not np.isnan(parts[0]):
+                    array = weak
         else:
             assert sharding is not None
             if target.boxes is None:
@@ -230,7 +237,7 @@ class JaxNodes:
 
 
 def _put(
-    values: npt.NDArray[Any],
+    values: Any,
     name: str,
     device: jax.Device | None,
     sharding: jax.sharding.Sharding | None = None,
@@ -265,9 +272,11 @@ def _is_key(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
+@lru_cache(maxsize=64)
 def _key_impl(dtype: Any) -> str:
     # There is no public way from a key dtype to its implementation without an array of it.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu), jax.transfer_guard("allow"):
         return str(jax.random.key_impl(jax.numpy.empty((0,), dtype)))
 
 

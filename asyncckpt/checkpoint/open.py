@@ -161,8 +161,8 @@ def _nothing(location: str, entries: Sequence[Entry]) -> CheckpointNotFoundError
     steps = sorted(int(e.name) for e in entries if e.is_directory and STEP_NAME.fullmatch(e.name))
     if steps:
         return CheckpointNotFoundError(
-            f"{location}: this is no checkpoint, but it has the directories of steps, of which "
-            f"{steps[-1]} is the newest; name one of them, as in {location}/{steps[-1]}",
+            f"{location}: this is the root of a run, not a checkpoint; its newest step is "
+            f"{steps[-1]}: pass {location}/{steps[-1]}, or use Checkpointer({location!r})",
             location=location,
             found=steps,
         )

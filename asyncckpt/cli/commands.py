@@ -26,18 +26,12 @@ from asyncckpt.version import VERSION
 
 app = typer.Typer(
     name="asyncckpt",
-    help="Look at checkpoints, verify, convert and compare them, remove steps.",
+    help="Inspect, verify, compare, convert and delete checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-app.command()(transfer.convert)
-app.command()(transfer.diff)
-app.command()(transfer.export)
-app.command("gc")(gc.collect)
-app.command()(tune.tune)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -65,7 +59,7 @@ def _top(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Look at checkpoints, verify, convert and compare them, remove steps."""
+    """Inspect, verify, compare, convert and delete checkpoints."""
 
 
 @app.command("ls")
@@ -111,7 +105,7 @@ def show(
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Show what a checkpoint holds: leaves, shapes, dtypes, sizes, chunks, files."""
+    """Show leaves, shapes, dtypes and files."""
     options = storage_options(storage_option)
     info = opening.inspect_location(path, options, timeline=with_timeline)
     if as_json:
@@ -134,7 +128,10 @@ def verify(
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Read and check every byte; exit status 1 and the damaged leaves if any differs."""
+    """Read and check every byte.
+
+    Exit status 1 and the damaged leaves if any differs.
+    """
     options = storage_options(storage_option)
     with progress_bar("verify", transient=True) as progress:
         reports = _verified(path, options, progress)
@@ -155,6 +152,11 @@ def verify(
         raise typer.Exit(1)
 
 
+app.command()(transfer.diff)
+app.command()(transfer.convert)
+app.command()(transfer.export)
+
+
 @app.command("rm")
 def remove(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Steps: ROOT/STEP.")],
@@ -173,6 +175,10 @@ def remove(
         with opening.run_at(root, options) as run:
             run.delete(step)
         typer.echo(f"removed {tables.printable(path)}")
+
+
+app.command("gc")(gc.collect)
+app.command()(tune.tune)
 
 
 def _summary(root: str, step: int, options: opening.Options) -> str:

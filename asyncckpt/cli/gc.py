@@ -34,7 +34,7 @@ def collect(
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Remove leftovers of saves that never ended, once they are old enough.
+    """Remove old leftovers of saves that never ended.
 
     Checkpoints and files of other programs are never touched.
     """

@@ -193,8 +193,8 @@ def removable(location: str, options: Options) -> tuple[str, int]:
     if place is None:
         by_hand = "the tools of its store, checkpoint.json first" if is_url(location) else "`rm -r`"
         raise UsageError(
-            f"{location}: rm removes steps of a run, and this path does not end in the number of "
-            f"one; remove a checkpoint of another name with {by_hand}",
+            f"{location}: not a step of a run (ROOT/STEP), which is all that rm removes; "
+            f"remove any other checkpoint with {by_hand}",
             location=location,
         )
     # Without a record it is a directory whose name happens to be a number.

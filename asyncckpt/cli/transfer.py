@@ -58,7 +58,7 @@ def convert(
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Write a checkpoint in another format: asyncckpt, or safetensors files.
+    """Convert a checkpoint to asyncckpt or safetensors.
 
     DST in .safetensors is one file; ROOT/STEP becomes a step of a run.
     """
@@ -88,7 +88,7 @@ def export(
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Write a checkpoint so that another library can restore it."""
+    """Make a copy that Orbax can restore."""
     if not orbax:
         raise UsageError("export: pass --orbax, the only format so far")
     with progress_bar("export", transient=True) as progress:
@@ -108,7 +108,10 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a file, or a run.")],
     second: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
     bitwise: Annotated[
-        bool, typer.Option("--bitwise", help="Compare bits: NaNs and zeros may differ.")
+        bool,
+        typer.Option(
+            "--bitwise", help="Compare bits: NaNs of other bits differ, and so do 0.0 and -0.0."
+        ),
     ] = False,
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Leaves listed in the tables; 0 for all.")
@@ -117,7 +120,10 @@ def diff(
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Compare two checkpoints; exit status 1 if they differ, 2 if they cannot be compared."""
+    """Compare two checkpoints.
+
+    Exit status 1 if they differ, 2 if they cannot be compared.
+    """
     try:
         options = RestoreOptions(host_memory_nbytes=size_nbytes("--memory", memory))
         with progress_bar("diff", transient=True) as progress:

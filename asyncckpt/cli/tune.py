@@ -41,7 +41,7 @@ def tune(
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Measure a store, and say which file size and how many streams to save with.
+    """Measure an object store and recommend options.
 
     Writes objects of several sizes below a prefix of its own, reads them, and removes them.
     """

@@ -629,7 +629,9 @@ _ONE_SIDED = {
 def _some(paths: Sequence[str]) -> str:
     if not paths:
         return "nothing"
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return ", ".join(map(where, paths[:3])) + (
+        f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    )
 
 
 def _equal(a: Any, b: Any) -> bool:

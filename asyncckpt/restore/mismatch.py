@@ -111,6 +111,11 @@ def check_array(
 
     `facts` are further facts of the saved and the wanted array; with `cast`, dtypes may differ.
     """
+    have, want = (known.get("prng_impl") for known in facts)
+    if have != want and have is not None and want is not None:  # their shapes may differ, too
+        message = f"the checkpoint holds PRNG keys of {have}, the target wants {want}"
+        mismatches.add(DtypeMismatchError, path, message, expected=want, found=have)
+        return
     if wanted.shape != saved.shape:
         mismatches.add(
             ShapeMismatchError,
@@ -131,15 +136,12 @@ def check_array(
             found=saved.dtype,
         )
         return
-    have, want = (known.get("prng_impl") for known in facts)
     if have == want:
         return
     if want is None:
         message = f"the checkpoint holds PRNG keys ({have}), the target an array"
-    elif have is None:
-        message = f"the checkpoint holds an array, the target wants PRNG keys ({want})"
     else:
-        message = f"the checkpoint holds PRNG keys of {have}, the target wants {want}"
+        message = f"the checkpoint holds an array, the target wants PRNG keys ({want})"
     mismatches.add(DtypeMismatchError, path, message, expected=want, found=have)
 
 

@@ -325,9 +325,10 @@ class Save:
         if await exists(self.store, self.request.name):
             # It may belong to a process that has taken over.
             await self.store.check_claim(self._epoch)
+            other = "choose another location" if self.request.step is None else "save another step"
             raise CheckpointExistsError(
                 f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
-                "replace it, or save another step",
+                f"replace it, or {other}",
                 location=self._location,
             )
 

@@ -232,7 +232,7 @@ async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: 
             group = round_.group
             raise UsageError(
                 f"{attempt.location}: {group.named(group.process_index)} cannot see {path!r}, "
-                "which another process has written: this is no place that all processes share; "
+                "which another process has written: the processes do not share this location; "
                 "pass a directory that every host mounts, or the URL of a bucket",
                 location=attempt.location,
                 found=path,

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import SaveAbortedError, UsageError
 from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.engine import Job, ended, wait_quietly
 from asyncckpt.reports import Progress, SaveReport
@@ -38,6 +38,7 @@ class PendingSave:
         self._job = job
         self._state = state
         self._seen = False
+        self._cancelled = False
         self._listeners: set[object] = set()
         self.location = location
         self.step = step
@@ -74,11 +75,12 @@ class PendingSave:
     def cancel(self) -> bool:
         """Ask the save to abort; return False if it has already ended.
 
-        Awaiting it then raises `SaveAbortedError` after the clean-up, or returns the report if
-        publication had begun.
+        Only awaiting it then raises `SaveAbortedError`, after the clean-up, or returns the report
+        if publication had begun; later saves do not raise what was asked for.
         """
         if self.done():
             return False
+        self._cancelled = True
         self._job.cancel()
         return True
 
@@ -164,7 +166,8 @@ class PendingSave:
         error = self._job.future.exception()
         if error is not None:
             self._seen = True
-        return error
+        asked_for = self._cancelled and isinstance(error, SaveAbortedError)
+        return None if asked_for else error
 
 
 class BlockingPendingSave(PendingSave):

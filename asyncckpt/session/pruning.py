@@ -190,7 +190,7 @@ class Pruner:
         try:
             kept = _steps(self.policy.keep(tuple(steps), metrics))
             notes = concerns(self.policy, steps, metrics)
-        except Exception as error:
+        except BaseException as error:  # even sys.exit(), which would end the engine's thread
             name = _name(self.policy)
             logger.exception("the retention policy %s failed", name)
             return [], [f"no step was deleted, because {name} failed: {error!r}"]

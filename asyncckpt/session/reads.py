@@ -37,6 +37,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger("asyncckpt")
 
+LISTED_STEPS = 10
+"""Newest steps that an error lists."""
+
 Verb = Literal["restore", "inspect", "verify"]
 
 Read = Callable[[CheckpointFiles, int | None], Awaitable[T]]
@@ -199,8 +202,24 @@ class Reads:
 
     def _nothing(self, verb: Verb) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(
-            f"{self._root.url}: there is no checkpoint to {verb}; latest_step() tells beforehand",
+            f"{self._root.url}: there is no checkpoint to {verb}; check that latest_step() is not "
+            "None first",
             location=self._root.url,
+        )
+
+    async def _without(
+        self, step: int, files: CheckpointFiles, error: CheckpointNotFoundError
+    ) -> CheckpointNotFoundError:
+        """Return the error that lists the steps, where there is no such step."""
+        there = await self._steps.candidates()
+        if step in there:
+            return error
+        some = ", ".join(map(str, there[-LISTED_STEPS:])) or "none"
+        some = f"…, {some}" if len(there) > LISTED_STEPS else some
+        return CheckpointNotFoundError(
+            f"{files.location}: there is no such step; the steps are {some}",
+            location=files.location,
+            found=there,
         )
 
     async def _read_one(
@@ -209,6 +228,10 @@ class Reads:
         self.pinned[name] += 1
         try:
             return await read(files, step)
+        except CheckpointNotFoundError as error:
+            if step is None:
+                raise
+            raise await self._without(step, files, error) from error
         except CorruptCheckpointError as error:
             await _check_unchanged(files, verb, error)
             raise

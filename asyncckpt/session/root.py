@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.coordinators.messages import decode_error
-from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.ports import NotingStore, Store
 from asyncckpt.runtime import Runtime, place_of
 from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url
@@ -75,6 +76,22 @@ class Root:
                     self.store = await self._runtime.engine.compute.run(self._open_store)
                     self._open_store = None
         return await function()
+
+    async def refuse_checkpoint(self) -> None:
+        """Check that a local root without steps is not itself a checkpoint.
+
+        Raises:
+            UsageError: it is one.
+        """
+        if is_url(self.url):  # no request more for each new run
+            return
+        record = os.path.join(self.url, RECORD_NAME)
+        if await self._runtime.engine.io.run(os.path.isfile, record):
+            raise UsageError(
+                f"{self.url}: this is a checkpoint, not the root of a run; pass the directory "
+                f"above it to Checkpointer, or read it with restore({self.url!r})",
+                location=self.url,
+            )
 
     async def sweep(self) -> None:
         """Remove leftovers of dead attempts; a failure is logged."""

@@ -107,8 +107,9 @@ class Session:
         owns_coordinator: bool = False,
         layouts: LayoutCache | None = None,
     ) -> None:
-        self.save_options = typed("save_options", save_options, SaveOptions)
-        self.restore_options = typed("restore_options", restore_options, RestoreOptions)
+        prefix = ("save_", "restore_") if not one_shot else ("", "")
+        self.save_options = typed(f"{prefix[0]}options", save_options, SaveOptions)
+        self.restore_options = typed(f"{prefix[1]}options", restore_options, RestoreOptions)
         check_keep(keep)
         check_coordinator(coordinator)
         check_switch("takeover", takeover)

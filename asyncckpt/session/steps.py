@@ -83,6 +83,9 @@ class Steps:
 
         The record of the step that was newest before is read while the names are listed, and used
         if it is the newest still. The caller closes the files.
+
+        Raises:
+            UsageError: the root is itself a checkpoint.
         """
         peeked: dict[int | None, CheckpointFiles | None] = {}
 
@@ -99,6 +102,8 @@ class Steps:
                     if (files := peeked.pop(step)) is not None:
                         self._newest = step if below is None else self._newest
                         return step, files
+            if not steps:
+                await self._root.refuse_checkpoint()
             return None
         finally:
             for other in peeked.values():

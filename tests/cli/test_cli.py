@@ -253,7 +253,7 @@ def test_rm_refuses_what_is_no_step(run: Run, root: Path, final: Path, tmp_path:
     (tmp_path / "2024" / "notes.txt").write_text("mine")
     refused = run("rm", "--yes", root / "1", final)
     assert refused.status == 2
-    assert "does not end in the number of one" in refused.err
+    assert "not a step of a run" in refused.err
     missing = run("rm", "--yes", root / "1", tmp_path / "2024")
     assert missing.status == 1
     assert "there is no checkpoint to remove" in missing.err

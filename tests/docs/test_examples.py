@@ -81,7 +81,7 @@ def test_readme_is_short_and_has_what_it_must() -> None:
     text = PAGES[0].read_text()
     assert text.count("\n") <= 150
     assert "make demo" in text and "make test" in text and "durable save" in text
-    assert "make bench" in text and "What it is not yet" in text
+    assert "make bench" in text and "## Limitations" in text
 
 
 def test_links_between_pages_lead_somewhere() -> None:
@@ -445,7 +445,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "damaged": ("is damaged", damaged),
     "gaps": ("to be saved, every element must be in a shard", gaps),
     "irregular": ("allows 4 per shard and 2 % of padding", irregular),
-    "root": ("this is no checkpoint, but it has the directories of steps", root_of_a_run),
+    "root": ("this is the root of a run, not a checkpoint", root_of_a_run),
     "other files": (
         "there is no checkpoint here: no checkpoint.json, and nothing that Orbax",
         other_files,

@@ -54,6 +54,9 @@ log = logging.getLogger("asyncckpt.stores")
 
 Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
 
+FOREIGN_NAMES = frozenset(("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", ".metadata"))
+"""Files by which checkpoints of Orbax, TensorStore and torch.distributed.checkpoint are known."""
+
 NAMED_ENTRIES = 3
 """Entries of a directory that an error names, to tell whose it is."""
 
@@ -102,6 +105,9 @@ def refuse_unrelated(target: str) -> None:
         shown = sorted(steps, key=int)[-NAMED_ENTRIES:]
         found = f"the root of a run (it has step {', '.join(shown)})"
         advice = f"save a step of it with Checkpointer({target!r}), or choose another location"
+    elif shown := [name for name in names if name in FOREIGN_NAMES]:
+        found = f"a checkpoint of another library (it has {', '.join(shown)})"
+        advice = "save another step, or choose another location"
     elif not STEP_NAME.fullmatch(os.path.basename(target)):
         shown = [name for name in names if name != CONTROL][:NAMED_ENTRIES] or names
         more = ", …" if len(names) > len(shown) else ""
