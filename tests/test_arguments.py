@@ -224,6 +224,7 @@ async def test_metadata_and_metrics_are_taken_at_the_call_and_come_back(tmp_path
         ("nowhere://bucket/run/x", "no filesystem for nowhere://"),
         ("s3://key:hunter2@bucket/run/x", "holds credentials"),
         ("", "pass the path of a directory"),
+        ("~/run", r"~ is not expanded; pass os.path.expanduser\('~/run'\)"),
         (5, "pass a path"),
         (None, "pass a path"),
     ],
@@ -267,6 +268,7 @@ async def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
     made = asyncckpt.Checkpointer
     for wrong in (
         lambda: made(tmp_path, keep=3),  # type: ignore[arg-type]
+        lambda: made(tmp_path, keep=asyncckpt.KeepLast),  # type: ignore[arg-type]
         lambda: made(tmp_path, save_options={"chunk_nbytes": 1}),  # type: ignore[arg-type]
         lambda: made(tmp_path, restore_options=asyncckpt.SaveOptions()),  # type: ignore[arg-type]
         lambda: made(tmp_path, coordinator="jax"),
@@ -283,6 +285,10 @@ async def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
             await ckpt.restore(include=[1])  # type: ignore[list-item]
         with pytest.raises(UsageError, match="leaves='arrow': pass \"numpy\""):
             await ckpt.restore(leaves="arrow")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="leaves='torch' with like="):
+            await ckpt.restore(like=TREE, leaves="torch")
+    with pytest.raises(UsageError, match=r"^options=.*: pass SaveOptions"):
+        await asyncckpt.save(tmp_path / "y", TREE, options={})  # type: ignore[arg-type]
 
 
 async def test_a_tensor_or_array_becomes_a_metric_without_a_warning(tmp_path: Path) -> None:

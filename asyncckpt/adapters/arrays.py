@@ -43,6 +43,15 @@ _CASTS = {
 (long doubles are rounded)."""
 
 
+def bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the elements as unsigned integers, which are equal where all bits are."""
+    values = np.ascontiguousarray(values)
+    size = values.dtype.itemsize
+    if size <= 8:
+        return values.view(f"u{size}")
+    return values.reshape(-1).view(np.uint64).reshape(values.size, size // 8)
+
+
 def unsupported_dtype(path: str, framework: str, dtype: str, cast: str | None = None) -> Exception:
     """Return the error for an array whose dtype cannot be stored; `cast` is the advice, if any."""
     advice = cast or (

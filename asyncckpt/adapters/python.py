@@ -81,6 +81,17 @@ def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
     return np.frombuffer(value, np.uint8) if len(value) > INLINE_NBYTES else None
 
 
+def same_number(value: object, kind: str) -> Scalar | None:
+    """Return a Python number of another kind that equals this one, or None."""
+    if type(value).__name__ not in NUMBERS or kind not in NUMBERS:
+        return None
+    try:
+        number = NUMBERS[kind](value)
+    except (TypeError, ValueError, OverflowError):  # an imaginary part, NaN, infinity
+        return None
+    return number if number == value else None
+
+
 def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
     """Return a rank-0 array of the zarr dtype `dtype` with this value; floats are rounded.
 

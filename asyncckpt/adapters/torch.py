@@ -270,7 +270,9 @@ def _check_kind(path: str, leaf: Any) -> str:
         cast = "wrapper tensors hold no bytes of their own: store the plain tensors inside"
     if reason:
         raise UnsupportedLeafError(
-            f"{path}: this tensor {reason} and cannot be stored; {cast}", path=path, found=reason
+            f"{path}: this tensor {reason} and can be neither saved nor restored; {cast}",
+            path=path,
+            found=reason,
         )
     name = _NAMES.get(leaf.dtype)
     if name is None:

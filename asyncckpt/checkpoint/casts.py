@@ -1,8 +1,9 @@
 """Casts from one dtype to another: they may lose precision, but not values.
 
 A value that an integer dtype cannot hold is lost, as is an integer beyond the largest float of a
-dtype, or an imaginary part. A float that is too large for a narrower float dtype is not: it becomes
-an infinity or, in dtypes without one, a NaN, which a save allows and a restore refuses.
+dtype, or an imaginary part. A float that is too large for a narrower float dtype becomes an
+infinity, which a save allows and a restore refuses; in dtypes without infinities it would become a
+NaN, and is lost, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def may_lose(source: str, stored: str) -> bool:
     if before == "int":
         bounds = np.array(_int_range(source), DTYPES[source])
         return any(not _holds(stored, bound) for bound in bounds)
-    return before == "complex" or after == "int"
+    return before == "complex" or after == "int" or not _has_infinity(stored)
 
 
 def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: str) -> None:
@@ -65,8 +66,11 @@ def lost_value(values: npt.NDArray[Any], source: str, stored: str) -> Any:
                 return values[values.imag != 0][0].item()
             values = values.real
         # Casts keep the order of values, so it suffices to check the least and the greatest. If
-        # there is a NaN, it is both.
-        for bound in (values.min(), values.max()):
+        # there is a NaN, it is both, unless the dtype has NaNs, too.
+        least, greatest = values.min(), values.max()
+        if numeric_class(stored) == "float":
+            least, greatest = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
+        for bound in (least, greatest):
             if not _holds(stored, bound):
                 return bound.item()
     return None
@@ -79,9 +83,18 @@ def _holds(stored: str, value: np.generic) -> bool:
         number = value.item()  # as a Python number, which compares exactly with any other
         return bool(low <= number <= high if isinstance(number, int) else low <= number < high + 1)
     if isinstance(value.item(), float):
-        return True
+        if np.isnan(value) or _has_infinity(stored):
+            return True
+        return not np.isnan(value.astype(DTYPES[stored]))
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(np.asarray(value).astype(DTYPES[stored]).astype(np.float64)))
+
+
+@lru_cache(maxsize=64)
+def _has_infinity(stored: str) -> bool:
+    return numeric_class(stored) != "float" or not np.isnan(
+        np.float32("inf").astype(DTYPES[stored])
+    )
 
 
 def _int_range(dtype: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.adapters.arrays import bits
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.format.scalars import decode_scalar
@@ -40,7 +41,7 @@ class Difference:
 
         NaN equals NaN and 0.0 equals -0.0, unless `bitwise`.
         """
-        if first.dtype == second.dtype and np.array_equal(_bits(first), _bits(second)):
+        if first.dtype == second.dtype and np.array_equal(bits(first), bits(second)):
             return
         with np.errstate(all="ignore"):
             where = np.flatnonzero(_unequal(first, second, bitwise=bitwise))
@@ -72,18 +73,10 @@ class Difference:
         self.largest_relative = max(self.largest_relative, other.largest_relative)
 
 
-def _bits(values: Values) -> Values:
-    values = np.ascontiguousarray(values)
-    size = values.dtype.itemsize
-    if size <= 8:
-        return values.view(f"u{size}")
-    return values.reshape(-1).view(np.uint64).reshape(values.size, size // 8)
-
-
 def _unequal(first: Values, second: Values, *, bitwise: bool) -> npt.NDArray[np.bool_]:
     differs: npt.NDArray[np.bool_]
     if bitwise and first.dtype == second.dtype:
-        differs = (_bits(first) != _bits(second)).reshape(first.size, -1)
+        differs = (bits(first) != bits(second)).reshape(first.size, -1)
     else:
         a, b = _wide(first).reshape(-1, 1), _wide(second).reshape(-1, 1)
         if a.dtype.kind == "c" or b.dtype.kind == "c":

@@ -35,7 +35,7 @@ from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
 from asyncckpt.ports import Bytes, DataFile, Export, ExportingStore, ScatteredFile, Sizes
 from asyncckpt.reports import Progress
-from asyncckpt.save.plan_cache import options_of_leaf, stored_spec
+from asyncckpt.save.plan_cache import options_of_leaf, stored_spec, untie
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
@@ -97,6 +97,7 @@ async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Fa
 
 
 def _plan(target: Target, reader: LeafReader, taken: Snapshot) -> FilesPlan:
+    untie(taken, target.options)
     specs: list[ArraySpec] = []
     banded: list[bool] = []
     for number, leaf in enumerate(taken.array_leaf):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +68,15 @@ def allocate(
     framework: str,
     in_place: bool,
     recycled: Recycled | None = None,
+    twins: Collection[int] = (),
 ) -> Buffers:
     """Return memory for every array, and what fills it. Blocking.
 
     Leaves without a target become arrays of `framework`. New memory comes from `recycled`, and
     returns there when the arrays are dropped. With `in_place`, the buffers of targets are used
-    where they have the stored dtype.
+    where they have the stored dtype, except those of `twins`.
     """
-    memory = _memory(opened, arrays, framework, recycled, in_place=in_place)
+    memory = _memory(opened, arrays, framework, recycled, twins, in_place=in_place)
     values_of, boxes_of, flats, nbytes = memory
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
@@ -131,6 +132,7 @@ def _memory(
     arrays: MatchedArrays,
     framework: str,
     recycled: Recycled | None,
+    twins: Collection[int],
     *,
     in_place: bool,
 ) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], list[Bytes | None], int]:
@@ -148,7 +150,10 @@ def _memory(
     own: list[int] = []
     if in_place and arrays.targets is not None:
         for number in arrays.ordinary():
-            values[number] = arrays.targets.leaves[arrays.number[number]]
+            if number in twins:
+                own.append(number)
+            else:
+                values[number] = arrays.targets.leaves[arrays.number[number]]
     else:
         own = arrays.ordinary()
     for number, leaf in arrays.described.items():
@@ -157,7 +162,7 @@ def _memory(
         nbytes_of[number] = spec.nbytes
         if target is not None and target.boxes is not None:
             nbytes_of[number] = sum([box.size for box in target.boxes]) * spec.itemsize
-        if target is None or not in_place or target.spec.dtype != spec.dtype:
+        if target is None or not in_place or target.spec.dtype != spec.dtype or number in twins:
             own.append(number)
         elif target.buffer is not None:
             values[number] = target.buffer
@@ -211,17 +216,19 @@ def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hasha
     return tuple([tied.get(array, array) for array in leaf.arrays()])
 
 
-_Place = tuple[LeafRestore, tuple[int, int], Hashable | None, Any]
-"""A leaf, and byte span, identity and array of memory that a restore fills for it."""
+_Place = tuple[int, tuple[int, int], Hashable | None, Any]
+"""Number of a leaf, and byte span, identity and array of memory that a restore fills for it."""
 
 
-def check_overlaps(matching: Matching, first_rows: Sequence[int]) -> None:
-    """Check that no two targets share memory, unless they are one array of the checkpoint.
+def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
+    """Return which arrays have the memory of an earlier one as their target, and that one.
 
-    `first_rows` has the first chunk row of every array.
+    A model whose weights are tied may be restored from a checkpoint that holds them twice. Arrays
+    that the checkpoint holds once, too, are no twins. `first_rows` has the first chunk row of every
+    array.
 
     Raises:
-        UsageError: names both leaves.
+        UsageError: two targets overlap otherwise; names both leaves.
     """
     arrays = matching.arrays
     assert arrays.targets is not None
@@ -230,28 +237,45 @@ def check_overlaps(matching: Matching, first_rows: Sequence[int]) -> None:
     owners = [target.buffer for target in filled if target.buffer is not None]
     owners += [arrays.targets.leaves[arrays.number[place]] for place in arrays.ordinary()]
     if len(set(map(id, owners))) == len(owners) and not any(t.span or t.buffers for t in filled):
-        return  # each has memory of its own
-    targets = [(leaf, leaf.target) for leaf in matching.leaves if leaf.target is not None]
-    places: list[_Place] = [(leaf, *place) for leaf, t in targets for place in _places(t)]
+        return {}  # each has memory of its own
+    leaves = matching.leaves
+    targets = [(n, leaf.target) for n, leaf in enumerate(leaves) if leaf.target is not None]
+    places: list[_Place] = [(n, *place) for n, target in targets for place in _places(target)]
     spans = [span for _, span, _, _ in places]
     # The byte spans of most targets are disjoint: one vectorised comparison settles it.
     bounds = np.array(spans, np.int64).reshape(-1, 2)
     bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
+    twins: dict[int, int] = {}
     if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
-        return
-    for number, other_number in overlapping(spans):
-        leaf, _, identity, memory = places[number]
-        other, _, other_identity, other_memory = places[other_number]
+        return twins
+    for place, other_place in overlapping(spans):
+        first, number = sorted((places[place][0], places[other_place][0]))
+        leaf, other = leaves[first], leaves[number]
         if leaf.target is other.target:
             continue
-        if identity is not None and identity == other_identity and _tied(leaf, other, first_rows):
-            continue
+        _, _, identity, memory = places[place]
+        _, _, other_identity, other_memory = places[other_place]
+        if identity is not None and identity == other_identity:
+            if _tied(leaf, other, first_rows):
+                continue
+            if leaf.spec is not None and _alike(leaf, other):
+                twins[number] = min(first, twins.get(number, first))
+                continue
         if may_share_memory(memory, other_memory):
             raise UsageError(
                 f"{leaf.path} and {other.path}: these targets overlap in memory but are different "
-                "arrays in the checkpoint; restore one of them elsewhere",
+                "arrays in the checkpoint; pass a copy of one of them, or leave it out with "
+                "include=",
                 path=other.path,
             )
+    return twins
+
+
+def _alike(one: LeafRestore, other: LeafRestore) -> bool:
+    """Return whether the same is wanted of two leaves that are stored alike."""
+    a, b = one.target, other.target
+    assert a is not None and b is not None
+    return (one.spec, a.spec, a.boxes) == (other.spec, b.spec, b.boxes)
 
 
 def _tied(one: LeafRestore, other: LeafRestore, first_rows: Sequence[int]) -> bool:

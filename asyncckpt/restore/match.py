@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncckpt.adapters.python import array_from_scalar
+from asyncckpt.adapters.python import array_from_scalar, same_number
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import (
     DtypeMismatchError,
@@ -460,17 +460,26 @@ class _Matcher:
     def _scalar(self, want: Wanted, value: Any) -> Any:
         """Return a scalar of the record, as a rank-0 array where the target is an array."""
         if want.target is None:
-            if type(want.leaf) is not type(value):
+            kind, found = type(want.leaf).__name__, type(value).__name__
+            if kind == found:
+                return value
+            same = same_number(value, kind) if self.request.cast else None
+            if same is None:
                 self._mismatches.add(
                     DtypeMismatchError,
                     want.path,
-                    f"the checkpoint holds a {type(value).__name__}, the target a "
-                    f"{type(want.leaf).__name__}",
-                    expected=type(want.leaf).__name__,
-                    found=type(value).__name__,
+                    f"the checkpoint holds {value!r:.40} ({found}), the target wants {kind}"
+                    + ("; cast=True converts equal numbers" if not self.request.cast else ""),
+                    expected=kind,
+                    found=found,
                 )
-            return value
+            return same
         spec = want.target.spec
+        if (
+            self.request.cast
+            and (same := same_number(value, numeric_class(spec.dtype))) is not None
+        ):
+            value = same
         if spec.shape != ():
             self._mismatches.add(
                 ShapeMismatchError,
@@ -496,7 +505,7 @@ class _Matcher:
             self._mismatches.add(
                 DtypeMismatchError,
                 want.path,
-                f"the checkpoint holds an array {spec}, the target a {kind}",
+                f"the checkpoint holds an array {spec}, the target wants {kind}",
                 expected=kind,
                 found=str(spec),
             )

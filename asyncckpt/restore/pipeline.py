@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from asyncckpt.adapters.arrays import bits
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, refuse_implied
-from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.errors import AsyncCheckpointError, MismatchError
 from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
-from asyncckpt.restore.buffers import Buffers, allocate, check_overlaps, tied_key
+from asyncckpt.restore.buffers import Buffers, Memory, allocate, find_twins, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_reads import share_reads
 from asyncckpt.restore.explain import explained
@@ -79,6 +82,8 @@ class RestorePipeline:
         self._ready: list[int] = []
         self._arrived = asyncio.Event()
         self._tied: dict[Hashable, Any] = {}
+        self._twins: dict[int, int] = {}
+        self._held: dict[int, Sequence[Memory]] = {}  # of twins and of those that they must equal
         self._done_nbytes = 0
         self._started = False
         self.results: list[Any] = [None] * (len(self._arrays) + len(self._scalars))
@@ -225,7 +230,11 @@ class RestorePipeline:
             framework=framework,
             in_place=in_place,
             recycled=self.runtime.recycled,
+            twins=self._twins,
         )
+        for number in {*self._twins, *self._twins.values()}:
+            values = buffers.values[number]
+            self._held[number] = buffers.boxes[number] if values is None else (values,)
         reads = self._plan(opened, extents, buffers.destinations)
         self._buffers, self.nbytes = buffers, buffers.nbytes
         self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
@@ -234,13 +243,15 @@ class RestorePipeline:
             placed = self._arrays.described
             self._unplaced = len(self._arrays) - len(placed)
             self.results[: len(self._arrays)] = buffers.values
+            for number in self._twins:
+                self.results[number] = self._target_of(number)
         self._ready = [leaf for leaf in placed if not self._waiting[leaf]]
         return reads
 
     def _check(self) -> None:
         """Check targets, and make the scalars that are no target: both can fail."""
         if self._into:
-            check_overlaps(self.matching, self.opened.first_rows)
+            self._twins = find_twins(self.matching, self.opened.first_rows)
         self._place_scalars(writing=False)
 
     def _look_at_foreign(self, extents: Extents) -> None:
@@ -265,7 +276,9 @@ class RestorePipeline:
         """Make the leaves of arrays whose values have arrived."""
         arrays, buffers = self._arrays, self._buffers
         for number in batch:
-            if self._atomic:
+            if number in self._twins:
+                self.results[number] = self._target_of(number)
+            elif self._atomic:
                 # A value that does not fit must be found before any target is touched.
                 parts = self._placement.converted(arrays[number], buffers.take(number))
                 buffers.boxes[number] = parts
@@ -292,12 +305,38 @@ class RestorePipeline:
         """Write the targets of an atomic restore, then those of scalars."""
         if not self._started:
             self._check()
+        self._compare_twins()
         if self._atomic:
             for writing in (False, True):
                 for number, leaf in enumerate(self._arrays):
-                    if self._placement.writes(leaf) == writing:
+                    if number not in self._twins and self._placement.writes(leaf) == writing:
                         self._place_array(number)
         self._place_scalars(writing=True)
+
+    def _target_of(self, number: int) -> Any:
+        want = self._arrays[number].want
+        assert want is not None
+        return want.leaf
+
+    def _compare_twins(self) -> None:
+        """Check that what was saved for one target by several names has one value.
+
+        Raises:
+            MismatchError: it has two; names both leaves.
+        """
+        for number, first in self._twins.items():
+            pairs = zip(self._held[first], self._held[number], strict=True)
+            if all(np.array_equal(bits(a), bits(b)) for a, b in pairs):
+                continue
+            path, other = self._arrays[first].path, self._arrays[number].path
+            raise MismatchError(
+                f"{path} and {other}: the checkpoint holds different values for what is one array "
+                "in the target; pass a copy of one of them, or leave it out with include=",
+                path=other,
+                location=self.opened.location,
+                stage="place",
+            )
+        self._held.clear()
 
     def _place_scalars(self, *, writing: bool) -> None:
         for number, leaf in enumerate(self._scalars, len(self._arrays)):

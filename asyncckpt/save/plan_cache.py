@@ -404,7 +404,7 @@ def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> lis
         name = names[leaf]
         first = snapshot.tied.get(number)
         if first is not None:
-            # Options for this path are ignored: the bytes are stored once.
+            # Other options of this path are ignored: the bytes are stored once, in one dtype.
             leaves.append(leaves[first]._replace(name=name, tied_to=first))
             continue
         own = None
@@ -429,6 +429,31 @@ def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> lis
             first_only = own.replicas == "first"
             leaves.append(_first_only(layout, terms.process) if first_only else layout)
     return leaves
+
+
+def untie(snapshot: Snapshot, options: SaveOptions) -> None:
+    """Part arrays that share all bytes, but are to be stored in different dtypes. Blocking.
+
+    Raises:
+        …: as `options_of_leaf` and `stored_spec`.
+    """
+
+    def stored(number: int) -> ArraySpec:
+        path, source = snapshot.paths[snapshot.array_leaf[number]], snapshot.sources[number]
+        own = options_of_leaf(options, path, source.spec)
+        return source.spec if own is None else stored_spec(path, source, own)
+
+    stored_as: dict[int, dict[ArraySpec, int]] = {}
+    for number, first in [*snapshot.tied.items()] if options.leaf_options is not None else ():
+        known = stored_as.get(first)
+        if known is None:
+            known = stored_as[first] = {stored(first): first}
+        same = known.setdefault(stored(number), number)
+        if same == number:
+            del snapshot.tied[number]
+            snapshot.nbytes += snapshot.sources[number].spec.nbytes
+        else:
+            snapshot.tied[number] = same
 
 
 def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOptions | None:

@@ -36,7 +36,15 @@ from asyncckpt.reports import Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.pipeline import Pipeline
-from asyncckpt.save.plan_cache import Layout, LayoutCache, Terms, add_mirrors, layout_of, terms_for
+from asyncckpt.save.plan_cache import (
+    Layout,
+    LayoutCache,
+    Terms,
+    add_mirrors,
+    layout_of,
+    terms_for,
+    untie,
+)
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
 from asyncckpt.save.upload import DataFiles
@@ -228,6 +236,9 @@ class Save:
         budget = self.runtime.budget
         try:
             with self._recorder.span("plan"):
+                if request.snapshot.tied and request.options.leaf_options is not None:
+                    compute = self.runtime.engine.compute
+                    await compute.run(untie, request.snapshot, request.options)
                 layout = await self._plan(terms)
             plan, cached = layout.plan, self.layouts.hits > hits
             state.total_nbytes = sum(plan.file_nbytes)

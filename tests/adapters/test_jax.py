@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from asyncckpt import errors
+from asyncckpt.adapters import jax as jax_adapter
 from asyncckpt.adapters import jax_memory
 from asyncckpt.adapters.jax import JaxAdapter, JaxNodes
 from asyncckpt.flow.arena import Arena
@@ -204,6 +205,38 @@ def test_typed_keys_are_stored_as_their_data(
     assert jax.random.uniform(restored if not shape else restored[0]) == jax.random.uniform(
         keys if not shape else keys[0]
     )
+
+
+def test_keys_are_restored_while_transfers_are_refused(worker: ThreadPoolExecutor) -> None:
+    keys = jax.random.key(3)
+    jax_adapter._key_impl.cache_clear()
+    with jax.transfer_guard("disallow_explicit"):
+        target = adapter.target("p", keys, in_place=False)
+    assert target.extra == {"prng_impl": "threefry2x32"}
+
+
+def test_keys_are_saved_while_something_is_traced() -> None:
+    keys, seen = jax.random.key(3), []
+
+    def step(x: Any) -> Any:
+        seen.append(adapter.source("p", keys))
+        return x
+
+    jax.jit(step)(1.0)
+    assert seen[0].extra == {"prng_impl": "threefry2x32"}
+
+
+@pytest.mark.parametrize("value", [0.1, 3, True, 1j], ids=str)
+def test_scalars_of_weak_types_stay_weak(value: Any, worker: ThreadPoolExecutor) -> None:
+    leaf = jnp.asarray(value)
+    data = np.asarray(leaf)
+    for like in (leaf, jax.eval_shape(lambda: leaf)):
+        target = adapter.target("p", like, in_place=False)
+        restored = worker.submit(adapter.place, target, [data.copy()]).result()
+        assert (restored.weak_type, restored.dtype) == (leaf.weak_type, leaf.dtype)
+        assert restored == leaf
+    strong = adapter.target("p", jnp.asarray(value, leaf.dtype), in_place=False)
+    assert not adapter.place(strong, [data.copy()]).weak_type
 
 
 @pytest.mark.parametrize("name", WIDE)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncckpt.errors import UsageError
-from asyncckpt.restore.buffers import allocate, check_overlaps
+from asyncckpt.restore.buffers import allocate, find_twins
 from asyncckpt.restore.match import match
 from tests.restore.opened import opened, request
 
@@ -83,18 +83,20 @@ def test_mutable_arrays_that_were_tied_share_memory(
     assert buffers.chunks_of_leaves(counts) == [3, counts[-1]]
 
 
-def test_targets_may_overlap_only_where_the_checkpoint_has_one_array() -> None:
+def test_targets_may_overlap_only_where_they_are_one_array() -> None:
     memory = np.zeros(10)
     target = {"a": memory[:6], "b": memory[:6]}
     values = {"a": np.ones(6), "b": np.ones(6)}
     tied = opened(values, tied={1: 0})
-    check_overlaps(match(tied, request("into", target)), tied.first_rows)
+    assert find_twins(match(tied, request("into", target)), tied.first_rows) == {}
     apart = opened(values)
+    assert find_twins(match(apart, request("into", target)), apart.first_rows) == {1: 0}
+    shifted = {"a": memory[:6], "b": memory[1:7]}
     with pytest.raises(UsageError, match="a and b: these targets overlap in memory"):
-        check_overlaps(match(apart, request("into", target)), apart.first_rows)
+        find_twins(match(apart, request("into", shifted)), apart.first_rows)
     strided = {"a": memory[0::2], "b": memory[1::2]}
     apart = opened({"a": np.ones(5), "b": np.ones(5)})
-    check_overlaps(match(apart, request("into", strided)), apart.first_rows)
+    assert find_twins(match(apart, request("into", strided)), apart.first_rows) == {}
 
 
 def test_scalars_are_tied_to_nothing() -> None:
@@ -102,4 +104,4 @@ def test_scalars_are_tied_to_nothing() -> None:
     checkpoint = opened({"a": 1.0, "b": 2.0})
     matching = match(checkpoint, request("into", {"a": memory[...], "b": memory[...]}))
     with pytest.raises(UsageError, match="overlap"):
-        check_overlaps(matching, checkpoint.first_rows)
+        find_twins(matching, checkpoint.first_rows)

@@ -52,7 +52,7 @@ async def test_what_costs_time_per_leaf_does_not_hold_the_engines_loop(
         watched(metadata, name)
     watched(Structure, "paths")
     watched(restore, "match")
-    for name in ("allocate", "check_overlaps", "plan_reads"):
+    for name in ("allocate", "find_twins", "plan_reads"):
         watched(pipeline, name)
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(1, tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,27 @@ def test_a_scalar_goes_into_a_rank_0_array_of_the_targets_dtype() -> None:
     assert leaf.spec is None and leaf.scalar.dtype == np.int16 and leaf.scalar == 5
     with pytest.raises(DtypeMismatchError, match="n: the saved value 500 does not fit int8"):
         match(opened({"n": 500}), request("like", {"n": np.zeros((), np.int8)}))
+
+
+@pytest.mark.parametrize(
+    ("value", "like", "found"),
+    [(0, math.inf, 0.0), (2.0, 1, 2), (True, 0, 1), (3, 1j, 3 + 0j), (1.5, 1, None), (2, "", None),
+     (math.inf, 1, None), (math.nan, 1, None), (1j, 1.0, None), (2**70, 0.5, float(2**70))],
+)  # fmt: skip
+def test_casts_give_a_number_of_another_kind_if_it_is_equal(
+    value: Any, like: Any, found: Any
+) -> None:
+    with pytest.raises(DtypeMismatchError, match=r"n: the checkpoint holds .* the target wants"):
+        match(opened({"n": value}), request("like", {"n": like}))
+    if found is None:
+        with pytest.raises(DtypeMismatchError, match="the target wants"):
+            match(opened({"n": value}), request("like", {"n": like}, cast=True))
+        return
+    (leaf,) = match(opened({"n": value}), request("like", {"n": like}, cast=True)).leaves
+    assert (type(leaf.scalar), leaf.scalar) == (type(found), found)
+    array = np.asarray(found)
+    (leaf,) = match(opened({"n": value}), request("like", {"n": array}, cast=True)).leaves
+    assert (leaf.scalar.dtype, leaf.scalar) == (array.dtype, found)
 
 
 def test_everything_that_does_not_fit_is_in_one_error() -> None:

@@ -178,9 +178,9 @@ async def test_a_scalar_that_does_not_fit_is_a_mismatch(tmp_path: Path) -> None:
     for part in (
         "4 leaves do not fit the target; nothing was read",
         "n: the saved value 300 does not fit int8",
-        "x: the checkpoint holds a float, the target a int",
-        "a: the checkpoint holds an array float32[], the target a int",
-        "v: the checkpoint holds an array float64[2], the target a float",
+        "x: the checkpoint holds 0.5 (float), the target wants int; cast=True converts equal",
+        "a: the checkpoint holds an array float32[], the target wants int",
+        "v: the checkpoint holds an array float64[2], the target wants float",
     ):
         assert part in text
 
@@ -220,7 +220,7 @@ async def test_all_mismatches_are_listed_at_once_before_any_payload_is_read(
         ({"w": np.zeros(3), "v": 1}, TreeMismatchError, "v: the target has this leaf"),
         ({"w": np.zeros(4)}, ShapeMismatchError, r"holds shape \(3,\), the target wants \(4,\)"),
         ({"w": np.zeros(3, "f4")}, DtypeMismatchError, "holds float64, the target wants float32"),
-        ({"w": "text"}, DtypeMismatchError, r"an array float64\[3\], the target a str"),
+        ({"w": "text"}, DtypeMismatchError, r"an array float64\[3\], the target wants str"),
         ({"w": {"v": np.zeros(3)}}, TreeMismatchError, "w/v: the target has this leaf"),
     ],
 )

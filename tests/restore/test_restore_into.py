@@ -262,14 +262,13 @@ async def test_a_dict_that_refuses_a_leaf_is_named(tmp_path: Path) -> None:
     assert set(caught.value.written) == {"d/w", "d/n"}
 
 
-async def test_targets_that_overlap_are_an_error_unless_they_are_one_saved_array(
+async def test_targets_that_overlap_are_an_error_unless_they_are_one_array(
     tmp_path: Path,
 ) -> None:
     place = await saved(tmp_path, {key: np.full(10, i, np.float64) for i, key in enumerate("abc")})
     base = np.full(100, -1.0)
     for a, b, c in (
         (base[:10], base[5:15], base[50:60]),
-        (base[:10], base[:10], base[50:60]),
         (base[0:20:2], base[1:21:2], base[8:28:2]),  # only the third touches the first
         (base[50:60], base[:10], base[55:65]),
     ):
@@ -279,6 +278,49 @@ async def test_targets_that_overlap_are_an_error_unless_they_are_one_saved_array
     # Interleaved targets do not overlap.
     await asyncckpt.restore_into(place, {"a": base[0:30:3], "b": base[1:31:3], "c": base[2:32:3]})
     assert base[:30].reshape(10, 3).tolist() == [[0, 1, 2]] * 10
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("dtype", ["f8", "f4"])
+@pytest.mark.parametrize("count", [10, 600_000])
+async def test_one_target_of_two_saved_arrays_takes_their_value_if_they_are_equal(
+    tmp_path: Path, atomic: bool, dtype: str, count: int
+) -> None:
+    values = np.random.default_rng(0).standard_normal(count)
+    values[3] = np.nan
+    place = await saved(tmp_path, {"a": values, "b": values.copy(), "c": values.copy(), "n": 1})
+    memory = np.zeros(2 * count, dtype)[::2]
+    target = {"a": memory, "b": memory, "c": memory, "n": 0}
+    options = asyncckpt.RestoreOptions(atomic=atomic)
+    report = await asyncckpt.restore_into(place, target, cast=True, options=options)
+    assert memory.tobytes() == values.astype(dtype).tobytes()
+    assert (target["n"], report.leaf_count) == (1, 4)
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_one_target_of_two_saved_arrays_that_differ_is_an_error(
+    tmp_path: Path, atomic: bool
+) -> None:
+    place = await saved(tmp_path, {"a": np.zeros(10), "b": np.full(10, -0.0)})
+    memory = np.full(10, 7.0)
+    options = asyncckpt.RestoreOptions(atomic=atomic)
+    with pytest.raises(MismatchError, match="a and b: the checkpoint holds different values for"):
+        await asyncckpt.restore_into(place, {"a": memory, "b": memory}, options=options)
+    assert not atomic or (memory == 7).all()
+
+
+async def test_a_model_with_tied_weights_takes_a_checkpoint_that_holds_them_twice(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    saved_state = {key: value.clone() for key, value in model.state_dict().items()}
+    place = await saved(tmp_path, {"model": saved_state})
+    with torch.no_grad():
+        model[0].weight.zero_()
+    await asyncckpt.restore_into(place, {"model": model})
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model[0].weight, saved_state["0.weight"])
 
 
 async def test_tied_targets_of_tied_leaves_are_filled_once(tmp_path: Path) -> None:

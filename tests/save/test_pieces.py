@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import asyncckpt
 from asyncckpt import (
     LeafOptions,
+    MismatchError,
     RestoreOptions,
     RestoreReport,
     SaveOptions,
@@ -283,12 +285,16 @@ async def test_targets_whose_shards_overlap_are_refused_unless_they_are_tied(
     halves = [((0, 0), memory[:20]), ((20, 0), memory[20:])]
     leaf = ShardedArray(values.shape, "float32", halves)
     columns = [((0, i), memory[:, i : i + 15]) for i in (0, 15)]
-    for other in (memory, leaf, ShardedArray(values.shape, "float32", columns), memory[::-1]):
+    for other in (memory, ShardedArray(values.shape, "float32", columns), memory[::-1]):
         with pytest.raises(UsageError, match=r"[ab] and [ab]: these targets overlap in memory"):
             await asyncckpt.restore_into(
                 tmp_path / "x", {"a": leaf, "b": other}, include=["a", "b"], strict=False
             )
     assert not memory.any()
+    with pytest.raises(MismatchError, match="a and b: the checkpoint holds different values"):
+        await asyncckpt.restore_into(
+            tmp_path / "x", {"a": leaf, "b": leaf}, include=["a", "b"], strict=False
+        )
     # The same memory for leaves that are one array; and shards that lie between each other.
     tree = {"a": leaf, "tied": ShardedArray(values.shape, "float32", halves)}
     await asyncckpt.restore_into(tmp_path / "x", tree, include=["a", "tied"])
@@ -462,7 +468,7 @@ async def test_a_chunk_shape_beyond_a_small_array_is_padded_in_the_tree_too(
 
 
 @pytest.mark.parametrize(
-    "own", [LeafOptions(compression="zstd"), LeafOptions(dtype="bfloat16"), LeafOptions()]
+    "own", [LeafOptions(compression="zstd"), LeafOptions(dtype="float32"), LeafOptions()]
 )
 async def test_a_tied_leaf_is_stored_as_the_one_that_it_shares(
     tmp_path: Path, own: LeafOptions
@@ -474,6 +480,26 @@ async def test_a_tied_leaf_is_stored_as_the_one_that_it_shares(
     restored = await asyncckpt.restore(tmp_path / "x")
     assert restored["a"] is restored["b"]
     assert same(restored["b"], values)
+
+
+async def test_tied_leaves_are_stored_apart_if_their_options_ask_for_different_dtypes(
+    tmp_path: Path,
+) -> None:
+    values = np.linspace(0, 1, 5000, dtype=np.float32)
+    own = {"b": "bfloat16", "c": "bfloat16", "d": "float64"}
+    options = SaveOptions(
+        leaf_options=lambda path, _: LeafOptions(dtype=own[path]) if path in own else None
+    )
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        for step in range(2):
+            report = await ckpt.save(step, dict.fromkeys("abcde", values))
+            assert (report.array_count, report.nbytes) == (3, 3 * values.nbytes)
+        info = await ckpt.inspect()
+        assert [info[path].tied_to for path in "abcde"] == [None, None, "b", None, "a"]
+        restored = await ckpt.restore()
+    assert same(restored["a"], values) and restored["e"] is restored["a"]
+    assert same(restored["b"], values.astype(ml_dtypes.bfloat16))
+    assert restored["d"].dtype == np.float64
 
 
 async def test_a_location_with_characters_of_urls_is_opened_by_tensorstore(tmp_path: Path) -> None:

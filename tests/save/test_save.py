@@ -119,11 +119,12 @@ async def test_progress_grows_to_the_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*the progress callback raised")
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, asyncio.CancelledError])
 async def test_a_progress_callback_that_raises_is_logged_once_and_breaks_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     def broken(state: Progress) -> None:
-        raise ZeroDivisionError("in the callback")
+        raise kind("in the callback")
 
     state = {"a": np.zeros(3 * MIB), "b": np.zeros(3 * MIB), "step": 1}
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
@@ -300,6 +301,20 @@ async def test_a_one_shot_save_moves_no_directory_away(
             await asyncckpt.save(location, tree())
         assert sorted(tmp_path.rglob("*")) == before
     async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
+        assert await ckpt.steps() == [3]
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", ".metadata"])
+async def test_a_step_of_another_library_is_replaced_only_on_request(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / name).write_text("{}")
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(CheckpointExistsError, match=f"of another library .it has {name}"):
+            await ckpt.save(3, tree())
+        assert (tmp_path / "3" / name).exists()
+        await ckpt.save(3, tree(), overwrite=True)
         assert await ckpt.steps() == [3]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
@@ -90,6 +91,21 @@ def test_the_save_of_another_checkpointer_may_be_waited_for(tmp_path: Path) -> N
     ):
         ckpt.start_save(2, TREE, progress=progress).result(timeout_s=HANG_S)
         assert done == other.steps() == [5]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError])
+def test_a_policy_that_ends_the_program_deletes_nothing_and_ends_nothing(
+    tmp_path: Path, kind: type[BaseException]
+) -> None:
+    class Ending:
+        def keep(self, steps: Sequence[int], metrics: Any) -> set[int]:
+            raise kind("over")
+
+    with blocking.Checkpointer(tmp_path, keep=Ending()) as ckpt:
+        for step in (1, 2):
+            (note,) = ckpt.save(step, TREE).notes
+            assert "no step was deleted" in note and kind.__name__ in note
+        assert ckpt.steps() == [1, 2]
 
 
 def test_a_policy_that_looks_at_its_run_deletes_nothing_and_is_told_why(

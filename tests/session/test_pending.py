@@ -133,6 +133,16 @@ async def test_cancel_aborts_the_save_and_leaves_nothing(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_a_save_that_was_cancelled_is_raised_by_no_later_call(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        write = Script(ckpt).hold("write")
+        pending = await ckpt.start_save(1, tree())
+        await write.reached()
+        assert pending.cancel()
+        await ckpt.save(2, tree())
+        assert await ckpt.steps() == [2]
+
+
 async def test_cancelling_a_save_whose_publication_has_begun_commits_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

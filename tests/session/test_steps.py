@@ -40,6 +40,24 @@ async def test_an_empty_run_has_no_steps(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # looking creates nothing
 
 
+async def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(12):
+            await ckpt.save(step, tree(step))
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"/77: there is no such step; .*…, 2"
+        ):
+            await ckpt.restore(77)
+
+
+async def test_a_checkpoint_is_no_root_of_a_run(tmp_path: Path) -> None:
+    await asyncckpt.save(tmp_path / "x", tree(1))
+    async with asyncckpt.Checkpointer(tmp_path / "x") as ckpt:
+        for call in (ckpt.latest_step, ckpt.restore):
+            with pytest.raises(UsageError, match="this is a checkpoint, not the root of a run"):
+                await call()
+
+
 async def test_run_twice_against_the_same_root_continues(tmp_path: Path) -> None:
     states = []
     for _ in range(3):
