@@ -166,7 +166,9 @@ class SaveOptions:
             or None. Its answers are kept with the plan of the save and used for the next trees of
             the same schema, so it must be deterministic.
         tree: whether all processes have the same leaves (``"same"``; with JAX also ``"auto"``), or
-            each may have leaves of its own (``"union"``; otherwise also ``"auto"``).
+            each may have leaves of its own (``"union"``; otherwise also ``"auto"``). With
+            ``"union"``, the processes compare their trees before each save; with ``"auto"``, once
+            their trees have differed.
         silence_s: seconds without a sign of life after which a process is considered dead.
         arrival_s: seconds that a process may be later than the first at a call.
     """

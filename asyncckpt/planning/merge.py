@@ -106,12 +106,14 @@ class Merged:
         leaves: its leaves, in the order of the structure.
         ordinals: per process, the ordinals here of its own leaves; equal ones are one object.
         digest: SHA-256 (hex) of all schemas.
+        keys_differ: some dict has not the same keys on all processes, apart from `PerProcess`.
     """
 
     structure: Structure
     leaves: tuple[MergedLeaf, ...]
     ordinals: Mapping[int, Sequence[int]]
     digest: str
+    keys_differ: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,8 @@ def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"])
     total = hashlib.sha256()
     for digest, found in grouped.items():
         total.update(f"{digest}:{','.join(map(str, found))};".encode())
-    return Merged(merged.structure, tuple(leaves), ordinals, total.hexdigest())
+    digest = total.hexdigest()
+    return Merged(merged.structure, tuple(leaves), ordinals, digest, merged.keys_differ)
 
 
 def _check_options(groups: Sequence[tuple[Schema, Processes]]) -> None:

@@ -86,7 +86,7 @@ class SharedCommit(Commit):
         if not self.round_.leads:
             return await self._pass_on(self._entries(payload))
         if self._others is None:
-            refuse = None if self.layout.fresh else partial(out_of_step, self.round_)
+            refuse = None if self.layout.compared else partial(out_of_step, self.round_)
             ready = await self.round_.gathered("ready", instead="plan", refuse=refuse)
             self._others = await mapped(self._read, sorted(ready.items()), READS)
         snapshot, layout = self.request.snapshot, self.layout

@@ -69,6 +69,7 @@ class Layout:
         tables: the tables of the record; None where another process commits, or knows a part.
         schema_digest: digest of the schema on which the processes that save together agreed.
         fresh: they agreed on it for this save.
+        compared: they compared their schemas before this save, whether or not it is fresh.
     """
 
     plan: SavePlan
@@ -83,6 +84,7 @@ class Layout:
     tables: EncodedTables | None = None
     schema_digest: str = ""
     fresh: bool = False
+    compared: bool = False
 
 
 class Limits(NamedTuple):
@@ -129,6 +131,8 @@ class LayoutCache:
     Attributes:
         hits: searches that found one.
         misses: searches that found none.
+        keys_differ: in some save, the dicts of the processes had different keys; the same on all
+            processes that know an agreement of their group.
     """
 
     def __init__(self) -> None:
@@ -136,6 +140,7 @@ class LayoutCache:
         self._agreements: list[tuple[Sequence[object], Agreement]] = []
         self.hits = 0
         self.misses = 0
+        self.keys_differ = False
 
     def find(self, key: Sequence[object]) -> Layout | None:
         """Return the layout made for an equal key, compared part by part, never by hash."""

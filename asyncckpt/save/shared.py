@@ -12,8 +12,8 @@
 Whatever fails on one process ends the round, and with it the save on all.
 """
 
-# Rule 1: if the plan is known, staging waits for no other process; the first write waits for the
-#   attempt.
+# Rule 1: if the plan is known, staging waits for no other process, unless trees may differ by
+#   process (`shared_plan.py`); the first write waits for the attempt.
 # Rule 2: an error of this process is posted before anything is cleaned up, so that the others stop
 #   at once; an error of another process is not posted again.
 # Rule 3: cached plans are dropped after every failure: processes may disagree about them.
@@ -84,7 +84,7 @@ class SharedSave(Save):
         self._joining: asyncio.Task[JoinedAttempt] | None = None
         self._ended_by_others = False
         self._posted = False
-        self._known = False  # the plan is that of an earlier save
+        self._known = False  # the plan is that of an earlier save, and was not compared
         self._kept = False  # what was written may be part of a checkpoint
         if not self.round_.leads:
             self.claim = no_claim  # process 0 saves under its own
@@ -188,7 +188,7 @@ class SharedSave(Save):
         plan = SharedPlan(self.round_, self.request, self._files, self.runtime.engine.compute)
         snapshot, layout = await plan.agree(terms, self.layouts)
         self.request = replace(self.request, snapshot=snapshot)
-        self._known = not layout.fresh
+        self._known = not layout.compared
         return layout
 
     async def _begin(self) -> None:

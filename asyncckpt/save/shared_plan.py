@@ -1,11 +1,14 @@
 """The plan of a save by several processes: agreed on once per schema, then kept by each."""
 
 # Rule 1: nothing is exchanged where this process knows the schema from an earlier save of its
-#   group. Processes that do not agree on that find out before anything is committed. An agreement
-#   of an earlier group holds once all processes of this one have said that they know it.
-# Rule 2: all processes have equal chunk grids: the limits that memory and store put on chunks are
+#   group. Processes that do not agree on that find out before anything is committed.
+# Rule 2: where the trees of processes differ, or may, they compare digests before each save: a leaf
+#   that appears on one process changes what the others have to stage, and once they have staged,
+#   their callers may mutate the rest. An agreement that all processes know holds without another
+#   exchange; this is also how an agreement of an earlier group is taken over.
+# Rule 3: all processes have equal chunk grids: the limits that memory and store put on chunks are
 #   the lowest of all processes, settled with the first plan.
-# Rule 3: if schemas differ, every process merges the same schemas to the same result.
+# Rule 4: if schemas differ, every process merges the same schemas to the same result.
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import MismatchError, UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.merge import merge_schemas
 from asyncckpt.planning.schema import (
@@ -51,6 +54,26 @@ VISIBLE_S = 15.0
 directories for some seconds."""
 
 
+class _Proposal(NamedTuple):
+    """What a process tells process 0 before a save, as a JSON array.
+
+    Attributes:
+        change: first leaf that differs from an earlier save; empty if none does.
+        digest: of its schema.
+        partial: it holds only a part of some leaf.
+        kept: digest of its earlier agreement on this schema; empty for none.
+        known: that agreement is one of this group.
+        limits: its own.
+    """
+
+    change: str
+    digest: str
+    partial: bool
+    kept: str
+    known: bool
+    limits: Limits
+
+
 @dataclass(eq=False, repr=False)
 class SharedPlan:
     """Planning of this process' part in a save.
@@ -77,15 +100,17 @@ class SharedPlan:
         request, group = self.request, self.round_.group
         key = schema_key(request)
         agreed = cache.agreement(key)
-        fresh = agreed is None or agreed.run_id != group.run_id
-        if agreed is None or fresh:
+        known = agreed is not None and agreed.run_id == group.run_id
+        compared = not known or cache.keys_differ or request.options.tree == "union"
+        if agreed is None or compared:
             change = "" if agreed is not None else first_change(cache.latest_agreed(), key)
-            agreed = await self._agreement(terms, change, agreed)
+            agreed, known = await self._agreement(terms, change, agreed, cache)
             cache.agree(key, agreed)
         limits = agreed.limits
         snapshot = request.snapshot
         if agreed.merged is not None:
             snapshot = completed(snapshot, agreed.merged, group.process_index, group.process_count)
+            cache.keys_differ |= agreed.merged.keys_differ
         sizes = replace(
             terms.sizes,
             chunk_nbytes=limits.chunk_nbytes,
@@ -95,12 +120,18 @@ class SharedPlan:
             request.options, limits.budget_nbytes, sizes, group.process_index, group.process_count
         )
         layout = await layout_of(snapshot, terms, cache=cache, compute=self.compute)
-        return snapshot, replace(layout, schema_digest=agreed.digest, fresh=fresh)
+        layout = replace(layout, schema_digest=agreed.digest, fresh=not known, compared=compared)
+        return snapshot, layout
 
-    # -- when the schema is new
+    # -- when the schema is new, or may be new to another process
 
-    async def _agreement(self, terms: Terms, change: str, kept: Agreement | None) -> Agreement:
-        """Agree with the others; `kept` is an earlier group's agreement on an equal schema."""
+    async def _agreement(
+        self, terms: Terms, change: str, kept: Agreement | None, cache: LayoutCache
+    ) -> tuple[Agreement, bool]:
+        """Agree with the others; also return whether all knew the agreement from their group.
+
+        `kept` is an earlier agreement on an equal schema, possibly of an earlier group.
+        """
         sizes, run = terms.sizes, self.compute.run
         limits = Limits(terms.budget_nbytes, sizes.chunk_nbytes, sizes.chunk_limit_nbytes)
         schema = None
@@ -110,39 +141,48 @@ class SharedPlan:
             partial = any(leaf.partial for leaf in schema.leaves)
         else:
             digest, partial = kept.own, kept.partial
-        own = [change, digest, partial, "" if kept is None else kept.digest, *limits]
-        answer = await (self._settle(own) if self.round_.leads else self._propose(own))
-        lowest = Limits(*answer["limits"])
-        agreed = Agreement(self.round_.group.run_id, digest, partial, lowest)
+        run_id = self.round_.group.run_id
+        known = kept is not None and kept.run_id == run_id
+        own = _Proposal(change, digest, partial, kept.digest if kept else "", known, limits)
+        leads = self.round_.leads
+        answer = await (self._settle(own, cache.keys_differ) if leads else self._propose(own))
+        # From process 0, so that all processes compare before the same saves.
+        cache.keys_differ = answer["keys_differ"]
+        if kept is not None and answer["known"]:
+            return kept, True
+        agreed = Agreement(run_id, digest, partial, Limits(*answer["limits"]))
         if not answer["merge"]:
-            return agreed
+            return agreed, False
         if kept is not None and answer["kept"]:
-            return replace(agreed, merged=kept.merged)
+            return replace(agreed, merged=kept.merged), False
         if schema is None:
             schema = await run(schema_of, self.request)
         schemas = await self._exchange(schema)
-        return replace(agreed, merged=await run(merge_schemas, schemas, self._tree()))
+        return replace(agreed, merged=await run(merge_schemas, schemas, self._tree())), False
 
-    async def _settle(self, own: list[Any]) -> dict[str, Any]:
+    async def _settle(self, own: _Proposal, keys_differ: bool) -> dict[str, Any]:
         """Find out whether all processes save the same, as process 0."""
         found = await self.round_.gathered(
             "plan",
             instead=KNOWN,
-            refuse=lambda process, _: _out_of_step(self.round_, 0, process, own[0]),
+            refuse=lambda process, _: _out_of_step(self.round_, 0, process, own.change),
         )
-        proposals = [own, *(json.loads(message) for message in found.values())]
+        every = [own, *(_Proposal(*json.loads(message)) for message in found.values())]
+        kept = own.kept != "" and all(one.kept == own.kept for one in every)
         answer = {
-            "merge": any(partial or digest != own[1] for _, digest, partial, *_ in proposals),
-            "kept": own[3] != "" and all(kept == own[3] for _, _, _, kept, *_ in proposals),
+            "merge": any(one.partial or one.digest != own.digest for one in every),
+            "kept": kept,
+            "known": kept and all(one.known for one in every),
+            "keys_differ": keys_differ,
             "limits": [
                 min((nbytes for nbytes in limit if nbytes is not None), default=None)
-                for limit in zip(*(p[4:] for p in proposals), strict=True)
+                for limit in zip(*(one.limits for one in every), strict=True)
             ],
         }
         await self.round_.answer("planned", json.dumps(answer).encode())
         return answer
 
-    async def _propose(self, own: list[Any]) -> dict[str, Any]:
+    async def _propose(self, own: _Proposal) -> dict[str, Any]:
         """Tell process 0 what this process saves, and return its answer."""
         await self.round_.post("plan", json.dumps(own).encode())
         answer: dict[str, Any] = json.loads(await self.round_.answered("planned"))
@@ -187,17 +227,19 @@ class SharedPlan:
         return tree
 
 
-def out_of_step(round_: Round, process: int, message: bytes) -> UsageError:
+def out_of_step(round_: Round, process: int, message: bytes) -> MismatchError:
     """Return the error for a process that plans anew while process 0 reuses its plan."""
     return _out_of_step(round_, process, 0, json.loads(message)[0])
 
 
-def _out_of_step(round_: Round, changed: int, other: int, change: str) -> UsageError:
+def _out_of_step(round_: Round, changed: int, other: int, change: str) -> MismatchError:
     group = round_.group
-    return UsageError(
+    return MismatchError(
         f"{change or 'the tree'}: this has changed on {group.named(changed)} since an earlier "
-        f"save, or is new to it, and not on {group.named(other)}; nothing was saved. Save the "
-        "same tree, with the same shardings and options, on all processes",
+        f"save, or is new to it, and not on {group.named(other)}, which had begun to copy under "
+        "an earlier plan; nothing was saved. Save the same tree, with the same shardings and "
+        "options, on all processes; or, if leaves may change on some of them only, pass "
+        'SaveOptions(tree="union"), with which the processes compare their trees before each save',
         path=change or None,
     )
 

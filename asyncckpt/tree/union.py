@@ -26,10 +26,12 @@ class MergedTree:
     Attributes:
         structure: its containers.
         leaves: per original tree, the ordinals of its leaves in the merged one.
+        keys_differ: some dict has not the same keys in all trees that have it.
     """
 
     structure: Structure
     leaves: tuple[Sequence[int], ...]
+    keys_differ: bool = False
 
 
 def merge_trees(
@@ -58,6 +60,7 @@ class _Merger:
         self._leaves = [[0] * tree.leaf_count for tree in trees]
         self._leaf_count = 0
         self._nodes: list[Node | None] = []
+        self._keys_differ = False
 
     def run(self) -> MergedTree:
         roots = [(number, 0) for number in range(len(self._trees))]
@@ -69,7 +72,8 @@ class _Merger:
         else:
             self._node("", roots)
         nodes = [node for node in self._nodes if node is not None]
-        return MergedTree(Structure(tuple(nodes), self._leaf_count), tuple(self._leaves))
+        structure = Structure(tuple(nodes), self._leaf_count)
+        return MergedTree(structure, tuple(self._leaves), self._keys_differ)
 
     def _child(self, path: str, places: Sequence[Place]) -> int:
         """Merge one child; return it as in `Node.children`. Recurses to the tree's depth."""
@@ -99,8 +103,10 @@ class _Merger:
             keys: Sequence[Key] = node.keys if node.kind in KEYED else range(len(node.children))
             for key, child in zip(keys, node.children, strict=True):
                 below.setdefault(key, []).append((tree, child))
-        if first.type_name != PER_PROCESS and (self._same or first.kind != "dict"):
-            self._check_keys(path, nodes, below)
+        if first.type_name != PER_PROCESS:
+            if self._same or first.kind != "dict":
+                self._check_keys(path, nodes, below)
+            self._keys_differ |= any(len(found) < len(nodes) for found in below.values())
         keys = tuple(below)
         parts: Sequence[object] = keys
         if first.kind in KEYED:

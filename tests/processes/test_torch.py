@@ -92,6 +92,13 @@ def test_a_trainer_runs_its_collectives_during_saves(four: Pool, tmp_path: Path)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == list("0123")
 
 
+def test_an_expert_gets_its_optimizer_state_later_than_another(two: Pool, tmp_path: Path) -> None:
+    first, other = two.all(cases.save_experts, str(tmp_path))
+    assert first == other
+    late = [{path for path in paths if path.startswith("/opt1/state/")} for paths in first]
+    assert [bool(paths) for paths in late] == [False, False, True, True, True]
+
+
 def test_cancelling_a_save_returns_while_the_server_is_stopped(two: Pool, tmp_path: Path) -> None:
     root = str(tmp_path)
     two.all(cases.open_and_save, root)

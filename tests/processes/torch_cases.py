@@ -350,3 +350,29 @@ async def go_on(worker: Worker) -> list[int]:
     steps = await ckpt.steps()
     await ckpt.close()
     return steps  # type: ignore[no-any-return]
+
+
+def save_experts(worker: Worker, root: str) -> list[list[str]]:
+    """Train an expert of this rank, that of rank 1 only from the third step on, and save each step.
+
+    Returns the paths of the leaves of each step.
+    """
+    torch.manual_seed(worker.index)
+    expert = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(expert.parameters())
+    names = f"expert{worker.index}", f"opt{worker.index}"
+    wanted: list[Prints] = []
+    with blocking.Checkpointer(root) as ckpt:
+        for step in range(5):
+            if worker.index == 0 or step >= 2:
+                expert(torch.ones(3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = dict(zip(names, (expert, optimizer), strict=True))
+            ckpt.start_save(step, state)
+            wanted.append(prints({name: value.state_dict() for name, value in state.items()}))
+        ckpt.wait()
+    saved = [blocking.restore(f"{root}/{step}", coordinator="single") for step in range(5)]
+    for step, tree in enumerate(saved):
+        assert prints({name: tree[name] for name in names}) == wanted[step]
+    return [sorted(prints(tree)) for tree in saved]

@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from asyncckpt import Checkpointer, DirectoryCoordinator
+from asyncckpt import Checkpointer, DirectoryCoordinator, PerProcess
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.local.tree import AttemptTree
 
@@ -59,8 +59,11 @@ class Counted(DirectoryCoordinator):
         await super().delete(prefix)
 
 
-def known_save(path: Path, count: int) -> list[Calls]:
-    """Let so many processes save the same tree; return the calls of each in the last save."""
+def known_save(path: Path, count: int, *, differing: bool) -> list[Calls]:
+    """Let so many processes save the same tree; return the calls of each in the last save.
+
+    With `differing`, each of them has a leaf that the others lack, besides a value per process.
+    """
     calls: list[Calls] = [[] for _ in range(count)]
     ready = threading.Barrier(count)
     array = np.arange(100_000.0)
@@ -71,7 +74,10 @@ def known_save(path: Path, count: int) -> list[Calls]:
             for step in range(SAVES):
                 await asyncio.to_thread(ready.wait, 60)
                 coordinator.calls.clear()
-                report = await ckpt.save(step, {"w": array, "step": step, f"only {process}": 1})
+                tree = {"w": array, "step": step, "random": PerProcess({"state": process})}
+                if differing:
+                    tree[f"only {process}"] = 1
+                report = await ckpt.save(step, tree)
             assert report.plan_cached
             calls[process] = [*coordinator.calls]
         await coordinator.close()
@@ -120,7 +126,7 @@ def test_a_known_plan_costs_one_message_and_one_answer_per_process(
     tmp_path: Path, count: int
 ) -> None:
     last = f"save/{SAVES - 1}"
-    first, *others = known_save(tmp_path, count)
+    first, *others = known_save(tmp_path, count, differing=False)
     for process, calls in enumerate(others, 1):
         assert messages(calls) == [("put", f"{last}/ready/{process}")]
         # One answer; after a second without it, also whether process 0 has decided or left.
@@ -135,6 +141,22 @@ def test_a_known_plan_costs_one_message_and_one_answer_per_process(
     assert {call for call in first if call[0] in ("look", "list")} == {("list", last)}
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_where_trees_differ_a_known_plan_costs_one_more_of_each(tmp_path: Path, count: int) -> None:
+    """The processes say that they know the plan, and process 0 that all do; no schema follows."""
+    last = f"save/{SAVES - 1}"
+    first, *others = known_save(tmp_path, count, differing=True)
+    for process, calls in enumerate(others, 1):
+        posted = [("put", f"{last}/{what}/{process}") for what in ("plan", "ready")]
+        assert messages(calls) == posted
+    assert messages(first) == [
+        ("put", f"{last}/planned"),
+        ("put_once", f"{last}/decision"),
+        ("put", f"{last}/outcome"),
+        ("delete", f"save/{SAVES - 3}"),
+    ]
+
+
 def test_store_requests_in_place_of_messages_are_one_each(tmp_path: Path) -> None:
     """Each other process sees that the save has begun, and passes its entries on, which are read.
 
@@ -144,7 +166,7 @@ def test_store_requests_in_place_of_messages_are_one_each(tmp_path: Path) -> Non
         counted(LocalStore, "join") as joined,
         counted(AttemptTree, "pass_on", "taken") as passed,
     ):
-        known_save(tmp_path, 4)
+        known_save(tmp_path, 4, differing=True)
     assert joined == ["join"] * 3 * SAVES
     assert passed.count("pass_on") == 3 * SAVES + 4
     assert passed.count("taken") >= 3 * SAVES + 6

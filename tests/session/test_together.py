@@ -33,6 +33,7 @@ from asyncckpt.errors import (
     FencedError,
     MismatchError,
     SaveAbortedError,
+    ShapeMismatchError,
     TreeMismatchError,
     UnsupportedLeafError,
     UsageError,
@@ -838,18 +839,136 @@ def test_a_value_per_process_of_a_single_process(tmp_path: Path) -> None:
     assert len(everything["rng"]) == 1
 
 
+def expert(process: int, *, states: int = 0) -> dict[str, Any]:
+    """A tree with an expert of each process, the states of its optimizer, and shared leaves."""
+    random = np.random.default_rng([process, states])
+    moments = {str(n): {"step": 2, "m": random.random(30_000)} for n in range(states)}
+    return {
+        "step": 7,
+        f"opt{process}": {"state": moments, "lr": 0.1},
+        f"expert{process}": random.random((3, 3)),
+        "shared": np.arange(100_000.0),
+        "both": np.ones(3),
+    }
+
+
+async def save_and_mutate(ckpt: Checkpointer, step: int, tree: dict[str, Any]) -> Any:
+    """Save the tree, and overwrite its arrays as soon as `start_save` returns."""
+    pending = await ckpt.start_save(step, tree)
+
+    def overwrite(value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            value[...] = -1
+        elif isinstance(value, dict):
+            list(map(overwrite, value.values()))
+
+    overwrite(tree)
+    return await pending
+
+
+def alike(process: int, *, states: int = 0) -> dict[str, Any]:
+    """A tree that all processes have, with the states of one process."""
+    more = {"more": {str(n): np.full(40_000, n) for n in range(states)}} if states else {}
+    return {"step": 7, "shared": np.arange(100_000.0), **more}
+
+
+@two_and_four
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_leaf_that_changes_on_one_process_is_named(job: Job, process: int) -> None:
+@pytest.mark.parametrize(("make", "unchanged", "tree"), [(expert, 1, "auto"), (alike, 0, "union")])
+def test_the_tree_of_one_process_grows_and_shrinks(
+    job: Job, process: int, make: Any, unchanged: int, tree: Any
+) -> None:
+    """All processes plan again within the same save; when nothing changes, they keep the plan."""
+    states = [0, 2, 2, 1, 0]
+
+    def made(this: int, step: int) -> dict[str, Any]:
+        changed: dict[str, Any] = make(this, states=states[step] if this == process else unchanged)
+        return changed
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        reports = [await save_and_mutate(ckpt, step, made(this, step)) for step in range(5)]
+        return [report.plan_cached for report in reports[:4]]
+
+    cached = job.play(part, save_options=SaveOptions(tree=tree))
+    assert cached == [[False, False, True, False]] * job.count
+    for step in range(5):
+        merged: dict[str, Any] = {}
+        for this in range(job.count):
+            merged |= made(this, step)
+        back = asyncio.run(asyncckpt.restore(job.root / str(step), coordinator="single"))
+        assert equal(back, merged)
+        assert asyncio.run(asyncckpt.verify(job.root / str(step))).ok
+    assert job.left() == []
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_array_that_both_held_moves_to_one_process(job: Job, process: int) -> None:
+    rows = np.arange(60_000.0).reshape(60, 1000)
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        for step, holders in enumerate(({0, 1}, {process}, {process}, {0, 1})):
+            tree: dict[str, Any] = {f"own{this}": 1}
+            if this in holders:
+                tree["rows"] = ShardedArray(rows.shape, "float64", [((0, 0), rows.copy())])
+            await ckpt.save(step, tree)
+
+    assert job.play(part) == [None] * 2
+    for step in range(4):
+        back = asyncio.run(asyncckpt.restore(job.root / str(step), coordinator="single"))
+        assert np.array_equal(back["rows"], rows)
+
+
+def test_a_tree_grows_after_equal_trees_were_saved_in_between(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, expert(this))
+        await ckpt.save(1, state())
+        await ckpt.save(2, expert(this, states=this))
+        await ckpt.save(3, state())
+
+    assert job.play(part) == [None] * 2
+
+
+CONFLICTS: list[tuple[Any, type[MismatchError], str]] = [
+    ({"both": np.ones(4)}, ShapeMismatchError, "both"),
+    ({"shared": {"0": np.ones(3)}}, TreeMismatchError, "shared"),
+    # A stage that numbers its state as another one does, and gets it later.
+    ({"opt0": {"state": {"0": {"step": 2, "m": np.ones(30_000)}}}}, MismatchError, "opt0/state/0"),
+]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize(("change", "kind", "path"), CONFLICTS)
+def test_a_conflict_that_appears_later_gives_its_own_error(
+    job: Job, process: int, change: dict[str, Any], kind: type[MismatchError], path: str
+) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        # The processes are numbered so that either may be the one that changes.
+        tree = expert(int(this == process), states=1)
+        await ckpt.save(0, tree)
+        with pytest.raises(kind, match=f"{path}.*process (0|1).*process (0|1)"):
+            await ckpt.save(1, tree | change if this == process else tree)
+        return (await ckpt.save(2, tree)).step
+
+    assert job.play(part) == [2] * job.count
+    assert job.left() == []
+
+
+@pytest.mark.parametrize("tree", ["auto", "same"])
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_leaf_that_changes_on_one_process_is_named(job: Job, process: int, tree: Any) -> None:
+    """Equal trees are not compared before each save: the processes have begun to copy."""
+
     async def part(ckpt: Checkpointer, this: int) -> Any:
         await ckpt.save(0, state())
-        tree = state()
+        changed = state()
         if this == process:
-            tree["params"]["w"] = np.ones((2, 3))
-        with pytest.raises(UsageError, match=f"params/w.*process {process}"):
-            await ckpt.save(1, tree)
+            changed["params"]["w"] = np.ones((2, 3))
+        with pytest.raises(MismatchError, match=f"params/w.*process {process}") as caught:
+            await ckpt.save(1, changed)
+        assert 'tree="union"' in str(caught.value)
         return (await ckpt.save(2, state())).plan_cached
 
-    assert job.play(part) == [False] * job.count
+    assert job.play(part, save_options=SaveOptions(tree=tree)) == [False] * job.count
     assert job.left() == []
 
 
