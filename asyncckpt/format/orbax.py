@@ -138,13 +138,13 @@ def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[str]:
 def _place_strings(
     leaves: Iterable[OrbaxLeaf | OrbaxArrays],
 ) -> tuple[dict[str, JsonValue], set[str]]:
-    """Return `_strings.json`, and the names of strings without a place in it (`string_keys`)."""
+    """Return `_strings.json`, and the names of strings that Orbax would not read from it."""
     document: dict[str, JsonValue] = {}
     refused: set[str] = set()
     for leaf in leaves:
         if isinstance(leaf, OrbaxArrays) or leaf.kind != "string":
             continue
-        if "~" in leaf.orbax_name.replace("~0", "").replace("~1", ""):
+        if "~" in leaf.orbax_name.replace("~0", "").replace("~1", "") or not _is_unicode(leaf.text):
             refused.add(leaf.orbax_name)
             continue
         *parents, last = string_keys(leaf.orbax_name)
@@ -156,6 +156,15 @@ def _place_strings(
         else:
             refused.add(leaf.orbax_name)
     return document, refused
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a string has no lone surrogates, which Orbax cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def string_keys(name: str) -> list[str]:

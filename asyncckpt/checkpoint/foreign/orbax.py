@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import posixpath
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from asyncckpt.checkpoint.foreign.listing import damaged, list_files, refuse_lin
 from asyncckpt.checkpoint.foreign.orbax_items import NO_TREE, Item, read_document, read_tree
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
-from asyncckpt.checkpoint.metadata import OpenCheckpoint
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, missing
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.damage import path_fault
 from asyncckpt.format.foreign.foreign_tree import structure_of
@@ -49,8 +48,6 @@ _SUCCESS = "commit_success.txt"
 _SINGLE_HANDLERS = ("ArrayCheckpointHandler", "JaxRandomKeyCheckpointHandler")
 _SINGLE = "checkpoint"
 
-logger = logging.getLogger("asyncckpt")
-
 
 async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     """Open the tree that Orbax saved: version 0 or 1, one item or a step.
@@ -72,10 +69,11 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     step = StepMetadata()
     with contextlib.suppress(CheckpointNotFoundError):
         step = await read_document(files, CHECKPOINT_METADATA_FILE, decode_checkpoint_metadata)
-    for name in step.handlers.keys() - {entry.name for entry in entries} - {""}:
+    for name in sorted(step.handlers.keys() - {entry.name for entry in entries} - {""}):
         # Deleted, or a link, which must not be skipped silently.
         if path_fault(name) is None:
             await refuse_link(files, name)
+        raise missing(files.location, name)
     item = await _read(files, "", entries, step.handlers, 0)
     documents = item.document if isinstance(item.document, dict) else {}
     if item.tree is NO_TREE:
@@ -85,6 +83,9 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
             location=files.location,
             found=sorted(documents),
         )
+    measured = documents.get(_METRICS)
+    metrics = numbers(measured)
+    others = isinstance(measured, dict) and measured.keys() != metrics.keys()
     return make_checkpoint(
         files,
         "orbax",
@@ -92,11 +93,12 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
         metadata={
             **step.custom,
             **item.custom,
-            **{name: value for name, value in documents.items() if name != _METRICS},
+            **{name: value for name, value in documents.items() if name != _METRICS or others},
         },
-        metrics={**step.metrics, **numbers(documents.get(_METRICS))},
+        metrics={**step.metrics, **metrics},
         created_ns=step.committed_ns,
         database=item.directory,
+        notes=item.notes,
     )
 
 
@@ -110,7 +112,7 @@ async def _read(
     """Read the content of a directory: a tree, a JSON document, items, or something unknown."""
     names = {entry.name for entry in entries}
     handler = handlers.get("", "")
-    below = [entry.name for entry in entries if _is_item(entry)]
+    below = [entry.name for entry in entries if _is_item(entry, handlers)]
     if names & {METADATA_FILE, MANIFEST_NAME} or any(map(PROCESS_DIRECTORY.fullmatch, names)):
         return await _read_tree(files, directory, handler)
     documents = [e.name for e in entries if not e.is_directory and e.name != _SUCCESS]
@@ -140,15 +142,15 @@ async def _read(
         own = {"": handlers.get(name, "")}
         item = items[name] = await _read(files, path, inner, own, depth + 1)
         if item.tree is NO_TREE and not item.has_document:
-            logger.warning("%s/%s: not read: its kind of item is unknown", files.location, path)
+            item.notes.append(f"the item {path!r} was not read: its kind is unknown")
     return _unwrapped(_joined(items), handler)
 
 
-def _is_item(entry: Entry) -> bool:
-    # Orbax reserves names that start with an underscore.
+def _is_item(entry: Entry, handlers: Mapping[str, str]) -> bool:
+    # Orbax has directories of its own whose names begin like this.
     return (
         entry.is_directory
-        and not entry.name.startswith(("_", "."))
+        and (entry.name in handlers or not entry.name.startswith(("_", ".")))
         and UNFINISHED not in entry.name
         and path_fault(entry.name) is None
     )
@@ -170,6 +172,7 @@ def _joined(items: Mapping[str, Item]) -> Item:
     """Merge several items into one."""
     documents = {name: item.document for name, item in items.items() if item.has_document}
     result = Item(document=documents, has_document=bool(documents))
+    result.notes = [note for item in items.values() for note in item.notes]
     trees = {name: item.tree for name, item in items.items() if item.tree is not NO_TREE}
     if len(trees) == 1:
         (name,) = trees

@@ -19,6 +19,7 @@ from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import EMPTY_NAMEDTUPLE, ForeignLeaf, nest
 from asyncckpt.format.foreign.orbax_read import (
+    CHECKPOINT_METADATA_FILE,
     MAX_DOCUMENT_NBYTES,
     PROCESS_DIRECTORY,
     TreeEntry,
@@ -65,6 +66,7 @@ class Item:
         document: its JSON; that of nested items by name.
         has_document: whether it has JSON.
         custom: JSON that the user saved with the tree.
+        notes: what could not be read.
     """
 
     tree: Any = NO_TREE
@@ -72,6 +74,7 @@ class Item:
     document: JsonValue = None
     has_document: bool = False
     custom: dict[str, JsonValue] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 async def read_document(files: CheckpointFiles, path: str, decode: Callable[..., T]) -> T:
@@ -84,9 +87,11 @@ async def read_document(files: CheckpointFiles, path: str, decode: Callable[...,
 async def read_tree(listing: Listing) -> Item:
     """Read the tree in the directory of a listing.
 
-    Without `_METADATA`, arrays are nested by their names, as in a plain database.
+    Without `_METADATA` and other files of Orbax, arrays are nested by their names, as in a plain
+    database.
 
     Raises:
+        CorruptCheckpointError: a file is missing that others refer to.
         CheckpointNotFoundError: there are no arrays, or it is the database of an asyncckpt
             checkpoint without its record.
     """
@@ -97,7 +102,9 @@ async def read_tree(listing: Listing) -> Item:
         metadata = await read_document(listing.files, path, decode_metadata)
     else:
         await refuse_link(listing.files, path)
-    table = await _table(listing, None if metadata is None else metadata.use_ocdbt)
+        if listing.has(STRINGS_FILE) or listing.has(CHECKPOINT_METADATA_FILE):
+            raise missing(listing.files.location, path)
+    table = await _table(listing, metadata)
     is_database = not table.is_directory and listing.has(MANIFEST_NAME)
     item = Item(directory=(listing.directory or ".") if is_database else "")
     if metadata is None:
@@ -119,7 +126,8 @@ def _contradiction(
     return damaged(listing.files, path, text, expected=expected, found=found)
 
 
-async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
+async def _table(listing: Listing, metadata: TreeMetadata | None) -> KeyTable:
+    use_ocdbt = None if metadata is None else metadata.use_ocdbt
     if use_ocdbt is not False:
         if listing.has(MANIFEST_NAME):
             return await read_database(listing)
@@ -134,7 +142,9 @@ async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
         if processes:
             # Orbax has not merged them.
             return merge([await read_database(listing, name) for name in processes])
-        if use_ocdbt:
+        # Orbax writes no database for a tree without arrays.
+        kinds = {entry.kind for entry in metadata.entries} if metadata is not None else set()
+        if use_ocdbt and not kinds <= {*EMPTY, "string"}:
             raise missing(listing.files.location, listing.path(MANIFEST_NAME))
     return directory_table(listing)
 

@@ -125,6 +125,7 @@ def make_checkpoint(
     metrics: Mapping[str, float] | None = None,
     created_ns: int = 0,
     database: str = "",
+    notes: Sequence[str] = (),
 ) -> OpenCheckpoint:
     """Return the checkpoint whose tree is `root`; its arrays are `FoundArray`s."""
     try:
@@ -171,6 +172,7 @@ def make_checkpoint(
         created_ns=created_ns,
         library=format,
         database=database,
+        notes=tuple(notes),
     )
 
 
