@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -419,6 +421,21 @@ def test_a_process_that_ends_by_an_exception_finishes_its_saves(tmp_path: Path) 
     )
     status, _, err = children.finish(child)
     assert status == 1 and "the training failed" in err
+    assert blocking.verify(tmp_path / "1").ok
+
+
+@pytest.mark.parametrize("stream", range(3))
+def test_a_closed_standard_stream_aborts_nothing(tmp_path: Path, stream: int) -> None:
+    code = """if True:
+        import sys
+        import numpy as np
+        from asyncckpt import blocking
+        with blocking.Checkpointer(sys.argv[1]) as ckpt:
+            ckpt.save(1, {"w": np.arange(9.0)})
+        """
+    child = ("/bin/sh", "-c", f'exec "$@" {stream}<&-', "sh", sys.executable, "-c", code)
+    ended = subprocess.run((*child, str(tmp_path)), cwd=children.REPOSITORY, timeout=60)
+    assert ended.returncode == 0
     assert blocking.verify(tmp_path / "1").ok
 
 

@@ -499,7 +499,12 @@ async def ended(future: Future[Any]) -> None:
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:
+
+        # If one of these is closed, uvloop's own descriptors take its number, and libuv aborts the
+        # process when it closes a descriptor below 3. (test_a_closed_standard_stream_aborts_nothing)
+        for standard_stream in range(3):
+            os.fstat(standard_stream)
+    except (ImportError, OSError):
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
