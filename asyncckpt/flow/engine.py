@@ -500,8 +500,9 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
 
-        # If one of these is closed, uvloop's own descriptors take its number, and libuv aborts the
-        # process when it closes a descriptor below 3. (test_a_closed_standard_stream_aborts_nothing)
+        # If one of these is closed, a descriptor of uvloop takes its number, and libuv aborts the
+        # process when it closes a descriptor below 3.
+        # (test_a_closed_standard_stream_aborts_nothing)
         for standard_stream in range(3):
             os.fstat(standard_stream)
     except (ImportError, OSError):

@@ -155,3 +155,19 @@ async def test_a_restore_of_what_is_replaced_meanwhile_is_tried_again(sim: Simul
         ckpt._session.root.store.files = files_of  # type: ignore[method-assign]
         assert equal(await ckpt.restore(), state)
         assert replaced
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_a_one_shot_save_leaves_the_root_of_a_run_alone(sim: Simulator, client: str) -> None:
+    url, options = where(sim, client, f"run-of-{client}")
+    async with asyncckpt.Checkpointer(url, storage_options=options) as ckpt:
+        for step in (3, 20):
+            await ckpt.save(step, {"w": np.ones(3)})
+    text = rf"the root of a run \(it has step 3, 20\) exists here .*Checkpointer\('{url}'\)"
+    with pytest.raises(asyncckpt.CheckpointExistsError, match=text) as caught:
+        await asyncckpt.save(url, {"w": np.zeros(3)}, storage_options=options)
+    assert caught.value.location == url and caught.value.found == ("3", "20")
+    async with asyncckpt.Checkpointer(url, storage_options=options) as ckpt:
+        assert await ckpt.steps() == [3, 20]
+    await asyncckpt.save(url, {"w": np.zeros(3)}, storage_options=options, overwrite=True)
+    assert (await asyncckpt.restore(url, storage_options=options))["w"].sum() == 0

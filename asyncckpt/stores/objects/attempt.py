@@ -9,6 +9,7 @@
 #   The store's next record waits for them, so that at most one checkpoint lacks them.
 # Rule 5: with a claim, one look for a higher claim follows the record. If there is one, the save is
 #   not acknowledged, and nothing of it is removed (claims/counting.py, rule 1).
+# Rule 6: the look for a run's steps, at names that are no step, is ended by `publish` or `abort`.
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ import socket
 import time
 
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError, UsageError
+from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.shield import cleaned_up, to_completion
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MIB
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.objects.clients.client import PUT_MAX_NBYTES, Body
@@ -26,6 +29,7 @@ from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly
+from asyncckpt.stores.objects.runs import refuse_run
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
 
@@ -59,6 +63,9 @@ class ObjectAttempt(ObjectShare):
         self._begun = time.monotonic(), time.time()
         self._sources: dict[str, str] = {}
         self._fixed: dict[str, bytes] = {}
+        self._look: BackgroundTask[None] | None = None
+        if not overwrite and not STEP_NAME.fullmatch(name):
+            self._look = BackgroundTask(refuse_run(context, name))
 
     async def mark(self) -> None:
         """Let other processes join the attempt."""
@@ -104,7 +111,8 @@ class ObjectAttempt(ObjectShare):
         """Write the record, after everything else. As `Attempt.publish`.
 
         Raises:
-            CheckpointExistsError: the name is taken; the other checkpoint was not touched.
+            CheckpointExistsError: the name is taken, by a checkpoint or the root of a run, which
+                was not touched.
             FencedError: another process took over the claim; the record may count or not.
             SaveOutcomeUnknownError: whether the claim was taken over is unknown.
             SaveError: the attempt is too old, or it is unknown whether the record arrived.
@@ -122,6 +130,8 @@ class ObjectAttempt(ObjectShare):
         """Find out which conditions the store obeys, and return the publication."""
         self._sending.check_sealed(self._files)
         conditions = await self._context.probes.conditions(versions=self._overwrite)
+        if self._look is not None:
+            await self._look.result()
         self._check_age()
         return Publication(
             self._context,
@@ -198,6 +208,11 @@ class ObjectAttempt(ObjectShare):
                 expected=MAX_AGE_S,
                 found=age_s,
             )
+
+    async def _remove(self) -> None:
+        if self._look is not None:
+            await self._look.stop()
+        await super()._remove()
 
     async def _removable(self) -> set[str]:
         return self._sending.keys | self._exchanged

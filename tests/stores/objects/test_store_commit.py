@@ -52,6 +52,53 @@ async def test_a_commit_is_one_round_trip_and_one_more_for_the_fixed_names(
         assert all(request.began_s >= done_s for request in log[3:5])
 
 
+async def test_only_a_save_under_another_name_looks_for_steps_by_one_request(
+    sim: Simulator,
+) -> None:
+    async with opened("obstore", sim) as store:
+        await save(store, "0", "first")  # the store is known from here on
+        for name, lists in (("1", 0), ("model", 1)):
+            sim.reset()
+            await save(store, name, name)
+            kinds = [request.kind for request in sim.requests]
+            assert kinds.count("list_objects") == lists
+            assert len(kinds) == 5 + lists, kinds
+        await expect(store, "model")
+
+
+async def test_the_look_for_steps_ends_with_its_attempt(sim: Simulator) -> None:
+    async with opened("obstore", sim) as store:
+        await save(store, "0", "first")
+        held = Fault(kind="list_objects", number=0, hang=True)
+        sim.faults.append(held)
+        attempt = await store.begin("model", identity("a"))
+        await fill(attempt, identity("a"))
+        await attempt.abort()
+        assert names(sim) == [key for key in names(sim) if key.startswith("0/")]
+
+
+async def test_names_of_steps_without_a_record_are_no_run(sim: Simulator) -> None:
+    async with opened("obstore", sim) as store:
+        sim.put("bucket", f"{ROOT}/model/3/weights", b"not ours")
+        await save(store, "model", "a")
+        await expect(store, "model")
+
+
+@pytest.mark.parametrize("status", (403, 500))
+async def test_a_save_needs_no_right_to_list_but_an_answer(sim: Simulator, status: int) -> None:
+    async with opened("obstore", sim) as store:
+        sim.faults.append(Fault(kind="list_objects", number=0, status=status))
+        if status == 403:
+            await save(store, "model", "a")
+            sim.faults.clear()
+            await expect(store, "model")
+        else:
+            with pytest.raises(StoreError, match="run/model: looking for steps failed"):
+                await save(store, "model", "a")
+            sim.faults.clear()
+            await expect_no_record(store, "model")
+
+
 async def test_a_step_is_unlisted_by_three_requests(sim: Simulator) -> None:
     async with opened("obstore", sim) as store:
         await save(store, "0", "first")

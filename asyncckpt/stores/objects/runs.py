@@ -1,0 +1,63 @@
+"""Refusal to save a single checkpoint onto the root of a run.
+
+With a record of its own, the root would be read as that checkpoint, and its steps be overlooked.
+"""
+
+from __future__ import annotations
+
+from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.flow.shield import together
+from asyncckpt.format.record import STEP_NAME
+from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
+from asyncckpt.stores.objects.context import Context
+from asyncckpt.stores.objects.failures import reported
+from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join
+
+STEPS_MAX = 16
+"""Newest step names whose records are looked for; saves that died leave a few without one."""
+
+NAMED_STEPS = 3
+"""Steps that the error names."""
+
+
+async def refuse_run(context: Context, name: str) -> None:
+    """Check that there are no steps below this name; one request unless there are.
+
+    Credentials that may not list find none.
+
+    Raises:
+        CheckpointExistsError: there are.
+        StoreError: a request failed.
+    """
+    requests, location = context.requests, context.requests.location(name)
+    with reported("looking for steps", location, stage="commit"):
+        try:
+            listed = await requests.list(name, recursive=False, limit=LISTED_MAX)
+        except RequestError as error:
+            if error.kind == "forbidden":
+                return
+            raise
+        below = {entry.key.removeprefix(f"{name}/"): entry.is_prefix for entry in listed}
+        if RECORD in below:
+            return  # a checkpoint, which the creation of the record finds
+        found = (path for path, is_prefix in below.items() if is_prefix)
+        newest = sorted(filter(STEP_NAME.fullmatch, found), key=int)[-STEPS_MAX:]
+        committed = await together(_is_committed(context, join(name, step)) for step in newest)
+    steps = [step for step, there in zip(newest, committed, strict=True) if there]
+    if steps:
+        shown = steps[-NAMED_STEPS:]
+        raise CheckpointExistsError(
+            f"{location}: the root of a run (it has step {', '.join(shown)}) exists here and was "
+            f"left untouched; save a step of it with Checkpointer({location!r}), or choose "
+            "another location",
+            location=location,
+            expected="nothing, or a checkpoint",
+            found=tuple(shown),
+        )
+
+
+async def _is_committed(context: Context, name: str) -> bool:
+    with unless_missing():
+        await context.requests.size(join(name, RECORD))
+        return True
+    return False
