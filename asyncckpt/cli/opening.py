@@ -25,7 +25,8 @@ from asyncckpt.options import MAX_ENTRIES, MIN_BUDGET_NBYTES
 from asyncckpt.ports import Claim, Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
-from asyncckpt.stores.objects.clients.urls import is_url, parse_url, without_scheme
+from asyncckpt.stores.objects.clients.urls import is_url, parse_url, split_url, without_scheme
+from asyncckpt.stores.paths import below
 
 StorageOption = Annotated[
     list[str],
@@ -79,7 +80,7 @@ def full_name(location: str) -> str:
 
 def child(root: str, step: int) -> str:
     """Return the location of a step."""
-    return f"{root.rstrip('/')}/{step}"
+    return below(root, f"{step}")
 
 
 def step_of(location: str) -> tuple[str, int] | None:
@@ -209,9 +210,9 @@ def has_record(location: str, options: Options) -> bool:
     """Return whether a directory or prefix has a commit record, valid or not."""
     if not is_url(location):
         return os.path.isfile(os.path.join(without_scheme(location), RECORD_NAME))
-    root, separator, name = full_name(location).rpartition("/")
-    if not separator or is_bucket(location):
+    if is_bucket(location):
         return False
+    root, name = split_url(location)
     return _at_store(root, options, lambda store: _has_record(store, name))
 
 

@@ -48,6 +48,7 @@ from asyncckpt.save.plan_cache import (
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
 from asyncckpt.save.upload import DataFiles
+from asyncckpt.stores.paths import below
 
 ABORT_S = 30.0
 """Limit for the clean-up of an aborted save: a store that does not answer would delay the error of
@@ -161,7 +162,7 @@ class Save:
         self._others: Sequence[Timeline] = ()
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
-        self._location = f"{self.store.url.rstrip('/')}/{self.request.name}"
+        self._location = below(self.store.url, self.request.name)
 
     async def run(self, turn: asyncio.Lock) -> SaveReport:
         """Commit the checkpoint durably, and let `retaining` delete older ones.

@@ -111,7 +111,7 @@ class Pruner:
         try:
             await self.settle()
             notes, self._late_notes = self._late_notes, []
-            self._seen[saved] = await self._described(record, f"{self.root.url}/{saved}")
+            self._seen[saved] = await self._described(record, self.root.location(saved))
             steps, reasons = await self._decide(saved)
             notes += reasons
             await self._unlist(steps, deleted, notes)
@@ -142,7 +142,7 @@ class Pruner:
                     seal = self._seen.pop(step).seal
                     removals.append((step, await self.steps.unlist(str(step), seal)))
                     deleted.append(step)
-                    logger.info("deleted %s/%s (%s)", self.root.url, step, _name(self.policy))
+                    logger.info("deleted %s (%s)", self.root.location(step), _name(self.policy))
                 except CheckpointNotFoundError:
                     continue
                 except FencedError as error:

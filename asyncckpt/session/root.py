@@ -15,6 +15,7 @@ from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.ports import NotingStore, Store
 from asyncckpt.runtime import Runtime, place_of
 from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url
+from asyncckpt.stores.paths import below
 
 logger = logging.getLogger("asyncckpt")
 
@@ -59,14 +60,18 @@ class Root:
             url = parse_url(str(root))
             if not (storage_options or {}).keys() & {"client", "filesystem"}:
                 check_scheme(url)
-            self.url = str(url).rstrip("/")
+            self.url = str(url)
             self._open_store = partial(runtime.store, root, **given)
         else:
             self.store = runtime.store(root, **given)
-            self.url = self.store.url.rstrip("/")
+            self.url = self.store.url
 
     def __repr__(self) -> str:
         return f"Root({self.url!r}, name={self.name!r})"
+
+    def location(self, name: object) -> str:
+        """Return the path or URL of a checkpoint."""
+        return below(self.url, f"{name}")
 
     async def opened(self, function: Callable[[], Any]) -> Any:
         """Open the store if it is not open, then await the coroutine of `function`."""

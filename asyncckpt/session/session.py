@@ -130,7 +130,7 @@ class Session:
             waits = self.restore_options
         self.processes = Processes(
             self.runtime,
-            self.root.url if not self.root.name else f"{self.root.url}/{self.root.name}",
+            self.root.location(self.root.name) if self.root.name else self.root.url,
             coordinator,
             arrival_s=waits.arrival_s,
             silence_s=waits.silence_s,
@@ -216,7 +216,7 @@ class Session:
         begun = time.perf_counter()
         processes, engine = self.processes, self.runtime.engine
         number = None if processes.alone else processes.count("save")
-        location = f"{self.root.url}/{name}"
+        location = self.root.location(name)
         try:
             options = self._checked(arguments["options"])
             engine.check()
@@ -345,7 +345,7 @@ class Session:
                     location=self.root.url,
                 ) from None
             if busy is not None and await self._overlaps(round_, busy):
-                location = f"{self.root.url}/{request.name}"
+                location = self.root.location(request.name)
                 if request.options.on_overlap == "error":
                     raise overlap_error(location)
                 return self._noted(skipped_report(location, request.step))

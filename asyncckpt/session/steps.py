@@ -135,7 +135,7 @@ class Steps:
             CheckpointNotFoundError: there is no checkpoint of this name.
             FencedError: another process has taken the run over.
         """
-        store, location = self._root.store, f"{self._root.url}/{name}"
+        store, location = self._root.store, self._root.location(name)
         files = store.files(name)
         try:
             await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
@@ -175,4 +175,4 @@ class Steps:
             await (await self._root.store.unlist(name, epoch=epoch))()
 
         await uninterrupted(delete())
-        logger.info("deleted %s/%s", self._root.url, name)
+        logger.info("deleted %s", self._root.location(name))

@@ -1,4 +1,4 @@
-"""Paths below the root of a local store, and legal names.
+"""Paths below the root of a store, and legal names.
 
 ::
 
@@ -87,6 +87,11 @@ class Layout:
         """
         directory = self.epoch(epoch) if epoch else self.control
         return os.path.join(directory, f"{kind}-{clipped(name)}-{token}")
+
+
+def below(root: str, name: str) -> str:
+    """Return the path or URL of a name below a root, which may end with a slash, as `memory://`."""
+    return f"{root}{name}" if root.endswith("/") else f"{root}/{name}"
 
 
 def note_name(process: int) -> str:

@@ -9,6 +9,7 @@ import re
 from typing import NamedTuple
 
 from asyncckpt.errors import UsageError
+from asyncckpt.stores.paths import below
 
 ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 """Aliases of schemes; URLs are shown with the usual name."""
@@ -110,7 +111,7 @@ def split_url(location: str) -> tuple[str, str]:
     url = parse_url(location)
     if not url.parts:
         raise UsageError(
-            f"{url}: names no checkpoint; add its name: {str(url).rstrip('/')}/name",
+            f"{url}: names no checkpoint; add its name: {below(str(url), 'name')}",
             location=str(url),
         )
     return str(url._replace(parts=url.parts[:-1])), url.parts[-1]

@@ -22,6 +22,7 @@ from asyncckpt.stores.objects.clients.client import (
 )
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.sending import Sender, Try
+from asyncckpt.stores.paths import below
 
 
 class Sent(NamedTuple):
@@ -90,7 +91,7 @@ class Requests(Sender):
 
     def location(self, key: str) -> str:
         """Return the URL of an object, for errors."""
-        return f"{self.url}/{key}" if key else self.url
+        return below(self.url, key) if key else self.url
 
     async def put(self, name: Callable[[int], str], body: Body) -> Sent:
         """Store the body in a data object.

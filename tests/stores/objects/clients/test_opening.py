@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from obstore.store import GCSStore, MemoryStore, S3Store
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import CheckpointExistsError, UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, S3Client, s3_options
@@ -89,8 +90,19 @@ def test_a_bucket_alone_is_no_checkpoint() -> None:
     for url in ("s3://bucket", "gs://bucket/"):
         with pytest.raises(UsageError, match=r"bucket: names no checkpoint; add its name: .*/name"):
             split_url(url)
-    with pytest.raises(UsageError, match=r"memory://: names no checkpoint"):
+    with pytest.raises(UsageError, match=r"memory://: names no checkpoint; .*: memory://name$"):
         split_url("memory://")
+
+
+def test_a_location_of_one_part_is_reported_as_it_can_be_opened_again() -> None:
+    name = uuid.uuid4().hex
+    for location in (f"memory://{name}", f"memory:///{name}"):
+        report = blocking.save(location, {"w": [1.0]}, overwrite=True)
+        assert report.location == f"memory://{name}"
+        assert blocking.inspect(report.location).location == report.location
+    with pytest.raises(CheckpointExistsError, match=f"^memory://{name}: ") as caught:
+        blocking.save(f"memory://{name}", {"w": [1.0]})
+    assert caught.value.location == f"memory://{name}"
 
 
 @pytest.mark.parametrize(
