@@ -7,6 +7,7 @@ this module needs nothing beyond the library; running it needs the extra `cli` (
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -37,9 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an encoding may lack × or …
+            stream.reconfigure(errors="replace")
     try:
         status = run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where the process began with it closed
+            sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             print(f"asyncckpt: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)

@@ -293,6 +293,7 @@ def process(*arguments: Any, code: str = "") -> subprocess.CompletedProcess[str]
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=60,
         check=False,
     )
@@ -307,6 +308,26 @@ def test_the_command_runs_as_a_process_and_its_pipe_is_plain(root: Path) -> None
     checked = process("verify", root / "20")
     assert checked.returncode == 1 and checked.stderr == ""
     assert "params/w" in checked.stdout
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_an_output_that_cannot_hold_every_character_shows_the_others(
+    root: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    blocking.save(root / "3", {"größe×…": 1})
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    for words in (("show", root / "3", "--timeline"), ("verify", root / "3"), ("ls", root)):
+        done = process(*words)
+        assert done.returncode == 0 and done.stderr == "", words
+        assert done.stdout
+
+
+def test_a_closed_standard_output_is_no_traceback(root: Path) -> None:
+    command = ("/bin/sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "asyncckpt")
+    done = subprocess.run(
+        (*command, "verify", root), cwd=REPOSITORY, stderr=subprocess.PIPE, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("missing", ["rich", "typer"])
