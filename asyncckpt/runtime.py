@@ -22,11 +22,11 @@ from asyncckpt.options import (
 )
 from asyncckpt.ports import CheckpointFiles, HostMemory, Sizes, Store, StoreCapabilities
 from asyncckpt.stores.local.store import LocalStore
-from asyncckpt.stores.objects.clients.urls import is_url, split_url, without_scheme
+from asyncckpt.stores.objects.clients.urls import check_options, is_url, split_url, without_scheme
 from asyncckpt.stores.paths import check_name, open_local
 
 _LOST_SLASH = re.compile(
-    r"(s3|s3a|s3n|gs|gcs|az|abfs|abfss|adl|https?|memory):/(?!/)", re.IGNORECASE
+    r"(s3|s3a|s3n|gs|gcs|az|abfs|abfss|adl|https?|memory|file|local):/(?!/)", re.IGNORECASE
 )
 """A URL that has lost a slash in a path object."""
 
@@ -175,6 +175,7 @@ def _local(location: Any) -> str | os.PathLike[str]:
 
 
 def _check_location(location: object, storage_options: object) -> None:
+    check_options(storage_options)
     if _is_store(location):
         if storage_options:
             raise UsageError("storage_options apply to URLs; a store object has its own")

@@ -253,6 +253,32 @@ async def test_storage_options_with_a_local_path_are_refused_and_not_shown(
         asyncckpt.Checkpointer(tmp_path, storage_options={"token": "hunter2"})
 
 
+@pytest.mark.parametrize("options", ["token=hunter2", ["hunter2"], 7])
+@pytest.mark.parametrize("location", ["s3://bucket/run", "memory://run/x", "run/x"])
+async def test_storage_options_that_are_no_mapping_are_refused_and_not_shown(
+    location: str, options: Any
+) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: asyncckpt.save(location, TREE, storage_options=options),
+        lambda: asyncckpt.restore(location, storage_options=options),
+        lambda: asyncckpt.inspect(location, storage_options=options),
+        lambda: asyncckpt.verify(location, storage_options=options),
+        lambda: asyncckpt.collect_garbage(location, storage_options=options),
+    ]
+    if "://" in location:
+        calls += [
+            lambda: asyncckpt.convert(location, f"{location}2", storage_options=options),
+            lambda: asyncckpt.diff(location, f"{location}2", storage_options=options),
+            lambda: asyncckpt.tune(location, storage_options=options),
+        ]
+    for call in calls:
+        with pytest.raises(UsageError, match="pass a dict of options") as caught:
+            await call()
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(UsageError, match="pass a dict of options"):
+        asyncckpt.Checkpointer(location, storage_options=options)
+
+
 async def test_paths_may_be_relative_and_file_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

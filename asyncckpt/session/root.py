@@ -14,7 +14,7 @@ from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.ports import NotingStore, Store
 from asyncckpt.runtime import Runtime, place_of
-from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url
+from asyncckpt.stores.objects.clients.urls import check_options, check_scheme, is_url, parse_url
 from asyncckpt.stores.paths import below
 
 logger = logging.getLogger("asyncckpt")
@@ -58,6 +58,7 @@ class Root:
         if is_url(root):
             # Opening imports libraries and looks up accounts: not on the caller's loop.
             url = parse_url(str(root))
+            check_options(storage_options)
             if not (storage_options or {}).keys() & {"client", "filesystem"}:
                 check_scheme(url)
             self.url = str(url)

@@ -142,7 +142,11 @@ async def test_a_sweep_that_is_never_answered_holds_no_close_up(
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket/x", "S3A://bucket/x", "gs://bucket", "memory://x", "https://host/x"]
+    "url",
+    [
+        *("s3://bucket/x", "S3A://bucket/x", "gs://bucket", "memory://x", "https://host/x"),
+        *("file:///x", "Local:///x"),
+    ],
 )
 async def test_a_url_that_has_lost_a_slash_is_refused(url: str) -> None:
     lost = Path(url)

@@ -33,7 +33,14 @@ from asyncckpt.stores.objects.clients.obstore_client import (
     obstore_client,
 )
 from asyncckpt.stores.objects.clients.obstore_options import NotSimple, store_options
-from asyncckpt.stores.objects.clients.urls import ALIASES, Url, is_url, parse_url, unknown_scheme
+from asyncckpt.stores.objects.clients.urls import (
+    ALIASES,
+    Url,
+    check_options,
+    is_url,
+    parse_url,
+    unknown_scheme,
+)
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}
 """Extras of this package that install what a scheme needs."""
@@ -59,12 +66,7 @@ def open_client(
         UsageError: unknown scheme, missing library, or contradictory options.
     """
     url = parse_url(location)
-    if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise UsageError(
-            f"{url}: storage_options={type(storage_options).__name__}(…): pass a dict of options",
-            location=str(url),
-            found=type(storage_options),
-        )
+    check_options(storage_options)
     options = dict(storage_options or {})
     filesystem = options.pop("filesystem", None)
     chosen = _chosen(url, options)
@@ -384,6 +386,7 @@ def fsspec_options(
     """
     if not is_url(location) or (url := parse_url(str(location))).scheme not in LIBRARIES:
         return storage_options
+    check_options(storage_options)
     options = storage_options or {}
     if options.keys() & {"client", "filesystem"} or not _is_installed(url):
         return storage_options

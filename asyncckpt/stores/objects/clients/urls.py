@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from asyncckpt.errors import UsageError
@@ -15,7 +16,7 @@ ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 """Aliases of schemes; URLs are shown with the usual name."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
-_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
+_LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/))?", re.IGNORECASE)
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
 _ARN = re.compile(
     r"arn:aws[^/]*:s3(-outposts|-object-lambda)?:[^/]*(:accesspoint[:/][^/]+"
@@ -157,6 +158,15 @@ def _divided(scheme: str, rest: str) -> tuple[str, tuple[str, ...]]:
     else:
         host, _, path = rest.partition("/")
     return host, tuple(filter(None, path.split("/")))
+
+
+def check_options(storage_options: object) -> None:
+    """Raise `UsageError` unless these options are a mapping or None; their values are not shown."""
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise UsageError(
+            f"storage_options={type(storage_options).__name__}(…): pass a dict of options",
+            found=type(storage_options),
+        )
 
 
 def check_scheme(url: Url) -> None:

@@ -164,6 +164,16 @@ def test_a_local_url_is_a_directory_in_any_letters(scheme: str, tmp_path: Path) 
     assert (tmp_path / "run" / "3").is_dir()
 
 
+@pytest.mark.parametrize("host", ["localhost", "LocalHost"])
+def test_a_local_url_may_name_this_host(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = blocking.save(f"file://{host}{tmp_path}/a", {"w": [1.0]})
+    assert report.location == f"{tmp_path}/a" and blocking.verify(tmp_path / "a").ok
+    assert not (tmp_path / host).exists()
+
+
 class Strict(MemoryFileSystem):  # type: ignore[misc]
     """A filesystem that passes its arguments on, as that of SFTP does, and caches listings."""
 
