@@ -21,6 +21,7 @@ from asyncckpt import (
     LeafOptions,
     SaveOptions,
     ShardedArray,
+    StoreError,
     UnsupportedLeafError,
     UsageError,
     blocking,
@@ -181,6 +182,20 @@ async def test_nothing_at_the_source_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError):
             await asyncckpt.convert(tmp_path / name, tmp_path / "b")
     assert listed(tmp_path) == ["file"]
+
+
+async def test_a_file_above_a_location_is_no_damage(tmp_path: Path) -> None:
+    await asyncckpt.save(tmp_path / "c", {"w": np.ones(3)})
+    (tmp_path / "file").write_text("text")
+    inside = tmp_path / "file" / "x"
+    for call in (
+        lambda: asyncckpt.convert(tmp_path / "c", inside),
+        lambda: asyncckpt.convert(inside, tmp_path / "d"),
+        lambda: asyncckpt.restore(inside),
+    ):
+        with pytest.raises(StoreError, match="a part of the path is a file") as caught:
+            await call()
+        assert caught.value.location == str(inside) and not caught.value.retryable
 
 
 async def test_wrong_arguments_are_refused(tmp_path: Path) -> None:

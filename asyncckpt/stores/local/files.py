@@ -295,7 +295,8 @@ class LocalFiles:
             raise self._refused(path, error) from error
 
     def _refused(self, path: str, error: OSError) -> AsyncCheckpointError:
-        if error.errno not in _LINK_ERRORS:
+        # With no path it is the user's own: a file is in the place of a directory above.
+        if error.errno not in _LINK_ERRORS or (not path and error.errno == errno.ENOTDIR):
             return store_error("opening", self._full(path), error)
         return CorruptCheckpointError(
             f"{self._full(path)}: expected a regular file that is not reached through a "
