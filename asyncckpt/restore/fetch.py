@@ -169,20 +169,28 @@ class Fetch:
             else:
                 await self._large(batches[0], path, slots[0])
         except CheckpointNotFoundError as error:
-            raise missing(opened.location, path) from error
+            raise self._of_leaf(missing(opened.location, path), batches) from error
         except CorruptCheckpointError as error:
-            if error.path is None:
-                # The store knows only the file, not whose bytes are there.
-                at = error.offset or batches[0].offset
-                nearest = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
-                leaf = self.reads.destinations.path[nearest.parts[0].request]
-                error.path = leaf
-                error.add_note(f"while reading leaf {leaf}")
+            self._of_leaf(error, batches)
             raise
         self.read_nbytes += span(batches)
         for batch in batches:
             self.progress(batch.nbytes)
             self.arrived(batch.parts.column(1))
+
+    def _of_leaf(
+        self, error: CorruptCheckpointError, batches: Sequence[ReadBatch]
+    ) -> CorruptCheckpointError:
+        """Name the leaf whose bytes a read lacks in its error, unless it does so; return the error.
+
+        The store knows only the file, not whose bytes are there.
+        """
+        if error.path is None:
+            at = error.offset or batches[0].offset
+            nearest = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
+            error.path = self.reads.destinations.path[nearest.parts[0].request]
+            error.args = (f"{error.path}: {error}",)
+        return error
 
     async def _direct(
         self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit

@@ -19,6 +19,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import (
+    CorruptCheckpointError,
     DtypeMismatchError,
     MismatchError,
     ShapeMismatchError,
@@ -369,6 +370,27 @@ async def test_a_64_bit_leaf_is_not_truncated_by_jax(tmp_path: Path) -> None:
         assert [leaf.dtype for leaf in restored.values()] == [jnp.int64, jnp.float64, jnp.float32]
         like = {"a": jnp.zeros(3, jnp.int64), "b": jnp.zeros(3), "c": jnp.zeros(3, jnp.float32)}
         assert (await asyncckpt.restore(place, like=like))["a"].dtype == jnp.int64
+
+
+@pytest.mark.parametrize("fate", ["missing", "truncated"])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+async def test_a_data_file_without_its_bytes_names_the_leaf(
+    tmp_path: Path, fate: str, compression: Any
+) -> None:
+    options = asyncckpt.SaveOptions(compression=compression)
+    values = np.random.default_rng(0).random(200_000)
+    place = await saved(tmp_path, {"layer": {"w": values}}, options=options)
+    (file,) = (place / "default" / "d").glob("*-0")
+    if fate == "missing":
+        file.unlink()
+    else:
+        with file.open("r+b") as opened:
+            opened.truncate(1000)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        await asyncckpt.restore(place)
+    error = caught.value
+    assert str(error).startswith(f"layer/w: {place}") and error.path == "layer/w"
+    assert error.file == f"default/d/{file.name}" and file.name in str(error)
 
 
 async def test_inspect_tells_what_a_checkpoint_holds_without_its_payload(tmp_path: Path) -> None:
