@@ -18,6 +18,7 @@ from asyncckpt.cli.transfer import size_nbytes
 from asyncckpt.errors import UsageError
 from asyncckpt.reports import nbytes_text, progress_bar, rate_text
 from asyncckpt.reports.picture import INSTALL_LINE
+from asyncckpt.tune.measure import check_url
 from asyncckpt.tune.recommend import MAX_NBYTES, MAX_S, TunePoint, TuneReport
 
 
@@ -46,7 +47,9 @@ def tune(
     Writes objects of several sizes below a prefix of its own, reads them, and removes them.
     """
     max_nbytes = size_nbytes("--max-bytes", max_bytes) or MAX_NBYTES
+    memory_nbytes = size_nbytes("--memory", memory)
     options = storage_options(storage_option)
+    check_url(url)
     if as_json and not yes:
         raise UsageError("tune --json does not ask: pass --yes")
     _check_plot(plot)
@@ -62,7 +65,7 @@ def tune(
             url,
             max_nbytes=max_nbytes,
             max_s=max_seconds,
-            host_memory_nbytes=size_nbytes("--memory", memory),
+            host_memory_nbytes=memory_nbytes,
             storage_options=options,
             progress=progress,
         )

@@ -77,12 +77,7 @@ async def tune(
         UsageError: an argument is wrong, or the URL is not that of an object store.
         StoreError: the store cannot be written to, read or listed; says what to do.
     """
-    if not is_url(url):
-        raise UsageError(
-            f"{url}: tune measures object stores, and this is not the URL of one; on local disk "
-            "sizes do not matter",
-            location=str(url),
-        )
+    check_url(url)
     for name, value in (
         ("max_nbytes", max_nbytes),
         ("max_s", max_s),
@@ -120,6 +115,16 @@ async def tune(
         return await runtime.engine.submit(run).wait()
     finally:
         await uninterrupted(runtime.aclose())
+
+
+def check_url(url: str) -> None:
+    """Raise `UsageError` unless this is the URL of an object store."""
+    if not is_url(url):
+        raise UsageError(
+            f"{url}: tune measures object stores, and this is not the URL of one; on local disk "
+            "sizes do not matter",
+            location=str(url),
+        )
 
 
 POLICY = dataclasses.replace(RequestPolicy(), hedge_share=0.0, hedge_burst=0.0)

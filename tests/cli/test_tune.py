@@ -59,6 +59,20 @@ def test_what_it_will_move_is_said_and_asked_first(run: Run, sim: Simulator) -> 
     assert sim.requests == []
 
 
+@pytest.mark.parametrize(
+    ("url", "words", "text"),
+    [
+        ("/data/run", (), "tune measures object stores"),
+        ("s3://bucket/run", ("--memory", "much"), "--memory much"),
+    ],
+)
+def test_nothing_is_asked_about_what_is_refused(
+    run: Run, url: str, words: tuple[str, ...], text: str
+) -> None:
+    done = run(*words, url=url, answer="n\n")
+    assert (done.status, done.out) == (2, "") and text in done.err
+
+
 def test_tables_recommendation_and_reason_are_printed(run: Run, sim: Simulator) -> None:
     done = run("--yes")
     assert done.status == 0, done.err
