@@ -13,6 +13,7 @@ from asyncckpt.cli import opening, tables
 from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, confirm, print_json
 from asyncckpt.errors import UsageError
+from asyncckpt.session.gc import COLLECT_MIN_S
 
 LISTED = 50
 """Names shown before the question; `--json` has all of them."""
@@ -92,4 +93,12 @@ def _seconds(text: str) -> float:
         raise UsageError(
             f"--older-than {text}: pass hours, days or weeks, for example 7d", found=text
         )
-    return float(found[1]) * _UNIT_S[found[2].lower()]
+    seconds = float(found[1]) * _UNIT_S[found[2].lower()]
+    if seconds < COLLECT_MIN_S:
+        raise UsageError(
+            f"--older-than {text}: pass at least {COLLECT_MIN_S / _UNIT_S['d']:.0f}d; younger "
+            "leftovers may belong to a save that is still running",
+            expected=COLLECT_MIN_S,
+            found=seconds,
+        )
+    return seconds

@@ -289,7 +289,7 @@ class Engine:
         if self._died:
             raise EngineDiedError(f"{self._name}: its thread has ended; create a new Checkpointer")
         if self._closed:
-            raise ClosedError(f"{self._name} is closed; create a new Checkpointer")
+            raise ClosedError("this Checkpointer is closed; create a new Checkpointer")
 
     def end_error(self) -> AsyncCheckpointError:
         """Return the error of a job that was unfinished when the engine ended."""

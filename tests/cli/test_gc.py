@@ -290,7 +290,8 @@ def test_gc_takes_an_age_in_hours_days_or_weeks(run: Run, root: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--older-than", "6d"), "pass at least 604800 (7 days)"),
+        (("--older-than", "6d"), "--older-than 6d: pass at least 7d"),
+        (("--older-than", "24h"), "--older-than 24h: pass at least 7d"),
         (("--older-than", "7"), "pass hours, days or weeks"),
         (("--older-than", "soon"), "pass hours, days or weeks"),
         (("--json",), "gc --json does not ask"),

@@ -151,7 +151,7 @@ async def test_close_ends_jobs_that_nobody_cancelled_with_a_closed_error(engine:
     with pytest.raises(ClosedError, match="was closed while this was outstanding"):
         await job.wait()
     await closing
-    with pytest.raises(ClosedError, match="is closed; create a new Checkpointer"):
+    with pytest.raises(ClosedError, match="this Checkpointer is closed; create a new Checkpointer"):
         engine.submit(answer)
 
 

@@ -28,7 +28,7 @@ _NEXT_STEPS = {
     errno.ENAMETOOLONG: "use a shorter name",
     errno.ESTALE: "the network file system no longer has the file: check the mount",
     errno.ENOMEM: "the system is out of memory: lower host_memory_nbytes",
-    errno.ENOTDIR: "a part of the path is a file and not a directory",
+    errno.ENOTDIR: "a part of the path is a file or a dangling symbolic link, not a directory",
     errno.ENOENT: "the directory is gone: it was removed, or another process took over",
     errno.EXDEV: "the checkpoint's name is a mount point: use its parent as root of another store",
 }

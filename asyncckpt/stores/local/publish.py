@@ -78,12 +78,13 @@ def check_place(target: str, *, overwrite: bool) -> None:
 
 
 def file_in_the_way(target: str) -> CheckpointExistsError:
-    """Return the error for a file or dangling link at the place of a checkpoint."""
+    """Return the error for a file, or a link to no checkpoint, at the place of a checkpoint."""
+    found = "a symbolic link" if os.path.islink(target) else "a file"
     return CheckpointExistsError(
-        f"{target}: a file exists here; move it away or choose another name",
+        f"{target}: {found} exists here; move it away or choose another name",
         location=target,
         expected="nothing, or a checkpoint",
-        found="a file",
+        found=found,
     )
 
 

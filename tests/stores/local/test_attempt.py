@@ -356,11 +356,23 @@ async def test_a_file_in_the_way_is_kept(
     root.mkdir()
     (root / "1").write_text("mine")
     (root / "2").symlink_to("nowhere")
-    for name in ("1", "2"):
-        with pytest.raises(CheckpointExistsError, match="a file exists here"):
+    for name, found in (("1", "a file"), ("2", "a symbolic link")):
+        with pytest.raises(CheckpointExistsError, match=f"{name}: {found} exists here") as caught:
             await store.begin(name, "a", overwrite=overwrite)  # before anything is staged
+        assert caught.value.found == found
     assert (root / "1").read_text() == "mine"
     assert everything(root) == ["1", "2"]
+
+
+async def test_a_link_to_an_empty_directory_is_kept_and_called_a_link(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "1").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointExistsError, match="1: a symbolic link exists here"):
+        await save(store, "1", "a")
+    assert (tmp_path / "root" / "1").is_symlink()
 
 
 async def test_a_link_to_a_checkpoint_is_replaced_without_touching_what_it_leads_to(

@@ -67,8 +67,7 @@ def parse_url(location: str) -> Url:
         UsageError: it is no URL, is chained, or contains credentials or parts like ``..``.
     """
     text = location_text(location)
-    head = location.partition("://")[0]
-    if "::" in head or _CHAINED.search(location):
+    if _is_chained(location):
         raise UsageError(
             f"{text}: chained URLs are not supported: a cache between checkpoints and their store "
             "would hold what others have replaced; pass the last URL of the chain alone",
@@ -124,7 +123,7 @@ def location_text(location: str) -> str:
     known = ALIASES.get(scheme.lower(), scheme.lower())
     if not separator:
         return location
-    if "::" in known or _CHAINED.search(location) or _credentials(known, rest):
+    if _is_chained(location) or _credentials(known, rest):
         return f"{known}://…"
     if known in ("http", "https"):
         rest = rest.partition("?")[0]
@@ -137,6 +136,16 @@ def split_bucket(path: str) -> tuple[str, str]:
         return found.group(), path[found.end() :].strip("/")
     bucket, _, key = path.partition("/")
     return bucket, key.strip("/")
+
+
+def _is_chained(location: str) -> bool:
+    """Return whether fsspec would take this for a chain of URLs, such as `zip://a::s3://b/c`."""
+    scheme, _, rest = location.partition("://")
+    # The second link of a chain may be a path. In a host, "::" is part of an address or password.
+    host = rest.partition("/")[0]
+    known = ALIASES.get(scheme.lower(), scheme.lower())
+    path_follows = known not in _BUCKETS and "::" in host and not set(host) & {"@", "["}
+    return "::" in scheme or path_follows or _CHAINED.search(location) is not None
 
 
 def _credentials(scheme: str, rest: str) -> bool:

@@ -139,6 +139,7 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
         ("bucket/run", "pass a URL with a scheme"),
         ("simplecache::s3://bucket/run", "chained URLs are not supported"),
         ("zip://a.zip::s3://bucket/run", "chained URLs are not supported"),
+        ("zip://x::h/x.zip", "chained URLs are not supported"),
     ],
 )
 def test_a_url_that_names_no_place_is_refused(url: str, message: str) -> None:
