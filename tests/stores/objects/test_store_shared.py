@@ -226,7 +226,8 @@ async def test_an_attempt_that_cannot_be_marked_nor_cleaned_up_fails_for_the_mar
     sim: Simulator,
 ) -> None:
     sim.faults.append(Fault(kind="put_object", key="*-x-.begun", status=403))
-    sim.faults.append(Fault(kind="delete_objects", status=403))
+    # Every one: the probe removes an object at the same time.
+    sim.faults.append(Fault(kind="delete_objects", number=0, status=403))
     async with opened("obstore", sim) as store:
         with pytest.raises(StoreError, match=r"-x-\.begun: writing .* failed") as caught:
             await store.begin("1", SAVE_ID, shared=True)
