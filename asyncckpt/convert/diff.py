@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncckpt.arguments import Location, ProgressCallback, guarded, typed
-from asyncckpt.convert.differences import Difference, Values, described, notes
+from asyncckpt.convert.differences import Difference, Values, described, notes, stored_number
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Runtimes, options_of, shares
 from asyncckpt.convert.tiles import band_nbytes, runs, tiles
@@ -27,11 +27,19 @@ BATCH_LEAVES = 1024
 
 
 class _Side(NamedTuple):
-    """One checkpoint's array of a leaf that both have."""
+    """One checkpoint's array of a leaf that both have, or its number that is no array."""
 
     reader: LeafReader
     leaf: int
     spec: ArraySpec
+    number: Values | None = None
+
+    def read(self, box: Box, out: Values) -> None:
+        """Read the values of `box`. Blocking."""
+        if self.number is None:
+            self.reader.read(self.leaf, box, out)
+        else:
+            out[...] = self.number
 
 
 @dataclass(slots=True, eq=False)
@@ -119,10 +127,21 @@ async def _compare(a: LeafReader, b: LeafReader, values: _Values, begun: float) 
         if difference is not None:
             changed[leaf] = difference
         one, two = a.specs[leaf], b.specs[other]
-        if one is not None and two is not None and one.shape == two.shape:
+        number = None
+        if difference is None and (one is None) != (two is None):
+            number = stored_number(a, leaf, b, other)
+        if number is not None:
+            spec, value = number
+            sides = (
+                _Side(a, leaf, spec, value if one is None else None),
+                _Side(b, other, spec, value if two is None else None),
+            )
+            pairs.append(_Pair(path, sides))
+        elif one is not None and two is not None and one.shape == two.shape:
             pairs.append(_Pair(path, (_Side(a, leaf, one), _Side(b, other, two))))
-    a.in_order([pair.sides[0].leaf for pair in pairs])
-    b.in_order([pair.sides[1].leaf for pair in pairs])
+    for index, reader in enumerate((a, b)):
+        ordered = [pair.sides[index] for pair in pairs]
+        reader.in_order([side.leaf for side in ordered if side.number is None])
     await values.compare(pairs)
     for pair in pairs:
         leaf = pair.sides[0].leaf
@@ -182,10 +201,10 @@ def _look(batch: Sequence[tuple[_Pair, Box]], halves: Values, bitwise: bool) -> 
     found = []
     for pair, box in batch:
         values = []
-        for (reader, leaf, spec), half in zip(pair.sides, halves, strict=True):
-            data = half[: box.size * spec.itemsize]
-            part = data.view(DTYPES[spec.dtype]).reshape(box.shape)
-            reader.read(leaf, box, part)
+        for side, half in zip(pair.sides, halves, strict=True):
+            data = half[: box.size * side.spec.itemsize]
+            part = data.view(DTYPES[side.spec.dtype]).reshape(box.shape)
+            side.read(box, part)
             values.append(part)
         difference = Difference()
         difference.add(box, values[0], values[1], bitwise=bitwise)
@@ -216,7 +235,7 @@ def _boxes(pair: _Pair, half_nbytes: int) -> Iterator[Box]:
     if spec.size * pair.itemsize <= half_nbytes:
         yield Box.whole(spec.shape)
         return
-    parts = [reader.parts(leaf) for reader, leaf, _ in pair.sides]
+    parts = [side.reader.parts(side.leaf) for side in pair.sides]
     bands = [band_nbytes(p, side.spec.itemsize) for p, side in zip(parts, pair.sides, strict=True)]
     larger = 0 if bands[0] >= bands[1] else 1
     if bands[larger] > pair.sides[0].reader.cache_nbytes // 2:

@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import bits
+from asyncckpt.adapters.python import NUMBERS, array_from_scalar
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.convert.reader import LeafReader
+from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.reports import LeafDifference
-from asyncckpt.spec import Box
+from asyncckpt.spec import ArraySpec, Box
 
 NOTED = 5
 """Most containers that a note lists."""
@@ -153,6 +155,8 @@ def described(
         return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
     first, second = a.specs[leaf], b.specs[other]
     if first is None or second is None:
+        if (first or second) is not None and stored_number(a, leaf, b, other) is not None:
+            return None  # the values are compared later
         # Of two `bytes` values, the longer may be stored as an array, the other not.
         values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
         if first is second and _same_scalar(kinds[0], *values, bitwise=bitwise):
@@ -163,6 +167,26 @@ def described(
     if first.dtype != second.dtype:
         return LeafDifference(path, "dtype", first.dtype, second.dtype)
     return None
+
+
+def stored_number(
+    a: LeafReader, leaf: int, b: LeafReader, other: int
+) -> tuple[ArraySpec, Values] | None:
+    """Return spec and value, as an array, of a number that one checkpoint holds as an array.
+
+    Other libraries store all numbers as arrays. None where both do, or neither, or where the value
+    of the other does not fit.
+    """
+    if a.specs[leaf] is None:
+        a, leaf, b, other = b, other, a, leaf
+    spec, kind = a.specs[leaf], _kind(a, leaf)
+    if spec is None or b.specs[other] is not None or spec.shape or kind not in NUMBERS:
+        return None
+    try:
+        number = decode_scalar(kind, b.opened.leaves.value[other])
+        return spec, array_from_scalar(b.paths[other], number, spec.dtype)
+    except DtypeMismatchError:
+        return None
 
 
 def _same_scalar(kind: str, first: Any, second: Any, *, bitwise: bool) -> bool:

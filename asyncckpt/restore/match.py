@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncckpt.adapters.python import array_from_scalar, same_number
+from asyncckpt.adapters.python import NUMBERS, array_from_scalar, same_number
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import (
     DtypeMismatchError,
@@ -501,7 +501,9 @@ class _Matcher:
         python = self.opened.leaves.extra.get(saved, NO_FACTS).get("python")
         if python == kind == "bytes":
             return
-        if spec.shape != () or numeric_class(spec.dtype) != numeric_class(kind):
+        found = numeric_class(spec.dtype)
+        cast = self.request.cast and found in NUMBERS and kind in NUMBERS
+        if spec.shape != () or (numeric_class(kind) != found and not cast):
             self._mismatches.add(
                 DtypeMismatchError,
                 want.path,

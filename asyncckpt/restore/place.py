@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.python import NUMBERS, scalar_from_array, scalar_kind
+from asyncckpt.adapters.python import NUMBERS, same_number, scalar_from_array, scalar_kind
 from asyncckpt.checkpoint.casts import lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import DtypeMismatchError
@@ -87,6 +87,10 @@ class Placement:
             return value
         kind = scalar_kind(type(leaf.want.leaf))
         assert kind is not None
+        if self._request.cast and values.shape == ():
+            same = same_number(values.item(), kind)
+            if same is not None:
+                return same
         return scalar_from_array(leaf.path, values, kind)
 
     def _adapter(self, leaf: LeafRestore) -> FrameworkAdapter:

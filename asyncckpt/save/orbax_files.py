@@ -123,19 +123,25 @@ class _Walk:
     ) -> OrbaxArrays | None:
         """Return the leaves of a container if all are arrays under the names Orbax computes."""
         kinds = list(map(self._snapshot.kinds.__getitem__, leaves))
-        group = OrbaxArrays(
-            base, sequence, keys, [_KINDS.get(kind, "np.ndarray") for kind in kinds]
-        )
+        group = OrbaxArrays(base, sequence, keys, [self._kind(leaf) for leaf in leaves])
         if "str" in kinds or not self._devices.keys().isdisjoint(leaves):
             return None
         return group if group.orbax_names == [self._name_of[leaf] for leaf in leaves] else None
+
+    def _kind(self, leaf: int) -> Kind:
+        snapshot = self._snapshot
+        python = snapshot.extra[leaf].get("python") if leaf in snapshot.extra else None
+        # Of another library's checkpoint: a Python number that is stored as an array.
+        if python is not None and python != "bytes":
+            return "scalar"
+        return _KINDS.get(snapshot.kinds[leaf], "np.ndarray")
 
     def _leaf(self, path: tuple[tuple[str, bool], ...], leaf: int) -> OrbaxLeaf:
         snapshot, name = self._snapshot, self._name_of[leaf]
         if snapshot.kinds[leaf] == "str":
             return OrbaxLeaf(path, "string", text=snapshot.scalars[leaf])
         if leaf not in self._devices:
-            return OrbaxLeaf(path, _KINDS.get(snapshot.kinds[leaf], "np.ndarray"), name)
+            return OrbaxLeaf(path, self._kind(leaf), name)
         part = self._plan.arrays.of(bisect.bisect_left(snapshot.array_leaf, leaf))
         return OrbaxLeaf(
             path,

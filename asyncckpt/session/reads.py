@@ -229,7 +229,7 @@ class Reads:
         try:
             return await read(files, step)
         except CheckpointNotFoundError as error:
-            if step is None:
+            if step is None or error.found in ("deleted", "replaced"):
                 raise
             raise await self._without(step, files, error) from error
         except CorruptCheckpointError as error:
@@ -257,4 +257,5 @@ async def _check_unchanged(
         f"{files.location}: the checkpoint was {changed} while being {PARTICIPLES[verb]}; "
         f"{next_step}",
         location=files.location,
+        found=changed,
     ) from damage

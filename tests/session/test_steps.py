@@ -44,9 +44,7 @@ async def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Pa
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         for step in range(12):
             await ckpt.save(step, tree(step))
-        with pytest.raises(
-            CheckpointNotFoundError, match=r"/77: there is no such step; .*…, 2"
-        ):
+        with pytest.raises(CheckpointNotFoundError, match=r"/77: there is no such step; .*…, 2"):
             await ckpt.restore(77)
 
 

@@ -14,7 +14,7 @@ from asyncckpt.checkpoint.foreign.listing import damaged, list_files, refuse_lin
 from asyncckpt.checkpoint.foreign.orbax_items import NO_TREE, Item, read_document, read_tree
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, missing
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.damage import path_fault
 from asyncckpt.format.foreign.foreign_tree import structure_of
@@ -44,6 +44,7 @@ _METRICS = "metrics"
 _JSON_FILES = frozenset(("metadata", "data.json", _METRICS))
 _JSON_HANDLERS = ("JsonCheckpointHandler", "JsonHandler")
 _SUCCESS = "commit_success.txt"
+_NO_ITEM = "DescriptorHandler"  # listed by version 1, although it writes nothing by default
 # These handlers wrap a single leaf in a tree, under the name `_SINGLE`, and restore the leaf.
 _SINGLE_HANDLERS = ("ArrayCheckpointHandler", "JaxRandomKeyCheckpointHandler")
 _SINGLE = "checkpoint"
@@ -69,12 +70,14 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     step = StepMetadata()
     with contextlib.suppress(CheckpointNotFoundError):
         step = await read_document(files, CHECKPOINT_METADATA_FILE, decode_checkpoint_metadata)
+    lost: list[str] = []
     for name in sorted(step.handlers.keys() - {entry.name for entry in entries} - {""}):
         # Deleted, or a link, which must not be skipped silently.
         if path_fault(name) is None:
             await refuse_link(files, name)
-        raise missing(files.location, name)
-    item = await _read(files, "", entries, step.handlers, 0)
+        if not step.handlers[name].endswith(_NO_ITEM):
+            lost.append(name)
+    item = await _read(files, "", entries, step.handlers, 0, lost)
     documents = item.document if isinstance(item.document, dict) else {}
     if item.tree is NO_TREE:
         raise CheckpointNotFoundError(
@@ -108,8 +111,12 @@ async def _read(
     entries: Sequence[Entry],
     handlers: Mapping[str, str],
     depth: int,
+    lost: Sequence[str] = (),
 ) -> Item:
-    """Read the content of a directory: a tree, a JSON document, items, or something unknown."""
+    """Read the content of a directory: a tree, a JSON document, items, or something unknown.
+
+    `lost` are items that should be in it, and are not.
+    """
     names = {entry.name for entry in entries}
     handler = handlers.get("", "")
     below = [entry.name for entry in entries if _is_item(entry, handlers)]
@@ -143,7 +150,7 @@ async def _read(
         item = items[name] = await _read(files, path, inner, own, depth + 1)
         if item.tree is NO_TREE and not item.has_document:
             item.notes.append(f"the item {path!r} was not read: its kind is unknown")
-    return _unwrapped(_joined(items), handler)
+    return _unwrapped(_joined(items, lost), handler)
 
 
 def _is_item(entry: Entry, handlers: Mapping[str, str]) -> bool:
@@ -168,13 +175,16 @@ def _unwrapped(item: Item, handler: str) -> Item:
     return item
 
 
-def _joined(items: Mapping[str, Item]) -> Item:
+def _joined(items: Mapping[str, Item], lost: Sequence[str]) -> Item:
     """Merge several items into one."""
     documents = {name: item.document for name, item in items.items() if item.has_document}
     result = Item(document=documents, has_document=bool(documents))
     result.notes = [note for item in items.values() for note in item.notes]
+    result.notes += [
+        f"the item {name!r} is missing, {CHECKPOINT_METADATA_FILE} lists it" for name in lost
+    ]
     trees = {name: item.tree for name, item in items.items() if item.tree is not NO_TREE}
-    if len(trees) == 1:
+    if len(trees) == 1 and not lost:
         (name,) = trees
         result.tree, result.directory = trees[name], items[name].directory
         result.custom = items[name].custom

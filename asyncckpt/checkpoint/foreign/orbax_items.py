@@ -87,11 +87,9 @@ async def read_document(files: CheckpointFiles, path: str, decode: Callable[...,
 async def read_tree(listing: Listing) -> Item:
     """Read the tree in the directory of a listing.
 
-    Without `_METADATA` and other files of Orbax, arrays are nested by their names, as in a plain
-    database.
+    Without `_METADATA`, arrays are nested by their names, as in a plain database.
 
     Raises:
-        CorruptCheckpointError: a file is missing that others refer to.
         CheckpointNotFoundError: there are no arrays, or it is the database of an asyncckpt
             checkpoint without its record.
     """
@@ -102,13 +100,15 @@ async def read_tree(listing: Listing) -> Item:
         metadata = await read_document(listing.files, path, decode_metadata)
     else:
         await refuse_link(listing.files, path)
-        if listing.has(STRINGS_FILE) or listing.has(CHECKPOINT_METADATA_FILE):
-            raise missing(listing.files.location, path)
     table = await _table(listing, metadata)
     is_database = not table.is_directory and listing.has(MANIFEST_NAME)
     item = Item(directory=(listing.directory or ".") if is_database else "")
     if metadata is None:
         item.tree = await tree_of(table)
+        if listing.has(STRINGS_FILE) or listing.has(CHECKPOINT_METADATA_FILE):
+            item.notes.append(
+                f"{path} is missing: lists are dicts, and strings and empty containers are left out"
+            )
         return item
     item.tree = _grow(listing, metadata, await _leaves(listing, table, metadata))
     if isinstance(metadata.custom, dict):

@@ -53,7 +53,7 @@ async def test_the_root_of_a_run_is_told_from_its_steps(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
         await ckpt.save(3, VALUES)
         await ckpt.save(20, VALUES)
-    with pytest.raises(asyncckpt.CheckpointNotFoundError, match="of which 20 is the newest"):
+    with pytest.raises(asyncckpt.CheckpointNotFoundError, match="its newest step is 20"):
         await asyncckpt.restore(tmp_path / "run")
 
 

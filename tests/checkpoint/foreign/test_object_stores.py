@@ -250,7 +250,7 @@ async def test_what_is_no_checkpoint_is_named(sim: Simulator) -> None:
     storage = sim.s3_options()
     for url, text in (
         ("s3://bucket/junk", "no checkpoint.json, and nothing that Orbax"),
-        ("s3://bucket/steps", "100 is the newest; name one of them, as in s3://bucket/steps/100"),
+        ("s3://bucket/steps", "newest step is 100: pass s3://bucket/steps/100"),
         ("s3://bucket/nothing", "nothing is stored there"),
     ):
         with pytest.raises(asyncckpt.CheckpointNotFoundError, match=text):

@@ -299,7 +299,8 @@ async def test_one_tree_beside_json_is_that_tree_and_the_json_is_metadata(tmp_pa
     path = tmp_path / "c" / "4"
     assert_same(await asyncckpt.restore(path), state())
     info = await asyncckpt.inspect(path)
-    assert info.metadata == {"data": {"epoch": 3}}
+    # What is no number is kept.
+    assert info.metadata == {"data": {"epoch": 3}, "metrics": {"loss": 0.5, "note": "x"}}
     assert info.metrics == {"loss": 0.5}
 
 
@@ -333,14 +334,33 @@ async def test_custom_metadata_is_metadata(tmp_path: Path) -> None:
     assert (await asyncckpt.inspect(path)).metadata == {"tokens": 10**9}
 
 
-async def test_items_of_unknown_kinds_are_named_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_items_of_unknown_kinds_are_named_by_a_warning(tmp_path: Path) -> None:
     path = manager(tmp_path / "c", {"w": np.arange(3)})
     (path / "proto").mkdir()
     (path / "proto" / "proto.pbtxt").write_text("x: 1")
-    assert_same(await asyncckpt.restore(path), {"w": np.arange(3)})
-    assert "12/proto: not read" in caplog.text
+    with pytest.warns(asyncckpt.RestoreWarning, match="the item 'proto' was not read"):
+        assert_same(await asyncckpt.restore(path), {"w": np.arange(3)})
+
+
+async def test_items_that_are_gone_are_named_by_a_warning(tmp_path: Path) -> None:
+    with as_orbax_likes_it(), ocp.CheckpointManager(tmp_path / "c") as checkpoints:
+        save = ocp.args.PyTreeSave
+        tree = {"w": np.arange(3)}
+        args = ocp.args.Composite(params=save(tree), opt=save(tree), _ema=save(tree))
+        checkpoints.save(4, args=args)
+        checkpoints.wait_until_finished()
+    path = tmp_path / "c" / "4"
+    assert_same(await asyncckpt.restore(path), {"_ema": tree, "opt": tree, "params": tree})
+    shutil.rmtree(path / "opt")
+    with pytest.warns(asyncckpt.RestoreWarning, match="the item 'opt' is missing"):
+        assert_same(await asyncckpt.restore(path), {"_ema": tree, "params": tree})
+
+
+@pytest.mark.parametrize("tree", [{"a": "text"}, {"a": None, "b": [None, None]}, {"a": {}}])
+async def test_a_tree_without_arrays_has_no_database(tree: Any, tmp_path: Path) -> None:
+    path = pytree(tmp_path / "c", tree)
+    assert await asyncckpt.restore(path) == tree
+    assert (await asyncckpt.verify(path)).ok
 
 
 async def test_without_metadata_arrays_stand_under_their_names(tmp_path: Path) -> None:
@@ -383,7 +403,9 @@ async def test_checkpoints_that_orbax_ships_are_read(path: Path) -> None:
     a, c = np.arange(8, dtype=np.int32), np.arange(1, 4, dtype=np.int32)
     nameless = name.endswith("pytree_checkpointable_missing_metadata")
     expected = {"a": a, "b.c": c} if nameless else {"a": a, "b": {"c": c}}
-    assert_same(await asyncckpt.restore(path), expected)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*_METADATA is missing")
+        assert_same(await asyncckpt.restore(path), expected)
 
 
 # ------------------------------------------------------------------------------- several processes
