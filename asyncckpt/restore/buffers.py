@@ -216,8 +216,8 @@ def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hasha
     return tuple([tied.get(array, array) for array in leaf.arrays()])
 
 
-_Place = tuple[int, tuple[int, int], Hashable | None, Any]
-"""Number of a leaf, and byte span, identity and array of memory that a restore fills for it."""
+_Place = tuple[int, tuple[int, int], Any]
+"""Number of a leaf, and byte span and array of memory that a restore fills for it."""
 
 
 def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
@@ -238,30 +238,27 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
     owners += [arrays.targets.leaves[arrays.number[place]] for place in arrays.ordinary()]
     if len(set(map(id, owners))) == len(owners) and not any(t.span or t.buffers for t in filled):
         return {}  # each has memory of its own
-    leaves = matching.leaves
-    targets = [(n, leaf.target) for n, leaf in enumerate(leaves) if leaf.target is not None]
-    places: list[_Place] = [(n, *place) for n, target in targets for place in _places(target)]
-    spans = [span for _, span, _, _ in places]
+    leaves, twins = matching.leaves, dict[int, int]()
+    places: list[_Place] = []
+    same: dict[Hashable, int] = {}  # first leaf by identity and span
+    for number, leaf in enumerate(leaves):
+        for span, identity, memory in [] if leaf.target is None else _places(leaf.target):
+            key = number if identity is None else (identity, span)
+            first = leaves[same.setdefault(key, number)]
+            if first is leaf or not (_tied(first, leaf, first_rows) or _alike(first, leaf)):
+                places.append((number, span, memory))
+            elif not _tied(first, leaf, first_rows):
+                twins[number] = same[key]
+    spans = [span for _, span, _ in places]
     # The byte spans of most targets are disjoint: one vectorised comparison settles it.
     bounds = np.array(spans, np.int64).reshape(-1, 2)
     bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
-    twins: dict[int, int] = {}
     if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
         return twins
     for place, other_place in overlapping(spans):
-        first, number = sorted((places[place][0], places[other_place][0]))
-        leaf, other = leaves[first], leaves[number]
-        if leaf.target is other.target:
-            continue
-        _, _, identity, memory = places[place]
-        _, _, other_identity, other_memory = places[other_place]
-        if identity is not None and identity == other_identity:
-            if _tied(leaf, other, first_rows):
-                continue
-            if leaf.spec is not None and _alike(leaf, other):
-                twins[number] = min(first, twins.get(number, first))
-                continue
-        if may_share_memory(memory, other_memory):
+        (number, _, memory), (other_number, _, other_memory) = places[place], places[other_place]
+        leaf, other = leaves[number], leaves[other_number]
+        if leaf.target is not other.target and may_share_memory(memory, other_memory):
             raise UsageError(
                 f"{leaf.path} and {other.path}: these targets overlap in memory but are different "
                 "arrays in the checkpoint; pass a copy of one of them, or leave it out with "
@@ -275,7 +272,8 @@ def _alike(one: LeafRestore, other: LeafRestore) -> bool:
     """Return whether the same is wanted of two leaves that are stored alike."""
     a, b = one.target, other.target
     assert a is not None and b is not None
-    return (one.spec, a.spec, a.boxes) == (other.spec, b.spec, b.boxes)
+    same = (one.spec, a.spec, a.boxes) == (other.spec, b.spec, b.boxes)
+    return same and one.spec is not None
 
 
 def _tied(one: LeafRestore, other: LeafRestore, first_rows: Sequence[int]) -> bool:

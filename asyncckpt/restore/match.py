@@ -328,6 +328,7 @@ class _Matcher:
         """Match every leaf of the target."""
         selected, lacking, wanted = self.selected, frozenset(absent), self.request.wanted
         ordinary, found = _ordinary(self.opened, self._arrays), self._found
+        every: list[str] = []  # paths at which the values of all processes are wanted
         ordinals: Iterable[int | None] = range(len(self.paths))
         if wanted.paths != self.paths:
             ordinals = map(dict(zip(self.paths, ordinals, strict=True)).get, wanted.paths)
@@ -343,7 +344,7 @@ class _Matcher:
                     continue
             want, path = wanted[number], wanted.paths[number]
             if want.leaf is PerProcess.all:
-                self._match_all(path)
+                every.append(path)
                 continue
             if selected is not None and saved not in selected:
                 continue
@@ -363,20 +364,21 @@ class _Matcher:
         count = len(found) - len(found.described)
         self._wanted += count
         self._matched += count
+        if every:
+            self._match_all(every)
 
     def _add(self, leaf: LeafRestore) -> None:
         (self._scalars if leaf.spec is None else self._found).append(leaf)
 
-    def _match_all(self, path: str) -> None:
+    def _match_all(self, paths: Sequence[str]) -> None:
         """Match the values of all processes."""
-        self._wanted += 1
-        saved = path in per_process_paths(self.structure)
-        if not saved:
-            self._missing.append(path)
-            return
-        self._matched += 1
-        for leaf in self.structure.subtrees([path])[path][1]:
-            self._add(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
+        saved = set(per_process_paths(self.structure)).intersection(paths)
+        self._wanted += len(paths)
+        self._matched += len(saved)
+        self._missing += [path for path in paths if path not in saved]
+        for _, leaves in self.structure.subtrees(saved).values():
+            for leaf in leaves:
+                self._add(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
 
     def _check_process_counts(self) -> None:
         """Compare the numbers of processes at paths with a value per process."""

@@ -24,9 +24,12 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
     if outcome.report.notes:
         _warn(outcome.report)
     if flat is not None:
+        pairs = [*zip(flat.paths, flat.leaves, strict=True)]
+        values = _of_all(outcome, [path for path, leaf in pairs if leaf is PerProcess.all])
         leaves = [
-            _of_all(outcome, path) if leaf is PerProcess.all else outcome.wanted.get(number, leaf)
-            for number, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True))
+            # With strict=False, the checkpoint may have none.
+            values.get(path, leaf) if leaf is PerProcess.all else outcome.wanted.get(number, leaf)
+            for number, (path, leaf) in enumerate(pairs)
         ]
         return unflatten_like(flat, leaves, adapters.nodes)
     restored = [outcome.saved.get(n, ABSENT) for n in range(outcome.structure.leaf_count)]
@@ -34,14 +37,13 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
     return tree if outcome.request.include is None else _prune(tree)[0]
 
 
-def _of_all(outcome: RestoreOutcome, path: str) -> Any:
-    """Return the list of the values that all processes have saved at a path."""
-    found = outcome.structure.subtrees([path]).get(path)
-    if found is None:
-        return PerProcess.all  # strict=False: the checkpoint has none
-    structure, ordinals = found
-    values = unflatten(structure, [outcome.saved[ordinal] for ordinal in ordinals])
-    return [values[process] for process in sorted(values)]
+def _of_all(outcome: RestoreOutcome, paths: Sequence[str]) -> dict[str, list[Any]]:
+    """Return by path the list of the values that all processes have saved there."""
+    found: dict[str, list[Any]] = {}
+    for path, (structure, ordinals) in outcome.structure.subtrees(paths).items() if paths else ():
+        values = unflatten(structure, [outcome.saved[ordinal] for ordinal in ordinals])
+        found[path] = [values[process] for process in sorted(values)]
+    return found
 
 
 def _warn(report: RestoreReport) -> None:

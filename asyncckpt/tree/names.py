@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -43,13 +44,28 @@ def match_glob(paths: Sequence[str], patterns: str | Iterable[str]) -> tuple[set
     """
     selected: set[int] = set()
     unmatched = []
+    order: list[int] = []  # of the paths, for patterns without asterisks: there may be thousands
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matches = re.compile(_glob(pattern.removesuffix("/")), re.DOTALL).fullmatch
-        found = [index for index, path in enumerate(paths) if matches(path)]
+        found: Sequence[int]
+        if "*" in pattern:
+            matches = re.compile(_glob(pattern.removesuffix("/")), re.DOTALL).fullmatch
+            found = [index for index, path in enumerate(paths) if matches(path)]
+        else:
+            order = order or sorted(range(len(paths)), key=paths.__getitem__)
+            found = _at_or_below(paths, order, pattern.removesuffix("/").replace("%2A", "*"))
         selected.update(found)
         if not found:
             unmatched.append(pattern)
     return selected, unmatched
+
+
+def _at_or_below(paths: Sequence[str], order: Sequence[int], top: str) -> Sequence[int]:
+    """Return the indices of a path and of those below it; `order` sorts the paths."""
+    path_of = paths.__getitem__
+    at = order[bisect_left(order, top, key=path_of) : bisect_right(order, top, key=path_of)]
+    first, last = f"{top}/", f"{top}{chr(ord('/') + 1)}"
+    below = bisect_left(order, first, key=path_of), bisect_left(order, last, key=path_of)
+    return [*at, *order[slice(*below)]]
 
 
 def _glob(pattern: str) -> str:

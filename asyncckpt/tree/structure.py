@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
 
@@ -67,7 +67,7 @@ class Structure:
         """Return the path of every node; a stateful node and its state dict have the same one."""
         return _walk(self, escaped=True)[1]
 
-    def subtrees(self, paths: Sequence[str]) -> dict[str, tuple[Structure, range]]:
+    def subtrees(self, paths: Iterable[str]) -> dict[str, tuple[Structure, range]]:
         """Return the part of the tree at each path, and which leaves of the whole it holds.
 
         Paths at which there is neither a node nor a leaf have no entry. The whole tree is walked
