@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.service import CALL_LIMIT_S
@@ -34,17 +36,17 @@ class _Heard:
     silent_s: float = 0.0
 
     @property
-    def text(self) -> str:
-        """The progress in the beat; empty if the process rests."""
-        return self.value.decode().partition(" ")[2]
+    def fields(self) -> Mapping[str, Any]:
+        """The contents of the beat; empty before the first one."""
+        return json.loads(self.value or b"{}")  # type: ignore[no-any-return]
 
 
 class Beats:
     """Posts the beats of this process while a round is under way, and watches those of others.
 
-    Process 0 watches all others with one call; the others watch process 0. A beat carries the
-    progress of its process while it is at work, and nothing while it rests. Only a process at work
-    can fall silent; `arrival_s` is for processes that have not come to a call yet.
+    Process 0 watches all others with one call; the others watch process 0. A beat says whether its
+    process is at work, how far it has come, and which rounds have ended on it. Only a process at
+    work can fall silent; `arrival_s` is for processes that have not come to a call yet.
 
     Silence is measured by the clock of the observer, and only while it observes: a process that was
     itself stopped for a minute does not know about the others yet.
@@ -64,32 +66,33 @@ class Beats:
         self._every_s = min(every_s, silence_s / 3)
         # Silence takes at least two observations, however long this process was stopped.
         self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
-        self._rounds = 0
+        self._open: defaultdict[str, list[int]] = defaultdict(list)
+        self._over: defaultdict[str, int] = defaultdict(int)
         self._beating: BackgroundTask[None] | None = None
         self._count = 0
         self._reached: dict[str, int] = {}
-        self._text = ""
         self._changed = asyncio.Event()
         watched = range(1, group.process_count) if group.process_index == 0 else (0,)
         self._heard = {process: _Heard() for process in watched}
         self._observed = time.monotonic()
 
-    def begin(self) -> None:
-        """Begin a round; beats go on until all begun rounds have ended."""
-        self._rounds += 1
+    def begin(self, kind: str, number: int) -> None:
+        """Begin a round, or a part of it; beats go on until all that has begun has ended."""
+        self._open[kind].append(number)
+        self.reached(kind, number)
         if self._beating is None:
             self._beating = BackgroundTask(self.run())
 
-    async def end(self) -> None:
-        """End a round; after the last one, post that this process rests."""
-        self._rounds -= 1
-        if self._rounds or self._beating is None:
+    async def end(self, kind: str, number: int) -> None:
+        """End a round, or a part of it; after the last one, post that this process rests."""
+        self._open[kind].remove(number)
+        if self._at_work() or self._beating is None:
             return
         beating, self._beating = self._beating, None
         beating.cancel()
         await beating.settled()
-        if not self._rounds:  # none has begun meanwhile
-            await self._rest()
+        if not self._at_work():  # none has begun meanwhile
+            await self._post(at_work=False)
 
     async def run(self) -> None:
         """Post and watch until cancelled. A service that does not answer counts as silence."""
@@ -97,7 +100,7 @@ class Beats:
         while True:
             self._changed.clear()
             try:
-                await self._post()
+                await self._post(at_work=True)
                 seen = await self._look()
             except StoreError as error:
                 logger.warning("beat of process %d: %s", self.group.process_index, error)
@@ -110,28 +113,53 @@ class Beats:
                 pass
 
     def reached(self, what: str, number: int) -> None:
-        """Tell the others the progress of this process soon."""
-        self._reached[what] = number
-        self._text = json.dumps(self._reached)
+        """Tell the others the progress of this process soon; it only rises."""
+        self._reached[what] = max(number, self._reached.get(what, number))
         self._changed.set()
 
     def last(self, process: int, what: str) -> int:
-        """Return the progress of a watched process at work; -1 if it has not begun."""
-        return int(json.loads(self._heard[process].text or "{}").get(what, -1))
+        """Return the progress of a watched process; -1 if it has not begun."""
+        return int(self._heard[process].fields.get("reached", {}).get(what, -1))
+
+    def ended(self, process: int, kind: str) -> int:
+        """Return the number below which all rounds of a kind have ended on a watched process."""
+        return int(self._heard[process].fields.get("ended", {}).get(kind, 0))
+
+    def over(self, kind: str) -> Iterator[int]:
+        """Yield the rounds of a kind that have ended on all processes, each only once.
+
+        For process 0. What it has heard may be old: a round may be yielded later than it could be.
+        """
+        end = min([self._ended(kind), *(self.ended(process, kind) for process in self._heard)])
+        while self._over[kind] < end:
+            self._over[kind] += 1
+            yield self._over[kind] - 1
+
+    def at_work(self, process: int) -> bool:
+        """Return whether a watched process was in any round when it was last heard."""
+        return bool(self._heard[process].fields.get("at_work"))
 
     def silent(self, process: int) -> bool:
         """Return whether a watched process at work has posted no new beat for `silence_s`."""
-        heard = self._heard[process]
-        return bool(heard.text) and heard.silent_s >= self._silence_s
+        return self._heard[process].silent_s >= self._silence_s and self.at_work(process)
 
-    async def _rest(self) -> None:
-        self._text = ""
-        await self._post()
+    def _at_work(self) -> bool:
+        return any(self._open.values())
 
-    async def _post(self) -> None:
+    def _ended(self, kind: str) -> int:
+        """Return the number below which all rounds of a kind have ended on this process."""
+        return min(self._open[kind], default=self._reached[kind] + 1)
+
+    async def _post(self, *, at_work: bool) -> None:
         self._count += 1
         group = self.group
-        value = f"{self._count} {self._text}".encode()
+        beat = {
+            "count": self._count,
+            "at_work": at_work,
+            "reached": self._reached,
+            "ended": {kind: self._ended(kind) for kind in self._open},
+        }
+        value = json.dumps(beat).encode()
         await group.coordinator.put(group.key("beat", str(group.process_index)), value)
 
     async def _look(self) -> Mapping[int, bytes]:

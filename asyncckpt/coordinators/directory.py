@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from asyncckpt.arguments import check_coordinator
 from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.service import ServiceCoordinator
 from asyncckpt.errors import StoreError, UsageError
@@ -35,6 +36,9 @@ class DirectoryCoordinator(ServiceCoordinator["DirectoryService"]):
         path: the directory.
         process_index: number of this process, from 0.
         process_count: number of processes.
+
+    Raises:
+        UsageError: an argument is wrong.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class DirectoryCoordinator(ServiceCoordinator["DirectoryService"]):
         super().__init__(
             "directory", process_index, process_count, lambda: DirectoryService(self.path)
         )
+        check_coordinator(self)
 
 
 class DirectoryService:

@@ -99,15 +99,37 @@ def silent_error(group: Group, silent: Sequence[int], silence_s: float) -> SaveE
     )
 
 
-def late_error(group: Group, late: Sequence[int], arrival_s: float) -> SaveError:
-    """Return the error for processes that have not made a call in time."""
+def late_error(
+    group: Group, call: str, late: Sequence[int], elsewhere: Sequence[int], arrival_s: float
+) -> SaveError:
+    """Return the error for processes that have not made a call in time.
+
+    Args:
+        group: all processes.
+        call: the call.
+        late: those that have not made it.
+        elsewhere: those of them that are in another call.
+        arrival_s: time that they had.
+    """
     come = group.process_count - len(late)
+    is_ = "is" if len(elsewhere) == 1 else "are"
+    busy = f" ({group.listed(elsewhere)} {is_} in another call)" if elsewhere else ""
     return SaveError(
-        f"{come} of {group.process_count} processes made this call; {group.listed(late)} did not "
-        f"within {arrival_s:g} s (arrival_s). Call it on all processes, or pass "
+        f"{come} of {group.process_count} processes made this call, {call}; {group.listed(late)} "
+        f"did not within {arrival_s:g} s (arrival_s){busy}. Call it on all processes, or pass "
         'coordinator="single" where one process is to do it alone',
         expected=group.process_count,
         found=come,
+    )
+
+
+def other_call_error(group: Group, process: int, other: str, call: str) -> UsageError:
+    """Return the error for a process that made another call than process 0."""
+    return UsageError(
+        f"{group.named(process)} called {other} where {group.named(0)} called {call}: all "
+        "processes make the same calls in the same order",
+        expected=call,
+        found=other,
     )
 
 

@@ -80,11 +80,17 @@ async def shake_hands(
         arrival_s: seconds to wait for the other processes.
 
     Raises:
-        UsageError: a process is missing, has come twice, runs another release of this library, or
-            has opened the root another number of times. Every waiting process gets the error.
+        UsageError: a process is missing, has come twice, runs another release of this library,
+            expects another number of processes, or has opened the root another number of times.
+            Every waiting process gets the error.
         StoreError: the coordinator's service failed.
     """
-    hello = Hello(secrets.token_hex(8), socket.gethostname()[:HOST_LENGTH], os.getpid())
+    hello = Hello(
+        secrets.token_hex(8),
+        socket.gethostname()[:HOST_LENGTH],
+        os.getpid(),
+        count=coordinator.process_count,
+    )
     place = f"{PREFIX}/{hashlib.sha256(root.encode(errors='surrogatepass')).hexdigest()[:32]}"
     told = coordinator, place, root, opened, hello, arrival_s
     if coordinator.process_index == 0:
@@ -122,7 +128,7 @@ class _Host(Meeting):
         settled = 0.0
         for pause in pauses(self.count):
             met = await self.coordinator.list(self.key("hello"))
-            self._hellos = _hellos(met, self.count)
+            self._hellos = _hellos(met)
             self._check(before)
             now = time.monotonic()
             waiting = [p for p in range(self.count) if not self._live(p)]
@@ -134,19 +140,25 @@ class _Host(Meeting):
                 await self._post_hosts(hosts)
                 await self._post("agreed")
                 return hosts
-            if len(self._hellos) == self.count or now >= self.end - ROLL_CALL_S:
+            if self._all_met() or now >= self.end - ROLL_CALL_S:
                 await self._post("welcome")
             if now >= self.end:
                 raise await self.absent(waiting)
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
 
+    def _all_met(self) -> bool:
+        """Return whether it is time to welcome all: they have come, or expect other processes."""
+        hellos = [hello for hellos in self._hellos.values() for hello in hellos]
+        counted = all(process in self._hellos for process in range(self.count))
+        return counted or any(hello.count != self.count for hello in hellos)
+
     def _live(self, process: int) -> list[Hello]:
         """Return the hellos of a process that have acknowledged this run."""
         return [h for h in self._hellos.get(process, ()) if h.run == self._run_id]
 
     def _check(self, before: Mapping[str, bytes]) -> None:
-        """Raise if a process has come twice or runs another release.
+        """Raise if a process has come twice, runs another release or expects other processes.
 
         `before` are hellos of process 0 by nonce that were there before its own.
         """
@@ -164,6 +176,15 @@ class _Host(Meeting):
                         location=self.root,
                         expected=VERSION,
                         found=hello.version,
+                    )
+                if hello.count != self.count:
+                    raise UsageError(
+                        f"{self.root}: process {process} ({hello}) has process_count="
+                        f"{hello.count}, process 0 ({self.hello}) has process_count={self.count}: "
+                        "pass the same number everywhere",
+                        location=self.root,
+                        expected=self.count,
+                        found=hello.count,
                     )
 
     async def _post_hosts(self, hosts: Sequence[str]) -> None:
@@ -184,8 +205,9 @@ class _Host(Meeting):
                 limit_nbytes=REFUSAL_NBYTES,
             )
             refusal = json.loads(data)
-        for page in range(-(-self.count // PAGE)):
-            here = range(page * PAGE, min((page + 1) * PAGE, self.count))
+        # Also those beyond the count: if they live, they expect more processes.
+        for page in range(1 + max(self.count - 1, *self._hellos) // PAGE):
+            here = range(page * PAGE, (page + 1) * PAGE)
             welcome = {
                 "state": state,
                 "run": self._run_id,
@@ -255,11 +277,13 @@ def echoes(welcome: Mapping[str, Any], nonce: str) -> bool:
     return nonce in welcome["nonces"]
 
 
-def _hellos(met: Mapping[str, bytes], count: int) -> dict[int, list[Hello]]:
-    """Return the hellos of each of `count` processes, from their keys below ``hello/``."""
+def _hellos(met: Mapping[str, bytes]) -> dict[int, list[Hello]]:
+    """Return the hellos of each process, from their keys below ``hello/``.
+
+    There may be more processes than expected, of an earlier life or of this one.
+    """
     hellos: dict[int, list[Hello]] = {}
     for key in sorted(met):
         process = int(key.partition("/")[0])
-        if process < count:  # an earlier life may have had more processes
-            hellos.setdefault(process, []).append(Hello.decoded(met[key]))
+        hellos.setdefault(process, []).append(Hello.decoded(met[key]))
     return hellos

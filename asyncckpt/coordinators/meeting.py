@@ -23,6 +23,7 @@ class Hello:
         pid: its process id.
         version: release of this library.
         run: run id of the welcome that it acknowledges; empty before.
+        count: number of processes that it expects.
     """
 
     nonce: str
@@ -30,6 +31,7 @@ class Hello:
     pid: int
     version: str = VERSION
     run: str = ""
+    count: int = 0
 
     def encoded(self) -> bytes:
         """Return it as a message."""
@@ -37,9 +39,9 @@ class Hello:
 
     @classmethod
     def decoded(cls, data: bytes) -> Hello:
-        """Return the hello in a message; ignores fields of other releases."""
+        """Return the hello in a message, which may be of another release with other fields."""
         fields = json.loads(data)
-        return cls(**{field: fields[field] for field in cls.__slots__})
+        return cls(**{field: fields[field] for field in cls.__slots__ if field in fields})
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"

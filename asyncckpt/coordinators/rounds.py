@@ -20,6 +20,12 @@ all processes.
 #   fall silent.
 # Rule 4: process 0 reads one directory, whatever the number of processes; each of the others waits
 #   for one key. Missing processes are found by their beats.
+# Rule 5: the messages of a round are deleted once it has ended on all processes. Process 0 may be
+#   many calls ahead: saves that it skips end at once.
+#   (test_a_round_is_kept_until_the_last_process_has_ended_it)
+# Rule 6: a process that finds its round decided already, by another call, has missed that call, and
+#   takes the next number (`missed`). Numbers thus agree again after a call on some processes only.
+#   A round that any process has missed cannot have been committed: that takes a message of each.
 
 from __future__ import annotations
 
@@ -35,16 +41,13 @@ from asyncckpt.coordinators.group import (
     closed_error,
     departed,
     late_error,
+    other_call_error,
     silent_error,
     unknown_error,
 )
 from asyncckpt.coordinators.key_values import longest_pause_s, pauses
 from asyncckpt.coordinators.messages import decode_error, encode_error, parts_of
-from asyncckpt.errors import (
-    AsyncCheckpointError,
-    SaveOutcomeUnknownError,
-    UsageError,
-)
+from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.shield import leading_error, to_completion
 
 T = TypeVar("T")
@@ -54,9 +57,6 @@ _FAILED = b"-"
 
 POST_S = 0.3
 """How long a process waits for its error to be posted; the coordinator's thread goes on trying."""
-
-KEPT = 2
-"""Number of rounds of a kind whose messages are kept: a process may be this far behind."""
 
 SLICE_S = 1.0
 """How long the others wait for the outcome before they check that process 0 is alive."""
@@ -135,6 +135,15 @@ class Round:
         """Send process 0 the name of the call; it ends the round if it made another call."""
         await self.post("name", self.name.encode())
 
+    async def missed(self) -> bool:
+        """Return whether the round has failed already, in another call; before it begins here."""
+        if not self.name:
+            return False
+        decision = None
+        with contextlib.suppress(StoreError):  # the round will find out
+            decision = await self._coordinator.look(f"{self._prefix}/decision")
+        return decision is not None and _call_in(decision) not in ("", self.name)
+
     async def abort(self, error: BaseException, stage: str | None = None) -> bool:
         """End the round with an error for all, unless it is decided already.
 
@@ -170,7 +179,7 @@ class Round:
         if decision == failure:
             raise error
         if decision != COMMIT:
-            raise decode_error(decision[1:])
+            raise _error_in(decision)
 
     def begun(self) -> None:
         """Announce that this process has begun the attempt for the others to join."""
@@ -217,18 +226,17 @@ class Round:
     @contextlib.asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
         """Give signs of life during the block."""
-        self.beats.begin()
-        self.beats.reached(self.kind, self.number)
+        self.beats.begin(self.kind, self.number)
         try:
             yield
         finally:
             await to_completion(briefly(self._rest()))
 
     async def _rest(self) -> None:
-        await self.beats.end()
-        if self.leads and self.number >= KEPT:
-            old = self.group.key(self.kind, str(self.number - KEPT))
-            await self._coordinator.delete(old)
+        await self.beats.end(self.kind, self.number)
+        if self.leads:
+            for number in self.beats.over(self.kind):
+                await self._coordinator.delete(self.group.key(self.kind, str(number)))
 
     # -- process 0
 
@@ -310,7 +318,7 @@ class Round:
         """
         decision = await self._decide(COMMIT)
         if decision != COMMIT:
-            raise decode_error(decision[1:])
+            raise _error_in(decision)
         # From here on, silence of other processes is no reason to fail.
         self._committed = True
 
@@ -362,7 +370,7 @@ class Round:
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
                 await self._announce(decision)
-                raise decode_error(decision[1:])
+                raise _error_in(decision)
             if found != self._found:
                 waits = pauses(self.group.process_count)
             self._found = found
@@ -388,9 +396,9 @@ class Round:
                 continue
             closed: tuple[int, ...] = ()
             if outcome is None:
-                await self._check_left()
+                await self._check_decision()
                 closed = await departed(self.group)
-                if closed:  # process 0 posts the outcome before it closes
+                if closed or not self._takes_part(0):  # it posts the outcome before it leaves
                     outcome = await self._coordinator.look(key)
             if outcome is None:
                 await self._check_alive(closed)
@@ -398,7 +406,7 @@ class Round:
                 self._end(outcome[1:])
             else:
                 self.failed = True
-                raise decode_error(outcome[1:])
+                raise _error_in(outcome)
 
     def _expect(self) -> None:
         """Look again at once, and often: a message is expected, and pauses have grown long."""
@@ -417,37 +425,31 @@ class Round:
         finally:
             self._waiting = None
 
-    async def _check_left(self) -> None:
-        """Raise if the round has ended without this process, which may have been stopped."""
-        reached = self.beats.last(0, self.kind)
-        if reached == self.number:
-            return
+    async def _check_decision(self) -> None:
+        """Raise if process 0 is not in this round, and a process has decided against it."""
+        if self._takes_part(0):
+            return  # it announces the decision
         decision = await self._coordinator.look(f"{self._prefix}/decision")
         if decision is not None and decision != COMMIT:
             self.failed = True
-            raise decode_error(decision[1:])
-        if decision is None and reached >= self.number + KEPT:
-            raise SaveOutcomeUnknownError(
-                f"{self.group.named(0)} is {reached - self.number} calls ahead, and what it said "
-                "about this one is deleted, because this process was stopped or very slow; look at "
-                "latest_step() to see whether it succeeded"
-            )
+            raise _error_in(decision)
+
+    def _takes_part(self, process: int) -> bool:
+        """Return whether a watched process has begun this round, and not ended it."""
+        begun = self.beats.last(process, self.kind) >= self.number
+        return begun and self.beats.ended(process, self.kind) <= self.number
 
     def _failure(self, error: BaseException, stage: str | None = None) -> bytes:
         """Return the decision against the round for this error."""
         process, host = self.group.process_index, self.group.host
-        return _FAILED + encode_error(error, process=process, host=host, stage=stage)
+        message = encode_error(error, process=process, host=host, stage=stage)
+        return _FAILED + self.name.encode() + b"\n" + message
 
     def _other_call(self) -> UsageError | None:
         """Return the error for a process that made another call."""
         for process, name in self._messages("name").items():
             if (other := name.decode()) != self.name:
-                return UsageError(
-                    f"{self.group.named(process)} called {other} where {self.group.named(0)} "
-                    f"called {self.name}: all processes make the same calls in the same order",
-                    expected=self.name,
-                    found=other,
-                )
+                return other_call_error(self.group, process, other, self.name)
         return None
 
     def _end(self, result: bytes) -> None:
@@ -456,22 +458,33 @@ class Round:
 
     async def _check_alive(self, closed: Sequence[int]) -> None:
         """Abort the round if a watched process is missing, silent or closed."""
-        group = self.group
+        group, call = self.group, self.name or self.kind
         watched = range(1, group.process_count) if self.leads else range(1)
         silent = [process for process in watched if self.beats.silent(process)]
         late = []
         if time.monotonic() - self._begun > self.arrival_s:
-            late = [p for p in watched if self.beats.last(p, self.kind) < self.number]
+            late = [process for process in watched if not self._takes_part(process)]
         if closed:
             await self._fail(closed_error(group, closed))
         elif silent:
             await self._fail(silent_error(group, silent, self.silence_s))
         elif late:
-            await self._fail(late_error(group, late, self.arrival_s))
+            elsewhere = [process for process in late if self.beats.at_work(process)]
+            await self._fail(late_error(group, call, late, elsewhere, self.arrival_s))
         else:
             return
         if not self.leads:
-            raise unknown_error(group, self.name or self.kind)
+            raise unknown_error(group, call)
+
+
+def _error_in(failure: bytes) -> AsyncCheckpointError:
+    """Return the error in a decision or outcome against a round."""
+    return decode_error(failure.partition(b"\n")[2])
+
+
+def _call_in(decision: bytes) -> str:
+    """Return the call of the process that decided against a round; empty if it had no name."""
+    return decision[1:].partition(b"\n")[0].decode()
 
 
 async def briefly(call: Coroutine[Any, Any, T], *, limit_s: float = POST_S) -> T | None:

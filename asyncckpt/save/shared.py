@@ -16,7 +16,9 @@ Whatever fails on one process ends the round, and with it the save on all.
 #   process (`shared_plan.py`); the first write waits for the attempt.
 # Rule 2: an error of this process is posted before anything is cleaned up, so that the others stop
 #   at once; an error of another process is not posted again.
-# Rule 3: cached plans are dropped after every failure: processes may disagree about them.
+# Rule 3: cached plans are dropped after every failure: processes may disagree about them. All of
+#   them drop those of the same saves: each also after a round in which it made no attempt.
+#   (test_the_save_after_one_that_a_process_has_refused_works)
 
 from __future__ import annotations
 
@@ -66,6 +68,7 @@ class SharedSave(Save):
 
     Attributes:
         round_: messages of the processes about this save.
+        lost: numbers of failed rounds whose plans have yet to be dropped.
         Others: as `Save`.
     """
 
@@ -73,6 +76,7 @@ class SharedSave(Save):
 
     _: KW_ONLY
     round_: Round
+    lost: set[int]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,6 +104,8 @@ class SharedSave(Save):
             try:
                 report = await super().run(turn)
             except BaseException as error:
+                if not self._record:
+                    self.lost.add(self.round_.number)
                 await self._post(error)
                 await self._note(error)
                 raise
@@ -126,6 +132,10 @@ class SharedSave(Save):
             await to_completion(briefly(self.store.keep_note(self._process, note), limit_s=NOTE_S))
 
     async def _run(self) -> SaveReport:
+        # In its turn: earlier saves may have planned after a later one was refused.
+        if earlier := {number for number in self.lost if number < self.round_.number}:
+            self.layouts.forget()
+            self.lost -= earlier
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks

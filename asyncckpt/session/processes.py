@@ -1,7 +1,8 @@
 """The processes of one session: chosen at first use, with one handshake and numbered calls."""
 
 # Rule 1: calls are numbered in the caller's thread, before anything in them can fail: if processes
-#   make the same calls in the same order, equal numbers mean the same call.
+#   make the same calls in the same order, equal numbers mean the same call. A process that has left
+#   out a call finds the failed round of the others, and adds one to its later numbers.
 # Rule 2: a call that fails before its round exists ends that round on all processes, which would
 #   otherwise wait.
 
@@ -21,6 +22,7 @@ from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.shield import to_completion
 from asyncckpt.ports import Coordinator, ExchangingCoordinator
 from asyncckpt.runtime import Runtime
 
@@ -36,6 +38,9 @@ not count, or a process that once came alone would be out of step for good."""
 
 class Processes:
     """The processes that save and restore together.
+
+    Attributes:
+        lost: numbers of the rounds of saves that have failed before this process planned its part.
 
     Args:
         runtime: resources that the processes of one host divide.
@@ -65,6 +70,9 @@ class Processes:
         self._lock = threading.Lock()
         self._chosen: Coordinator | None = None
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self.lost: set[int] = set()
+        self._missed: Counter[str] = Counter()
+        self._numbering = asyncio.Lock()
         self._meeting = asyncio.Lock()
         self._beats: Beats | None = None
 
@@ -148,17 +156,31 @@ class Processes:
 
         Args:
             kind: ``save``, ``preemption``, or ``call`` for all other calls.
-            number: its number among those of its kind.
+            number: its number among the calls of its kind on this process.
             name: the call, if the kind does not say it.
         """
-        return Round(
-            await self._met(),
-            kind,
-            number,
-            name=name,
-            arrival_s=self._arrival_s,
-            silence_s=self._silence_s,
-        )
+        beats = await self._met()
+
+        def numbered() -> Round:
+            return Round(
+                beats,
+                kind,
+                number + self._missed[kind],
+                name=name,
+                arrival_s=self._arrival_s,
+                silence_s=self._silence_s,
+            )
+
+        try:
+            async with self._numbering:  # one after the other: the next call counts what this finds
+                while await (round_ := numbered()).missed():
+                    self._missed[kind] += 1
+                    if kind == "save":
+                        self.lost.add(round_.number)
+                return round_
+        except BaseException as error:
+            await to_completion(briefly(numbered().abort(error)))  # the others would wait
+            raise
 
     async def once(
         self, name: str, number: int, function: Callable[[], Coroutine[Any, Any, T]]
@@ -181,9 +203,12 @@ class Processes:
 
         return await round_.run(on_this)
 
-    async def refuse(self, kind: str, number: int, error: BaseException) -> None:
-        """End a round with an error that occurred before it."""
-        await (await self.round(kind, number)).abort(error)
+    async def refuse_save(self, number: int, name: str, error: BaseException) -> None:
+        """End the round of a save with an error that occurred before it."""
+        round_ = await self.round("save", number, name)
+        self.lost.add(round_.number)
+        async with round_.alive():  # so that its messages are deleted some time
+            await round_.abort(error)
 
     async def _met(self) -> Beats:
         async with self._meeting:

@@ -31,6 +31,7 @@ from asyncckpt.arguments import (
     guarded,
     typed,
 )
+from asyncckpt.coordinators.group import other_call_error
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -242,7 +243,7 @@ class Session:
             )
         except Exception as error:
             if number is not None:
-                self._refuse(number, error)
+                self._refuse(number, step, error)
             raise
         pending = self._submit(kind, request, number, location)
         self.saves.add(pending)
@@ -252,13 +253,13 @@ class Session:
     def refuse_save(self, error: BaseException) -> None:
         """End the next save of all processes with an error that occurred before its call."""
         if not self.processes.alone:
-            self._refuse(self.processes.count("save"), error)
+            self._refuse(self.processes.count("save"), None, error)
 
-    def _refuse(self, number: int, error: BaseException) -> None:
+    def _refuse(self, number: int, step: int | None, error: BaseException) -> None:
         # The others would wait for this process. A closed session accepts no calls.
+        refuse = partial(self.processes.refuse_save, number, _call(step), error)
         with contextlib.suppress(AsyncCheckpointError):
-            refused = self.call(partial(self.processes.refuse, "save", number, error))
-            self._refusals.append(refused.future)
+            self._refusals.append(self.call(refuse).future)
 
     def _submit(
         self, kind: type[PendingSave], request: SaveRequest, number: int | None, location: str
@@ -332,24 +333,28 @@ class Session:
         pruner = self._pruner if self.processes.leads else None
         given = (self.runtime, store, self._layouts, request, state, claim, pruner)
         if number is None:
-            save = Save(*given)
-        else:
-            # The handshake counts against the deadline, too.
-            try:
-                async with asyncio.timeout(request.options.deadline_s):
-                    round_ = await self.processes.round("save", number, f"save({request.step})")
-            except TimeoutError:
-                raise DeadlineExceededError(
-                    f"{self.root.url}: not all processes came to save step {request.step} within "
-                    f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
-                    location=self.root.url,
-                ) from None
+            return await self._carried_out(Save(*given))
+        # The handshake counts against the deadline, too.
+        try:
+            async with asyncio.timeout(request.options.deadline_s):
+                round_ = await self.processes.round("save", number, _call(request.step))
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self.root.url}: not all processes came to save step {request.step} within "
+                f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
+                location=self.root.url,
+            ) from None
+        async with round_.alive():  # also between its two parts
             if busy is not None and await self._overlaps(round_, busy):
                 location = self.root.location(request.name)
                 if request.options.on_overlap == "error":
                     raise overlap_error(location)
                 return self._noted(skipped_report(location, request.step))
-            save = SharedSave(*given, round_=round_)
+            return await self._carried_out(
+                SharedSave(*given, round_=round_, lost=self.processes.lost)
+            )
+
+    async def _carried_out(self, save: Save) -> SaveReport:
         try:
             report = await save.run(self._turn)
         except FencedError as error:
@@ -374,11 +379,19 @@ class Session:
 
         async def on_this() -> bool:
             if round_.leads:
-                await round_.answer("busy", b"1" if busy else b"0")
+                await round_.answer("busy", f"{busy:d} {round_.name}".encode())
                 return busy
-            return await round_.answered("busy") == b"1"
+            word, _, call = (await round_.answered("busy")).decode().partition(" ")
+            if call != round_.name:
+                this = round_.group.process_index
+                raise other_call_error(round_.group, this, round_.name, call)
+            return word == "1"
 
-        return await round_.run(on_this)
+        try:
+            return await round_.run(on_this)
+        except BaseException:
+            self.processes.lost.add(round_.number)
+            raise
 
     async def prepare(self, tree_nbytes: int) -> int:
         """Allocate and touch staging memory for a state of this size; return its bytes."""
@@ -475,6 +488,11 @@ class Session:
             if first and self.runtime.engine.usable:
                 self._release_job = self.runtime.engine.submit(self._release)
             return self._release_job, first
+
+
+def _call(step: int | None) -> str:
+    """Return the name of a save among the calls of all processes."""
+    return f"save({step})"
 
 
 def _end(engine: Any) -> None:

@@ -127,11 +127,12 @@ async def test_a_process_at_rest_is_not_silent(clock: Clock) -> None:
     async with running(first):
         async with running(second):
             await beat(clock, first, second, seconds=5)
-        await second._rest()
+        await second._post(at_work=False)
         for _ in range(60):
             await beat(clock, first, seconds=5)
         assert silent_ones(first) == ()
-        assert first.last(1, "save") == -1
+        assert first.last(1, "save") == 1
+        assert not first.at_work(1)
 
 
 async def test_an_observer_that_was_stopped_looks_again_first(clock: Clock) -> None:

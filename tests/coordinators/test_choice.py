@@ -144,6 +144,9 @@ def test_a_missing_method_is_named() -> None:
 )
 def test_a_wrong_place_is_refused(tmp_path: Path, place: tuple[Any, Any]) -> None:
     index, count = place
-    given = DirectoryCoordinator(tmp_path, process_index=index, process_count=count)
+    with pytest.raises(UsageError, match=r"process_index=.* of process_count="):
+        DirectoryCoordinator(tmp_path, process_index=index, process_count=count)
+    given: Any = SingleCoordinator()
+    given.process_index, given.process_count = place
     with pytest.raises(UsageError, match=r"process_index=.* of process_count="):
         check_coordinator(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable
@@ -221,8 +222,41 @@ async def test_another_release_is_named_with_its_host() -> None:
     assert [error.process for error in errors] == [None, 0, 0]
 
 
+@pytest.mark.parametrize("places", [[(0, 2), (1, 3)], [(0, 3), (1, 2)], [(0, 2), (1, 3), (2, 3)]])
+async def test_different_counts_are_an_error_for_all_that_names_both(
+    places: list[tuple[int, int]],
+) -> None:
+    values: dict[str, bytes] = {}
+    begun = time.monotonic()
+    errors = await outcomes(shake(Member(values, *place)) for place in places)
+    assert time.monotonic() - begun < ARRIVAL_S / 2
+    for error in errors:
+        assert isinstance(error, UsageError), errors
+        for process, count in places[:2]:
+            assert f"process {process} (pid" in str(error)
+            assert f"process_count={count}" in str(error)
+
+
+async def test_a_process_beyond_the_count_is_an_error_for_all() -> None:
+    values: dict[str, bytes] = {}
+    async with asyncio.TaskGroup() as group:
+        early = group.create_task(outcomes([shake(Member(values, 2, 3))]))
+        await asyncio.sleep(0.05)
+        errors = await outcomes([shake(Member(values, 0, 2))])
+    for error in (*errors, *early.result()):
+        assert isinstance(error, UsageError)
+        assert "process 2 (pid" in str(error) and "process_count=3" in str(error)
+
+
+def test_a_hello_of_another_release_may_have_other_fields() -> None:
+    hello = Hello("ab" * 8, "host", 1)
+    fields = json.loads(hello.encoded())
+    del fields["count"]
+    assert Hello.decoded(json.dumps({**fields, "more": 1}).encode()) == hello
+
+
 async def test_a_cancelled_process_0_tells_the_others() -> None:
-    host, guest = members(2)
+    host, guest, _ = members(3)
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(outcomes([shake(guest)]))
         gathering = group.create_task(shake(members(3, guest._values)[0]))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -397,38 +399,89 @@ def test_a_round_that_begins_while_another_one_ends_is_heard(engine: Engine) -> 
         service = SingleCoordinator()
         group = Group(service, "a" * 32, 0, 2, ("h", "h"), "asyncckpt/x")
         beats = Beats(group, 20.0, every_s=0.05)
-        beats.begin()
-        beats.reached("save", 1)
-        ending = asyncio.create_task(beats.end())
+        beats.begin("save", 1)
+        ending = asyncio.create_task(beats.end("save", 1))
         await asyncio.sleep(0)
-        beats.begin()
-        beats.reached("save", 2)
+        beats.begin("save", 2)
         await ending
         await asyncio.sleep(0.2)
         posted = await service.list(group.key("beat"))
-        await beats.end()
+        await beats.end("save", 2)
         return posted["0"].decode()
 
-    assert '{"save": 2}' in engine.submit(both).result()
+    beat = json.loads(engine.submit(both).result())
+    assert (beat["at_work"], beat["reached"], beat["ended"]) == (True, {"save": 2}, {"save": 2})
 
 
-def test_a_process_that_was_left_behind_learns_that_the_outcome_is_unknown(engine: Engine) -> None:
+def pair() -> tuple[SingleCoordinator, Beats, Beats]:
+    """Return a service, and the beats of two processes that use it."""
+    service = SingleCoordinator()
+    groups = [
+        Group(service, "a" * 32, process, 2, ("h0", "h1"), "asyncckpt/x") for process in (0, 1)
+    ]
+    first, second = (Beats(group, 20.0, every_s=0.05) for group in groups)
+    return service, first, second
+
+
+def round_of(beats: Beats, number: int, name: str = "", arrival_s: float = 20.0) -> Round:
+    return Round(beats, "save", number, name=name, arrival_s=arrival_s, silence_s=20.0)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_process_that_was_left_behind_learns_where_the_others_are(
+    engine: Engine, behind: int
+) -> None:
     async def both() -> Any:
-        service = SingleCoordinator()
-        groups = [
-            Group(service, "a" * 32, process, 2, ("h0", "h1"), "asyncckpt/x") for process in (0, 1)
-        ]
-        ahead, behind = (Beats(group, 20.0, every_s=0.05) for group in groups)
-        round_ = Round(behind, "save", 7, arrival_s=20.0, silence_s=20.0)
-        ahead.begin()
-        ahead.reached("save", 9)
+        _, *beats = pair()
+        ahead = beats[1 - behind]
+        round_ = round_of(beats[behind], 7, "save(7)", arrival_s=0.3)
+        part = partial(round_.gathered, "ready") if round_.leads else round_.outcome
+        ahead.begin("save", 9)
         try:
-            with pytest.raises(SaveOutcomeUnknownError, match="2 calls ahead"):
-                await round_.run(round_.outcome)
+            with pytest.raises(SaveError, match=r"made this call, save\(7\)") as caught:
+                await round_.run(part)
         finally:
-            await ahead.end()
+            await ahead.end("save", 9)
+        assert f"process {1 - behind} (h{1 - behind}) is in another call" in str(caught.value)
+        assert round_.failed
 
     engine.submit(both).result()
+
+
+def test_a_round_is_kept_until_the_last_process_has_ended_it(engine: Engine) -> None:
+    async def both() -> Any:
+        service, leading, following = pair()
+
+        async def left() -> set[str]:
+            return {key[0] for key in await service.list(leading.group.key("save"))}
+
+        # As by saves that are skipped: process 0 waits for nobody.
+        for number in range(5):
+            round_ = round_of(leading, number)
+            await round_.run(partial(round_.answer, "busy", b"1"))
+        assert await left() == set("01234")
+        for number in range(4):
+            round_ = round_of(following, number)
+            assert await round_.run(partial(round_.answered, "busy")) == b"1"
+        # Process 0 looks at the others' beats when it begins a round, and deletes at its end.
+        last = round_of(leading, 5)
+        await last.run(partial(asyncio.sleep, 0.2))
+        assert await left() == {"4"}
+
+    engine.submit(both).result()
+
+
+def test_only_a_round_that_failed_in_another_call_is_missed(engine: Engine) -> None:
+    async def both() -> Any:
+        _, leading, following = pair()
+        await round_of(leading, 1, "save(1)").abort(SaveError("late"))
+        await round_of(leading, 2).abort(SaveError("of an unknown call"))
+        await round_of(leading, 3, "save(3)").commit()
+        return [await round_of(following, number, "save(2)").missed() for number in range(4)] + [
+            await round_of(following, 1, "save(1)").missed()
+        ]
+
+    assert engine.submit(both).result() == [False, True, False, False, False]
 
 
 def test_waits_of_many_processes_mostly_pause_as_long_as_they_may(

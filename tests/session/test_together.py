@@ -33,6 +33,7 @@ from asyncckpt.errors import (
     FencedError,
     MismatchError,
     SaveAbortedError,
+    SaveError,
     ShapeMismatchError,
     TreeMismatchError,
     UnsupportedLeafError,
@@ -751,6 +752,81 @@ def test_process_0_decides_whether_saves_overlap(job: Job, choice: Any) -> None:
         assert results[0] in ((True, True), (False, False))
     else:
         assert all("in flight" in str(r) or r == (False, False) for r in results), results
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("choice", ["skip", "error"])
+def test_saves_that_are_skipped_end_no_save_in_flight(job: Job, choice: Any, late: int) -> None:
+    """Process 0 skips them at once, and is then several calls ahead of a late process."""
+    options = SaveOptions(on_overlap=choice)
+    gate = threading.Event()
+    tree = {"w": np.zeros(1 << 20, np.uint8)}
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, tree)
+        if this == late:
+            await asyncio.to_thread(gate.wait, 20)
+        elif late == 0:  # while process 1 waits for the word of process 0
+            asyncio.get_running_loop().call_later(1.5, gate.set)
+        first = await ckpt.start_save(1, tree, options=options)
+        for step in (2, 3, 4):
+            if choice == "error":
+                with pytest.raises(UsageError, match="another save is in flight"):
+                    await (await ckpt.start_save(step, tree, options=options))
+            else:
+                assert (await (await ckpt.start_save(step, tree, options=options))).skipped
+        if this == 0:
+            await asyncio.sleep(1.5)  # process 1 has looked again whether process 0 takes part
+            gate.set()
+        return (await first).step, (await ckpt.save(5, tree)).step, await ckpt.steps()
+
+    assert job.play(part) == [(1, 5, [0, 1, 5])] * job.count
+
+
+@two_and_four
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_save_that_one_process_leaves_out_fails_alone(job: Job, missing: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        if this != missing:
+            with pytest.raises(SaveError, match=rf"save\(1\); process {missing} \(.* did not"):
+                await ckpt.save(1, state())
+        await asyncio.to_thread(together.wait, 20)
+        for step in (2, 3):
+            await ckpt.save(step, state())
+        return await ckpt.steps()
+
+    together = threading.Barrier(job.count)
+    options = SaveOptions(arrival_s=1.0, silence_s=4.0)
+    assert job.play(part, save_options=options) == [[0, 2, 3]] * job.count
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_call_that_one_process_leaves_out_fails_alone(job: Job, missing: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        if this != missing:
+            for step in (7, 8):
+                with pytest.raises(SaveError, match=rf"delete\({step}\); process {missing} "):
+                    await ckpt.delete(step)
+        await asyncio.to_thread(together.wait, 20)
+        assert equal(await ckpt.restore(like=state(1)), state())
+        return await ckpt.latest_step()
+
+    together = threading.Barrier(job.count)
+    options = SaveOptions(arrival_s=0.7, silence_s=4.0)
+    assert job.play(part, save_options=options) == [0] * job.count
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_save_after_one_that_a_process_has_refused_works(job: Job, process: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        with pytest.raises(UnsupportedLeafError):
+            await ckpt.save(1, {"w": object()} if this == process else state())
+        return (await ckpt.save(2, state())).step
+
+    assert job.play(part) == [2] * job.count
 
 
 # --------------------------------------------------------- trees and values that differ by process
