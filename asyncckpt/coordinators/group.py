@@ -112,8 +112,8 @@ def late_error(
         arrival_s: time that they had.
     """
     come = group.process_count - len(late)
-    is_ = "is" if len(elsewhere) == 1 else "are"
-    busy = f" ({group.listed(elsewhere)} {is_} in another call)" if elsewhere else ""
+    are = "is" if len(elsewhere) == 1 else "are"
+    busy = f" ({group.listed(elsewhere)} {are} in another call)" if elsewhere else ""
     return SaveError(
         f"{come} of {group.process_count} processes made this call, {call}; {group.listed(late)} "
         f"did not within {arrival_s:g} s (arrival_s){busy}. Call it on all processes, or pass "

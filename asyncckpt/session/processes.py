@@ -39,9 +39,6 @@ not count, or a process that once came alone would be out of step for good."""
 class Processes:
     """The processes that save and restore together.
 
-    Attributes:
-        lost: numbers of the rounds of saves that have failed before this process planned its part.
-
     Args:
         runtime: resources that the processes of one host divide.
         root: path or URL of the run.
@@ -49,6 +46,9 @@ class Processes:
         arrival_s: seconds that a process may be later than the first.
         silence_s: seconds that a process may give no sign of life.
         owned: close a coordinator that was given as an object.
+
+    Attributes:
+        lost: numbers of the rounds of saves that have failed before this process planned its part.
     """
 
     def __init__(
