@@ -377,21 +377,27 @@ class Session:
     async def _overlaps(self, round_: Round, busy: bool) -> bool:
         """Return whether a save was in flight on process 0 at its call: process 0 decides."""
 
-        async def on_this() -> bool:
-            if round_.leads:
-                await round_.answer("busy", f"{busy:d} {round_.name}".encode())
-                return busy
-            word, _, call = (await round_.answered("busy")).decode().partition(" ")
+        def check(call: str) -> None:
             if call != round_.name:
                 this = round_.group.process_index
                 raise other_call_error(round_.group, this, round_.name, call)
-            return word == "1"
+
+        async def on_this() -> tuple[bool, str]:
+            if round_.leads:
+                await round_.answer("busy", f"{busy:d} {round_.name}".encode())
+                return busy, round_.name
+            word, _, call = (await round_.answered("busy")).decode().partition(" ")
+            if word == "0":
+                check(call)  # fails on all
+            return word == "1", call
 
         try:
-            return await round_.run(on_this)
+            skipped, call = await round_.run(on_this)
         except BaseException:
             self.processes.lost.add(round_.number)
             raise
+        check(call)  # fails here; process 0 has skipped its save
+        return skipped
 
     async def prepare(self, tree_nbytes: int) -> int:
         """Allocate and touch staging memory for a state of this size; return its bytes."""

@@ -781,6 +781,28 @@ def test_saves_that_are_skipped_end_no_save_in_flight(job: Job, choice: Any, lat
     assert job.play(part) == [(1, 5, [0, 1, 5])] * job.count
 
 
+def test_a_save_in_place_of_one_that_process_0_skips_fails_alone(job: Job) -> None:
+    options = SaveOptions(on_overlap="skip")
+    gate = threading.Event()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        if this == 1:
+            await asyncio.to_thread(gate.wait, 20)
+        first = await ckpt.start_save(1, state(), options=options)
+        if this == 0:
+            assert (await (await ckpt.start_save(2, state(), options=options))).skipped
+            gate.set()
+        else:
+            with pytest.raises(UsageError, match=r"called save\(3\) where .* called save\(2\)"):
+                await (await ckpt.start_save(3, state(), options=options))
+        await first
+        await ckpt.save(4, state())
+        return await ckpt.steps()
+
+    assert job.play(part) == [[0, 1, 4]] * job.count
+
+
 @two_and_four
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_save_that_one_process_leaves_out_fails_alone(job: Job, missing: int) -> None:
