@@ -225,7 +225,7 @@ class Checkpointer(OpenRun):
                 arrays (`jax.ShapeDtypeStruct`, meta tensors) or scalars.
             include: globs on paths; other leaves are left out (with `like`: kept as they are).
             strict: leaves that only one side has are errors.
-            cast: convert dtypes; values out of range stay errors.
+            cast: convert dtypes, in memory besides the budget; values out of range stay errors.
             options: replace the `Checkpointer`'s as a whole.
             progress: called on the engine's thread with a `Progress`.
             leaves: without `like`: ``"numpy"``, ``"jax"`` or ``"torch"`` arrays.

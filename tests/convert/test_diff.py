@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,6 +110,27 @@ def test_kinds_shapes_dtypes_and_scalars_are_compared(tmp_path: Path) -> None:
         "f": ("kind", "int 1", "array int64[]"),
         "g": ("value", "bytes b'x'", "bytes uint8[5000]"),
     }
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be verified")
+@pytest.mark.parametrize("value", [3, 2.5, True, math.nan], ids=str)
+def test_numbers_that_another_library_stores_as_arrays_are_numbers(
+    tmp_path: Path, value: Any
+) -> None:
+    tree = {"n": value, "w": np.ones(2)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "orbax", tree)
+    saved(tmp_path / "a", tree)
+    saved(tmp_path / "b", tree | {"n": type(value)(0)})
+    blocking.convert(tmp_path / "orbax", tmp_path / "converted")
+    for other in ("orbax", "converted"):
+        for pair in (("a", other), (other, "a")):
+            assert blocking.diff(*(tmp_path / name for name in pair)).equal
+        leaf = only(blocking.diff(tmp_path / "b", tmp_path / other))
+        assert (leaf.path, leaf.what, leaf.count) == ("n", "value", 1)
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "converted" / "default")["n"]
+    assert type(found) is type(value)
+    cast = blocking.restore(tmp_path / "orbax", like=tree | {"n": 0.0}, cast=True)["n"]
+    assert type(cast) is float and (cast == value or cast != cast)
 
 
 def test_scalars_that_are_nan_are_equal(tmp_path: Path) -> None:

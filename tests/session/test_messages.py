@@ -151,11 +151,10 @@ def test_where_trees_differ_a_known_plan_costs_one_more_of_each(tmp_path: Path, 
     for process, calls in enumerate(others, 1):
         posted = [("put", f"{last}/{what}/{process}") for what in ("plan", "ready")]
         assert messages(calls) == posted
-    assert messages(first) == [
+    assert [call for call in messages(first) if call[0] != "delete"] == [
         ("put", f"{last}/planned"),
         ("put_once", f"{last}/decision"),
         ("put", f"{last}/outcome"),
-        ("delete", f"save/{SAVES - 3}"),
     ]
 
 
