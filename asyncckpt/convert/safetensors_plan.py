@@ -19,11 +19,11 @@ from asyncckpt.format.foreign.safetensors import (
     METADATA_KEY,
     SUFFIX,
     encode_header,
-    is_unicode,
 )
 from asyncckpt.format.foreign.safetensors_set import INDEX_SUFFIX, encode_index
 from asyncckpt.format.foreign.safetensors_tree import SavedTree, encode_tree
 from asyncckpt.format.record_values import LeafTable
+from asyncckpt.format.scalars import is_unicode
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window, cut_windows
 from asyncckpt.save.snapshot import Snapshot

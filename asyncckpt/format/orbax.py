@@ -24,7 +24,7 @@ from json.encoder import encode_basestring_ascii
 from operator import itemgetter
 from typing import Literal, NamedTuple, get_args
 
-from asyncckpt.format.scalars import JsonValue
+from asyncckpt.format.scalars import JsonValue, is_unicode
 
 METADATA_FILE = "_METADATA"
 STRINGS_FILE = "_strings.json"
@@ -144,7 +144,7 @@ def _place_strings(
     for leaf in leaves:
         if isinstance(leaf, OrbaxArrays) or leaf.kind != "string":
             continue
-        if "~" in leaf.orbax_name.replace("~0", "").replace("~1", "") or not _is_unicode(leaf.text):
+        if "~" in leaf.orbax_name.replace("~0", "").replace("~1", "") or not is_unicode(leaf.text):
             refused.add(leaf.orbax_name)
             continue
         *parents, last = string_keys(leaf.orbax_name)
@@ -156,15 +156,6 @@ def _place_strings(
         else:
             refused.add(leaf.orbax_name)
     return document, refused
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a string has no lone surrogates, which Orbax cannot read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def string_keys(name: str) -> list[str]:

@@ -35,6 +35,15 @@ _INT = re.compile(r"0|-?[1-9][0-9]*")
 _BITS = re.compile(r"[0-9a-f]{16}")
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a string has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def encode_scalar(value: Scalar) -> tuple[str, JsonValue]:
     """Return kind and JSON of a scalar leaf; subclasses count as their base.
 

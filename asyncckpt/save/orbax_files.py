@@ -58,8 +58,9 @@ def orbax_files(
     leaves = _Walk(snapshot, plan, name_of).leaves()
     if bad := conflicts(leaves):
         return None, (
-            f"Orbax would not find {bad[0]!r} under its name (and {len(bad) - 1} more), so it "
-            "cannot restore this checkpoint; asyncckpt can",
+            f"Orbax would not find {bad[0]!r} under its name, or not read it"
+            + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+            + ", so it cannot restore this checkpoint; asyncckpt can",
         )
     return encode_files(leaves), ()
 

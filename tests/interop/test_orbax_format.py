@@ -253,9 +253,10 @@ def test_leaves_that_orbax_would_mistake_are_named() -> None:
         OrbaxLeaf(path_of("s"), "string", text="x"),
         OrbaxLeaf(path_of("s/t"), "string", text="y"),
         OrbaxLeaf(path_of("~"), "string", text="z"),
+        OrbaxLeaf(path_of("u"), "string", text="file\udc80"),
         OrbaxLeaf((), "np.ndarray", "root"),
     ]
-    assert orbax.conflicts(leaves) == ["a.b", "a.b", "d/e", "s/t", "~", ""]
+    assert orbax.conflicts(leaves) == ["a.b", "a.b", "d/e", "s/t", "~", "u", ""]
 
 
 def test_metadata_is_what_orbax_itself_writes(tmp_path: Path) -> None:

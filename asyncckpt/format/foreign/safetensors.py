@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.fields import parse_object
-from asyncckpt.format.scalars import JsonValue
+from asyncckpt.format.scalars import JsonValue, is_unicode
 from asyncckpt.spec import ArraySpec, array_spec
 
 SUFFIX = ".safetensors"
@@ -182,15 +182,6 @@ def _check_members(value: Any, where: str) -> None:
         raise ValueError(f"data_offsets {where} are {span}, not first and last byte")
     if not isinstance(value["dtype"], str):
         raise ValueError(f"the dtype {where} is not a string")
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a string has no lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_cover(

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.damage import corrupt, path_fault
 from asyncckpt.format.fields import parse_json, parse_object
-from asyncckpt.format.foreign.safetensors import MAX_NAME_CHARS, SUFFIX, Header, is_unicode
+from asyncckpt.format.foreign.safetensors import MAX_NAME_CHARS, SUFFIX, Header
+from asyncckpt.format.scalars import is_unicode
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
