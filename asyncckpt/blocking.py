@@ -6,8 +6,9 @@ the coroutine would wait. It may be used inside a running event loop (a notebook
 blocks as with any other synchronous call.
 
 Cancellation in a docstring means Ctrl-C here: it aborts the call's work, waits for its clean-up
-and raises `KeyboardInterrupt`; a second Ctrl-C abandons the clean-up. Awaiting a `PendingSave`
-means `PendingSave.result` here.
+and raises `KeyboardInterrupt`; a second Ctrl-C abandons the clean-up. So do other exceptions of
+signal handlers, such as those of a timeout by `signal.alarm`. Awaiting a `PendingSave` means
+`PendingSave.result` here.
 """
 
 from __future__ import annotations

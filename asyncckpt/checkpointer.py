@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
@@ -48,33 +47,68 @@ class OpenRun:
     async def _enter(self) -> None:
         try:
             await self._session.enter()
-        except BaseException:
+        except BaseException as error:
             # The block is not entered, so nothing else closes the session.
-            await uninterrupted(self._session.aclose())
+            await self._session.__aexit__(type(error))
             raise
 
     async def _leave(self, error: BaseException | None) -> None:
-        try:
-            await self._close()
-        except Exception as failure:
-            if error is None:
-                raise
-            # The caller must see the body's exception; the save's becomes a note.
-            error.add_note(f"a save failed, too: {type(failure).__name__}: {failure}")
+        if isinstance(error, GeneratorExit):
+            return  # nothing can be awaited: saves end by themselves, and then the session does
+        failure = await self._closed()
+        if failure is None:
+            return
+        if error is None:
+            raise failure
+        # The caller must see the body's exception; the save's becomes a note.
+        error.add_note(f"a save failed, too: {type(failure).__name__}: {failure}")
 
-    async def _close(self) -> None:
+    async def _closed(self) -> BaseException | None:
+        """Close; return the failure that no caller has seen, or the error of the release.
+
+        What ends the wait instead, a cancellation or an exception of a signal handler, is raised as
+        it is, and the failure is left to the next look.
+        """
         core = self._session
         if core.runtime.engine.forked:
-            return
-        with core.saves.heard():
-            try:
-                await core.idle()
-            except (asyncio.CancelledError, KeyboardInterrupt):
-                for pending in core.saves.pending():
-                    await pending._job.abort()
+            return None
+        try:
+            await core.idle()
+        except BaseException as interruption:
+            await self._abort(interruption)
+            raise
+        try:
+            await uninterrupted(core.aclose())
+        except BaseException as error:
+            if error is not core.release_error:
                 raise
+            failure = core.saves.unseen_error()
+            if failure is None:
+                return error
+            failure.add_note(f"closing failed, too: {type(error).__name__}: {error}")
+            failure.__context__ = error
+            return failure
+        return core.saves.unseen_error()
+
+    async def _abort(self, error: BaseException) -> None:
+        """Abort the saves in flight and close; a failure becomes a note of the error."""
+        core = self._session
+        pending = core.saves.pending()
+        if isinstance(error, GeneratorExit):  # nothing can be awaited
+            for save in pending:
+                save._job.cancel()
+            core.begin_close()
+            return
+        try:
+            try:
+                for save in pending:
+                    await save._job.abort()
             finally:
                 await uninterrupted(core.aclose())
+        except Exception as failure:
+            if failure is not core.release_error:
+                raise
+            error.add_note(f"closing failed, too: {type(failure).__name__}: {failure}")
 
     async def _begin_save(
         self, step: int, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
@@ -343,7 +377,9 @@ class Checkpointer(OpenRun):
             …: the error of a save that has not been raised anywhere else, once; or the store's,
                 which could not be closed.
         """
-        await self._close()
+        failure = await self._closed()
+        if failure is not None:
+            raise failure
 
 
 @documented

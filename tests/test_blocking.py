@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from asyncckpt import blocking
 from asyncckpt.errors import CheckpointExistsError, SaveAbortedError, StoreError, UsageError
 from tests import children
 from tests.script import Script, in_thread
+from tests.signals import Expired, raised_once
 from tests.watch import nothing_left_behind
 
 TREE: dict[str, Any] = {"w": np.arange(50_000.0), "step": 1}
@@ -412,6 +415,71 @@ except KeyboardInterrupt:
     assert line(child) == "interrupted"
     assert children.finish(child)[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+CALLS: dict[str, tuple[str, Callable[[blocking.Checkpointer, Any], Any]]] = {
+    "save": ("seal", lambda ckpt, tree: ckpt.save(1, tree)),
+    "start_save": ("begin", lambda ckpt, tree: ckpt.start_save(1, tree)),
+    "restore_into": ("read_into", lambda ckpt, tree: ckpt.restore_into(tree)),
+}
+
+
+@pytest.mark.parametrize("error", [Expired, SystemExit])
+@pytest.mark.parametrize(("kind", "call"), CALLS.values(), ids=CALLS)
+def test_an_exception_of_a_signal_handler_is_raised_once_the_call_has_let_go_of_the_tree(
+    tmp_path: Path,
+    error: type[BaseException],
+    kind: str,
+    call: Callable[[blocking.Checkpointer, Any], Any],
+) -> None:
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, TREE)
+        held, jobs = Script(ckpt).hold(kind), []
+
+        def reached() -> None:
+            held.reached_blocking()
+            jobs.extend(ckpt._session.runtime.engine._jobs.values())
+
+        with raised_once(error, reached), pytest.raises(error):
+            call(ckpt, {"w": np.zeros(50_000), "step": 1})
+        assert jobs and all(job.done() for job in jobs)
+        assert ckpt.steps() == [0]
+
+
+@pytest.mark.parametrize("error", [Expired, SystemExit])
+@pytest.mark.parametrize("kind", ["seal", "close"])
+@pytest.mark.parametrize("body", [None, KeyError("body")], ids=["ends", "fails"])
+def test_an_exception_of_a_signal_handler_while_the_block_is_left_comes_out_as_itself(
+    tmp_path: Path, error: type[BaseException], kind: str, body: Exception | None
+) -> None:
+    def leave() -> None:
+        with blocking.Checkpointer(tmp_path) as ckpt:
+            script, core = Script(ckpt), ckpt._session
+            held = script.hold(kind)
+            if kind == "close":  # the save has failed, and the release is interrupted
+                core.runtime._stores[:] = [script.store]
+                script.fail("seal", StoreError("disk on fire"))
+            idle, closes = core.idle, threading.Event()
+
+            async def leaving() -> None:
+                closes.set()
+                await idle()
+
+            def reached() -> None:
+                assert closes.wait(30)
+                held.reached_blocking()
+
+            core.idle = leaving  # type: ignore[method-assign]
+            stack.enter_context(raised_once(error, reached))
+            pending.append(ckpt.start_save(1, TREE))
+            if body is not None:
+                raise body
+
+    pending: list[blocking.PendingSave] = []
+    with contextlib.ExitStack() as stack, pytest.raises(error) as caught:
+        leave()
+    assert type(caught.value) is error and pending[0].done()
+    assert blocking.Checkpointer(tmp_path).steps() == []
 
 
 def test_ctrl_c_in_asyncio_run_aborts_the_save_and_cleans_up(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ facade share all logic: each hands a coroutine to the engine and waits for its e
 # Rule 1: a job's future resolves when its task has ended, never when it was merely cancelled:
 #   callers may reuse what they passed once a wait has returned.
 #   (test_a_cancelled_wait_returns_after_the_jobs_clean_up)
-# Rule 2: a cancelled wait cancels the job and waits for its end, however often the waiter is
-#   cancelled meanwhile. This ends because every job bounds its clean-up (flow/shield.py,
-#   flow/threads.py).
+# Rule 2: a wait that is cancelled, or interrupted by an exception of a signal handler, cancels the
+#   job and waits for its end, however often the waiter is cancelled meanwhile. This ends because
+#   every job bounds its clean-up (flow/shield.py, flow/threads.py). A coroutine that is being
+#   closed cannot wait: it only cancels the job.
+#   (test_an_exception_of_a_signal_handler_ends_the_job_first)
 # Rule 3: a callback that blocks on the engine's own thread would wait for itself: this is refused
 #   where the wait would begin.
 #   (test_blocking_on_the_engines_own_thread_is_refused_instead_of_a_deadlock)
@@ -92,8 +94,8 @@ class Job(Generic[T]):
     async def wait(self) -> T:
         """Return the job's result.
 
-        Cancellation, and Ctrl-C in a thread that blocks: cancels the job, waits for its clean-up,
-        then raises.
+        Cancellation, and an exception of a signal handler (Ctrl-C, a timeout): cancels the job,
+        waits for its clean-up, then raises.
 
         Raises:
             UsageError: this thread blocks, and is the engine's own; the job was cancelled.
@@ -102,7 +104,10 @@ class Job(Generic[T]):
             self.refuse_own_thread()
         try:
             await self._attend()
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except GeneratorExit:
+            self.cancel()
+            raise
+        except BaseException:
             await self.abort()
             raise
         return self.future.result()
@@ -114,17 +119,21 @@ class Job(Generic[T]):
     async def abort(self) -> None:
         """Cancel the job and wait for its end, however often the waiter is cancelled.
 
-        A second Ctrl-C abandons its clean-up.
+        An exception of a signal handler, such as a second Ctrl-C, abandons its clean-up.
 
         Raises:
             UsageError: this thread blocks, and is the engine's own; the job was cancelled.
         """
+        self.cancel()
+        if blocks_here():
+            self.refuse_own_thread()
         try:
-            self.cancel()
             while not self.future.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._attend()
-        except KeyboardInterrupt:
+        except GeneratorExit:
+            raise
+        except BaseException:
             self._engine.abandoned = True
             raise
 

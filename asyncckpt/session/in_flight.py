@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Literal
 
 from asyncckpt.errors import UsageError
@@ -59,23 +57,6 @@ class InFlight:
             elif error is not None:
                 first.add_note(f"another save failed too: {error}")
         return first
-
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Raise the failure that no caller has seen, after the block.
-
-        It takes precedence over an error of the block, which becomes its note and context. If the
-        block is cancelled or interrupted, the failure is left to the next look.
-        """
-        try:
-            yield
-        except Exception as error:
-            failure = self.unseen_error()
-            if failure is None:
-                raise
-            failure.add_note(f"closing failed, too: {type(error).__name__}: {error}")
-            raise failure  # noqa: B904 - the error is its context, not its cause
-        self.raise_unseen()
 
     def raise_unseen(self, options: SaveOptions | None = None) -> None:
         """Raise the failure of an earlier save that no caller has seen, once."""

@@ -130,7 +130,8 @@ class PendingSave:
     async def _wait_staged(self) -> None:
         """Wait until the state was copied, and raise a failure that prevented it.
 
-        Cancellation, and blocking on the engine's own thread, abort the save.
+        Cancellation, an exception of a signal handler, and blocking on the engine's own thread
+        abort the save.
         """
         with self._listening():
             try:
@@ -140,7 +141,10 @@ class PendingSave:
             except UsageError:  # `refuse_own_thread` has cancelled the save
                 self._seen = True
                 raise
-            except (asyncio.CancelledError, KeyboardInterrupt):
+            except GeneratorExit:
+                self._job.cancel()
+                raise
+            except BaseException:
                 self._seen = True
                 await self._job.abort()
                 raise

@@ -432,8 +432,11 @@ class Session:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await uninterrupted(self.aclose())
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is GeneratorExit:  # nothing can be awaited
+            self.begin_close()
+        else:
+            await uninterrupted(self.aclose())
 
     async def idle(self) -> None:
         """Wait until nothing is being saved, completed or removed; ignores errors.
@@ -462,6 +465,12 @@ class Session:
         """
         if self._settling is not None and not self.runtime.engine.abandoned:
             await ended(self._settling.future)
+
+    @property
+    def release_error(self) -> BaseException | None:
+        """Error with which the release of the store and the rest ended, if it did."""
+        job = self._release_job
+        return job.future.exception() if job is not None and job.done() else None
 
     async def aclose(self) -> None:
         """Release store, staging memory and threads. Idempotent, also when called concurrently.

@@ -8,7 +8,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError as FutureCancelledError
 from typing import Any
 
@@ -19,6 +19,7 @@ from asyncckpt.flow import engine as module
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import Engine, Job, wait_quietly
 from tests import children
+from tests.signals import Expired, raised_once
 
 
 @pytest.fixture
@@ -233,6 +234,50 @@ async def test_the_engine_does_not_need_the_callers_loop(engine: Engine) -> None
 
     engine.submit(work)
     assert done.wait(30)  # this thread's loop stands still meanwhile
+
+
+@pytest.mark.parametrize("error", [Expired, SystemExit, KeyboardInterrupt])
+def test_an_exception_of_a_signal_handler_ends_the_job_first(
+    engine: Engine, error: type[BaseException]
+) -> None:
+    step = Step()
+    job = engine.submit(step)
+
+    def go() -> None:
+        assert step.cancelled.wait(30)
+        step.go()
+
+    with raised_once(error, step.reached.wait, go), pytest.raises(error):
+        job.result()
+    assert job.done() and step.cleanups == 1
+
+
+def test_a_second_exception_of_a_signal_handler_abandons_the_clean_up(engine: Engine) -> None:
+    step = Step()
+    job = engine.submit(step)
+    with raised_once(Expired, step.reached.wait), raised_once(Expired, step.cancelled.wait):
+        with pytest.raises(Expired):
+            job.result()
+        assert not job.done() and not engine.usable
+    step.go()
+    wait_quietly(job.future)
+
+
+def test_a_wait_that_is_closed_cancels_its_job(engine: Engine) -> None:
+    step = Step()
+    job = engine.submit(step)
+    assert step.reached.wait(30)
+
+    async def begin() -> Coroutine[Any, Any, str]:
+        waiting = job.wait()
+        waiting.send(None)
+        return waiting
+
+    asyncio.run(begin()).close()
+    assert step.cancelled.wait(30)
+    step.go()
+    with pytest.raises(asyncio.CancelledError):
+        job.result()
 
 
 WAITS: list[tuple[str, bool, Callable[[Engine, Job[Any]], Any]]] = [
