@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from asyncckpt.flow.threads import unresolved
+from asyncckpt.flow.threads import raisable, unresolved
 
 T = TypeVar("T")
 
@@ -58,5 +58,7 @@ class CallerThread:
                 continue
             try:
                 done.set_result(function())
-            except BaseException as error:
-                done.set_exception(error)
+            except Exception as error:
+                done.set_exception(raisable(error))
+            # What else is raised is of a signal handler: the caller's, who then aborts the job. It
+            # would end the engine's thread. (test_an_interrupted_call_of_a_job_is_its_callers)

@@ -45,7 +45,14 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.driver import blocks_here, run_blocking
-from asyncckpt.flow.threads import Workers, finished, seen, thread_error, unresolved
+from asyncckpt.flow.threads import (
+    Workers,
+    finished,
+    raisable,
+    seen,
+    thread_error,
+    unresolved,
+)
 from asyncckpt.options import ABANDON_S, CLEANUP_S
 
 T = TypeVar("T")
@@ -178,7 +185,7 @@ class Job(Generic[T]):
         try:
             self._task = asyncio.get_running_loop().create_task(function())
         except Exception as error:
-            self.future.set_exception(error)
+            self.future.set_exception(raisable(error))
             return
         self._task.add_done_callback(self._ended)
 

@@ -200,7 +200,7 @@ class Workers:
             try:
                 result = function(*arguments, **keywords)
             except BaseException as error:
-                future.set_exception(error)
+                future.set_exception(raisable(error))
             else:
                 future.set_result(result)
                 del result
@@ -219,6 +219,19 @@ def thread_error(name: str, error: Exception) -> ResourceError:
         "interpreter exits",
         found=str(error),
     )
+
+
+def raisable(error: BaseException) -> BaseException:
+    """Return the error, or one caused by it where no coroutine could raise it.
+
+    An asyncio future refuses a `StopIteration`, and those who await it would wait for ever.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    instead = RuntimeError(f"a function raised StopIteration({error.value!r})")
+    instead.__cause__ = error
+    instead.__notes__ = list(getattr(error, "__notes__", ()))
+    return instead
 
 
 def called(function: Callable[..., Any]) -> str:

@@ -466,7 +466,8 @@ def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOpt
 
     Raises:
         UsageError: it returned neither `LeafOptions` nor None; names the path.
-        …: what it raised; a note names the path.
+            Or it raised what ends a program or cancels, such as `SystemExit`.
+        …: what it raised otherwise; a note names the path.
     """
     if options.leaf_options is None:
         return None
@@ -475,6 +476,12 @@ def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOpt
     except Exception as error:
         error.add_note(f"raised by leaf_options for {where(path)} ({spec})")
         raise
+    except BaseException as error:  # would end the engine's thread, or pose as a cancellation
+        raise UsageError(
+            f"{where(path)}: leaf_options raised {type(error).__name__}: {error}; to end a save, "
+            "raise an Exception",
+            path=path,
+        ) from error
     if own is not None and not isinstance(own, LeafOptions):
         raise UsageError(
             f"{where(path)}: leaf_options returned {own!r}; return a LeafOptions or None", path=path

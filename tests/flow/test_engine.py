@@ -16,6 +16,7 @@ import pytest
 
 from asyncckpt.errors import ClosedError, EngineDiedError, ResourceError, UsageError
 from asyncckpt.flow import engine as module
+from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import Engine, Job, wait_quietly
 from tests import children
@@ -250,6 +251,29 @@ def test_an_exception_of_a_signal_handler_ends_the_job_first(
     with raised_once(error, step.reached.wait, go), pytest.raises(error):
         job.result()
     assert job.done() and step.cleanups == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_an_interrupted_call_of_a_job_is_its_callers(
+    engine: Engine, error: type[BaseException]
+) -> None:
+    caller = CallerThread()
+
+    def interrupted() -> None:
+        raise error
+
+    job = engine.submit(lambda: caller.run(interrupted))
+    job.caller = caller
+    with pytest.raises(error):
+        job.result()
+    assert job.done()
+    assert engine.submit(answer).result() == 42
+
+
+async def test_a_job_that_cannot_be_made_for_a_stop_iteration_ends(engine: Engine) -> None:
+    async with asyncio.timeout(30):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            await engine.submit(lambda: next(iter(()))).wait()
 
 
 def test_a_second_exception_of_a_signal_handler_abandons_the_clean_up(engine: Engine) -> None:

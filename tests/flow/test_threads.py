@@ -54,6 +54,26 @@ async def test_base_exceptions_of_a_call_arrive_and_its_thread_lives_on(workers:
     assert await workers.run(int, "5") == 5
 
 
+class Over(StopIteration):
+    pass
+
+
+@pytest.mark.parametrize("kind", [StopIteration, Over])
+async def test_a_stop_iteration_of_a_call_ends_the_wait(
+    workers: Workers, kind: type[StopIteration]
+) -> None:
+    def last() -> None:
+        error = kind(3)
+        error.add_note("of the leaf")
+        raise error
+
+    async with asyncio.timeout(30):
+        with pytest.raises(RuntimeError, match=r"raised StopIteration\(3\)") as caught:
+            await workers.run(last)
+    assert type(caught.value.__cause__) is kind
+    assert caught.value.__notes__ == ["of the leaf"]
+
+
 async def test_threads_are_few_named_and_joined() -> None:
     workers = Workers(2, "asyncckpt-few")
     barrier = threading.Barrier(2)

@@ -5,6 +5,7 @@ What `LeafOptions(dtype=…)` of a save does, it does in conversions too.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt import LeafOptions, SaveOptions
+from asyncckpt import LeafOptions, SaveOptions, blocking
 from asyncckpt.errors import DtypeMismatchError, UsageError
+from tests.script import in_thread
 
 
 def stored_as(dtype: str, *paths: str, **options: Any) -> SaveOptions:
@@ -125,6 +127,40 @@ async def test_a_timeout_in_leaf_options_is_no_deadline_of_the_save(
         await asyncckpt.save(tmp_path / "x", {"a": np.ones(3)}, options=options)
     assert type(caught.value) is TimeoutError
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["async", "blocking"])
+async def test_a_stop_iteration_of_leaf_options_is_an_error_and_no_hang(
+    tmp_path: Path, blocked: bool
+) -> None:
+    options = SaveOptions(leaf_options=lambda path, _: next(iter(())))
+    tree = {"a": np.ones(3)}
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        if blocked:
+            await in_thread(lambda: blocking.save(tmp_path / "x", tree, options=options))
+        else:
+            await asyncckpt.save(tmp_path / "x", tree, options=options)
+    assert caught.value.__notes__ == ["raised by leaf_options for a (float64[3])"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
+)
+async def test_leaf_options_that_end_the_program_fail_their_save_only(
+    tmp_path: Path, kind: type[BaseException]
+) -> None:
+    def leave(path: str, _: Any) -> LeafOptions | None:
+        raise kind("no rule")
+
+    options = SaveOptions(leaf_options=leave)
+    tied = np.ones(3)
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for tree in ({"a": np.ones(3)}, {"a": tied, "b": tied}):
+            with pytest.raises(UsageError, match=rf"^a: .* raised {kind.__name__}: no rule") as at:
+                await ckpt.save(1, tree, options=options)
+            assert at.value.path == "a" and type(at.value.__cause__) is kind
+        assert (await ckpt.save(1, {"a": np.ones(3)})).step == 1
 
 
 async def test_an_error_of_leaf_options_names_the_leaf(tmp_path: Path) -> None:
