@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -342,7 +343,8 @@ class ProgressGuard:
             self._progress(state)
         except BaseException as error:  # even sys.exit(), which would end the engine's thread
             self.error = error
-            logger.exception("the progress callback failed and is not called again")
+            with contextlib.suppress(Exception):  # a log handler that fails
+                logger.exception("the progress callback failed and is not called again")
 
 
 def guarded(progress: ProgressCallback | None) -> ProgressCallback | None:

@@ -359,6 +359,54 @@ def test_a_process_that_ends_without_close_finishes_its_saves_and_warns(tmp_path
         assert blocking.verify(tmp_path / step).ok
 
 
+@pytest.mark.parametrize("fails", ["log", "stderr"])
+def test_saves_in_flight_at_the_exit_are_finished_though_warnings_cannot_be_shown(
+    tmp_path: Path, fails: str
+) -> None:
+    child = children.start(
+        """
+        import logging, sys, threading
+        import numpy as np
+        from asyncckpt import blocking
+        from asyncckpt.flow import engine
+        from asyncckpt.stores.local import publish
+
+        class Failing(logging.Handler):
+            def emit(self, record):
+                raise OSError("no space left for the log")
+
+        warned = threading.Event()
+
+        def warn(message, warn=engine._warn):
+            try:
+                warn(message)
+            finally:
+                warned.set()
+
+        def late(source, target, rename=publish.rename_noreplace):
+            assert warned.wait(30)
+            rename(source, target)
+
+        engine._warn = warn
+        publish.rename_noreplace = late
+        if sys.argv[2] == "log":
+            logging.getLogger("asyncckpt").addHandler(Failing())
+        runs = [blocking.Checkpointer(f"{sys.argv[1]}/{name}") for name in "abc"]
+        for run in runs:
+            run.start_save(1, {"w": np.arange(1_000_000.0)})
+        if sys.argv[2] == "stderr":
+            sys.stderr.close()
+        """,
+        tmp_path,
+        fails,
+        warnings="default",
+    )
+    status, _, err = children.finish(child)
+    assert status == 0, err
+    for name in "abc":
+        assert blocking.verify(tmp_path / name / "1").ok
+
+
 @pytest.mark.parametrize("how", ["one-shot", "blocking", "async"])
 def test_a_first_use_while_the_interpreter_exits_is_an_error_and_no_hang(
     tmp_path: Path, how: str

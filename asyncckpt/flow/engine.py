@@ -395,7 +395,8 @@ class Engine:
         try:
             loop.run_forever()
         except BaseException:
-            logger.exception("%s: the engine's loop ended by an error", self._name)
+            with contextlib.suppress(Exception):
+                logger.exception("%s: the engine's loop ended by an error", self._name)
         finally:
             self._ending = True
             with self._lock:
@@ -454,9 +455,13 @@ class Engine:
 
 
 def _warn(message: str) -> None:
-    """Log the message, and warn, because logging may not be configured."""
-    logger.warning(message)
-    with contextlib.suppress(RuntimeWarning):  # where warnings are errors, the hook must go on
+    """Log the message, and warn, because logging may not be configured.
+
+    The hook at the exit must go on, even if warnings are errors, or a log handler or stderr fails.
+    """
+    with contextlib.suppress(Exception):
+        logger.warning(message)
+    with contextlib.suppress(Exception):
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
@@ -545,7 +550,10 @@ def _register_exit_hook() -> None:
 
 def _drain_all() -> None:
     for engine in tuple(_live):
-        engine.drain()
+        try:
+            engine.drain()
+        except Exception as error:  # must not lose the saves of the other engines
+            _warn(f"{engine!r} could not be ended: {error!r}")
     for call in _last_calls:
         call()
 

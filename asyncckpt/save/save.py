@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -189,7 +190,8 @@ class Save:
                 async with self._timeout, turn:
                     recorder.add("wait", self.request.taken)
                     report = await self._run()
-                    logger.info("%s", report)
+                    with contextlib.suppress(Exception):  # a log handler that fails
+                        logger.info("%s", report)
                     # The checkpoint is committed, whatever becomes of older ones.
                     if self.retaining is None:
                         return report
@@ -220,7 +222,8 @@ class Save:
         except BaseException as error:
             for note in self._clean_up_notes:
                 error.add_note(note)
-            logger.info("gave up saving %s: %s", self._location, error)
+            with contextlib.suppress(Exception):
+                logger.info("gave up saving %s: %s", self._location, error)
             # An error that is kept must not keep staging memory with it.
             forget_frames(error)
             raise

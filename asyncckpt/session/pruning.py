@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,7 +122,8 @@ class Pruner:
         for note in notes:
             if note not in self._logged:
                 self._logged.add(note)
-                logger.warning("%s", note)
+                with contextlib.suppress(Exception):  # a log handler that fails
+                    logger.warning("%s", note)
         return dataclasses.replace(
             report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes)
         )
@@ -142,7 +144,9 @@ class Pruner:
                     seal = self._seen.pop(step).seal
                     removals.append((step, await self.steps.unlist(str(step), seal)))
                     deleted.append(step)
-                    logger.info("deleted %s (%s)", self.root.location(step), _name(self.policy))
+                    with contextlib.suppress(Exception):
+                        name = _name(self.policy)
+                        logger.info("deleted %s (%s)", self.root.location(step), name)
                 except CheckpointNotFoundError:
                     continue
                 except FencedError as error:
@@ -192,7 +196,8 @@ class Pruner:
             notes = concerns(self.policy, steps, metrics)
         except BaseException as error:  # even sys.exit(), which would end the engine's thread
             name = _name(self.policy)
-            logger.exception("the retention policy %s failed", name)
+            with contextlib.suppress(Exception):
+                logger.exception("the retention policy %s failed", name)
             return [], [f"no step was deleted, because {name} failed: {error!r}"]
         if (highest := max(steps)) > saved:
             notes.append(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections import Counter
@@ -98,7 +99,8 @@ class Reads:
         if notes := progress_notes(request.progress):
             report = dataclasses.replace(outcome.report, notes=(*outcome.report.notes, *notes))
             outcome = dataclasses.replace(outcome, report=report)
-        logger.info("%s", outcome.report)
+        with contextlib.suppress(Exception):  # a log handler that fails
+            logger.info("%s", outcome.report)
         return outcome
 
     async def restore_together(

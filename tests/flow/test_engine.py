@@ -396,6 +396,28 @@ def test_a_drained_engine_ends_within_its_deadline(caplog: pytest.LogCaptureFixt
     engine.close()
 
 
+def test_an_engine_that_cannot_be_drained_does_not_keep_others_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = [Engine(f"asyncckpt-test-{number}") for number in range(3)]
+    for engine in engines:
+        engine.submit(answer).result()
+
+    def drain(engine: Engine) -> None:
+        drained.append(engine)
+        raise OSError("broken")
+
+    drained: list[Engine] = []
+    monkeypatch.setattr(module, "_live", engines)
+    monkeypatch.setattr(module, "_last_calls", [lambda: drained.append(engines[0])])
+    monkeypatch.setattr(Engine, "drain", drain)
+    with pytest.warns(RuntimeWarning, match="could not be ended"):
+        module._drain_all()
+    assert drained == [*engines, engines[0]]
+    for engine in engines:
+        engine.close()
+
+
 def test_the_process_ends_after_the_threads_of_an_abandoned_engine() -> None:
     # NumPy's C++ would be unwound by the interpreter's end, and abort the process.
     out = children.output(

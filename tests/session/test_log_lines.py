@@ -30,6 +30,39 @@ def taken(lines: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
+class Failing(logging.Handler):
+    """A handler whose disk is full."""
+
+    def emit(self, _: logging.LogRecord) -> None:
+        raise OSError("no space left for the log")
+
+
+async def test_a_log_handler_that_fails_fails_no_save_and_no_restore(tmp_path: Path) -> None:
+    class Broken:
+        def keep(self, *_: object) -> list[int]:
+            raise ValueError("no policy")
+
+    def progress(_: object) -> None:
+        raise ValueError("no progress")
+
+    logger, handler = logging.getLogger("asyncckpt"), Failing()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+            await ckpt.save(1, TREE, progress=progress)
+            assert (await ckpt.save(2, TREE)).deleted_steps == (1,)
+            assert (await ckpt.restore())["w"].tobytes() == TREE["w"].tobytes()
+            Script(ckpt).fail("seal", StoreError("disk on fire"))
+            with pytest.raises(StoreError, match="disk on fire"):
+                await ckpt.save(3, TREE)
+        async with asyncckpt.Checkpointer(tmp_path, keep=Broken()) as ckpt:
+            assert (await ckpt.save(4, TREE)).step == 4
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
 async def test_what_happens_to_steps_is_one_line_each(
     tmp_path: Path, lines: pytest.LogCaptureFixture
 ) -> None:
