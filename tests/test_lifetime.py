@@ -439,6 +439,57 @@ def test_a_first_use_while_the_interpreter_exits_is_an_error_and_no_hang(
     assert "save before the interpreter exits" in out
 
 
+LATE_SAVES = {
+    "atexit handler": "import atexit; atexit.register(save)",
+    "thread": "threading.Thread(target=lambda: (threading.main_thread().join(), save())).start()",
+    "__del__": """
+class Trainer:
+    def __del__(self, save=save):
+        save()
+
+trainer = Trainer()
+trainer.itself = trainer
+""",
+}
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "first use"])
+@pytest.mark.parametrize("late", LATE_SAVES.values(), ids=LATE_SAVES)
+@pytest.mark.parametrize("call", ["ckpt.start_save(1, state)", "blocking.save(root + '/x', state)"])
+def test_a_save_that_begins_while_the_interpreter_exits_is_an_error_and_no_loss(
+    tmp_path: Path, used: bool, late: str, call: str
+) -> None:
+    out = children.output(
+        f"""
+import os, sys, threading
+import numpy as np
+from asyncckpt import ResourceError, blocking
+
+root, state = sys.argv[1], {{"w": np.arange(1_000_000.0)}}
+ckpt = blocking.Checkpointer(root)
+
+def save():
+    try:
+        {call}
+    except ResourceError as error:
+        os.write(1, str(error).encode())
+    ckpt.close()
+
+if {used}:
+    blocking.save(root + "/0", state)
+    in_flight = blocking.Checkpointer(root)
+    in_flight.start_save(2, state)
+{late}
+""",
+        tmp_path,
+    )
+    if used or "__del__" in late:
+        assert "the interpreter is exiting" in out and "not in an atexit handler" in out
+    else:
+        assert "save before the interpreter exits" in out
+    assert blocking.Checkpointer(tmp_path).steps() == [0, 2][: 2 * used]
+
+
 def test_an_event_loop_that_ends_without_close_finishes_its_saves_too(tmp_path: Path) -> None:
     children.output(
         """

@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
@@ -40,6 +41,7 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     ClosedError,
     EngineDiedError,
+    ResourceError,
     SaveAbortedError,
     UsageError,
 )
@@ -244,7 +246,7 @@ class Engine:
     @property
     def usable(self) -> bool:
         """Whether it has been started, takes jobs, and ends them."""
-        ended = self._closed or self._died or self.abandoned or self.forked
+        ended = self._closed or self._died or self.abandoned or self.forked or exiting()
         return self._thread is not None and not ended
 
     @property
@@ -267,6 +269,7 @@ class Engine:
         Raises:
             ClosedError: the engine was closed, or this is a forked child.
             EngineDiedError: the engine's thread has ended.
+            ResourceError: no thread can be started, or the interpreter is exiting.
         """
         self.check()  # before the lock, which a forked child may find locked for ever
         job: Job[T] = Job(self)
@@ -296,11 +299,19 @@ class Engine:
         Raises:
             ClosedError: it was closed, or this is a forked child.
             EngineDiedError: its thread has ended.
+            ResourceError: the interpreter is exiting, and this is not the engine's own thread.
         """
         if self.forked:
             raise ClosedError(
                 f"{self._name} was created before this process was forked; its threads do not "
                 "exist here. Create a new Checkpointer in the child"
+            )
+        # Saves in flight are finished first, and what follows them is theirs.
+        if exiting() and not self.runs_here:
+            raise ResourceError(
+                f"{self._name}: the interpreter is exiting, and the library's threads end with it; "
+                "save before the main thread ends: not in an atexit handler, in __del__, or in a "
+                "thread that outlives the main thread"
             )
         if self._died:
             raise EngineDiedError(f"{self._name}: its thread has ended; create a new Checkpointer")
@@ -342,7 +353,7 @@ class Engine:
         if self.runs_here:
             raise _own_thread()
         ended = self.begin_close()
-        if not self.abandoned:
+        if not self.abandoned and not sys.is_finalizing():  # then no other thread runs
             ended.result()
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join()  # its last act resolved `_ended`
@@ -431,7 +442,8 @@ class Engine:
         if self.forked or self._thread is None:
             return
         given_up = self._closed or self.abandoned
-        jobs = () if given_up else tuple(self._jobs.values())
+        with self._lock:
+            jobs = () if given_up else tuple(self._jobs.values())
         pending = [job.future for job in jobs if job.drained and not job.done()]
         if pending:
             _warn(
@@ -468,6 +480,7 @@ def _warn(message: str) -> None:
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 _last_calls: list[Callable[[], None]] = []
 _hook_registered = False
+_exit_begun = False
 
 _here = threading.local()
 """Its `engine` is the one whose own thread this is."""
@@ -549,6 +562,8 @@ def _register_exit_hook() -> None:
 
 
 def _drain_all() -> None:
+    global _exit_begun
+    _exit_begun = True
     for engine in tuple(_live):
         try:
             engine.drain()
@@ -556,6 +571,11 @@ def _drain_all() -> None:
             _warn(f"{engine!r} could not be ended: {error!r}")
     for call in _last_calls:
         call()
+
+
+def exiting() -> bool:
+    """Return whether the interpreter has begun to exit: a new job might not end any more."""
+    return _exit_begun or sys.is_finalizing()
 
 
 def call_at_exit(call: Callable[[], None]) -> None:

@@ -408,12 +408,16 @@ def test_an_engine_that_cannot_be_drained_does_not_keep_others_from_it(
         raise OSError("broken")
 
     drained: list[Engine] = []
+    monkeypatch.setattr(module, "_exit_begun", False)
     monkeypatch.setattr(module, "_live", engines)
     monkeypatch.setattr(module, "_last_calls", [lambda: drained.append(engines[0])])
     monkeypatch.setattr(Engine, "drain", drain)
     with pytest.warns(RuntimeWarning, match="could not be ended"):
         module._drain_all()
     assert drained == [*engines, engines[0]]
+    assert module.exiting()
+    with pytest.raises(ResourceError, match="the interpreter is exiting"):
+        engines[0].submit(answer)
     for engine in engines:
         engine.close()
 
