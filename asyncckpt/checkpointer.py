@@ -74,6 +74,8 @@ class OpenRun:
             return None
         try:
             await core.idle()
+        except UsageError:  # on the engine's own thread: the saves go on, and nothing is closed
+            raise
         except BaseException as interruption:
             await self._abort(interruption)
             raise

@@ -400,8 +400,12 @@ def test_ctrl_c_while_the_block_is_left_aborts_the_saves_in_flight(tmp_path: Pat
         + """
 try:
     with blocking.Checkpointer(root) as ckpt:
+        idle = ckpt._session.idle
+        async def leaving():
+            tell("leaving")  # not in the block, whose own exception does not abort the save
+            await idle()
+        ckpt._session.idle = leaving
         ckpt.start_save(1, tree)
-        tell("leaving")
 except KeyboardInterrupt:
     tell("interrupted")
 """,
@@ -480,6 +484,58 @@ def test_an_exception_of_a_signal_handler_while_the_block_is_left_comes_out_as_i
         leave()
     assert type(caught.value) is error and pending[0].done()
     assert blocking.Checkpointer(tmp_path).steps() == []
+
+
+@pytest.mark.parametrize(
+    "call", ["ckpt.steps()", "ckpt.save(2, tree)", "ckpt.start_save(2, tree).result()"]
+)
+def test_ctrl_c_inside_a_condition_leaves_the_engine_alive(tmp_path: Path, call: str) -> None:
+    """A signal may be handled where Python code holds a lock that no block will release."""
+    out = children.output(
+        f"""
+import faulthandler, sys, threading
+import numpy as np
+from asyncckpt import blocking
+
+faulthandler.dump_traceback_later(60, exit=True)
+root, tree = sys.argv[1], {{"w": np.arange(10.0)}}
+enter = threading.Condition.__enter__.__code__
+
+def interrupted_at(number, call):
+    left = number
+    def trace(frame, event, _):
+        nonlocal left
+        if event == "return" and frame.f_code is enter:
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+    sys.settrace(trace)
+    try:
+        call()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+
+number = 1
+while True:
+    ckpt = blocking.Checkpointer(f"{{root}}/{{number}}")
+    ckpt.save(1, tree)
+    interrupted = interrupted_at(number, lambda: {call})
+    ckpt.wait()
+    assert 1 in ckpt.steps()
+    ckpt.close()
+    if not interrupted:
+        break
+    number += 1
+print("closed", number)
+""",
+        tmp_path,
+    )
+    assert out.startswith("closed")
 
 
 def test_ctrl_c_in_asyncio_run_aborts_the_save_and_cleans_up(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.driver import blocks_here, run_blocking
 from asyncckpt.flow.threads import (
+    Outcome,
     Workers,
     finished,
     raisable,
@@ -65,10 +66,6 @@ IO_THREADS = 4
 COMPUTE_THREADS_MAX = 8
 """Copies and checksums gain nothing beyond the memory bandwidth, which eight threads exhaust."""
 
-SIGNAL_CHECK_S = 0.2
-"""Interval at which waits that Ctrl-C must end look for it: a signal that arrives just before a
-thread begins to wait for a lock does not wake it."""
-
 EXIT_CLEANUP_S = 1.0
 """Time for a save that is aborted as the process ends to remove its files."""
 
@@ -82,15 +79,20 @@ class Job(Generic[T]):
         future: resolves when the task has ended.
         caller: makes calls of the coroutine in the thread that waits for it; None for most jobs.
         drained: the end of the process waits for it, as for a save.
+
+    Args:
+        engine: runs the job.
+        at_end: called on the engine once the future is resolved.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.future: Future[T] = unresolved()
+    def __init__(self, engine: Engine, at_end: Callable[[], object] | None = None) -> None:
+        self.future: Outcome[T] = unresolved()
         self.caller: CallerThread | None = None
         self.drained = False
         self._engine = engine
         self._task: asyncio.Task[T] | None = None
         self._cancelled = False
+        self._at_end = at_end
 
     def done(self) -> bool:
         """Return whether the task has ended."""
@@ -150,7 +152,6 @@ class Job(Generic[T]):
         """Wait for the end of the job, and make its calls in this thread."""
         caller = self.caller
         if caller is not None:
-            self.future.add_done_callback(lambda _: caller.poke())
             while not self.future.done():
                 await ended(caller.wake)
                 caller.serve()
@@ -175,12 +176,22 @@ class Job(Generic[T]):
             self.cancel()
             raise _own_thread()
 
+    def resolved(self) -> None:
+        """Tell those who wait for more than the future. On the engine."""
+        if self.caller is not None:
+            self.caller.poke()
+        if self._at_end is not None:
+            self._at_end()
+
     def _cancel(self) -> None:
         self._cancelled = True
         if self._task is not None:
             self._task.cancel()
 
     def _start(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        # Not by the job: with its own future it would be a cycle, which keeps a restored state
+        # until the garbage collector runs.
+        self.future.add_done_callback(self._engine._forget)
         if self._cancelled:
             self.future.set_exception(asyncio.CancelledError())
             return
@@ -219,7 +230,7 @@ class Engine:
         self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._ended: Future[None] = Future()
+        self._ended: Outcome[None] = unresolved()
         self._jobs: dict[Future[Any], Job[Any]] = {}  # the unfinished ones
         self._closed = False
         self._died = False
@@ -263,8 +274,14 @@ class Engine:
         """Return whether the future is that of an unfinished job of this engine."""
         return future in self._jobs
 
-    def submit(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
+    def submit(
+        self,
+        function: Callable[[], Coroutine[Any, Any, T]],
+        at_end: Callable[[], object] | None = None,
+    ) -> Job[T]:
         """Run the coroutine that `function` returns on the engine's loop. From any thread.
+
+        `at_end` is called on the engine after the end of the job, whatever ends it.
 
         Raises:
             ClosedError: the engine was closed, or this is a forked child.
@@ -272,20 +289,19 @@ class Engine:
             ResourceError: no thread can be started, or the interpreter is exiting.
         """
         self.check()  # before the lock, which a forked child may find locked for ever
-        job: Job[T] = Job(self)
+        job: Job[T] = Job(self, at_end)
         with self._lock:
             self.check()
             self._start_locked()
             assert self._loop is not None
             self._jobs[job.future] = job
-            # Not by the job: with its own future it would be a cycle, which keeps a restored state
-            # until the garbage collector runs.
-            job.future.add_done_callback(self._forget)
             self._loop.call_soon_threadsafe(job._start, function)
         return job
 
     def _forget(self, future: Future[Any]) -> None:
-        self._jobs.pop(future, None)
+        job = self._jobs.pop(future, None)
+        if job is not None:
+            job.resolved()
 
     def post(self, call: Callable[[], None]) -> None:
         """Call a function on the engine's loop soon; do nothing once the loop has ended."""
@@ -330,7 +346,7 @@ class Engine:
             "close()"
         )
 
-    def begin_close(self) -> Future[None]:
+    def begin_close(self) -> Outcome[None]:
         """Refuse new jobs and cancel running ones; the result resolves when all have ended."""
         with self._lock:
             first = not self._closed
@@ -432,6 +448,7 @@ class Engine:
                 for job in tuple(self._jobs.values()):
                     if not job.future.done():
                         job.future.set_exception(self.end_error())
+                    self._forget(job.future)  # which one that was not started has not asked for
                 self._ended.set_result(None)
 
     def drain(self) -> None:
@@ -493,7 +510,7 @@ def _own_thread() -> UsageError:
     )
 
 
-def wait_quietly(future: Future[Any], timeout_s: float | None = None) -> bool:
+def wait_quietly(future: Outcome[Any], timeout_s: float | None = None) -> bool:
     """Wait up to `timeout_s` seconds and return whether the future is done; ignore its outcome.
 
     Raises:
@@ -502,17 +519,10 @@ def wait_quietly(future: Future[Any], timeout_s: float | None = None) -> bool:
     engine = getattr(_here, "engine", None)
     if engine is not None and engine.owes(future):
         raise _own_thread()
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    while not future.done():
-        left_s = SIGNAL_CHECK_S if end is None else min(SIGNAL_CHECK_S, end - time.monotonic())
-        if left_s <= 0:
-            return False
-        with contextlib.suppress(TimeoutError):
-            future.exception(left_s)
-    return True
+    return future.wait(timeout_s)
 
 
-async def ended(future: Future[Any]) -> None:
+async def ended(future: Outcome[Any]) -> None:
     """Wait for the end of a future; ignore its outcome.
 
     Cancellation: stops the waiting only.

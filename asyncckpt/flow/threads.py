@@ -18,16 +18,21 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from asyncckpt.errors import ResourceError, SaveError
 from asyncckpt.options import ABANDON_S
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+SIGNAL_CHECK_S = 0.2
+"""Interval at which waits that Ctrl-C must end look for it: a signal that arrives just before a
+thread begins to wait for a lock does not wake it."""
 
 ABANDONED_JOIN_S = 0.1
 """Once a thread was abandoned, it is unknown which one: each gets this long to end."""
@@ -241,11 +246,78 @@ def called(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def unresolved() -> Future[Any]:
+class Outcome(Future[T]):
+    """A future that one thread resolves, and others wait for without its lock.
+
+    Cancelling a wait for it does not resolve it.
+    """
+
+    # A signal that is handled inside `threading.Condition.__enter__`, which is Python code, may
+    # raise after the lock was taken: it then stays locked, and the engine could resolve nothing any
+    # more. So only `add_done_callback` takes it, which the main thread must not call once the
+    # engine can see the future; a wait takes a latch, which nobody else needs to go on.
+    # (test_ctrl_c_inside_a_condition_leaves_the_engine_alive)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    def done(self) -> bool:
+        """Return whether it is resolved."""
+        return self._state == "FINISHED"
+
+    def cancel(self) -> bool:
+        """Return False: only its thread resolves it."""
+        return False
+
+    def cancelled(self) -> bool:
+        """Return False."""
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait up to `timeout_s` seconds, and return whether it is resolved."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.done():
+            # The latch stays closed if a signal interrupts another wait right after it was taken.
+            left_s = SIGNAL_CHECK_S if end is None else min(SIGNAL_CHECK_S, end - time.monotonic())
+            if left_s <= 0:
+                return False
+            if self._latch.acquire(timeout=left_s):
+                self._latch.release()
+        return True
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error with which it was resolved, None for a result, after waiting for it."""
+        if not self.wait(timeout):
+            raise TimeoutError
+        return self._exception
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the result or raise the error, after waiting for it."""
+        error = self.exception(timeout)
+        if error is None:
+            return cast(T, self._result)
+        try:
+            raise error
+        finally:
+            del self, error  # the traceback would keep both in a cycle
+
+    def set_result(self, result: T) -> None:
+        """Resolve it with a result, once."""
+        super().set_result(result)
+        self._latch.release()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Resolve it with an error, once."""
+        super().set_exception(exception)
+        self._latch.release()
+
+
+def unresolved() -> Outcome[Any]:
     """Return a future that is not resolved by cancelling a wait for it."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
+    return Outcome()
 
 
 def seen(waiter: asyncio.Future[Any]) -> None:

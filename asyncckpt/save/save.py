@@ -14,7 +14,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -29,7 +28,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
-from asyncckpt.flow.threads import unresolved
+from asyncckpt.flow.threads import Outcome, unresolved
 from asyncckpt.format.record import RECORD_NAME, is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import Attempt, AttemptFiles, CheckpointFiles, Sizes, Store
@@ -70,20 +69,20 @@ class SaveState:
     done_nbytes: int = 0
     total_nbytes: int = 0
     blocked_s: float = 0.0
-    staged: Future[bool] = field(default_factory=unresolved)
+    staged: Outcome[bool] = field(default_factory=unresolved)
 
     @property
     def progress(self) -> Progress:
         """Stage and bytes done."""
         return Progress(self.stage, self.done_nbytes, self.total_nbytes)
 
-    def let_go(self, ended: object = None) -> None:
+    def let_go(self, ended: bool = False) -> None:
         """Tell the caller that the leaves may be mutated: all were taken, or the save has ended.
 
         Only the first call has an effect.
         """
         if not self.staged.done():
-            self.staged.set_result(ended is None)
+            self.staged.set_result(not ended)
 
 
 async def record_of(files: CheckpointFiles) -> bytes | None:

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
@@ -43,6 +42,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.flow.threads import Outcome
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import SaveReport
 from asyncckpt.restore.request import Mode, RestoreRequest, restore_request
@@ -146,7 +146,7 @@ class Session:
             self._pruner = Pruner(keep, self.runtime, self.root, self.steps, self.reads.pinned)
         self._layouts = LayoutCache() if layouts is None else layouts
         self._turn = asyncio.Lock()
-        self._refusals: list[Future[None]] = []
+        self._refusals: list[Outcome[None]] = []
         # Reentrant: a signal handler may close the session that its thread is closing.
         self._closing = threading.RLock()
         self._release_job: Job[None] | None = None
@@ -166,13 +166,17 @@ class Session:
 
     # -- in the caller's thread
 
-    def call(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
-        """Run the coroutine on the engine, with the store open.
+    def call(
+        self,
+        function: Callable[[], Coroutine[Any, Any, T]],
+        at_end: Callable[[], object] | None = None,
+    ) -> Job[T]:
+        """Run the coroutine on the engine, with the store open; `at_end`: as `Engine.submit`.
 
         Raises:
             ClosedError: after `close`, or in a forked child.
         """
-        return self.runtime.engine.submit(partial(self.root.opened, function))
+        return self.runtime.engine.submit(partial(self.root.opened, function), at_end)
 
     def call_once(self, name: str, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
         """Run the coroutine on process 0, and return its result, a JSON value, on all processes.
@@ -269,10 +273,10 @@ class Session:
         busy: bool | None = None
         if number is not None and request.stall_first and request.options.on_overlap != "wait":
             busy = bool(self.saves.pending())  # process 0 decides by its own
-        job = self.call(partial(self._save, request, state, number, busy))
-        job.drained = True
+        save = partial(self._save, request, state, number, busy)
         # Whatever ends the job also ends the wait for staging.
-        job.future.add_done_callback(state.let_go)
+        job = self.call(save, partial(state.let_go, ended=True))
+        job.drained = True
         return kind(job, state, location=location, step=request.step)
 
     def _checked(self, options: SaveOptions | None) -> SaveOptions:

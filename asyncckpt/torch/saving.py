@@ -22,13 +22,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
 from asyncckpt.arguments import Location
 from asyncckpt.errors import SaveError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import ended, wait_quietly
+from asyncckpt.flow.threads import Outcome, unresolved
 from asyncckpt.options import SaveOptions
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.plan_cache import LayoutCache
@@ -80,9 +80,9 @@ class Saving:
             owns_coordinator=True,
             layouts=self._layouts,
         )
-        self._written: Future[None] = Future()
-        self._consent: Future[Mapping[str, Any]] = Future()
-        self._over: Future[None] = Future()
+        self._written: Outcome[None] = unresolved()
+        self._consent: Outcome[Mapping[str, Any]] = unresolved()
+        self._over: Outcome[None] = unresolved()
         self._pending: BlockingPendingSave | None = None
 
     def write(self, tree: dict[str, Any], *, overwrite: bool) -> None:
