@@ -263,6 +263,7 @@ def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
             publish.rename_noreplace = rename
             status = 1
             try:
+                assert not pending.done() and not pending.cancel()
                 saves = (lambda: ckpt.save(3, {}), pending.result, ckpt.wait)
                 for call in (*saves, lambda: ckpt.restore(), ckpt.steps):
                     try:

@@ -98,6 +98,11 @@ class Job(Generic[T]):
         """Return whether the task has ended."""
         return self.future.done()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process whose engine runs the job."""
+        return self._engine.forked
+
     def cancel(self) -> None:
         """Ask the task to end; its clean-up still runs. From any thread."""
         self._engine.post(self._cancel)
@@ -163,7 +168,7 @@ class Job(Generic[T]):
         Raises:
             ClosedError: this is such a child, where the job never ends.
         """
-        if self._engine.forked and not self.done():
+        if self.forked and not self.done():
             self._engine.check()
 
     def refuse_own_thread(self) -> None:
@@ -304,7 +309,12 @@ class Engine:
             job.resolved()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Call a function on the engine's loop soon; do nothing once the loop has ended."""
+        """Call a function on the engine's loop soon; do nothing once the loop has ended.
+
+        Nor in a forked child, which has no such loop, and may find the lock locked for ever.
+        """
+        if self.forked:
+            return
         with self._lock:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(call)

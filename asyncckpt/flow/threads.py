@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import queue
 import threading
 import time
@@ -217,10 +218,12 @@ class Workers:
 
 
 def thread_error(name: str, error: Exception) -> ResourceError:
-    """Return the error for a thread that the system refuses to start."""
+    """Return the error for a thread that the system refuses to start, or for its event loop."""
+    files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    limit = "open files (ulimit -n)" if files else "processes (ulimit -u)"
     return ResourceError(
-        f"{name}: a thread could not be started ({error}); raise the limit of processes "
-        "(ulimit -u) or of the container, use fewer Checkpointers at a time, and save before the "
+        f"{name}: a thread could not be started ({error}); raise the limit of {limit} or of the "
+        "container, use fewer Checkpointers at a time, and save before the "
         "interpreter exits",
         found=str(error),
     )

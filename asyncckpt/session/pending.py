@@ -73,12 +73,12 @@ class PendingSave:
         return self._job.done()
 
     def cancel(self) -> bool:
-        """Ask the save to abort; return False if it has already ended.
+        """Ask the save to abort; return False if it has already ended, or in a forked child.
 
         Only awaiting it then raises `SaveAbortedError`, after the clean-up, or returns the report
         if publication had begun; later saves do not raise what was asked for.
         """
-        if self.done():
+        if self.done() or self._job.forked:
             return False
         self._cancelled = True
         self._job.cancel()

@@ -422,6 +422,43 @@ def test_an_engine_that_cannot_be_drained_does_not_keep_others_from_it(
         engine.close()
 
 
+def test_a_forked_child_waits_for_no_lock_of_an_inherited_engine() -> None:
+    out = children.output(
+        """
+        import os, signal, threading, time, warnings
+        from asyncckpt.flow.engine import Engine
+        warnings.filterwarnings("ignore", message=".*fork.*")
+
+        engine, locked, forked = Engine(), threading.Event(), threading.Event()
+
+        async def answer():
+            return 42
+
+        def hold():
+            with engine._lock:
+                locked.set()
+                forked.wait()
+
+        job = engine.submit(answer)
+        job.result()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        locked.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            job.cancel()
+            engine.post(lambda: None)
+            os._exit(3)
+        forked.set()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        thread.join()
+        engine.close()
+        """
+    )
+    assert out == "3\n"
+
+
 def test_the_process_ends_after_the_threads_of_an_abandoned_engine() -> None:
     # NumPy's C++ would be unwound by the interpreter's end, and abort the process.
     out = children.output(
@@ -470,8 +507,11 @@ async def test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later(
         else:
             patch.setattr(module, "_hook_registered", False)
             patch.setattr(threading, "_register_atexit", fail)
+        limit = "open files .ulimit -n." if fails == "the loop" else "processes .ulimit -u."
         for _ in range(2):
-            with pytest.raises(ResourceError, match="asyncckpt-test: a thread could not be start"):
+            with pytest.raises(
+                ResourceError, match=f"^asyncckpt-test: a thread .* limit of {limit}"
+            ):
                 engine.submit(answer)
         assert not engine.usable and names() == set()
     assert await engine.submit(answer).wait() == 42
