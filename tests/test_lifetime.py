@@ -147,6 +147,30 @@ async def test_a_one_shot_call_leaves_no_thread(tmp_path: Path) -> None:
             await asyncckpt.restore(tmp_path / "z")
 
 
+@pytest.mark.parametrize("call", ["save", "one-shot", "enter", "close"])
+async def test_a_coroutine_that_is_closed_cancels_its_work_without_awaiting(
+    tmp_path: Path, call: str
+) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    Script(ckpt).hold("write")
+    if call == "close":
+        await ckpt.start_save(1, TREE)
+    coroutine = {
+        "save": lambda: ckpt.save(1, TREE),
+        "one-shot": lambda: asyncckpt.save(tmp_path / "x", TREE),
+        "enter": ckpt.__aenter__,
+        "close": ckpt.close,
+    }[call]()
+    coroutine.send(None)
+    coroutine.close()
+    if call == "save":
+        await ckpt.close()
+    async with asyncio.timeout(30):
+        while engine_threads():
+            await asyncio.sleep(0.01)
+    assert await asyncckpt.Checkpointer(tmp_path).steps() == []
+
+
 async def test_a_checkpointer_dropped_without_close_leaks_no_thread(tmp_path: Path) -> None:
     ckpt = asyncckpt.Checkpointer(tmp_path)
     await ckpt.save(1, TREE)

@@ -541,13 +541,12 @@ async def ended(future: Outcome[Any]) -> None:
         wait_quietly(future)
         return
     waiter = asyncio.wrap_future(future)
+    waiter.add_done_callback(seen)  # also if this wait has ended before, or was closed
     try:
         await asyncio.wait((waiter,))
     except asyncio.CancelledError:
         waiter.cancel()  # detaches it; only the end of its job resolves the future
-        seen(waiter)
         raise
-    waiter.exception()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
