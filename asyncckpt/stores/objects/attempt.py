@@ -29,7 +29,7 @@ from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly
-from asyncckpt.stores.objects.runs import refuse_run
+from asyncckpt.stores.objects.requests.runs import refuse_run
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
 
@@ -65,7 +65,7 @@ class ObjectAttempt(ObjectShare):
         self._fixed: dict[str, bytes] = {}
         self._look: BackgroundTask[None] | None = None
         if not overwrite and not STEP_NAME.fullmatch(name):
-            self._look = BackgroundTask(refuse_run(context, name))
+            self._look = BackgroundTask(refuse_run(context.requests, name))
 
     async def mark(self) -> None:
         """Let other processes join the attempt."""

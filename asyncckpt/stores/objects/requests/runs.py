@@ -9,9 +9,9 @@ from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
-from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join
+from asyncckpt.stores.objects.requests.requests import Requests
 
 STEPS_MAX = 16
 """Newest step names whose records are looked for; saves that died leave a few without one."""
@@ -20,7 +20,7 @@ NAMED_STEPS = 3
 """Steps that the error names."""
 
 
-async def refuse_run(context: Context, name: str) -> None:
+async def refuse_run(requests: Requests, name: str) -> None:
     """Check that there are no steps below this name; one request unless there are.
 
     Credentials that may not list find none.
@@ -29,7 +29,7 @@ async def refuse_run(context: Context, name: str) -> None:
         CheckpointExistsError: there are.
         StoreError: a request failed.
     """
-    requests, location = context.requests, context.requests.location(name)
+    location = requests.location(name)
     with reported("looking for steps", location, stage="commit"):
         try:
             listed = await requests.list(name, recursive=False, limit=LISTED_MAX)
@@ -42,7 +42,7 @@ async def refuse_run(context: Context, name: str) -> None:
             return  # a checkpoint, which the creation of the record finds
         found = (path for path, is_prefix in below.items() if is_prefix)
         newest = sorted(filter(STEP_NAME.fullmatch, found), key=int)[-STEPS_MAX:]
-        committed = await together(_is_committed(context, join(name, step)) for step in newest)
+        committed = await together(_is_committed(requests, join(name, step)) for step in newest)
     steps = [step for step, there in zip(newest, committed, strict=True) if there]
     if steps:
         shown = steps[-NAMED_STEPS:]
@@ -56,8 +56,8 @@ async def refuse_run(context: Context, name: str) -> None:
         )
 
 
-async def _is_committed(context: Context, name: str) -> bool:
+async def _is_committed(requests: Requests, name: str) -> bool:
     with unless_missing():
-        await context.requests.size(join(name, RECORD))
+        await requests.size(join(name, RECORD))
         return True
     return False
