@@ -264,12 +264,13 @@ class Outcome(Future[T]):
     def __init__(self) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
+        self._outcome: tuple[T | None, BaseException | None] | None = None
         self._latch = threading.Lock()
         self._latch.acquire()
 
     def done(self) -> bool:
         """Return whether it is resolved."""
-        return self._state == "FINISHED"
+        return self._outcome is not None
 
     def cancel(self) -> bool:
         """Return False: only its thread resolves it."""
@@ -293,15 +294,16 @@ class Outcome(Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error with which it was resolved, None for a result, after waiting for it."""
-        if not self.wait(timeout):
+        if not self.wait(timeout) or self._outcome is None:
             raise TimeoutError
-        return self._exception
+        return self._outcome[1]
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result or raise the error, after waiting for it."""
         error = self.exception(timeout)
         if error is None:
-            return cast(T, self._result)
+            assert self._outcome is not None
+            return cast(T, self._outcome[0])
         try:
             raise error
         finally:
@@ -309,11 +311,13 @@ class Outcome(Future[T]):
 
     def set_result(self, result: T) -> None:
         """Resolve it with a result, once."""
+        self._outcome = self._outcome or (result, None)
         super().set_result(result)
         self._latch.release()
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Resolve it with an error, once."""
+        self._outcome = self._outcome or (None, exception)
         super().set_exception(exception)
         self._latch.release()
 
