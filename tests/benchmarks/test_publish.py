@@ -49,8 +49,8 @@ def test_rows_are_made_of_verdicts_and_trainings(tmp_path: Path) -> None:
     (tmp_path / "short.json").write_text(json.dumps(data))
     assert publish.readme(tmp_path).splitlines()[2:] == [
         f"| {row.text} | 1.62 × safetensors | ≥ 1.5: met | `make bench` |",
-        "| the same training with two saves, to the one without | 1.05 × with ours, 1.50 × with "
-        "Orbax async | | `make bench` |",
+        "| duration of a training with two saves, to one without saves (lower is better) "
+        "| 1.05 × with ours, 1.50 × with Orbax async | | `make bench` |",
     ]
     assert publish.readme(tmp_path / "nothing") == ""
 
