@@ -8,7 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.coordinators.group import Group
@@ -30,15 +30,17 @@ logger = logging.getLogger("asyncckpt")
 
 @dataclass(slots=True)
 class _Heard:
-    """The last beat of a process, and how long it has not changed."""
+    """The last beat of a process, and how long it has not changed.
+
+    Attributes:
+        value: the beat as it was posted; empty before the first one.
+        fields: its contents, decoded once: process 0 asks for those of all processes.
+        silent_s: seconds since it changed.
+    """
 
     value: bytes = b""
+    fields: Mapping[str, Any] = field(default_factory=dict)
     silent_s: float = 0.0
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """The contents of the beat; empty before the first one."""
-        return json.loads(self.value or b"{}")  # type: ignore[no-any-return]
 
 
 class Beats:
@@ -177,6 +179,6 @@ class Beats:
         for process, heard in self._heard.items():
             value = seen.get(process, heard.value)
             if value != heard.value:
-                heard.value, heard.silent_s = value, 0.0
+                heard.value, heard.fields, heard.silent_s = value, json.loads(value), 0.0
             else:
                 heard.silent_s += passed_s
