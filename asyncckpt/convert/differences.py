@@ -155,7 +155,7 @@ def described(
         return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
     first, second = a.specs[leaf], b.specs[other]
     if first is None or second is None:
-        if (first or second) is not None and stored_number(a, leaf, b, other) is not None:
+        if first is not second and stored_number(a, leaf, b, other) is not None:
             return None  # the values are compared later
         # Of two `bytes` values, the longer may be stored as an array, the other not.
         values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
@@ -174,8 +174,8 @@ def stored_number(
 ) -> tuple[ArraySpec, Values] | None:
     """Return spec and value, as an array, of a number that one checkpoint holds as an array.
 
-    Other libraries store all numbers as arrays. None where both do, or neither, or where the value
-    of the other does not fit.
+    Other libraries store all numbers as arrays. None where both do, or neither, or where the dtype
+    of the array does not hold the other's value exactly.
     """
     if a.specs[leaf] is None:
         a, leaf, b, other = b, other, a, leaf
@@ -184,9 +184,11 @@ def stored_number(
         return None
     try:
         number = decode_scalar(kind, b.opened.leaves.value[other])
-        return spec, array_from_scalar(b.paths[other], number, spec.dtype)
+        values = array_from_scalar(b.paths[other], number, spec.dtype)
     except DtypeMismatchError:
         return None
+    exact = values.item() == number or number != number  # NaNs are compared as values
+    return (spec, values) if exact else None
 
 
 def _same_scalar(kind: str, first: Any, second: Any, *, bitwise: bool) -> bool:

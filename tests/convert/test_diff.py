@@ -133,6 +133,16 @@ def test_numbers_that_another_library_stores_as_arrays_are_numbers(
     assert type(cast) is float and (cast == value or cast != cast)
 
 
+@pytest.mark.filterwarnings("ignore:.*could not be verified")
+def test_a_number_that_an_array_holds_only_rounded_differs(tmp_path: Path) -> None:
+    saved(tmp_path / "a", {"n": 0.1})
+    ocp.PyTreeCheckpointer().save(
+        tmp_path / "orbax", {"n": 0.1}, save_args={"n": ocp.SaveArgs(dtype=np.dtype("f4"))}
+    )
+    assert blocking.inspect(tmp_path / "orbax")["n"].dtype == "float32"
+    assert only(blocking.diff(tmp_path / "a", tmp_path / "orbax")).what == "value"
+
+
 def test_scalars_that_are_nan_are_equal(tmp_path: Path) -> None:
     tree = {"x": math.nan, "z": complex(0, math.nan), "zero": 0.0}
     assert compared(tmp_path, tree, tree).equal
