@@ -67,10 +67,11 @@ def lost_value(values: npt.NDArray[Any], source: str, stored: str) -> Any:
             values = values.real
         # Casts keep the order of values, so it suffices to check the least and the greatest. If
         # there is a NaN, it is both, unless the dtype has NaNs, too.
-        least, greatest = values.min(), values.max()
         if numeric_class(stored) == "float":
-            least, greatest = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
-        for bound in (least, greatest):
+            bounds = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
+        else:
+            bounds = values.min(), values.max()
+        for bound in bounds:
             if not _holds(stored, bound):
                 return bound.item()
     return None
