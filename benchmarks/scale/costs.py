@@ -144,6 +144,7 @@ def _layout(plan: SavePlan) -> Layout:
         mirrors=(),
         orbax=None,
         notes=(),
+        digest="",
         schema_digest=DIGEST,
     )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from asyncckpt.format.entries import decode_entries, encode_entries
 from asyncckpt.planning.streams import Sharing, encoded_rows, share, streams
-from benchmarks.scale.costs import messages
-from benchmarks.scale.job import REPLICAS, entries_by, even
+from benchmarks.scale.costs import commit, messages
+from benchmarks.scale.job import REPLICAS, entries_by, even, write_entries
 
 COUNTS = (100, 1_000, 10_000)
 OWN = 50
@@ -96,3 +98,11 @@ def test_a_save_of_a_known_plan_costs_one_message_per_process() -> None:
     assert few["posts_per_process"] == many["posts_per_process"] == 1
     assert few["posts_of_process_0"] == many["posts_of_process_0"] == 2
     assert many["post_nbytes"] < 64
+
+
+def test_process_0_commits_what_all_have_written(tmp_path: Path) -> None:
+    job = even(2 * REPLICAS, 100)
+    write_entries(job, tmp_path)
+    found = commit(job, tmp_path)
+    assert found["chunks"] == 100
+    assert found["record_nbytes"] > 0 and found["index_nbytes"] > 0
