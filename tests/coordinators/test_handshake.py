@@ -241,7 +241,8 @@ async def test_a_process_beyond_the_count_is_an_error_for_all() -> None:
     values: dict[str, bytes] = {}
     async with asyncio.TaskGroup() as group:
         early = group.create_task(outcomes([shake(Member(values, 2, 3))]))
-        await asyncio.sleep(0.05)
+        while not values:  # until it has said hello
+            await asyncio.sleep(0)
         errors = await outcomes([shake(Member(values, 0, 2))])
     for error in (*errors, *early.result()):
         assert isinstance(error, UsageError)

@@ -24,6 +24,7 @@ from asyncckpt import (
     SaveOptions,
     ShardedArray,
 )
+from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointExistsError,
@@ -754,18 +755,27 @@ def test_process_0_decides_whether_saves_overlap(job: Job, choice: Any) -> None:
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("choice", ["skip", "error"])
-def test_saves_that_are_skipped_end_no_save_in_flight(job: Job, choice: Any, late: int) -> None:
+def test_saves_that_are_skipped_end_no_save_in_flight(
+    job: Job, monkeypatch: pytest.MonkeyPatch, choice: Any, late: int
+) -> None:
     """Process 0 skips them at once, and is then several calls ahead of a late process."""
     options = SaveOptions(on_overlap=choice)
-    gate = threading.Event()
+    gate, looked = threading.Event(), threading.Event()
+    check = Round._check_decision
+
+    async def watched(round_: Round) -> None:  # whether process 0 takes part, every second
+        await check(round_)
+        looked.set()
+
+    monkeypatch.setattr(Round, "_check_decision", watched)
     tree = {"w": np.zeros(1 << 20, np.uint8)}
 
     async def part(ckpt: Checkpointer, this: int) -> Any:
         await ckpt.save(0, tree)
         if this == late:
-            await asyncio.to_thread(gate.wait, 20)
-        elif late == 0:  # while process 1 waits for the word of process 0
-            asyncio.get_running_loop().call_later(1.5, gate.set)
+            looked.clear()
+            # The others wait for the word of process 0, or it is ahead of process 1.
+            assert await asyncio.to_thread((gate if late else looked).wait, 20)
         first = await ckpt.start_save(1, tree, options=options)
         for step in (2, 3, 4):
             if choice == "error":
@@ -774,7 +784,8 @@ def test_saves_that_are_skipped_end_no_save_in_flight(job: Job, choice: Any, lat
             else:
                 assert (await (await ckpt.start_save(step, tree, options=options))).skipped
         if this == 0:
-            await asyncio.sleep(1.5)  # process 1 has looked again whether process 0 takes part
+            if late and job.count > 2:
+                assert await asyncio.to_thread(looked.wait, 20)
             gate.set()
         return (await first).step, (await ckpt.save(5, tree)).step, await ckpt.steps()
 
