@@ -219,6 +219,19 @@ def root_of_a_run(where: Path) -> None:
     blocking.restore(where / "run")
 
 
+def root_that_is_a_checkpoint(where: Path) -> None:
+    blocking.save(where / "saved", {"x": 1})
+    blocking.Checkpointer(where / "saved").latest_step()
+
+
+ROWS = np.zeros((3, 4))
+
+
+def into(where: Path, a: Any, b: Any) -> None:
+    blocking.save(where / "saved", {"a": np.zeros(a.shape), "b": np.ones(b.shape)})
+    blocking.restore_into(where / "saved", {"a": a, "b": b})
+
+
 def other_files(where: Path) -> None:
     (where / "README").write_text("no checkpoint")
     blocking.restore(where)
@@ -395,6 +408,16 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "no step": (
         "there is no checkpoint to restore",
         lambda where: blocking.Checkpointer(where).restore(),
+    ),
+    "other step": ("there is no such step", lambda where: blocking.Checkpointer(where).restore(5)),
+    "no root": ("this is a checkpoint, not the root of a run", root_that_is_a_checkpoint),
+    "overlap": (
+        "these targets overlap in memory but are different arrays in the checkpoint",
+        lambda where: into(where, ROWS[:2], ROWS[1:]),
+    ),
+    "twins": (
+        "the checkpoint holds different values for what is one array in the target",
+        lambda where: into(where, ROWS[:2], ROWS[:2]),
     ),
     "nothing": (
         "no such file; there is no checkpoint here",
