@@ -376,7 +376,7 @@ class _Matcher:
         self._wanted += len(paths)
         self._matched += len(saved)
         self._missing += [path for path in paths if path not in saved]
-        for _, leaves in self.structure.subtrees(saved).values():
+        for _, leaves in self.structure.subtrees(filter(saved.__contains__, paths)).values():
             for leaf in leaves:
                 self._add(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
 
