@@ -109,9 +109,7 @@ if sys.platform == "linux":  # the library that interferes is built on LD_PRELOA
             assert after == before or (gap and after == 1), what
             control = root / ".asyncckpt"
             assert [p for p in control.rglob("*") if p.name != "lock"] in ([], [control]), what
-            assert outcome.at is not None
-            if outcome.at.number == number:
-                states.append(after)
+            states.append(after)
         assert len(states) > 10 and (states[0], states[-1]) == (old, 2)
 
     @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 /* Counts the mutating calls of a process and makes one of them go wrong (glibc, by LD_PRELOAD).
  *
  * Only calls that touch a path under one directory count, over all threads, from faults_arm() to
- * faults_disarm(). Call N is, as configured, not made because the process is killed right before
- * it, or answered with an errno (before or after it was made), or cut to half its bytes; or it is
- * made once the process, which is stopped right before it, is continued.
+ * faults_disarm(). Call N, or the Nth of those that a regular expression matches, is, as configured,
+ * not made because the process is killed right before it, or answered with an errno (before or
+ * after it was made), or cut to half its bytes; or it is made once the process, which is stopped
+ * right before it, is continued.
  * Every counted call becomes one line of the log: number, verdict, name, path, second path.
  *
  * Calls that the C library makes by itself (fwrite, fclose) and calls through a handle of
@@ -14,6 +15,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <regex.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -26,7 +28,7 @@
 #include <unistd.h>
 
 enum mode { COUNT, KILL, ERROR, ERROR_AFTER, SHORT, STOP };
-enum verdict { GO, FAIL, FAIL_AFTER, HALF };
+enum verdict { GO, FAIL, FAIL_AFTER, HALF, STOPS, DIES };
 
 /* A direct write is cut at a multiple of this: the kernel refuses other lengths. */
 enum { DIRECT_ALIGNMENT = 4096, IOV_LIMIT = 1024 };
@@ -36,11 +38,15 @@ static size_t prefix_length;
 static char only[1024]; /* ",write,fsync,", or empty for every call */
 static enum mode mode = COUNT;
 static long chosen; /* N, from 1 */
+static regex_t where; /* which calls N counts, as lines "name path second-path" below the prefix */
+static int has_where;
 static int chosen_errno = EIO;
 static int persistent;
 static int log_fd = -1;
 static volatile int armed;
 static long counted;
+static long matched;        /* of these, the ones that N counts */
+static volatile int struck; /* whether call N was reached */
 
 #define RESOLVE(pointer, name)                                                                     \
     do {                                                                                           \
@@ -91,13 +97,26 @@ static int is_wanted(const char *name) {
     return strstr(only, item) != NULL;
 }
 
+static const char *below_prefix(const char *path) {
+    return is_under_prefix(path) ? path + prefix_length : path;
+}
+
+/* Which of the calls that N counts this one is, from 1; 0 for a call that it does not count. */
+static long position(const char *name, const char *one, const char *two, long number) {
+    char line[2 * PATH_MAX + 128];
+    if (!has_where) return number;
+    snprintf(line, sizeof line, "%s %s %s", name, below_prefix(one), below_prefix(two));
+    if (regexec(&where, line, 0, NULL, 0) != 0) return 0;
+    return __atomic_add_fetch(&matched, 1, __ATOMIC_SEQ_CST);
+}
+
 static void printable(char *text) {
     for (; *text; text++) {
         if ((unsigned char)*text < ' ') *text = '?';
     }
 }
 
-static const char *const verdict_names[] = {"go", "fail", "fail-after", "short"};
+static const char *const verdict_names[] = {"go", "fail", "fail-after", "short", "stop", "kill"};
 
 static void log_call(long number, const char *verdict, const char *name, char *one, char *two) {
     char line[2 * PATH_MAX + 128];
@@ -113,24 +132,20 @@ static enum verdict judge(const char *name, char one[PATH_MAX], char two[PATH_MA
     enum verdict verdict = GO;
     if (!(is_under_prefix(one) || is_under_prefix(two)) || !is_wanted(name)) return GO;
     long number = __atomic_add_fetch(&counted, 1, __ATOMIC_SEQ_CST);
-    int hit = number == chosen || (persistent && chosen > 0 && number > chosen);
-    if (mode == KILL && chosen > 0 && number >= chosen) {
-        if (number == chosen) {
-            log_call(number, "kill", name, one, two);
-            kill(getpid(), SIGKILL);
-        }
-        /* Other threads get no call in between the signal and their end. */
-        for (;;) pause();
-    }
-    if (number == chosen && mode == STOP) {
-        log_call(number, "stop", name, one, two);
-        kill(getpid(), SIGSTOP);
-        return GO;
-    }
+    long nth = position(name, one, two, number);
+    int now = chosen > 0 && nth == chosen;
+    if (chosen > 0 && nth >= chosen) struck = 1;
+    /* Other threads get no call in between the signal and their end. */
+    while (mode == KILL && struck && !now) pause();
+    int hit = now || (persistent && struck);
     if (hit && mode == ERROR) verdict = FAIL;
     if (hit && mode == ERROR_AFTER) verdict = FAIL_AFTER;
     if (hit && mode == SHORT) verdict = HALF;
+    if (now && mode == KILL) verdict = DIES;
+    if (now && mode == STOP) verdict = STOPS;
     log_call(number, verdict_names[verdict], name, one, two);
+    if (verdict == DIES) kill(getpid(), SIGKILL);
+    if (verdict == STOPS) kill(getpid(), SIGSTOP);
     return verdict;
 }
 
@@ -406,19 +421,25 @@ long syscall(long number, ...) {
     return verdict == FAIL_AFTER ? failed() : result;
 }
 
-/* Everything about the next run; the count starts at 0 again. An empty `names` counts every call. */
+/* Everything about the next run; the counts start at 0 again. Empty `names` count every call, and
+ * an empty `pattern` lets `number` count all of these. */
 void faults_configure(const char *directory, int how, long number, int error, int stays,
-                      const char *names, int log) {
+                      const char *names, const char *pattern, int log) {
     armed = 0;
     snprintf(prefix, sizeof prefix, "%s", directory);
     prefix_length = strlen(prefix);
     only[0] = '\0';
     if (names[0] != '\0') snprintf(only, sizeof only, ",%s,", names);
+    if (has_where) regfree(&where);
+    has_where = pattern[0] != '\0';
+    if (has_where && regcomp(&where, pattern, REG_EXTENDED | REG_NOSUB) != 0) abort();
     mode = (enum mode)how;
     chosen = number;
     chosen_errno = error;
     persistent = stays;
     log_fd = log;
+    struck = 0;
+    matched = 0;
     __atomic_store_n(&counted, 0, __ATOMIC_SEQ_CST);
 }
 
@@ -444,6 +465,6 @@ __attribute__((constructor)) static void configure_from_environment(void) {
     faults_configure(directory, (int)number_from("ASYNCCKPT_FAULTS_MODE", COUNT),
                      number_from("ASYNCCKPT_FAULTS_N", 0),
                      (int)number_from("ASYNCCKPT_FAULTS_ERRNO", EIO),
-                     (int)number_from("ASYNCCKPT_FAULTS_PERSISTENT", 0), names ? names : "", fd);
+                     (int)number_from("ASYNCCKPT_FAULTS_PERSISTENT", 0), names ? names : "", "", fd);
     faults_arm();
 }

@@ -47,11 +47,16 @@ RUN_TIMEOUT_S = 60.0
 # Room for the server to report a run that it had to end.
 REPLY_MARGIN_S = 30.0
 
-# How often a call that threads have moved out of the way is looked for once more.
-TRIES_PER_CALL = 40
+# How often a run is repeated that went another way, without the call that was to be hit.
+TRIES_PER_CALL = 10
 
 # What differs between two runs of one scenario: ids and tokens of attempts.
-_ID = re.compile(r"[0-9a-f]{16,}")
+_ID = "[0-9a-f]{16,}"
+
+
+def _escaped(text: str) -> str:
+    """A POSIX extended regular expression of just this text."""
+    return re.sub(r"[][{}()*+?.^$|\\]", r"\\\g<0>", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,12 @@ class Call:
     name: str
     path: str
     second_path: str  # of rename and link, else empty
+
+    def pattern(self, prefix: str) -> str:
+        """A regular expression of the same call in every run of its scenario; see `run`."""
+        paths = (path.removeprefix(prefix) for path in (self.path, self.second_path))
+        parts = re.split(_ID, " ".join((self.name, *paths)))
+        return "^" + _ID.join(map(_escaped, parts)) + "$"
 
     def __str__(self) -> str:
         paths = " -> ".join(filter(None, (self.path, self.second_path)))
@@ -184,6 +195,7 @@ class LoadedLibrary:
             ctypes.c_int,
             ctypes.c_int,
             ctypes.c_char_p,
+            ctypes.c_char_p,
             ctypes.c_int,
         ]
         self._configure.restype = None
@@ -199,6 +211,7 @@ class LoadedLibrary:
             request["errno"],
             int(request["persistent"]),
             ",".join(request["only"]).encode(),
+            os.fsencode(request["where"]),
             log_fd,
         )
 
@@ -264,14 +277,17 @@ class ForkServer:
         errno: int = errnos.EIO,
         persistent: bool = False,
         only: Sequence[str] = (),
+        where: str = "",
         arm: bool = True,
         timeout_s: float = RUN_TIMEOUT_S,
     ) -> Outcome:
         """Run `scenario(**args)` in a fork of the server, with the fault `mode` at call `n`.
 
         Calls below `prefix` count (default: `args["root"]`), and of these the ones named in `only`
-        (default: all). `persistent` makes every later call fail too. With `arm=False` the scenario
-        says itself, with `armed()`, when calls count.
+        (default: all). With `where`, a POSIX extended regular expression, `n` counts only calls
+        whose line "name path second-path" it matches, with paths below `prefix`. `persistent` makes
+        every later call fail too. With `arm=False` the scenario says itself, with `armed()`, when
+        calls count.
 
         Raises:
             RuntimeError: the server ended or did not answer.
@@ -286,6 +302,7 @@ class ForkServer:
             "errno": errno,
             "persistent": persistent,
             "only": list(only),
+            "where": where,
             "arm": arm,
             "timeout_s": timeout_s,
         }
@@ -319,67 +336,37 @@ class ForkServer:
     ) -> Iterator[tuple[int, Mapping[str, Any], Outcome]]:
         """Run with the fault at every call; yields the run's number, its arguments, the outcome.
 
-        The first runs have it at call 1, 2, … up to the last. Threads make the order and number of
-        calls differ from run to run, so that this may step over one: the calls of the run that
-        finished before its call n, which is not yielded, are then looked for until each was hit.
-        `fresh(run)` makes a new directory and returns the arguments.
+        The run without a fault, number 0, is not yielded: its calls, in their order, are the ones
+        of the others. Threads make that order differ from run to run, so that each is found by
+        what it does and where. `fresh(run)` makes a new directory and returns the arguments.
 
         Raises:
             RuntimeError: the scenario fails without any fault, or a call was never hit.
         """
-        hit: set[tuple[str, ...]] = set()
-        run = 0
-        while True:
-            run += 1
+
+        def once(run: int, **fault: Any) -> tuple[Mapping[str, Any], Outcome, str]:
             args = fresh(run)
-            outcome = self.run(scenario, args, mode=mode, n=run, **options)
-            prefix = options.get("prefix") or args["root"]
-            if outcome.at is None:
-                break
-            hit.add(_named(outcome.calls, prefix)[outcome.at])
-            yield run, args, outcome
+            outcome = self.run(scenario, args, **options, **fault)
+            return args, outcome, os.path.realpath(options.get("prefix") or args["root"])
+
+        _, outcome, prefix = once(0)
         if outcome.exit_status != 0:
             raise RuntimeError(f"{scenario} fails by itself:\n{outcome.describe()}")
-        for wanted, name in _named(outcome.calls, prefix).items():
-            number = wanted.number
+        run = 0
+        times: Counter[str] = Counter()
+        for call in outcome.calls:
+            where = call.pattern(prefix)
+            times[where] += 1
+            if call.name.startswith("mkdir") and times[where] > 1:
+                continue  # in this run, another thread had just made the same directory
             for _ in range(TRIES_PER_CALL):
-                if name in hit or _changes_nothing(name):
-                    break
                 run += 1
-                args = fresh(run)
-                outcome = self.run(scenario, args, mode=mode, n=number, **options)
-                if outcome.at is None:
-                    number = wanted.number
-                    continue
-                names = _named(outcome.calls, options.get("prefix") or args["root"])
-                hit.add(names[outcome.at])
-                # It came earlier than thought, or is still to come.
-                number = next((c.number for c, n in names.items() if n == name), number + 1)
-                yield run, args, outcome
+                args, outcome, _ = once(run, mode=mode, where=where, n=times[where])
+                if outcome.at is not None:
+                    yield run, args, outcome
+                    break
             else:
-                raise RuntimeError(f"{scenario}: never hit {wanted}")
-
-
-def _named(calls: Sequence[Call], prefix: str | Path) -> dict[Call, tuple[str, ...]]:
-    """Names of calls that stay the same in every run: what, where, and for which time."""
-    names: dict[Call, tuple[str, ...]] = {}
-    times: Counter[tuple[str, ...]] = Counter()
-    root = os.path.realpath(prefix)
-    for call in calls:
-        paths = (_ID.sub("id", p.removeprefix(root)) for p in (call.path, call.second_path))
-        name = (call.name, *paths)
-        times[name] += 1
-        names[call] = (*name, str(times[name]))
-    return names
-
-
-def _changes_nothing(name: tuple[str, ...]) -> bool:
-    """Whether this makes a directory that another thread has just made, or is a scenario's mark.
-
-    What the library does in the background goes on around a mark: its number is another in every
-    run, and a fault there is one of the scenario.
-    """
-    return (name[0].startswith("mkdir") and name[-1] != "1") or "/returned-" in name[1]
+                raise RuntimeError(f"{scenario}: never hit {call}")
 
 
 def run_scenario(

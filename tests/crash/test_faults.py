@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,6 +229,35 @@ def test_no_thread_gets_a_call_in_after_the_kill(server: ForkServer, tmp_path: P
     assert outcome.killed
     assert outcome.calls[-1].number == 100
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 95
+
+
+def test_a_call_is_found_by_its_name_and_place_in_whatever_order_threads_make_it(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    args = {"root": str(tmp_path), "threads": 4, "writes": 50}
+    outcome = server.run(
+        f"{HERE}:write_from_threads", args, mode="error", where=r"^pwrite64 /[3] $", n=50
+    )
+    assert outcome.at is not None
+    assert (outcome.at.name, outcome.at.path) == ("pwrite64", str(tmp_path / "3"))
+    assert len([c for c in outcome.calls if c.path == outcome.at.path]) == 51
+    assert [call.verdict for call in outcome.calls].count("fail") == 1
+
+
+def test_every_call_is_hit_once_in_whatever_order_threads_make_them(
+    server: ForkServer, fresh: Callable[[int], dict[str, str]]
+) -> None:
+    def places(run: int) -> dict[str, Any]:
+        return {**fresh(run), "threads": 3, "writes": 4}
+
+    hit: Counter[tuple[str, str]] = Counter()
+    for run, args, outcome in server.each_call(f"{HERE}:write_from_threads", places):
+        assert outcome.killed and outcome.at, (run, outcome.describe())
+        hit[outcome.at.name, outcome.at.path.removeprefix(args["root"])] += 1
+    assert hit == {
+        **{("open64", f"/{thread}"): 1 for thread in range(3)},
+        **{("pwrite64", f"/{thread}"): 4 for thread in range(3)},
+    }
 
 
 def test_renames_through_ctypes_are_counted(server: ForkServer, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from tests.crash.scenarios import ACT, SCENARIOS, returned
 FEWEST_CALLS = {
     "new": 40,
     "overwrite": 50,
-    "retention": 60,
+    "retention": 59,
     "delete": 18,
     "nested": 43,
-    "background": 75,
+    "background": 74,
     "zstd": 40,
     "overwrite_in_two_steps": 55,
     "large": 55,

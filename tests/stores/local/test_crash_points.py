@@ -121,13 +121,10 @@ def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
         if scenario == "move_aside":
             notes = [*root.glob("1/notes"), *root.glob(".asyncckpt/aside-*/notes")]
             assert len(notes) == 1, (number, outcome.describe())
-        assert outcome.at is not None
-        if outcome.at.number == number:  # later runs look for calls that these have missed
-            states.append(after)
+        states.append(after)
         visited += 1
     assert visited > 10
-    # Threads flush side by side, so that call N is not the same one in every run; but the first
-    # call comes before the change, and the last one after it.
+    # The first call comes before the change, and the last one after it.
     assert states[0] == allowed(scenario)[0]
     assert states[-1] == allowed(scenario)[-1]
     print(f"{scenario}: {visited} points")

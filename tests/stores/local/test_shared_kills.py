@@ -198,6 +198,8 @@ class Pairs:
         self.last: Survivor | None = None
 
     def __call__(self, number: int) -> dict[str, Any]:
+        if self.last is not None:
+            self.finish()
         root = self._place / str(number)
         root.mkdir()
         self.last = Survivor(root, self._role, self._end)
