@@ -189,17 +189,18 @@ class Reads:
         if self._root.name or step is not None:
             name = self._root.name or str(step)
             return await self._read_one(verb, name, step, self._root.store.files(name), read)
-        newest = await self._steps.newest()
-        again = True
+        newest, below = await self._steps.newest(), None
+        gone: set[int] = set()
         while newest is not None:
             tried, files = newest
             try:
                 return await self._read_one(verb, str(tried), tried, files, read)
             except CheckpointNotFoundError:
-                # Deleted during the read: the next one is now the newest. If it was replaced, it is
+                # Deleted during the read: another one is the newest now. If it was replaced, it is
                 # still there, and is tried once more.
-                newest = await self._steps.newest(below=tried + again)
-                again = newest is not None and newest[0] != tried
+                below = tried if tried in gone else below
+                gone.add(tried)
+                newest = await self._steps.newest(below)
         raise self._nothing(verb)
 
     def _nothing(self, verb: Verb) -> CheckpointNotFoundError:

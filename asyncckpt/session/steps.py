@@ -1,6 +1,8 @@
 """The steps below one root: found by their records, and deleted."""
 
 # Rule 1: a step is what has a valid commit record; names and directories alone are none.
+# Rule 2: where a listed step was deleted before its record was read, another process may have saved
+#   a newer one before that. The steps are listed again, until all without a record were so before.
 
 from __future__ import annotations
 
@@ -64,10 +66,17 @@ class Steps:
 
     async def found(self) -> list[int]:
         """Return the steps with a valid commit record, ascending."""
-        store = self._root.store
-        steps = await self.candidates()
-        valid = await mapped(lambda step: exists(store, str(step)), steps, store.capabilities.reads)
-        return list(itertools.compress(steps, valid))
+        store, valid, missing = self._root.store, set[int](), set[int]()
+        while True:
+            steps = await self.candidates()
+            unknown = [step for step in steps if step not in valid]
+            there = await mapped(
+                lambda step: exists(store, str(step)), unknown, store.capabilities.reads
+            )
+            valid.update(itertools.compress(unknown, there))
+            before, missing = missing, set(steps) - valid
+            if missing <= before:
+                return [step for step in steps if step in valid]
 
     async def latest(self) -> int | None:
         """Return the highest step with a valid commit record."""
@@ -81,30 +90,49 @@ class Steps:
     async def newest(self, below: int | None = None) -> tuple[int, CheckpointFiles] | None:
         """Return the highest step with a valid commit record, below `below`, and its files.
 
-        The record of the step that was newest before is read while the names are listed, and used
-        if it is the newest still. The caller closes the files.
+        The record of the step that was newest before is used if it is the newest still. The caller
+        closes the files.
 
         Raises:
             UsageError: the root is itself a checkpoint.
         """
+        likely = self._newest if below is None else None
+        missing: set[int] = set()
+        while True:
+            before, (missing, newest) = missing, await self._highest(below, likely)
+            if missing <= before:
+                break
+            if newest is not None:
+                await newest[1].close()
+        if newest is not None and below is None:
+            self._newest = newest[0]
+        if newest is None and not missing:
+            await self._root.refuse_checkpoint()
+        return newest
+
+    async def _highest(
+        self, below: int | None, likely: int | None
+    ) -> tuple[set[int], tuple[int, CheckpointFiles] | None]:
+        """Return the highest step of one listing, and those above it that have no record.
+
+        The record of the `likely` step is read while the names are listed.
+        """
         peeked: dict[int | None, CheckpointFiles | None] = {}
+        missing: set[int] = set()
 
         async def peek(step: int | None) -> None:
             peeked[step] = None if step is None else await self._peeked(step)
 
-        before = self._newest if below is None else None
         try:
-            steps, _ = await together((self.candidates(), peek(before)))
+            steps, _ = await together((self.candidates(), peek(likely)))
             for step in reversed(steps or ()):
                 if below is None or step < below:
                     if step not in peeked:
                         await peek(step)
                     if (files := peeked.pop(step)) is not None:
-                        self._newest = step if below is None else self._newest
-                        return step, files
-            if not steps:
-                await self._root.refuse_checkpoint()
-            return None
+                        return missing, (step, files)
+                    missing.add(step)
+            return missing, None
         finally:
             for other in peeked.values():
                 if other is not None:

@@ -286,3 +286,45 @@ async def test_every_integer_is_a_step(tmp_path: Path, step: Any) -> None:
         assert await ckpt.steps() == [int(step)]
         assert (await ckpt.restore(step))["step"] == 0
         assert json.loads((tmp_path / str(int(step)) / "checkpoint.json").read_bytes())
+
+
+async def test_a_run_that_always_has_a_step_never_looks_empty(tmp_path: Path) -> None:
+    """Another process saves with `KeepLast(1)` between the listing and the look at the records."""
+    async with (
+        asyncckpt.Checkpointer(tmp_path) as reader,
+        asyncckpt.Checkpointer(tmp_path, keep=asyncckpt.KeepLast(1)) as writer,
+    ):
+        saved = 0
+        await writer.save(saved, tree(saved))
+
+        async def overtaken(call: Any) -> Any:
+            nonlocal saved
+            held = Script(reader).hold("read")  # the record of a listed step
+            calling = asyncio.create_task(call())
+            await held.reached()
+            saved += 1
+            await writer.save(saved, tree(saved))
+            held.go()
+            return await calling
+
+        assert await overtaken(reader.latest_step) == 1
+        assert await overtaken(reader.steps) == [2]
+        assert (await overtaken(reader.restore))["step"] == 3
+        assert (await overtaken(reader.inspect)).step == 4
+
+
+async def test_a_step_that_is_deleted_while_it_is_read_gives_way_to_newer_ones(
+    tmp_path: Path,
+) -> None:
+    async with (
+        asyncckpt.Checkpointer(tmp_path) as reader,
+        asyncckpt.Checkpointer(tmp_path) as writer,
+    ):
+        await writer.save(1, tree(1))
+        index = Script(reader).hold("read_into")
+        restoring = asyncio.create_task(reader.restore())
+        await index.reached()
+        await writer.save(2, tree(2))
+        await asyncio.to_thread(shutil.rmtree, tmp_path / "1")
+        index.go()
+        assert (await restoring)["step"] == 2
