@@ -139,7 +139,7 @@ async def run_restore(
     wanted: dict[int, Any] = {}
     if request.mode == "saved" or request.stateful:
         saved = dict(zip(arrays.saved, results, strict=False))
-    elif request.mode == "like":
+    if request.mode == "like":
         wanted = {arrays.number[place]: results[place] for place in arrays.ordinary()}
     replaced: list[tuple[str, Holder, Any]] = []
     for place, leaf in [*arrays.described.items(), *enumerate(scalars, len(arrays))]:

@@ -26,6 +26,7 @@ from asyncckpt.errors import (
     TreeMismatchError,
     UsageError,
 )
+from tests.restore.loader import Loader
 from tests.script import Script
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
@@ -503,3 +504,29 @@ def test_a_state_that_was_restored_in_one_call_is_freed_with_its_last_reference(
         assert gone() is None, "the engine has ended, and its thread with it"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("stateful", [Loader(a=1, w=np.ones(3)), torch.nn.Linear(2, 2)])
+async def test_leaves_beside_an_object_with_a_state_dict_come_from_the_checkpoint(
+    tmp_path: Path, stateful: Any
+) -> None:
+    def tree(value: float) -> dict[str, Any]:
+        return {
+            "first": np.full(3, value),
+            "object": stateful,
+            "large": np.full((300, 1000), value, np.float32),
+            "strided": np.full((4, 6), value)[::2],
+            "tensor": torch.full((3,), value),
+            "array": jnp.full(3, value),
+            "number": value,
+            "none": None,
+        }
+
+    place = await saved(tmp_path, tree(1.0))
+    like = tree(7.0)
+    restored = await asyncckpt.restore(place, like=like)
+    for key in ("first", "large", "strided", "tensor", "array", "number"):
+        assert np.all(np.asarray(restored[key]) == 1.0), key
+        assert np.all(np.asarray(like[key]) == 7.0), key
+    for key, value in stateful.state_dict().items():
+        assert np.array_equal(restored["object"][key], value)
