@@ -42,7 +42,8 @@ class Claiming:
 
         Raises:
             FencedError: the claim was taken over, or another process was faster.
-            UsageError: `takeover` with a store that cannot keep other writers out.
+            UsageError: the root is itself a checkpoint; `takeover` with a store that cannot keep
+                other writers out.
             StoreError: the claim could not be made.
         """
         if self._lost is not None:
@@ -50,6 +51,8 @@ class Claiming:
             raise copy.copy(self._lost)
         async with self._lock:
             if self._epoch is None:
+                if not self._one_shot:
+                    await self._root.refuse_checkpoint()
                 self._epoch = await self._claim() if self._wanted else 0
         return self._epoch
 

@@ -50,10 +50,18 @@ async def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Pa
 
 async def test_a_checkpoint_is_no_root_of_a_run(tmp_path: Path) -> None:
     await asyncckpt.save(tmp_path / "x", tree(1))
-    async with asyncckpt.Checkpointer(tmp_path / "x") as ckpt:
-        for call in (ckpt.latest_step, ckpt.restore):
+    before = sorted(tmp_path.rglob("*"))
+    calls: list[Any] = [
+        lambda ckpt: ckpt.latest_step(),
+        lambda ckpt: ckpt.restore(),
+        lambda ckpt: ckpt.save(1, tree(1)),
+        lambda ckpt: ckpt.delete_after(0),
+    ]
+    for call in calls:
+        async with asyncckpt.Checkpointer(tmp_path / "x") as ckpt:
             with pytest.raises(UsageError, match="this is a checkpoint, not the root of a run"):
-                await call()
+                await call(ckpt)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 async def test_run_twice_against_the_same_root_continues(tmp_path: Path) -> None:
