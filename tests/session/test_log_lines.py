@@ -112,3 +112,24 @@ async def test_leftovers_that_are_removed_are_one_line(
         monkeypatch.setattr(ckpt._session.root.store, "sweep", swept)
         await ckpt._session.call(ckpt._session.root.sweep).wait()
         assert taken(lines) == [f"repaired {tmp_path}: removed leftovers a, b"]
+
+
+async def test_a_root_that_has_become_another_directory_is_told_once(
+    tmp_path: Path, lines: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    async with asyncckpt.Checkpointer(root) as ckpt:
+        for step in range(2):
+            await ckpt.save(step, TREE)
+            await ckpt.wait()
+        assert "another directory" not in lines.text
+        root.rename(tmp_path / "moved")
+        for step in range(2, 4):
+            await ckpt.save(step, TREE)
+            await ckpt.wait()
+        assert await ckpt.steps() == [2, 3]
+    warned = [line for line in lines.records if line.levelno == logging.WARNING]
+    assert [line.getMessage() for line in warned] == [
+        f"{root} is another directory than at the save before: a mount was lost, or it was moved "
+        "or replaced; the steps saved until then are not in it"
+    ]

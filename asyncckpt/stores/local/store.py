@@ -6,6 +6,7 @@ Reading needs no right to write and creates nothing. POSIX only.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import sys
@@ -48,6 +49,8 @@ from asyncckpt.stores.local.publish import record_at
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, Layout, check_name, check_save_id
+
+logger = logging.getLogger("asyncckpt")
 
 JOIN_PAUSES_S = 0.001, 0.1
 """First and longest pause between two looks for an attempt to join: each is a few system calls."""
@@ -92,6 +95,7 @@ class LocalStore:
         self._context = Context(self._layout, workers, machine, DirectWrites(direct_io), is_valid)
         self._files: list[LocalFiles] = []
         self._wrote = False
+        self._identity: tuple[int, int] | None = None  # device and inode of the root
         self._noted: set[int] = set()
 
     def __repr__(self) -> str:
@@ -207,7 +211,25 @@ class LocalStore:
         return await self.begin(name, save_id, overwrite=overwrite, private=private, exports=True)
 
     async def settled(self) -> None:
-        """Do nothing: a published checkpoint is whole for other programs."""
+        """Log a warning if the root is another directory than after the save before.
+
+        A published checkpoint is whole for other programs.
+        """
+        await self._workers.run(self._recognise)
+
+    def _recognise(self) -> None:
+        try:
+            found = os.stat(self.url)
+        except OSError:
+            return
+        before, self._identity = self._identity, (found.st_dev, found.st_ino)
+        if before not in (None, self._identity):
+            with contextlib.suppress(Exception):  # a log handler that fails
+                logger.warning(
+                    "%s is another directory than at the save before: a mount was lost, or it was "
+                    "moved or replaced; the steps saved until then are not in it",
+                    self.url,
+                )
 
     async def names(self) -> list[str]:
         """Return the names of all directories below the root; none if there is no root."""
