@@ -21,7 +21,7 @@
     │   ├── SaveAbortedError        the save was cancelled by `PendingSave.cancel()`
     │   ├── DeadlineExceededError   the save or restore ran past its deadline
     │   └── SaveOutcomeUnknownError it is unknown whether the checkpoint exists
-    ├── RestoreError                an object refused its restored state
+    ├── RestoreError                an object or framework refused what was restored
     ├── ResourceError               memory or threads of this process ran out
     └── EngineDiedError             the engine's thread ended unexpectedly
 
@@ -242,7 +242,10 @@ class SaveOutcomeUnknownError(SaveError):
 
 
 class RestoreError(AsyncCheckpointError):
-    """A restore failed after its targets were filled: an object refused its new state."""
+    """A restore failed after the checkpoint was read.
+
+    An object refused its new state, or a framework could not make an array of the values.
+    """
 
 
 class ResourceError(AsyncCheckpointError):

@@ -27,6 +27,8 @@ from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
+_NO_MESH = "no mesh is set in this thread"
+
 
 @dataclass(slots=True, eq=False)
 class JaxTarget(Target):
@@ -133,7 +135,8 @@ class JaxAdapter:
         if _single_device(leaf.sharding) is None:
             division = divide("", leaf.sharding, source.spec.shape)
             leaf = replica(leaf, division, shard, next(self._turns))
-        values = np.asarray(jax_memory.begin_read(leaf, source.spec.dtype, box))
+        with jax_memory.transfers():
+            values = np.asarray(jax_memory.begin_read(leaf, source.spec.dtype, box))
         np.copyto(out, values, casting="no")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
@@ -154,7 +157,10 @@ class JaxAdapter:
             raise _truncated(path, name)
         extra = None if impl is None else {"prng_impl": impl}
         target = JaxTarget(array_spec(shape, name), leaf, extra=extra, path=path)
-        sharding = leaf.sharding
+        try:
+            sharding = leaf.sharding
+        except TypeError:  # of a ShapeDtypeStruct with a PartitionSpec
+            raise _without_mesh(path, "this sharding is a PartitionSpec", _NO_MESH) from None
         if sharding is None:
             target.device = jax_memory.config("jax_default_device")
             return target
@@ -181,6 +187,10 @@ class JaxAdapter:
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, JaxTarget)
         check_parts(target, parts)
+        with jax_memory.transfers():
+            return self._place(target, parts)
+
+    def _place(self, target: JaxTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
         impl = None if target.extra is None else target.extra["prng_impl"]
         division, sharding = target.division, target.sharding
         name, shape = target.spec.dtype, target.leaf.shape
@@ -214,10 +224,11 @@ class JaxAdapter:
         fault = self.refuses(path, name)
         if fault is not None:
             raise fault
-        array = _put(values, name, self._device)
-        if "prng_impl" in extra:
-            return jax.random.wrap_key_data(array, impl=extra["prng_impl"])
-        return array
+        with jax_memory.transfers():
+            array = _put(values, name, self._device)
+            if "prng_impl" in extra:
+                return jax.random.wrap_key_data(array, impl=extra["prng_impl"])
+            return array
 
 
 class JaxNodes:
@@ -300,7 +311,7 @@ def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sh
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
-    found = "no mesh is set in this thread"
+    found = _NO_MESH
     get_mesh = getattr(jax.sharding, "get_mesh", None)
     current = None if get_mesh is None else get_mesh()
     if isinstance(current, jax.sharding.Mesh) and not current.empty:
@@ -308,13 +319,17 @@ def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sh
             named: Any = sharding
             return jax.sharding.NamedSharding(current, named.spec, memory_kind=named.memory_kind)
         found = f"the mesh that is set in this thread is {current}"
-    raise UnsupportedLeafError(
-        f"{path}: this sharding is over {mesh}, which has no devices, and {found}; "
-        "call restore under jax.set_mesh(mesh) with the mesh it was made for, or pass "
+    raise _without_mesh(path, f"this sharding is over {mesh}, which has no devices", found)
+
+
+def _without_mesh(path: str, what: str, why: str) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"{path}: {what}, and {why}; call restore under jax.set_mesh(mesh) with the mesh it was "
+        "made for, or pass "
         "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))",
         path=path,
-        expected=str(mesh),
-        found=found,
+        expected="a sharding over devices",
+        found=what,
     )
 
 

@@ -27,6 +27,10 @@ PACKED = frozenset(("int4",))
 HOST_MEMORY_KINDS = frozenset(("pinned_host", "unpinned_host"))
 """Memories of an accelerator that lie on the host; computations on the device cannot slice them."""
 
+_GUARDS = tuple(
+    f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_device", "device_to_host")
+)
+
 _MAX_DYNAMIC_OFFSET = 2**31 - 1
 """`dynamic_slice` takes its offsets as int32 where x64 is off."""
 
@@ -50,6 +54,16 @@ def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
         enable = getattr(jax.experimental, "enable_x64", None)
     context: contextlib.AbstractContextManager[Any] = enable(True)
     return context
+
+
+def transfers() -> contextlib.AbstractContextManager[Any]:
+    """Allow transfers in this thread: the call to save or restore has asked for them.
+
+    The guard of the caller's thread does not reach the threads of this library.
+    """
+    if not any("disallow" in (config(name) or "") for name in _GUARDS):
+        return contextlib.nullcontext()  # the guard takes 8 µs, which is much for a small leaf
+    return jax.transfer_guard("allow")
 
 
 def host_view(array: Any, name: str) -> npt.NDArray[Any]:

@@ -11,11 +11,12 @@ import numpy.typing as npt
 from asyncckpt.adapters.python import NUMBERS, same_number, scalar_from_array, scalar_kind
 from asyncckpt.checkpoint.casts import lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
-from asyncckpt.errors import DtypeMismatchError
+from asyncckpt.errors import AsyncCheckpointError, DtypeMismatchError, RestoreError
 from asyncckpt.ports import FrameworkAdapter
 from asyncckpt.restore.match import NO_FACTS, LeafRestore
 from asyncckpt.restore.request import RestoreRequest, enclosing, is_filled
 from asyncckpt.spec import DTYPES, numeric_class
+from asyncckpt.tree import where
 
 Memory = npt.NDArray[Any]
 
@@ -54,7 +55,26 @@ class Placement:
         """Return the leaf, which owns the memory of `parts` from here on.
 
         `parts` are one array, one for each box of the target, or none for a scalar of the record.
+
+        Raises:
+            RestoreError: the framework could not make the leaf; names it and the checkpoint.
         """
+        try:
+            return self._place(leaf, parts)
+        except AsyncCheckpointError:
+            raise
+        except Exception as error:
+            location = self._opened.location
+            raise RestoreError(
+                f"{where(leaf.path)}: the values were read from {location}, but the leaf could not "
+                f"be made of them: {type(error).__name__}: {error}; the checkpoint is intact: "
+                "restore without like= for NumPy arrays",
+                path=leaf.path,
+                stage="place",
+                location=location,
+            ) from error
+
+    def _place(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
         want, target = leaf.want, leaf.target
         if want is None or target is None:
             return self._without_target(leaf, parts)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 
-from asyncckpt.errors import DtypeMismatchError
+from asyncckpt.errors import DtypeMismatchError, RestoreError
 from asyncckpt.restore.match import match
 from asyncckpt.restore.place import Placement, cast_values
 from tests.restore.loader import Loader
@@ -57,6 +58,20 @@ def test_what_a_state_dict_lacks_comes_as_its_object_takes_it() -> None:
     checkpoint = opened(tree)
     leaf = next(leaf for leaf in match(checkpoint, wanted).leaves if leaf.path == "o/moment")
     assert type(Placement(checkpoint, wanted).place(leaf, [values])) is torch.Tensor
+
+
+def test_what_a_framework_cannot_make_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    values = np.ones(3, np.float32)
+    wanted = request("like", {"a": {"b": jax.ShapeDtypeStruct((3,), np.float32)}})  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(jax, "device_put", full)
+    with pytest.raises(RestoreError, match=r"^a/b: .* JaxRuntimeError: RESOURCE_EXH") as caught:
+        placed({"a": {"b": values}}, wanted, [values])
+    error = caught.value
+    assert (error.path, error.stage) == ("a/b", "place")
+    assert error.location is not None and error.location in str(error)
 
 
 @pytest.mark.parametrize(

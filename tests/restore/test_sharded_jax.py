@@ -417,3 +417,54 @@ def test_eval_shape_under_a_set_mesh_is_restored_in_the_shardings_it_names(tmp_p
         check(restored[name], value, np.asarray(value))
     with pytest.raises(UnsupportedLeafError, match=r"jax\.set_mesh\(mesh\) with the mesh it was"):
         blocking.restore(f"{tmp_path}/x", like=like)
+
+
+@on_eight_devices
+def test_a_partition_spec_goes_onto_the_mesh_that_is_set(tmp_path: str) -> None:
+    value = numbers("float32", (16, 4))
+    like = {"w": jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=P("a"))}  # type: ignore[no-untyped-call]
+    blocking.save(f"{tmp_path}/x", {"w": value})
+    with jax.set_mesh(jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))):
+        restored = blocking.restore(f"{tmp_path}/x", like=like)["w"]
+        assert restored.sharding == like["w"].sharding
+    np.testing.assert_array_equal(np.asarray(restored), value)
+    fault = r"^w: this sharding is a PartitionSpec, and no mesh is set .* jax\.set_mesh\(mesh\)"
+    with pytest.raises(UnsupportedLeafError, match=fault):
+        blocking.restore(f"{tmp_path}/x", like=like)
+
+
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+@on_eight_devices
+def test_a_transfer_guard_of_the_program_stops_neither_saves_nor_restores(
+    guard: str, tmp_path: str
+) -> None:
+    kinds = ("device", "pinned_host", "unpinned_host")
+    values = {name: np.arange(-8, 8).astype(DTYPES[name]) for name in ("float32", "int4")}
+    places = [SingleDeviceSharding(jax.devices()[3])]
+    places += [sharding(layout, kind) for layout in ("rows", "replicated") for kind in kinds]
+    state: dict[str, Any] = {
+        f"{name} {number}": jax.device_put(values[name], place)
+        for number, place in enumerate(places)
+        for name in values
+        if name == "float32" or place.memory_kind == "device"
+    }
+    state["uncommitted"] = jax.numpy.ones(3)
+    state["keys"] = jax.device_put(jax.random.split(jax.random.key(0), 8), sharding("rows"))
+    like = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)  # type: ignore[no-untyped-call]
+        for name, leaf in state.items()
+    }
+    jax.config.update("jax_transfer_guard", guard)
+    try:
+        blocking.save(f"{tmp_path}/x", state)
+        found = [blocking.restore(f"{tmp_path}/x", like=target) for target in (state, like)]
+        there = blocking.restore(f"{tmp_path}/x", leaves="jax")
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+    for restored in found:
+        for name, leaf in state.items():
+            assert restored[name].sharding == leaf.sharding, name
+            assert (restored[name] == leaf).all(), name
+    assert all(
+        (there[name] == np.asarray(leaf)).all() for name, leaf in state.items() if name != "keys"
+    )
