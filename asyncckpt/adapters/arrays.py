@@ -19,6 +19,9 @@ NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module
 OVERLAP_WORK = 10_000
 """Candidates that NumPy may try to settle whether two strided arrays share memory."""
 
+_FLOAT0 = np.dtype([("float0", np.void, 0)])
+"""As JAX defines `jax.dtypes.float0`."""
+
 _CASTS = {
     "int1": "int8",
     "int2": "int8",
@@ -52,18 +55,20 @@ def bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values.reshape(-1).view(np.uint64).reshape(values.size, size // 8)
 
 
-def unsupported_dtype(path: str, framework: str, dtype: str, cast: str | None = None) -> Exception:
+def unsupported_dtype(path: str, framework: str, dtype: Any, cast: str | None = None) -> Exception:
     """Return the error for an array whose dtype cannot be stored; `cast` is the advice, if any."""
+    name: str = getattr(dtype, "name", dtype)
+    if dtype == _FLOAT0:
+        name = "float0"
+        cast = "it is the gradient of an integer and holds no data, so leave it out or store None"
     advice = cast or (
-        f"cast it to {_CASTS[dtype]}"
-        if dtype in _CASTS
-        else "cast it to one of " + ", ".join(DTYPES)
+        f"cast it to {_CASTS[name]}" if name in _CASTS else "cast it to one of " + ", ".join(DTYPES)
     )
     return UnsupportedLeafError(
-        f"{path}: {framework} dtype {dtype} cannot be stored; {advice}",
+        f"{path}: {framework} dtype {name} cannot be stored; {advice}",
         path=path,
         expected=tuple(DTYPES),
-        found=dtype,
+        found=name,
     )
 
 

@@ -116,7 +116,7 @@ class JaxAdapter:
                 path=path,
             )
         if not _is_key(leaf.dtype):
-            raise unsupported_dtype(path, "jax", str(leaf.dtype))
+            raise unsupported_dtype(path, "jax", leaf.dtype)
         if not isinstance(leaf, jax.Array):
             raise _abstract(path, leaf)
         if leaf.is_deleted():
@@ -149,7 +149,7 @@ class JaxAdapter:
         name = DTYPE_NAMES.get(leaf.dtype)
         if name is None:
             if not _is_key(leaf.dtype):
-                raise unsupported_dtype(path, "jax", str(leaf.dtype))
+                raise unsupported_dtype(path, "jax", leaf.dtype)
             keys = jax.ShapeDtypeStruct(shape, leaf.dtype)  # type: ignore[no-untyped-call]
             data = jax.eval_shape(jax.random.key_data, keys)
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)

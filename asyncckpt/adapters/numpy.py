@@ -25,8 +25,8 @@ class NumpyAdapter:
     """`numpy.ndarray` (memory maps and matrices too) and NumPy scalars, which are rank-0 arrays.
 
     Arrays in the other byte order are stored little endian, and restored into `like` of the other
-    byte order in that order. Subclasses are stored as the plain arrays they hold, except masked
-    arrays, which are refused.
+    byte order in that order. Subclasses are stored as the plain arrays they hold, and restored as
+    such unless they are filled in place; masked arrays are refused.
     """
 
     name = "numpy"
@@ -133,4 +133,4 @@ def _dtype_name(path: str, leaf: Any) -> str:
         cast = "store x.tolist(), a list of str or bytes"
     elif dtype.kind == "V" and dtype.subdtype is None and dtype.name.startswith("void"):
         cast = "store x.view('uint8')"
-    raise unsupported_dtype(path, "numpy", dtype.name, cast)
+    raise unsupported_dtype(path, "numpy", dtype, cast)

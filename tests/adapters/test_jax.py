@@ -361,6 +361,11 @@ def test_what_cannot_be_saved_is_named() -> None:
         assert text in str(e.value)
     with pytest.raises(errors.UnsupportedLeafError, match="cast it to int8"):
         adapter.target("a/b", jax.ShapeDtypeStruct((3,), "int2"), in_place=False)
+    gradient = jax.ShapeDtypeStruct((3,), jax.dtypes.float0)
+    with pytest.raises(
+        errors.UnsupportedLeafError, match=r"dtype float0 .* holds no data, so leave"
+    ):
+        adapter.target("a/b", gradient, in_place=False)
 
 
 def test_tracers_are_named() -> None:

@@ -121,6 +121,14 @@ def test_memory_maps_are_viewed_and_filled(tmp_path: Path) -> None:
     assert leaf[2, 3] == 2
 
 
+def test_a_matrix_is_filled_in_place_and_otherwise_becomes_a_plain_array() -> None:
+    leaf, part = np.ones((2, 3)).view(np.matrix), np.zeros((2, 3))
+    assert adapter.place(adapter.target("p", leaf, in_place=False), [part]) is part
+    target = adapter.target("p", leaf, in_place=True)
+    assert target.buffer is not None
+    assert adapter.place(target, [target.buffer]) is leaf
+
+
 @pytest.mark.parametrize(
     ("leaf", "found", "cast"),
     [
@@ -132,6 +140,7 @@ def test_memory_maps_are_viewed_and_filled(tmp_path: Path) -> None:
         (np.array([b"ab"]), "bytes16", "x.tolist()"),
         (np.str_("ab"), "str64", "x.tolist()"),
         (np.zeros(1, [("a", "f4")]), "void32", "one array per field"),
+        (np.zeros(3, [("float0", "V")]), "numpy dtype float0 ", "holds no data, so leave it out"),
         (np.zeros(1, "V3"), "void24", "x.view('uint8')"),
         (np.zeros(1, np.longdouble), "(float128|longdouble)", "cast it to float64"),
         (np.zeros(1, np.clongdouble), "(complex256|clongdouble)", "cast it to complex128"),
