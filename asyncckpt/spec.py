@@ -16,14 +16,14 @@ import numpy as np
 
 # zarr v3 data type name -> NumPy dtype that holds it in memory, little endian.
 # These are what TensorStore's zarr3 driver stores; one element takes `itemsize` bytes in a chunk,
-# also for int4 (TensorStore does not pack it). Names missing here (uint4, float6, float8_e4m3, …)
-# are refused by the adapters with a suggested cast.
+# also for int2, int4 and float4, which TensorStore does not pack. The adapters refuse other dtypes
+# (uint4, float6, float8_e4m3, …) with a suggested cast.
 DTYPES: dict[str, np.dtype[np.generic]] = {
     name: np.dtype(getattr(ml_dtypes, name, name)).newbyteorder("<")
     for name in (
-        "bool int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-        "float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz "
-        "bfloat16 float16 float32 float64 complex64 complex128"
+        "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+        "float4_e2m1fn float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 "
+        "float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 complex64 complex128"
     ).split()
 }
 
@@ -170,6 +170,15 @@ class Partition:
     holders: str
     processes: tuple[int, ...] = field(default=(), compare=False)
     pattern: str = field(default="", compare=False)
+
+
+@functools.lru_cache(maxsize=64)
+def saturation(dtype: str) -> float | None:
+    """Return the largest value of a dtype without NaN, to which casts clip; None for all others."""
+    kind = DTYPES[dtype]
+    if numeric_class(dtype) != "float" or np.isnan(np.float32("nan").astype(kind)):
+        return None
+    return float(ml_dtypes.finfo(kind).max)  # type: ignore[no-untyped-call]
 
 
 def numeric_class(dtype: str) -> str:

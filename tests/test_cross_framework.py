@@ -27,7 +27,7 @@ PAIRS = list(itertools.product(FRAMEWORKS, FRAMEWORKS))
 WIDE = ("int64", "uint64", "float64", "complex128")
 """Dtypes that JAX has only with 64-bit types enabled."""
 
-NOT_IN_TORCH = ("int4", "float8_e3m4", "float8_e4m3b11fnuz")
+NOT_IN_TORCH = ("int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES if name not in NOT_IN_TORCH}
 
@@ -48,8 +48,11 @@ def bits(dtype: str, shape: tuple[int, ...]) -> Array:
     drawn = rng.integers(0, 256, (*shape, itemsize), dtype=np.uint8)
     if dtype == "bool":
         drawn &= 1
-    if dtype == "int4":
-        return np.array(drawn.view(np.int8)[..., 0] % 16 - 8, ml_dtypes.int4)
+    if dtype in ("int2", "int4"):
+        count = 2 ** int(dtype[3:])
+        return np.array(drawn.view(np.int8)[..., 0] % count - count // 2).astype(DTYPES[dtype])
+    if dtype == "float4_e2m1fn":
+        drawn %= 16
     return drawn.view(DTYPES[dtype]).reshape(shape)
 
 
@@ -110,7 +113,7 @@ def test_every_shared_dtype_and_shape_keeps_its_bits(
     tmp_path: Path, source: str, target: str
 ) -> None:
     tree = arrays(shared(source, target))
-    assert len(tree) == (22 if "torch" not in (source, target) else 19)
+    assert len(tree) == (25 if "torch" not in (source, target) else 20)
     blocking.save(tmp_path / "x", mapped(MAKE[source], tree))
     restored = blocking.restore(tmp_path / "x", leaves=target)
     assert mapped(content, restored) == expected(target, tree)
@@ -306,12 +309,10 @@ def test_int4_goes_to_torch_as_int8_with_cast(tmp_path: Path) -> None:
 
 UNSTORABLE: dict[str, Callable[[], Any]] = {
     "complex32": lambda: torch.zeros(2, dtype=torch.complex32),
-    "float8_e8m0fnu": lambda: torch.zeros(2, dtype=torch.float8_e8m0fnu),
     "float4_e2m1fn_x2": lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
     "qint8": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "uint4": lambda: jnp.zeros(2, jnp.uint4),
     "float8_e4m3": lambda: jnp.zeros(2, jnp.float8_e4m3),
-    "float4_e2m1fn": lambda: np.zeros(2, ml_dtypes.float4_e2m1fn),
     "float6_e2m3fn": lambda: np.zeros(2, ml_dtypes.float6_e2m3fn),
 }
 

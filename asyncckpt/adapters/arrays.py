@@ -14,7 +14,7 @@ from asyncckpt.ports import Target
 from asyncckpt.spec import DTYPES, ArraySpec, Box, array_spec
 
 NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module__ == "numpy")
-"""Names of the dtypes that are NumPy's own; bfloat16, float8 and int4 come from ml_dtypes."""
+"""Names of the dtypes that are NumPy's own; all others come from ml_dtypes."""
 
 OVERLAP_WORK = 10_000
 """Candidates that NumPy may try to settle whether two strided arrays share memory."""
@@ -24,15 +24,12 @@ _FLOAT0 = np.dtype([("float0", np.void, 0)])
 
 _CASTS = {
     "int1": "int8",
-    "int2": "int8",
     "uint1": "uint8",
     "uint2": "uint8",
     "uint4": "uint8",
-    "float4_e2m1fn": "float8_e4m3fn",
     "float6_e2m3fn": "float8_e4m3fn",
     "float6_e3m2fn": "float8_e4m3fn",
     "float8_e4m3": "bfloat16",
-    "float8_e8m0fnu": "float32",
     "bcomplex32": "complex64",
     "complex32": "complex64",
     "float128": "float64",

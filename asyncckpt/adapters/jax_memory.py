@@ -21,7 +21,7 @@ from asyncckpt.spec import Box
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 """Dtypes that JAX truncates where 64-bit types are off."""
 
-PACKED = frozenset(("int4",))
+PACKED = frozenset(("int2", "int4", "float4_e2m1fn"))
 """Dtypes that JAX packs into fewer bytes than are stored, so that its memory cannot be viewed."""
 
 HOST_MEMORY_KINDS = frozenset(("pinned_host", "unpinned_host"))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.options import INLINE_NBYTES
-from asyncckpt.spec import DTYPES, numeric_class
+from asyncckpt.spec import DTYPES, numeric_class, saturation
 
 ScalarKind = Literal["int", "float", "bool", "complex", "str", "bytes"]
 Scalar = int | float | bool | complex | str | bytes
@@ -143,9 +143,12 @@ def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> 
 
 
 def _overflows(value: Any, dtype: np.dtype[Any]) -> bool:
+    largest = saturation(dtype.name)
+    if largest is not None:
+        return not abs(value) <= largest  # also for NaN
     with np.errstate(over="ignore"):
         stored = complex(np.asarray(value).astype(dtype))
     return any(
-        math.isfinite(a) and not math.isfinite(b)
+        (math.isinf(a), math.isnan(a)) != (math.isinf(b), math.isnan(b))
         for a, b in ((value.real, stored.real), (value.imag, stored.imag))
     )

@@ -27,9 +27,11 @@ from asyncckpt.errors import DtypeMismatchError, StagingError, UnsupportedLeafEr
 from asyncckpt.ports import Bytes, Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
-# PyTorch's int4 has no tensors.
+# PyTorch's int2 and int4 have no tensors.
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in DTYPES if hasattr(torch, name) and name != "int4"
+    name: getattr(torch, name)
+    for name in DTYPES
+    if hasattr(torch, name) and name not in ("int2", "int4")
 }
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

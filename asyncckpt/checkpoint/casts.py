@@ -3,7 +3,8 @@
 A value that an integer dtype cannot hold is lost, as is an integer beyond the largest float of a
 dtype, or an imaginary part. A float that is too large for a narrower float dtype becomes an
 infinity, which a save allows and a restore refuses; in dtypes without infinities it would become a
-NaN, and is lost, too.
+NaN or the largest value, and is lost, too. `float4_e2m1fn` has no NaN, `float8_e8m0fnu` no zero and
+no negative values.
 """
 
 from __future__ import annotations
@@ -16,16 +17,26 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError
-from asyncckpt.spec import DTYPES, numeric_class
+from asyncckpt.spec import DTYPES, numeric_class, saturation
+
+
+def castable(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Return the values in a dtype that NumPy casts to `dtype`: float32 where theirs is not.
+
+    ml_dtypes lacks casts between some of its dtypes; float32 holds all values of these.
+    """
+    if np.can_cast(values.dtype, DTYPES[dtype], "unsafe"):
+        return values
+    return values.astype(np.float32)
 
 
 @lru_cache(maxsize=512)
 def may_lose(source: str, stored: str) -> bool:
     """Return whether a cast from one dtype to the other may lose values, not only precision."""
     before, after = numeric_class(source), numeric_class(stored)
-    if source == stored or after in ("bool", "complex") or before == "bool":
+    if source == stored or after in ("bool", "complex"):
         return False
-    if before == "int":
+    if before in ("bool", "int"):
         bounds = np.array(_int_range(source), DTYPES[source])
         return any(not _holds(stored, bound) for bound in bounds)
     return before == "complex" or after == "int" or not _has_infinity(stored)
@@ -67,7 +78,7 @@ def lost_value(values: npt.NDArray[Any], source: str, stored: str) -> Any:
             values = values.real
         # Casts keep the order of values, so it suffices to check the least and the greatest. If
         # there is a NaN, it is both, unless the dtype has NaNs, too.
-        if numeric_class(stored) == "float":
+        if numeric_class(stored) == "float" and saturation(stored) is None:
             bounds = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
         else:
             bounds = values.min(), values.max()
@@ -83,22 +94,26 @@ def _holds(stored: str, value: np.generic) -> bool:
         low, high = _int_range(stored)
         number = value.item()  # as a Python number, which compares exactly with any other
         return bool(low <= number <= high if isinstance(number, int) else low <= number < high + 1)
-    if isinstance(value.item(), float):
-        if np.isnan(value) or _has_infinity(stored):
-            return True
-        return not np.isnan(value.astype(DTYPES[stored]))
+    largest = saturation(stored)
+    if largest is not None:
+        return bool(abs(value.item()) <= largest)  # False of a NaN
     with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(np.asarray(value).astype(DTYPES[stored]).astype(np.float64)))
+        cast = castable(np.asarray(value), stored).astype(DTYPES[stored])
+        if isinstance(value.item(), float):
+            return bool(np.isnan(value) or _has_infinity(stored) or not np.isnan(cast))
+        return bool(np.isfinite(cast.astype(np.float64)))
 
 
 @lru_cache(maxsize=64)
 def _has_infinity(stored: str) -> bool:
-    return numeric_class(stored) != "float" or not np.isnan(
-        np.float32("inf").astype(DTYPES[stored])
+    return numeric_class(stored) != "float" or bool(
+        np.isinf(np.float32("inf").astype(DTYPES[stored]))
     )
 
 
 def _int_range(dtype: str) -> tuple[int, int]:
-    """Return the least and the greatest value of an integer dtype."""
+    """Return the least and the greatest value of an integer dtype, or of bool."""
+    if dtype == "bool":
+        return 0, 1
     info: Any = ml_dtypes.iinfo(DTYPES[dtype])  # type: ignore[no-untyped-call]
     return int(info.min), int(info.max)

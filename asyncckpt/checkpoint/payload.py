@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.checkpoint.casts import check_values_fit, may_lose
+from asyncckpt.checkpoint.casts import castable, check_values_fit, may_lose
 from asyncckpt.planning.overlap import BoxIndex, boxes_of_run
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
@@ -93,7 +93,7 @@ class ArrayReader:
             if np.iscomplexobj(values):
                 values = values.real
         with np.errstate(over="ignore", invalid="ignore"):
-            np.copyto(out, values, casting="unsafe")
+            np.copyto(out, castable(values, self._stored), casting="unsafe")
 
 
 def flat_bytes(array: npt.NDArray[Any]) -> Bytes | None:

@@ -17,7 +17,7 @@ from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.reports import LeafDifference
-from asyncckpt.spec import ArraySpec, Box
+from asyncckpt.spec import ArraySpec, Box, numeric_class
 
 NOTED = 5
 """Most containers that a note lists."""
@@ -97,8 +97,9 @@ def _wide(values: Values) -> Values:
     kind = values.dtype.kind
     if kind in "biufc":
         return values
-    # int4, bfloat16 and the float8 dtypes of ml_dtypes.
-    return values.astype(np.int8 if values.dtype.name == "int4" else np.float32)
+    # Of ml_dtypes.
+    integers = numeric_class(values.dtype.name) == "int"
+    return values.astype(np.int8 if integers else np.float32)
 
 
 def _distances(a: Values, b: Values) -> tuple[Values, Values, npt.NDArray[np.bool_]]:

@@ -37,7 +37,9 @@ FRAMEWORK_KEY = "format"
 """Metadata key that Hugging Face's libraries require."""
 
 CASTS = {
+    "int2": "int8",
     "int4": "int8",
+    "float4_e2m1fn": "float8_e4m3fn",
     "float8_e3m4": "bfloat16",
     "float8_e4m3b11fnuz": "bfloat16",
     "complex128": "complex64",

@@ -216,9 +216,10 @@ def _fill_bytes(value: object, dtype: str) -> bytes:
     if dtype.startswith(("int", "uint")):
         if type(value) is not int:
             raise ValueError
-        if dtype == "int4" and not -8 <= value <= 7:
+        stored = np.array(value, kind)
+        if stored.item() != value:  # ml_dtypes wraps what does not fit
             raise OverflowError
-        return np.array(value, kind).tobytes()
+        return stored.tobytes()
     if isinstance(value, str):
         if _HEX.fullmatch(value):
             return int(value, 16).to_bytes(kind.itemsize, "little")
@@ -227,5 +228,7 @@ def _fill_bytes(value: object, dtype: str) -> bytes:
         value = _SPECIAL[value]
     if type(value) not in (int, float):
         raise ValueError
+    if dtype == "float8_e8m0fnu" and value == 0:
+        return b"\0"  # as TensorStore reads it: the smallest value, for the dtype has no zero
     with np.errstate(over="ignore"):
         return np.array(value, kind).tobytes()

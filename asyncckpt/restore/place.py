@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.python import NUMBERS, same_number, scalar_from_array, scalar_kind
-from asyncckpt.checkpoint.casts import lost_value, may_lose
+from asyncckpt.checkpoint.casts import castable, lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError, DtypeMismatchError, RestoreError
 from asyncckpt.ports import FrameworkAdapter
@@ -147,7 +147,7 @@ def cast_values(
         with np.errstate(over="ignore", invalid="ignore"):
             if numeric_class(dtype) in ("int", "float"):
                 values = values.real
-            np.copyto(out, values, casting="unsafe")
+            np.copyto(out, castable(values, dtype), casting="unsafe")
         fault = None if source == dtype else _overflow(values, out)
     if fault is not None:
         raise DtypeMismatchError(

@@ -17,7 +17,8 @@ adapter = NumpyAdapter()
 
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     count = int(np.prod(shape))
-    return np.array((np.arange(count) % 7).reshape(shape).astype(DTYPES[name]))
+    numbers = np.arange(count) % 7 + (name == "float8_e8m0fnu")  # which has no zero
+    return np.array(numbers.reshape(shape).astype(DTYPES[name]))
 
 
 LAYOUTS = {
@@ -145,12 +146,10 @@ def test_a_matrix_is_filled_in_place_and_otherwise_becomes_a_plain_array() -> No
         (np.zeros(1, np.longdouble), "(float128|longdouble)", "cast it to float64"),
         (np.zeros(1, np.clongdouble), "(complex256|clongdouble)", "cast it to complex128"),
         (np.zeros(1, ml_dtypes.uint4), "uint4", "cast it to uint8"),
-        (np.zeros(1, ml_dtypes.int2), "int2", "cast it to int8"),
+        (np.zeros(1, ml_dtypes.uint2), "uint2", "cast it to uint8"),
         (np.zeros(1, ml_dtypes.float8_e4m3), "float8_e4m3", "cast it to bfloat16"),
-        (np.zeros(1, ml_dtypes.float8_e8m0fnu), "float8_e8m0fnu", "cast it to float32"),
         (np.zeros(1, ml_dtypes.float6_e2m3fn), "float6_e2m3fn", "cast it to float8_e4m3fn"),
         (np.zeros(1, ml_dtypes.float6_e3m2fn), "float6_e3m2fn", "cast it to float8_e4m3fn"),
-        (np.zeros(1, ml_dtypes.float4_e2m1fn), "float4_e2m1fn", "cast it to float8_e4m3fn"),
     ],
 )
 def test_what_zarr3_cannot_store_is_refused_with_a_cast(leaf: Any, found: str, cast: str) -> None:
@@ -169,14 +168,12 @@ def test_what_zarr3_cannot_store_is_refused_with_a_cast(leaf: Any, found: str, c
     [
         ("float6_e2m3fn", "float8_e4m3fn"),
         ("float6_e3m2fn", "float8_e4m3fn"),
-        ("float4_e2m1fn", "float8_e4m3fn"),
         ("float8_e4m3", "bfloat16"),
-        ("float8_e8m0fnu", "float32"),
     ],
 )
 def test_the_suggested_casts_keep_every_value(source: str, cast: str) -> None:
     bits = np.arange(256, dtype=np.uint8)
-    if source.startswith(("float4", "float6")):
+    if source.startswith("float6"):
         bits = bits[: 2 ** int(source[5])]
     before = bits.view(getattr(ml_dtypes, source)).astype(np.float64)
     after = before.astype(DTYPES[cast]).astype(np.float64)

@@ -54,7 +54,9 @@ def test_long_bytes_are_an_array_that_shares_their_memory() -> None:
     assert array.tobytes() == value
 
 
-@pytest.mark.parametrize("name", [n for n in DTYPES if n.endswith(("int4", "int8", "int64"))])
+@pytest.mark.parametrize(
+    "name", [n for n in DTYPES if n.endswith(("int2", "int4", "int8", "int64"))]
+)
 def test_an_int_goes_into_an_array_that_holds_it(name: str) -> None:
     bits = int(name.lstrip("uint"))
     low, high = (0, 2**bits - 1) if name[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -72,9 +74,16 @@ def test_floats_are_rounded_and_overflow_is_an_error() -> None:
     assert array_from_scalar("p", 0.1, "bfloat16").dtype == DTYPES["bfloat16"]
     assert np.isinf(array_from_scalar("p", float("inf"), "float16"))
     assert np.isnan(array_from_scalar("p", float("nan"), "float32"))
-    for name in ("float16", "float8_e4m3fn"):
+    for value, name in (
+        (1e30, "float16"),
+        (1e30, "float8_e4m3fn"),
+        (float("inf"), "float8_e4m3fn"),
+        (0.0, "float8_e8m0fnu"),
+        (7.0, "float4_e2m1fn"),
+        (float("nan"), "float4_e2m1fn"),
+    ):
         with pytest.raises(errors.DtypeMismatchError, match="does not fit"):
-            array_from_scalar("p", 1e30, name)
+            array_from_scalar("p", value, name)
     with pytest.raises(errors.DtypeMismatchError, match="does not fit"):
         array_from_scalar("p", 1e300j, "complex64")
 

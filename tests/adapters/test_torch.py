@@ -16,7 +16,7 @@ from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten_like
 
 adapter = TorchAdapter()
-MISSING = ("int4", "float8_e3m4", "float8_e4m3b11fnuz")
+MISSING = ("int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
 NAMES = [name for name in DTYPES if name not in MISSING]
 
 
@@ -28,7 +28,8 @@ def worker() -> Iterator[ThreadPoolExecutor]:
 
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     count = int(np.prod(shape))
-    return np.array((np.arange(count) % 7).reshape(shape).astype(DTYPES[name]))
+    numbers = np.arange(count) % 7 + (name == "float8_e8m0fnu")  # which has no zero
+    return np.array(numbers.reshape(shape).astype(DTYPES[name]))
 
 
 def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -214,11 +215,6 @@ def test_expanded_tensors_cannot_be_filled() -> None:
             "unbind",
         ),
         (lambda: torch.zeros(3, dtype=torch.complex32), "complex32", "cast it to complex64"),
-        (
-            lambda: torch.zeros(3, dtype=torch.uint8).view(torch.float8_e8m0fnu),
-            "float8_e8m0fnu",
-            "cast it to float32",
-        ),
         (
             lambda: torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
             "float4_e2m1fn_x2",

@@ -33,7 +33,10 @@ def numbers(*shape: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
     count = math.prod(shape)
     small = DTYPES[dtype].itemsize <= 2
     values = np.arange(count) % 13 if small else np.arange(count)
-    return (values % 5 if dtype == "int4" else values).reshape(shape).astype(DTYPES[dtype])
+    if dtype == "float8_e8m0fnu":
+        return (2.0**values).reshape(shape).astype(DTYPES[dtype])
+    few = {"int2": 2, "int4": 5, "float4_e2m1fn": 5}.get(dtype, count + 1)
+    return (values % few).reshape(shape).astype(DTYPES[dtype])
 
 
 def everything() -> dict[str, Any]:

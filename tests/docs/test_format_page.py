@@ -214,7 +214,7 @@ def read_array(
         inside = (..., *map(slice, target.shape))
         target[...] = values[inside]
         outside = values.copy()
-        outside[inside] = 0
+        outside[inside] = np.zeros((), outside.dtype)
         assert not any(outside.tobytes())
     return result
 
@@ -456,9 +456,10 @@ def tree_of_everything() -> dict[str, Any]:
         "dtypes": {
             name: rng.integers(0, 2, (3, 5)).astype(dtype_of(name))
             for name in (
-                "bool int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e3m4 "
-                "float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz "
-                "bfloat16 float16 float32 float64 complex64 complex128"
+                "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn "
+                "float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 "
+                "float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 complex64 "
+                "complex128"
             ).split()
         },
         "large": rng.standard_normal((1301, 1733)),

@@ -206,6 +206,31 @@ async def test_orbax_restores_strings_and_typed_keys(tmp_path: Path) -> None:
     assert jnp.array_equal(jax.random.key_data(found["key"]), jax.random.key_data(key))
 
 
+async def test_orbax_and_we_read_the_small_dtypes_of_each_other(tmp_path: Path) -> None:
+    every = {
+        "int2": np.arange(-2, 2).astype(ml_dtypes.int2),
+        "float4": np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn),
+        "scales": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu),
+    }
+    # TensorStore stores no chunk that equals the fill value 0, which the scales do not have.
+    zeros = {name: np.zeros(3, np.uint8).view(values.dtype) for name, values in every.items()}
+    saved = {"every": every, "zeros": zeros, "jax": jax.tree.map(jnp.asarray, every)}
+    orbax = ocp.PyTreeCheckpointer()
+    await asyncckpt.save(tmp_path / "ours", saved)
+    orbax.save(tmp_path / "theirs", saved)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*could not be verified")
+        found = [
+            await asyncckpt.restore(tmp_path / name, like=saved) for name in ("ours", "theirs")
+        ]
+    found.append(orbax.restore(tmp_path / "ours/default"))
+    for tree in found:
+        assert jax.tree.structure(tree) == jax.tree.structure(saved)
+        for value, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(saved), strict=True):
+            assert value.dtype == expected.dtype
+            assert np.asarray(value).tobytes() == np.asarray(expected).tobytes()
+
+
 async def test_what_orbax_cannot_restore_is_said_and_not_offered(tmp_path: Path) -> None:
     # Orbax joins keys by dots, so that these two arrays would be one to it.
     tree = {"a.b": np.zeros(3), "a": {"b": np.ones(3)}}

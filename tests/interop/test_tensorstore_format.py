@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -110,8 +109,11 @@ def values_of(spec: ArraySpec, seed: int = 0) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng(seed)
     if spec.dtype == "bool":
         return rng.integers(0, 2, spec.shape).astype(np.bool_)
-    if spec.dtype == "int4":
-        return rng.integers(-8, 8, spec.shape).astype(ml_dtypes.int4)
+    if spec.dtype in ("int2", "int4"):
+        most = 2 ** (int(spec.dtype[3:]) - 1)
+        return rng.integers(-most, most, spec.shape).astype(DTYPES[spec.dtype])
+    if spec.dtype == "float4_e2m1fn":
+        return rng.integers(0, 16, spec.shape, np.uint8).view(DTYPES[spec.dtype])
     raw = rng.integers(0, 256, (*spec.shape, spec.itemsize), dtype=np.uint8)
     return np.ascontiguousarray(raw).reshape(-1).view(DTYPES[spec.dtype]).reshape(spec.shape)
 

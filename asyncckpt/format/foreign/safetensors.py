@@ -53,7 +53,7 @@ DTYPES: dict[str, str | None] = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": None,
+    "F8_E8M0": "float8_e8m0fnu",
     "F6_E2M3": None,
     "F6_E3M2": None,
     "F4": None,

@@ -56,7 +56,7 @@ def tensors() -> dict[str, torch.Tensor]:
         *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32),
         *(torch.int32, torch.uint64, torch.int64, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
         *(torch.float8_e5m2, torch.float8_e5m2fnuz, torch.bfloat16, torch.float16),
-        *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e8m0fnu),
     )
     return {
         **{str(dtype).removeprefix("torch."): numbers.to(dtype) for dtype in dtypes},

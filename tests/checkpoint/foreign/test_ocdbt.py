@@ -74,8 +74,8 @@ def random(dtype: str, shape: tuple[int, ...] = SHAPE) -> np.ndarray[Any, Any]:
     kind = DTYPES[dtype]
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
-    if dtype == "int4":
-        return rng.integers(-8, 8, shape).astype(kind)
+    if dtype in ("int2", "int4", "float4_e2m1fn"):
+        return rng.integers(-2, 2, shape).astype(kind)
     return np.frombuffer(rng.bytes(math.prod(shape) * kind.itemsize), kind).reshape(shape)
 
 

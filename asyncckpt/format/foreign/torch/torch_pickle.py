@@ -31,12 +31,13 @@ _MAX_EXTENT = 1 << 62
 
 DTYPES = tuple(
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float8_e4m3fn float8_e4m3fnuz "
-    "float8_e5m2 float8_e5m2fnuz bfloat16 float16 float32 float64 complex64 complex128".split()
+    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 complex64 "
+    "complex128".split()
 )
 """Torch dtypes that can be restored; zarr v3 has them under the same names."""
 
 _OTHER_DTYPES = (
-    *"complex32 float4_e2m1fn_x2 float8_e8m0fnu qint8 qint32 quint8 quint4x2 quint2x4 "
+    *"complex32 float4_e2m1fn_x2 qint8 qint32 quint8 quint4x2 quint2x4 "
     "bits1x8 bits2x4 bits4x2 bits8 bits16".split(),
     *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u")),
 )
