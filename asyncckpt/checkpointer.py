@@ -313,7 +313,11 @@ class Checkpointer(OpenRun):
         return await self._session.call(lambda: self._session.prepare(nbytes)).wait()
 
     async def steps(self) -> list[int]:
-        """Return all steps with a valid commit record, ascending."""
+        """Return all steps with a valid commit record, ascending.
+
+        Raises:
+            StoreError: a record cannot be read, so that it is unknown whether the step is one.
+        """
         return await self._session.call(self._session.steps.found).wait()
 
     async def latest_step(self) -> int | None:

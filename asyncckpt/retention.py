@@ -27,8 +27,9 @@ class Retention(Protocol):
         """Return the steps to keep.
 
         Args:
-            steps: all steps, the newest last. They ascend, except after a run went back to an
-                earlier step: then the steps it has saved follow the higher ones of the old branch.
+            steps: all steps, the newest last, without those that another job saves meanwhile above
+                the step just saved. They ascend, except after a run went back to an earlier step:
+                then the steps saved since follow those that were there before.
             metrics: the numbers given to `save`.
         """
         ...
@@ -51,7 +52,7 @@ class _Policy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(_Policy):
-    """Keep the `n` newest steps; those of the present run count as newer than all others."""
+    """Keep the `n` newest steps: the highest, or those saved since the run went back to one."""
 
     uses_metrics: ClassVar[bool] = False
 

@@ -52,7 +52,8 @@ class SaveReport(Timed):
         stored_nbytes: bytes of all files.
         file_count: files of the checkpoint.
         blocked_s: seconds until the state could be mutated again, as in `start_save`.
-        total_s: seconds from the call to the durable commit.
+        total_s: seconds from the call to the durable commit; retention, which follows, is the span
+            `retain` of the timeline.
         plan_cached: whether the plan of an earlier save was reused.
         plan_cache_hits: saves of this `Checkpointer` so far, including this, that reused a plan.
         plan_cache_misses: saves that needed a new plan, because paths, shapes, dtypes, shardings or

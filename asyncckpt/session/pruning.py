@@ -3,18 +3,22 @@
 # Rule 1: the save that called is durable already: whatever goes wrong here is a note in its report,
 #   and a policy that fails, or answers with anything but steps, deletes nothing.
 # Rule 2: a step is deleted only if its record is still the one that the decision was made on.
-# Rule 3: what has no record that this release reads is no step, and is left alone.
+# Rule 3: what has no record that this release reads is no step, and is left alone; so is a step
+#   whose record cannot be read now.
 # Rule 4: a process that was taken over deletes nothing: every deletion is one under its claim.
 # Rule 5: a step is unlisted, durably, inside the save; its bytes go in the background. Before the
 #   next step is unlisted the last removal has ended: a disk never holds more than the steps kept,
-#   the one just saved, and those of one removal.
+#   the one just saved, and those of one removal, which are at most UNLISTED_MAX.
+# Rule 6: a step that appears above the one being saved is another writer's newest, and is left
+#   alone. Only steps that were there when the run went back to an earlier one are a branch that it
+#   has left. (test_two_runs_on_one_root_never_delete_the_newest_step)
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -36,6 +40,9 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.save import record_of
 from asyncckpt.session.root import Root
 from asyncckpt.session.steps import Steps
+
+UNLISTED_MAX = 32
+"""Steps that are unlisted at most before their bytes are removed: each may hold a descriptor."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -73,7 +80,8 @@ class Pruner:
     def __post_init__(self) -> None:
         self._uses_metrics = uses_metrics(self.policy)
         self._seen: dict[int, Seen] = {}
-        self._own: dict[int, None] = {}  # steps that this run has saved, the latest last
+        self._known: set[int] | None = None  # steps saved here or found, except other writers'
+        self._left: list[int] = []  # steps from before the run went back, the oldest first
         self._looking: BackgroundTask[list[int]] | None = None
         self._removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
@@ -105,8 +113,6 @@ class Pruner:
         saved = report.step
         if saved is None:
             return report
-        self._own.pop(saved, None)
-        self._own[saved] = None
         deleted: list[int] = []
         notes: list[str] = []
         try:
@@ -135,8 +141,13 @@ class Pruner:
 
     async def _unlist(self, steps: list[int], deleted: list[int], notes: list[str]) -> None:
         removals: list[tuple[int, Removal]] = []
+        kept: dict[int, Exception] = {}
+        unremoved: dict[int, Exception] = {}
+        known = self._known or set()
         try:
             for step in steps:
+                if len(removals) == UNLISTED_MAX:
+                    await self._remove(removals, unremoved)
                 if self.pinned.get(str(step)):
                     continue
                 try:
@@ -148,52 +159,81 @@ class Pruner:
                         name = _name(self.policy)
                         logger.info("deleted %s (%s)", self.root.location(step), name)
                 except CheckpointNotFoundError:
-                    continue
+                    known.discard(step)  # if it is there, another writer has replaced it
                 except FencedError as error:
                     notes.append(f"no more steps were deleted: {error}")
                     break
                 except Exception as error:
-                    # Tried again after the next save.
-                    notes.append(f"step {step} could not be deleted: {error}")
+                    kept[step] = error  # tried again after the next save
         finally:
-            if removals:
-                self._removing = self.runtime.engine.submit(lambda: self._remove(removals))
+            if kept:
+                notes.append(_folded(kept, "could not be deleted", "could not be deleted"))
+            if removals or unremoved:
+                self._removing = self.runtime.engine.submit(
+                    lambda: self._remove_last(removals, unremoved)
+                )
 
-    async def _remove(self, removals: Sequence[tuple[int, Removal]]) -> None:
-        for step, remove in removals:
+    async def _remove(
+        self, removals: list[tuple[int, Removal]], unremoved: dict[int, Exception]
+    ) -> None:
+        while removals:
+            step, remove = removals.pop(0)
             try:
                 await remove()
             except Exception as error:
-                note = (
-                    f"step {step} was deleted, but not all of its bytes were removed: {error}; "
-                    "the next sweep or 'asyncckpt gc' removes the rest"
-                )
-                self._late_notes.append(note)
-                self._logged.add(note)
-                logger.warning("%s", note)
+                unremoved[step] = error
+
+    async def _remove_last(
+        self, removals: list[tuple[int, Removal]], unremoved: dict[int, Exception]
+    ) -> None:
+        await self._remove(removals, unremoved)
+        if unremoved:
+            one = "was deleted, but not all of its bytes were removed"
+            many = "were deleted, but not all of their bytes were removed"
+            note = (
+                f"{_folded(unremoved, one, many)}; "
+                "the next sweep or 'asyncckpt gc' removes the rest"
+            )
+            self._late_notes.append(note)
+            self._logged.add(note)
+            logger.warning("%s", note)
 
     async def _decide(self, saved: int) -> tuple[list[int], list[str]]:
         """Return the steps to delete, and what a person should know about the decision."""
-        known: dict[int, Seen | None] = dict(self._seen)
+        found: dict[int, Seen | None] = dict(self._seen)
+        unread: dict[int, Exception] = {}
         looking, self._looking = self._looking, None
         listed = await (self.steps.candidates() if looking is None else looking.result())
         candidates = sorted({*listed, saved})
 
         async def read(step: int) -> None:
-            known[step] = await self._read(step)
+            try:
+                found[step] = await self._read(step)
+            except Exception as error:  # of another user, for example
+                unread[step] = error
 
-        unread = [step for step in candidates if step not in known]
-        await mapped(read, unread, self.root.store.capabilities.reads)
-        seen = {step: one for step in candidates if (one := known[step]) is not None}
-        self._seen = seen
-        # Where a run has gone back to an earlier step, those that it saves are newer than the
-        # higher ones of the branch that it left, which would else push each of them out at once.
-        others = [step for step in seen if step not in self._own]
-        steps = [*others, *(step for step in self._own if step in seen)]
-        metrics = {step: one.metrics for step, one in seen.items()}
+        new = [step for step in candidates if step not in found]
+        await mapped(read, new, self.root.store.capabilities.reads)
+        self._seen = {step: one for step in candidates if (one := found.get(step)) is not None}
+        steps = self._ranked(saved, candidates)
+        metrics = {step: self._seen[step].metrics for step in steps}
+        notes: list[str] = []
+        if unread:
+            unread = dict(sorted(unread.items()))
+            left_alone = (
+                "could not be read and is left alone",
+                "could not be read and are left alone",
+            )
+            notes.append(_folded(unread, *left_alone))
+        if len(steps) < len(self._seen):
+            notes.append(
+                "another job saves to this root: steps above the one saved last have appeared, and "
+                "are left alone; give each job a root of its own, or let the later one take over "
+                "(takeover=True)"
+            )
         try:
             kept = _steps(self.policy.keep(tuple(steps), metrics))
-            notes = concerns(self.policy, steps, metrics)
+            notes += concerns(self.policy, steps, metrics)
         except BaseException as error:  # even sys.exit(), which would end the engine's thread
             name = _name(self.policy)
             with contextlib.suppress(Exception):
@@ -205,6 +245,23 @@ class Pruner:
                 "delete_after(step) right after restoring an earlier step deletes such a branch"
             )
         return [step for step in sorted(steps) if step not in kept and step != saved], notes
+
+    def _ranked(self, saved: int, listed: Collection[int]) -> list[int]:
+        """Return the steps that count for the policy, the newest last.
+
+        They ascend, but those that were there when the run went back to an earlier step come first:
+        else the higher ones of the branch that it left would push each of its saves out at once.
+        """
+        seen = set(self._seen)
+        known = seen if self._known is None else self._known.intersection(listed)
+        others = {step for step in seen - known if step > saved}
+        self._known = (known | seen) - others
+        self._left = [step for step in self._left if step in known and step != saved]
+        branch = sorted(known.difference(self._left, (saved,)))
+        if branch and branch[-1] > saved:
+            self._left += branch
+        left = [step for step in self._left if step in seen]
+        return [*left, *sorted(seen - others - set(left))]
 
     async def _read(self, step: int) -> Seen | None:
         files = self.root.store.files(str(step))
@@ -237,6 +294,14 @@ def _steps(answer: Any) -> set[int]:
         if not isinstance(step, Integral) or isinstance(step, bool):
             raise TypeError(f"keep() returned {step!r:.80} among the steps to keep")
     return set(map(int, steps))
+
+
+def _folded(failed: Mapping[int, Exception], one: str, many: str) -> str:
+    """Return one note about what failed with each of these steps."""
+    (step, error), *others = failed.items()
+    if not others:
+        return f"step {step} {one}: {error}"
+    return f"{len(failed)} steps {many}, the first: step {step}: {error}"
 
 
 def _name(policy: Retention) -> str:

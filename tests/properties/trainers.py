@@ -49,8 +49,8 @@ class Trainer:
         self.ckpt._session.root.store = self.store
         self.ckpt.__enter__()
         self._known: dict[int, Saved] = {}
-        self._saves = 0
-        self._own: dict[int, int] = {}  # by step, the number of its last save
+        self._there: set[int] | None = None  # those of this run, and those it found
+        self._left: list[int] = []  # those from before it went back
 
     def save(self, step: int, saved: Saved, overwrite: bool, packed: bool = False) -> SaveReport:
         try:
@@ -115,23 +115,31 @@ class Trainer:
         A step counts as it was seen first. It goes only if it is still the same.
         """
         self._known.pop(saved, None)
-        self._own[saved] = self._saves = self._saves + 1
         if self.keep == Keep():
             return []
-        view = {
+        seen = {
             step: self._known.get(step, entry)
-            # What this run has saved is newer than all others, in the order of its saves.
-            for step, entry in sorted(
-                steps.items(), key=lambda item: (self._own.get(item[0], 0), item[0])
-            )
+            for step, entry in sorted(steps.items())
             if step in self._known or entry.listed
         }
-        self._known = dict(view)
+        there = set(seen) if self._there is None else self._there & set(steps)
+        # What has appeared above the step saved is another writer's, and does not count.
+        others = {step for step in seen if step > saved and step not in there}
+        self._left = [step for step in self._left if step in there and step != saved]
+        since = {step for step in there if step != saved and step not in self._left}
+        if any(step > saved for step in since):  # it goes back
+            self._left += sorted(since)
+        self._there = {step for step in {*there, *seen} if step not in others}
+        mine = [step for step in seen if step not in others and step not in self._left]
+        view = {step: seen[step] for step in [*self._left, *mine] if step in seen}
+        self._known = dict(seen)
         deleted = []
         for step in set(view) - self.keep.kept(view) - {saved}:
             del self._known[step]
             if steps[step] is view[step] and steps[step].listed:
                 deleted.append(step)
-            elif steps[step].listed:  # another one than it had seen
-                self._known[step] = steps[step]
+            else:
+                self._there.discard(step)
+                if steps[step].listed:  # another one than it had seen
+                    self._known[step] = steps[step]
         return sorted(deleted)

@@ -222,6 +222,22 @@ async def test_what_is_no_step_for_this_release_is_left_alone(tmp_path: Path) ->
     assert await asyncio.to_thread(newer.exists) and await asyncio.to_thread(damaged.exists)
 
 
+async def test_a_step_that_cannot_be_read_is_left_alone_and_the_others_are_deleted(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            await save(ckpt, step)
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(2)) as ckpt:
+        # The first read asks whether the step exists.
+        Script(ckpt).fail("read", StoreError("permission denied"), nth=2)
+        report = await save(ckpt, 4)
+        assert report.deleted_steps == (2,)
+        assert report.notes == ("step 1 could not be read and is left alone: permission denied",)
+        report = await save(ckpt, 5)  # it can be read again
+        assert (report.deleted_steps, report.notes) == ((1, 3), ())
+
+
 async def test_a_step_that_changed_since_it_was_read_is_not_deleted_on_old_grounds(
     tmp_path: Path,
 ) -> None:

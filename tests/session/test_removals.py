@@ -13,6 +13,7 @@ import pytest
 import asyncckpt
 from asyncckpt import KeepLast
 from asyncckpt.errors import StoreError
+from asyncckpt.session.pruning import UNLISTED_MAX
 from tests.script import Script
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
@@ -139,3 +140,102 @@ async def test_steps_saved_after_going_back_in_one_run_follow_those_of_the_branc
         assert report.notes == ()
     (told,) = caplog.messages
     assert told.startswith("step 100 is above the one saved last")
+
+
+async def test_two_runs_on_one_root_never_delete_the_newest_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "asyncckpt")
+    async with (
+        asyncckpt.Checkpointer(tmp_path, keep=KeepLast(2)) as low,
+        asyncckpt.Checkpointer(tmp_path, keep=KeepLast(2)) as high,
+    ):
+        await low.save(1, tree(1))
+        for step in range(100, 105):
+            await high.save(step, tree(step))
+            report = await low.save(step - 98, tree(step))
+            assert await low.latest_step() == step
+            (note,) = report.notes
+            assert note.startswith("another job saves to this root: steps above")
+        assert await low.steps() == [6, 103, 104]
+    (told,) = caplog.messages
+    assert "takeover=True" in told
+
+
+async def test_runs_that_take_turns_keep_the_newest_steps_of_both(tmp_path: Path) -> None:
+    async with (
+        asyncckpt.Checkpointer(tmp_path, keep=KeepLast(2)) as odd,
+        asyncckpt.Checkpointer(tmp_path, keep=KeepLast(2)) as even,
+    ):
+        for step in range(1, 9):
+            assert (await (odd if step % 2 else even).save(step, tree(step))).notes == ()
+            assert await odd.steps() == [step - 1, step][step == 1 :]
+
+
+async def test_a_step_that_was_converted_into_the_run_counts_by_its_number(tmp_path: Path) -> None:
+    other, root = tmp_path / "other", tmp_path / "run"
+    await asyncckpt.save(other, tree(0))
+    async with asyncckpt.Checkpointer(root, keep=KeepLast(2)) as ckpt:
+        await ckpt.save(1, tree(1))
+        await ckpt.save(2, tree(2))
+        await asyncckpt.convert(other, root / "3")
+        assert (await ckpt.save(4, tree(4))).deleted_steps == (1, 2)
+        await asyncckpt.convert(other, root / "9")  # above what is saved: left alone
+        assert (await ckpt.save(5, tree(5))).deleted_steps == (3,)
+        assert (await ckpt.save(10, tree(10))).deleted_steps == (4, 5)
+        assert await ckpt.steps() == [9, 10]
+
+
+async def test_a_branch_is_no_longer_one_once_another_writer_has_replaced_it(
+    tmp_path: Path,
+) -> None:
+    async with (
+        asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt,
+        asyncckpt.Checkpointer(tmp_path) as other,
+    ):
+        await other.save(100, tree(100))
+        script = Script(ckpt)
+        unlist = script.hold("unlist")
+        saving = asyncio.create_task(ckpt.save(1, tree(1)))
+        await unlist.reached()
+        await other.save(100, tree(101), overwrite=True)
+        unlist.go()
+        assert (await saving).deleted_steps == ()
+        for step in (2, 3):
+            assert (await ckpt.save(step, tree(step))).deleted_steps == (step - 1,)
+        assert await ckpt.steps() == [3, 100]
+
+
+async def test_few_steps_are_unlisted_at_a_time_and_removed_before_the_next(
+    tmp_path: Path,
+) -> None:
+    count = 2 * UNLISTED_MAX + 3
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(count):
+            await ckpt.save(step, tree(step))
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        script = Script(ckpt)
+        assert len((await ckpt.save(count, tree(count))).deleted_steps) == count
+    waiting = [0]
+    for kind in script.kinds:
+        waiting.append(waiting[-1] + (kind == "unlist") - (kind == "remove"))
+    assert max(waiting) == UNLISTED_MAX and waiting[-1] == 0
+    assert [path.name for path in tmp_path.iterdir()] == [str(count)]
+
+
+async def test_failures_of_one_save_are_one_note(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(4):
+            await ckpt.save(step, tree(step))
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        script = Script(ckpt)
+        for nth in (2, 3):
+            script.fail("unlist", StoreError("busy"), nth=nth)
+        for nth in (1, 2):
+            script.fail("remove", StoreError("on fire"), nth=nth)
+        report = await ckpt.save(4, tree(4))
+        assert report.deleted_steps == (0, 3)
+        assert report.notes == ("2 steps could not be deleted, the first: step 1: busy",)
+        (note,) = (await ckpt.save(5, tree(5))).notes
+        assert note.startswith("2 steps were deleted, but not all of their bytes were removed, ")
+        assert ", the first: step 0: on fire; the next sweep" in note
