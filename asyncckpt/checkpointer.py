@@ -343,12 +343,14 @@ class Checkpointer(OpenRun):
     async def delete(self, step: int) -> None:
         """Delete a step: first its visibility, durably, then its bytes.
 
+        Waits for a save of this step that is in flight.
+
         Raises:
             CheckpointNotFoundError: there is no such step.
         """
-        name = str(step_number(step))
+        number = step_number(step)
         await self._session.call_once(
-            f"delete({name})", lambda: self._session.steps.delete(name)
+            f"delete({number})", lambda: self._session.delete(number)
         ).wait()
 
     async def delete_after(self, step: int) -> list[int]:

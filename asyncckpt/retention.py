@@ -52,7 +52,7 @@ class _Policy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(_Policy):
-    """Keep the `n` newest steps: the highest, or those saved since the run went back to one."""
+    """Keep the `n` newest steps: the highest ones, unless the run went back to an earlier step."""
 
     uses_metrics: ClassVar[bool] = False
 

@@ -414,6 +414,13 @@ class Session:
             await pool.prepare(-(-tree_nbytes // filled_nbytes) + 2)
             return pool.allocated_nbytes
 
+    async def delete(self, step: int) -> None:
+        """Delete a step, once its saves in flight have ended."""
+        for pending in self.saves.pending():
+            if pending.step == step:
+                await ended(pending._job.future)
+        await self.steps.delete(str(step))
+
     async def delete_after(self, step: int) -> list[int]:
         """Delete all steps above `step`, those of saves in flight too; return them."""
         async with self._turn:

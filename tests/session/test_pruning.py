@@ -126,6 +126,21 @@ async def test_delete_after_includes_saves_in_flight(tmp_path: Path) -> None:
         assert await ckpt.steps() == [1]
 
 
+async def test_delete_waits_for_the_save_of_its_step_and_for_no_other(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await save(ckpt, 1)
+        publish = Script(ckpt).hold("publish")
+        pending = await ckpt.start_save(2, tree(2))
+        await publish.reached()
+        await ckpt.delete(1)
+        deleting = asyncio.create_task(ckpt.delete(2))
+        await asyncio.sleep(0)
+        publish.go()
+        await deleting
+        assert (await pending).step == 2  # it was committed, and then deleted
+        assert await ckpt.steps() == []
+
+
 async def test_delete_after_leaves_to_others_what_they_delete_first(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2, 3):
