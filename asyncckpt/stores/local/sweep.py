@@ -1,9 +1,11 @@
 """Removal of the leftovers of dead saves and deletions, and only of those proven dead.
 
-Proven dead: the owner file names this host and this boot, and the lock is free; or it names this
-host and another boot, and the file system is certainly local. A shared attempt is dead when all of
-its processes are. Everything else is kept for a person to remove, including claims and `aside-…`
-directories, which were never ours.
+Proven dead: the owner file names this host and this boot, and the lock is free; or the file system
+is certainly local, and the owner file names this boot and another host (a container on the same
+kernel), and the lock is free, or this host and another boot. A shared attempt is dead when all of
+its processes are. What a takeover has taken from a writer is dead, too, unless it is locked.
+Everything else is kept for a person to remove, including claims and `aside-…` directories, which
+were never ours.
 """
 
 # Rule 1: a held lock keeps its directory, whatever the owner file says.
@@ -13,6 +15,9 @@ directories, which were never ours.
 #   other's locks (local_flock, nolock): then a living attempt of one has, for the other, a free
 #   lock and another boot.
 #   (test_another_boot_proves_nothing_where_the_file_system_may_be_shared)
+#   Nothing in a `fenced-…` directory can be published any more, by stores/local/epochs.py, rule 2:
+#   its removal costs a fenced writer an error, never data.
+#   (test_what_was_taken_from_a_writer_of_another_host_is_swept)
 # Rule 3: a directory without a readable owner file may be in the making: it is removed only if it
 #   is empty, which its maker notices (stores/local/attempt.py, rule 4).
 # Rule 4: renames of the root are flushed before bytes are removed, so that power loss cannot
@@ -108,7 +113,9 @@ def _lock_dead(
 ) -> bool:
     """Lock a leftover until `held` is closed; return whether it is proven dead."""
     owner = read_owner(path)
-    ours = owner is not None and owner.machine.host == machine.host
+    ours = owner is not None and (
+        owner.machine.host == machine.host or owner.is_dead(machine, True, layout.root)
+    )
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -131,6 +138,8 @@ def _lock_dead(
                 remove_owner(path)
                 removed.append(os.path.relpath(path, layout.control))
         return False
+    if os.path.basename(os.path.dirname(path)).startswith(FENCED):
+        return not any(map(is_locked, owner_files(path))) and not put_back(layout, path)
     if not owner.is_dead(machine, locked, layout.root):
         return False
     return is_abandoned(path, fd, machine, layout.root) and not put_back(layout, path)

@@ -14,7 +14,7 @@ import pytest
 from asyncckpt.errors import FencedError, StoreError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local import epochs
-from asyncckpt.stores.local.locks import Terms, write_owner
+from asyncckpt.stores.local.locks import Machine, Terms, unlock, write_owner
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import expect, fill, identity, save
 from tests.crash.faults import ForkServer
@@ -51,6 +51,12 @@ def control(root: Path) -> list[str]:
     return [name.rpartition("-")[0] if name.startswith("fenced") else name for name in names]
 
 
+def token(root: Path) -> str:
+    """Token of the directory to which the attempts of epoch 1 were taken."""
+    (taken,) = (root / ".asyncckpt").glob("fenced-1-*")
+    return taken.name.rpartition("-")[2]
+
+
 async def test_a_claim_is_a_file_and_a_directory_and_takes_those_of_others_away(
     tmp_path: Path, store: LocalStore, other: LocalStore
 ) -> None:
@@ -66,6 +72,28 @@ async def test_a_claim_is_a_file_and_a_directory_and_takes_those_of_others_away(
     assert len(await other.sweep()) == 1
     await other.close()
     assert control(tmp_path) == ["claim-1", "claim-2", "epoch-2", "lock"]
+
+
+async def test_what_was_taken_from_a_writer_of_another_host_is_swept(
+    tmp_path: Path, workers: Workers, store: LocalStore
+) -> None:
+    elsewhere = LocalStore(tmp_path, workers, machine=lambda: Machine("elsewhere", "boot"))
+    await elsewhere.claim()
+    attempt = await elsewhere.begin("1", identity("a"), epoch=1)
+    await fill(attempt, identity("a"), 1)
+    directory = attempt._directory
+    assert directory is not None
+    with directory.use() as fd:
+        unlock(fd)  # as for a host whose locks do not reach this one
+    assert await store.sweep() == []
+    await store.claim()
+    assert await store.sweep() == [f"fenced-1-{token(tmp_path)}/1-{identity('a')}"]
+    with pytest.raises((FencedError, StoreError)):
+        await attempt.publish(b"record")
+    with pytest.raises(FencedError):
+        await elsewhere.begin("2", identity("b"), epoch=1)
+    assert await store.names() == []
+    await elsewhere.close()
 
 
 async def test_a_directory_that_a_fenced_writer_has_open_is_dead(

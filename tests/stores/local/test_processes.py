@@ -139,13 +139,36 @@ async def test_only_attempts_of_this_host_are_swept(
     assert answer(child) == "begun"
     end(child, kill=True)
     machine = this_machine()
-    other = LocalStore(tmp_path, workers, machine=lambda: Machine("elsewhere", machine.boot_id))
+    other = LocalStore(tmp_path, workers, machine=lambda: Machine("elsewhere", "another boot"))
     assert await other.sweep() == []
+    unknown = LocalStore(tmp_path, workers, machine=lambda: Machine("elsewhere", ""))
+    assert await unknown.sweep() == []
     assert left(tmp_path) == ["epoch-0/1-x", "epoch-0/1-x.owner"]
     after_boot = LocalStore(
         tmp_path, workers, machine=lambda: Machine(machine.host, "another boot")
     )
     assert await after_boot.sweep() == ["epoch-0/1-x"]
+    assert left(tmp_path) == []
+
+
+async def test_what_a_dead_container_of_this_kernel_has_left_is_swept(
+    tmp_path: Path,
+    workers: Workers,
+    children: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container that is restarted has a new host name, and the kernel of the one before."""
+    child = start("hold_attempt", str(tmp_path), "1", "x")
+    children.append(child)
+    assert answer(child) == "begun"
+    boot_id = this_machine().boot_id
+    restarted = LocalStore(tmp_path, workers, machine=lambda: Machine("restarted", boot_id))
+    assert await restarted.sweep() == []  # alive
+    end(child, kill=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncckpt.stores.local.locks.is_certainly_local", lambda path: False)
+        assert await restarted.sweep() == []
+    assert await restarted.sweep() == ["epoch-0/1-x"]
     assert left(tmp_path) == []
 
 
