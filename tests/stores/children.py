@@ -221,6 +221,74 @@ def save_on_full_disk(root: str) -> None:
     save_and_report(root, 8 << 20)
 
 
+def delete_on_full_disk(root: str, options: str, epoch: str) -> None:
+    """Saves on a small file system, fills it, says an error, deletes, says what is left.
+
+    Where nothing can be mounted, the disk is not full.
+    """
+    from asyncckpt.errors import StoreError
+    from asyncckpt.testing.checkpoints import delete, identity, save
+
+    small = mounted("tmpfs", root, "tmpfs", 0, options)
+
+    async def use(store: LocalStore) -> None:
+        claimed = 0
+        if epoch:  # a run that has deleted before, which has made the lock
+            claimed = (await store.claim()).epoch
+            await save(store, "0", "c", epoch=claimed)
+            await delete(store, "0", epoch=claimed)
+        await save(store, "1", "a", epoch=claimed)
+        (Path(root) / "link").symlink_to("1")
+        await store.close()  # removes the control directory
+        text = ""
+        if small:
+            try:
+                for number in range(1000):
+                    (Path(root) / f"filling-{number}").write_bytes(bytes(1 << 16))
+            except OSError:
+                pass
+            try:
+                await store.begin("2", identity("b"), epoch=claimed)
+            except StoreError as error:
+                text = str(error)
+        say(text)
+        await delete(store, "link", epoch=claimed)
+        await delete(store, "1", epoch=claimed)
+        await store.close()
+        left = sorted(path.name for path in Path(root).rglob("*"))
+        say([name for name in left if not name.startswith("filling")])
+
+    with_store(root, use)
+
+
+def delete_in_lower_layer(root: str) -> None:
+    """Deletes a checkpoint of the lower layer of an overlay; says what is left.
+
+    Where nothing can be mounted, it is an ordinary directory.
+    """
+    from asyncckpt.testing.checkpoints import delete, save
+
+    top = Path(root)
+    merged, lower = top / "merged", top / "lower"
+    small = mounted("tmpfs", root, "tmpfs", 0, "size=4m")
+    for path in (merged, lower, top / "upper", top / "work"):
+        path.mkdir()
+
+    async def saving(store: LocalStore) -> None:
+        await save(store, "1", "a")
+
+    async def deleting(store: LocalStore) -> None:
+        await delete(store, "1")
+        say(await store.names())
+
+    layers = f"lowerdir={lower},upperdir={top}/upper,workdir={top}/work"
+    with_store(str(lower if small else merged), saving)
+    if small and not mounted("overlay", str(merged), "overlay", 0, layers, new=False):
+        lower.rename(merged)
+    with_store(str(merged), deleting)
+    say(sorted(str(path) for path in merged.iterdir()))
+
+
 def save_read_only(root: str) -> None:
     """On a read-only mount, or else as somebody without rights; says which first."""
     if mounted(root, root, "", MS_BIND, "") and mounted(

@@ -13,6 +13,9 @@ from typing import Any
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""The file system, or the share of this user or project, has no space or no inodes left."""
+
 _NEXT_STEPS = {
     errno.ENOSPC: "free space or save elsewhere",
     errno.EDQUOT: "the quota is used up: remove files or raise it",
@@ -30,7 +33,8 @@ _NEXT_STEPS = {
     errno.ENOMEM: "the system is out of memory: lower host_memory_nbytes",
     errno.ENOTDIR: "a part of the path is a file or a dangling symbolic link, not a directory",
     errno.ENOENT: "the directory is gone: it was removed, or another process took over",
-    errno.EXDEV: "the checkpoint's name is a mount point: use its parent as root of another store",
+    errno.EXDEV: "the system cannot move a checkpoint between these directories: one is a mount "
+    "point, or has another project quota; keep the whole root in one file system",
 }
 
 # All others need a change (space, rights, a new disk) before the same call can succeed.
@@ -51,8 +55,8 @@ def store_error(action: str, path: str, error: OSError) -> StoreError:
     number = error.errno or 0
     name = errno.errorcode.get(number, type(error).__name__)
     text = f"{path}: {action} failed: {error.strerror or error} ({name})"
-    if number == errno.ENOSPC and (free := _free_nbytes(path)) is not None:
-        text += f", {free} bytes are free"
+    if number == errno.ENOSPC:
+        text += _free(path)
     text += f"; {_NEXT_STEPS.get(number, 'check the file system and try again')}"
     return StoreError(text, retryable=number in _RETRYABLE, location=path, found=name)
 
@@ -121,11 +125,13 @@ class Guard:
             await self.workers.run(call, *args)
 
 
-def _free_nbytes(path: str) -> int | None:
+def _free(path: str) -> str:
     while path != "/" and not os.path.lexists(path):
         path = os.path.dirname(path) or "/"
     try:
         found = os.statvfs(path)
     except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
+        return ""
+    if found.f_files and not found.f_favail:  # file systems without a number of inodes say 0
+        return ", no inodes are free: there are too many files"
+    return f", {found.f_bavail * found.f_frsize} bytes are free"

@@ -125,10 +125,10 @@ def refuse_unrelated(target: str) -> None:
     )
 
 
-def record_at(directory: str) -> bytes | None:
+def record_at(directory: str, *, dir_fd: int | None = None) -> bytes | None:
     """Return the record file in a directory; None if there is none, or it is no regular file."""
     try:
-        fd = open_regular(os.path.join(directory, RECORD_NAME))
+        fd = open_regular(os.path.join(directory, RECORD_NAME), dir_fd=dir_fd)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENOTDIR):
             return None

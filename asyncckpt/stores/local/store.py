@@ -6,11 +6,13 @@ Reading needs no right to write and creates nothing. POSIX only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -30,12 +32,13 @@ from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.local.attempt import LocalAttempt
 from asyncckpt.stores.local.datafile import DirectWrites
 from asyncckpt.stores.local.epochs import check, claim, claims, writing
-from asyncckpt.stores.local.failures import reported
+from asyncckpt.stores.local.failures import FULL, reported
 from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.stores.local.joined import LocalJoinedAttempt
 from asyncckpt.stores.local.locks import (
     Machine,
     Terms,
+    leads_to,
     remove_owner,
     root_lock,
     this_machine,
@@ -54,6 +57,14 @@ logger = logging.getLogger("asyncckpt")
 
 JOIN_PAUSES_S = 0.001, 0.1
 """First and longest pause between two looks for an attempt to join: each is a few system calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unlisted:
+    """What is left to do of a deletion: one of two calls, which block."""
+
+    remove: Callable[[], None]
+    leave: Callable[[], None]
 
 
 class LocalStore:
@@ -253,46 +264,55 @@ class LocalStore:
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """Delete the name durably, or the link to a checkpoint, not its target.
 
-        After a cancellation, `sweep` removes the bytes.
+        A directory that cannot be moved, because the disk is full or it belongs to a lower layer of
+        an overlay, loses its record first. After a cancellation, `sweep` removes what was moved.
         """
         check_name(name)
         check_epoch(epoch)
         self._wrote = True
-        moved: list[tuple[str, int]] = []
+        unlisted: list[Unlisted] = []
         try:
-            await self._workers.run(lambda: moved.append(self._move_to_trash(name, epoch, seal)))
+            await self._workers.run(lambda: unlisted.append(self._unlist(name, epoch, seal)))
         except BaseException:
-            if moved:
-                await self._workers.clean_up(partial(self._leave_trash, *moved[0]))
+            if unlisted:
+                await self._workers.clean_up(unlisted[0].leave)
             raise
-        return partial(self._workers.run, self._empty_trash, *moved[0])
+        return partial(self._workers.run, unlisted[0].remove)
 
-    def _move_to_trash(self, name: str, epoch: int, seal: bytes = b"") -> tuple[str, int]:
-        """Unlist a checkpoint durably; return its new path, and a descriptor that locks it."""
-        with writing(self._layout, epoch, self._layout.target(name)):
-            return self._moved_to_trash(name, epoch, seal)
-
-    def _moved_to_trash(self, name: str, epoch: int, seal: bytes) -> tuple[str, int]:
+    def _unlist(self, name: str, epoch: int, seal: bytes) -> Unlisted:
         target = self._layout.target(name)
-        absent = CheckpointNotFoundError(
-            f"{target}: there is no checkpoint to delete", location=target
-        )
-        if not os.path.isdir(target):
-            raise absent
+        with writing(self._layout, epoch, target), reported("deleting", target):
+            if not os.path.isdir(target):
+                raise _absent(target)
+            try:
+                return self._move_to_trash(name, epoch, seal)
+            except OSError as error:
+                # Under a claim a deletion has to be a move: stores/local/epochs.py, rule 1.
+                if epoch or not self._stays(error, target):
+                    raise
+            return self._unlist_in_place(target, seal)
+
+    def _move_to_trash(self, name: str, epoch: int, seal: bytes) -> Unlisted:
+        target = self._layout.target(name)
         trash = self._layout.leftover("trash", name, secrets.token_hex(8), epoch)
         fd = -1
         try:
-            with reported("deleting", target), root_lock(self._layout):
+            with root_lock(self._layout):
                 if seal and not (record_at(target) or b"").endswith(seal):
-                    raise absent
-                write_owner(trash, self._context.machine(), Terms(name, "", private=True))
+                    raise _absent(target)
+                try:
+                    write_owner(trash, self._context.machine(), Terms(name, "", private=True))
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    remove_owner(trash)  # if this process is killed, only `collect` removes it
                 try:
                     # The lock, or that of a living publisher, keeps sweepers away.
                     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
                     try_lock(fd)
                     landed(os.rename, target, trash)
                 except FileNotFoundError:  # another process was faster
-                    raise absent from None
+                    raise _absent(target) from None
                 try:
                     flush_directory(self._layout.root)
                     flush_directory(os.path.dirname(trash))
@@ -303,7 +323,9 @@ class LocalStore:
         except BaseException:
             self._leave_trash(trash, fd)
             raise
-        return trash, fd
+        return Unlisted(
+            partial(self._empty_trash, trash, fd), partial(self._leave_trash, trash, fd)
+        )
 
     def _empty_trash(self, trash: str, fd: int) -> None:
         try:
@@ -319,6 +341,41 @@ class LocalStore:
                 remove_owner(trash)
         if fd >= 0:
             unlock(fd)
+            os.close(fd)
+
+    def _stays(self, error: OSError, target: str) -> bool:
+        """Return whether a directory is to be deleted where it is, because it cannot be moved."""
+        if error.errno == errno.EXDEV:  # unless it is a mount point
+            return os.stat(target).st_dev == os.stat(self._layout.root).st_dev
+        return error.errno in FULL
+
+    def _unlist_in_place(self, target: str, seal: bytes) -> Unlisted:
+        # Without the root's lock, which may need space: if another checkpoint takes the place, this
+        # goes on in the directory that was there before. If this process is killed, a directory
+        # without a record is left, which is no step, and which a save of this step moves aside.
+        if os.path.islink(target):
+            os.unlink(target)
+            flush_directory(self._layout.root)
+            return Unlisted(_nothing, _nothing)
+        fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if seal and not (record_at(".", dir_fd=fd) or b"").endswith(seal):
+                raise _absent(target)
+            os.unlink(RECORD_NAME, dir_fd=fd)
+            os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return Unlisted(partial(self._empty_place, target, fd), partial(os.close, fd))
+
+    def _empty_place(self, target: str, fd: int) -> None:
+        try:
+            with reported("deleting", target):
+                for name in os.listdir(fd):
+                    remove_tree(name, dir_fd=fd)
+                if leads_to(target, fd):
+                    os.rmdir(target)
+        finally:
             os.close(fd)
 
     async def sweep(self) -> Sequence[str]:
@@ -348,3 +405,11 @@ class LocalStore:
         if self._wrote:
             self._wrote = False
             await self._workers.clean_up(partial(tidy, self._layout))
+
+
+def _absent(target: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{target}: there is no checkpoint to delete", location=target)
+
+
+def _nothing() -> None:
+    pass

@@ -315,6 +315,28 @@ async def test_a_full_disk_is_named_and_leaves_nothing(
     assert not [path for path in found["left"] if "/epoch-0/" in path]
 
 
+@pytest.mark.parametrize("epoch", ["", "claimed"])
+@pytest.mark.parametrize("options", ["size=1m", "nr_inodes=40"])
+async def test_a_checkpoint_can_be_deleted_where_no_space_is_left(
+    options: str, epoch: str, tmp_path: Path, children: list[subprocess.Popen[str]]
+) -> None:
+    child = start("delete_on_full_disk", str(tmp_path), options, epoch)
+    children.append(child)
+    text = answer(child)
+    if text:  # a small file system could be mounted
+        assert ("no inodes are free" if "inodes" in options else "bytes are free") in text
+    assert answer(child) == ([".asyncckpt", "claim-1", "epoch-1", "lock"] if epoch else [])
+
+
+async def test_a_checkpoint_of_a_lower_layer_can_be_deleted(
+    tmp_path: Path, children: list[subprocess.Popen[str]]
+) -> None:
+    child = start("delete_in_lower_layer", str(tmp_path))
+    children.append(child)
+    assert answer(child) == []
+    assert answer(child) == []
+
+
 @pytest.mark.parametrize("function", ["save_read_only", "save_without_rights"])
 async def test_a_directory_that_cannot_be_written_is_named(
     function: str, children: list[subprocess.Popen[str]]
