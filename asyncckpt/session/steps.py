@@ -64,11 +64,11 @@ class Steps:
         if step is not None and (self._newest is None or step > self._newest):
             self._newest = step
 
-    async def found(self) -> list[int]:
-        """Return the steps with a valid commit record, ascending."""
+    async def found(self, above: int = -1) -> list[int]:
+        """Return the steps with a valid commit record, of those above a number, ascending."""
         store, valid, missing = self._root.store, set[int](), set[int]()
         while True:
-            steps = await self.candidates()
+            steps = [step for step in await self.candidates() if step > above]
             unknown = [step for step in steps if step not in valid]
             there = await mapped(
                 lambda step: exists(store, str(step)), unknown, store.capabilities.reads
@@ -185,9 +185,7 @@ class Steps:
         """Delete all steps above `step`, the highest first; return them, ascending."""
         deleted: list[int] = []
         epoch = await self._claims.epoch()
-        for number in reversed(await self.found()):
-            if number <= step:
-                break
+        for number in reversed(await self.found(above=step)):
             with contextlib.suppress(CheckpointNotFoundError):  # another process was faster
                 await self._delete(str(number), epoch)
                 deleted.append(number)

@@ -141,6 +141,16 @@ async def test_delete_waits_for_the_save_of_its_step_and_for_no_other(tmp_path: 
         assert await ckpt.steps() == []
 
 
+async def test_delete_after_reads_no_step_that_it_does_not_delete(tmp_path: Path) -> None:
+    """Lower steps may belong to another user, who does not let this one read them."""
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            await save(ckpt, step)
+        script = Script(ckpt)
+        assert await ckpt.delete_after(2) == [3]
+        assert script.count("read") == 1
+
+
 async def test_delete_after_leaves_to_others_what_they_delete_first(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2, 3):
