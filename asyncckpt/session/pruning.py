@@ -113,6 +113,8 @@ class Pruner:
         saved = report.step
         if saved is None:
             return report
+        if self._known is not None:
+            self._known.add(saved)  # whatever fails below
         deleted: list[int] = []
         notes: list[str] = []
         try:
@@ -143,7 +145,6 @@ class Pruner:
         removals: list[tuple[int, Removal]] = []
         kept: dict[int, Exception] = {}
         unremoved: dict[int, Exception] = {}
-        known = self._known or set()
         try:
             for step in steps:
                 if len(removals) == UNLISTED_MAX:
@@ -159,7 +160,8 @@ class Pruner:
                         name = _name(self.policy)
                         logger.info("deleted %s (%s)", self.root.location(step), name)
                 except CheckpointNotFoundError:
-                    known.discard(step)  # if it is there, another writer has replaced it
+                    if self._known is not None:
+                        self._known.discard(step)  # if it is there, another writer's
                 except FencedError as error:
                     notes.append(f"no more steps were deleted: {error}")
                     break

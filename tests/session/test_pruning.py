@@ -217,6 +217,11 @@ async def test_a_failed_listing_deletes_nothing_and_is_told(tmp_path: Path) -> N
         assert report.deleted_steps == ()
         assert "no step was deleted: no answer" in report.notes
         assert (await save(ckpt, 3)).deleted_steps == (1, 2)
+        Script(ckpt).fail("names", OSError("no answer"))
+        await save(ckpt, 9)
+        report = await save(ckpt, 5)  # goes back behind a step of its own
+        assert report.deleted_steps == (3, 9)
+        assert not [note for note in report.notes if "another job" in note]
 
 
 async def test_a_policy_of_step_numbers_has_no_metrics_read(tmp_path: Path) -> None:
