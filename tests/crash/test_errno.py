@@ -90,7 +90,7 @@ def complaints(scenario: Scenario, root: Path, kind: Kind, outcome: Outcome) -> 
     labels = returned(outcome.calls)
     if failure is None:
         lost = outcome.at.name in FLUSHES and kind.mode != "short" and kind.errno != errno.EINTR
-        if lost and not _is_of_deletion(scenario, outcome):
+        if lost and not _is_of_deletion(scenario, kind, outcome):
             wrong.append("a flush failed and the save was acknowledged")
     else:
         wrong += _complaints_about(failure, root, kind)
@@ -98,13 +98,13 @@ def complaints(scenario: Scenario, root: Path, kind: Kind, outcome: Outcome) -> 
     return wrong
 
 
-def _is_of_deletion(scenario: Scenario, outcome: Outcome) -> bool:
+def _is_of_deletion(scenario: Scenario, kind: Kind, outcome: Outcome) -> bool:
     """Whether the first failing call is of a deletion, which comes after the save, if there is one.
 
     Where there is no space for a move, a deletion is flushed elsewhere.
     """
     assert outcome.at is not None
-    if scenario is SCENARIOS["delete"]:
+    if scenario is SCENARIOS["delete"] and kind.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     before = outcome.calls[: outcome.at.number]
     return any(Path(call.path).name.startswith("trash-") for call in before)
