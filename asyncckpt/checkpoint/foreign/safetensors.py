@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import posixpath
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NoReturn
@@ -23,6 +24,8 @@ from asyncckpt.format.foreign.safetensors import (
 from asyncckpt.format.foreign.safetensors_set import (
     INDEX_SUFFIX,
     MAX_INDEX_NBYTES,
+    SHARD_NAME,
+    SHARDS_KEY,
     check_set,
     decode_index,
     holds_parts,
@@ -36,6 +39,12 @@ from asyncckpt.tree import Node, Structure
 
 HEAD_NBYTES = 128 * KIB
 """First read of a file: enough for most headers, and on object stores as fast as 8 bytes."""
+
+_CONSOLIDATE = (
+    "consolidate the files with torch.distributed.checkpoint first "
+    "(HuggingFaceStorageWriter(enable_consolidation=True)), or load them with its "
+    "HuggingFaceStorageReader"
+)
 
 logger = logging.getLogger("asyncckpt")
 
@@ -56,7 +65,8 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
         _refuse_choice(files.location, indexes or tensors)
     path = tensors[0]
     listing = Listing(files, "", {path: regular[path]})
-    header = await _read_header(listing, path)
+    # The only file of a directory holds whole tensors, if a single rank wrote it.
+    header = await _read_header(listing, path, alone=bool(path))
     return _opened(listing, dict.fromkeys(header.specs, (0, header)), header.metadata)
 
 
@@ -75,7 +85,12 @@ async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
     return _opened(listing, places, _merged(headers))
 
 
-async def _read_header(listing: Listing, path: str) -> Header:
+async def _read_header(listing: Listing, path: str, *, alone: bool = False) -> Header:
+    """Read the header of a file, which is `alone` if it is known to be the only one.
+
+    Raises:
+        UnsupportedFormatError: its tensors are, or may be, parts of larger ones.
+    """
     files, file_nbytes = listing.files, listing.nbytes_of[path]
     head = np.empty(min(HEAD_NBYTES, file_nbytes), np.uint8)
     await files.read_into(path, 0, [head])
@@ -90,15 +105,24 @@ async def _read_header(listing: Listing, path: str) -> Header:
     del head
     with named(files, path) as shown:
         header = decode_header(text, file_nbytes, file=shown)
+        found = ""
         if holds_parts(header.metadata, file=shown):
+            found = f"its tensors are parts of larger ones, those of one rank; {_CONSOLIDATE}"
+        elif not alone and SHARDS_KEY in header.metadata and _is_shard(shown):
+            # The first shard of each tensor begins at 0, as a whole tensor does.
+            found = (
+                "these are the shards of one rank, whose tensors may be parts of larger ones; "
+                f"{_CONSOLIDATE}; if a single rank wrote them, give the directory"
+            )
+        if found:
             raise UnsupportedFormatError(
-                f"{shown}: its tensors are parts of larger ones, written by each rank for itself; "
-                "consolidate the files with torch.distributed.checkpoint first "
-                "(HuggingFaceStorageWriter(enable_consolidation=True))",
-                expected="whole tensors",
-                found="parts of tensors",
+                f"{shown}: {found}", expected="whole tensors", found="parts of tensors"
             )
     return header
+
+
+def _is_shard(path: str) -> bool:
+    return SHARD_NAME.fullmatch(posixpath.basename(path)) is not None
 
 
 def _opened(
@@ -173,6 +197,14 @@ def _merged(headers: Mapping[str, Header]) -> dict[str, JsonValue]:
 
 def _refuse_choice(location: str, names: Sequence[str]) -> NoReturn:
     some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "") or "no regular file"
+    if any(map(_is_shard, names)):
+        raise UnsupportedFormatError(
+            f"{location}: these are the shards of ranks, whose tensors are parts of larger ones: "
+            f"{some}; {_CONSOLIDATE}",
+            location=location,
+            expected="whole tensors",
+            found=some,
+        )
     raise UnsupportedFormatError(
         f"{location}: one safetensors file or one index is read, and here is {some}; nothing says "
         "which belong together: give the path of one file, or a directory with one index",

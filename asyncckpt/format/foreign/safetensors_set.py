@@ -8,6 +8,7 @@ different ways) are ignored. Source: `huggingface_hub` 0.30, `serialization/_bas
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from asyncckpt.errors import CorruptCheckpointError
@@ -23,6 +24,10 @@ MAX_INDEX_NBYTES = 100_000_000
 
 SHARDS_KEY = "DCP_SHARDING_INFO"
 """Metadata of torch's `HuggingFaceStorageWriter`: offset of each tensor in the whole one."""
+
+SHARD_NAME = re.compile(r"shard-[0-9]+-.*")
+"""Files of `HuggingFaceStorageWriter(save_distributed=True)`: shards of one rank. Nothing says how
+many ranks there were, so an incomplete set cannot be told from a complete one."""
 
 _INDEX = "the index of the safetensors files"
 

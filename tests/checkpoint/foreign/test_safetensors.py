@@ -208,12 +208,30 @@ async def test_a_set_that_torch_wrote_comes_back(tmp_path: Path) -> None:
         assert torch.equal(found[name], value)
 
 
+def write_shard(directory: Path, rank: int, **offsets: list[int]) -> Path:
+    """Write the file of a rank as `HuggingFaceStorageWriter(save_distributed=True)` does."""
+    path = directory / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+    info = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
+    tensors = {name: np.ones((4, 2)) for name in offsets}
+    safetensors.numpy.save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(info)})
+    return path
+
+
 async def test_shards_of_ranks_are_not_taken_for_tensors(tmp_path: Path) -> None:
-    offsets = {"a": {"saved_offsets": [4, 0]}}
-    safetensors.numpy.save_file(
-        {"a": np.ones((4, 2))},
-        tmp_path / "shard-00002-model-00001-of-00001.safetensors",
-        {"DCP_SHARDING_INFO": json.dumps(offsets)},
-    )
-    with pytest.raises(asyncckpt.UnsupportedFormatError, match="consolidate the files"):
+    # The offsets of the first rank are those of whole tensors.
+    first, second = (write_shard(tmp_path, rank, a=[4 * rank, 0]) for rank in range(2))
+    for location in (first, second, tmp_path):
+        with pytest.raises(asyncckpt.UnsupportedFormatError, match="consolidate the files") as got:
+            await asyncckpt.restore(location)
+        assert "give the path" not in str(got.value)
+    first.unlink()
+    with pytest.raises(asyncckpt.UnsupportedFormatError, match="are parts of larger ones"):
         await asyncckpt.restore(tmp_path)
+
+
+async def test_the_only_shards_of_a_single_rank_are_its_tensors(tmp_path: Path) -> None:
+    state = {"a": torch.arange(8.0).reshape(4, 2)}
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    torch_dcp.save(state, storage_writer=writer, no_dist=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
+    assert torch.equal((await asyncckpt.restore(tmp_path, leaves="torch"))["a"], state["a"])
