@@ -10,17 +10,18 @@ those formats are parsed in `format.foreign`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.ours import is_our_leftover, without_record
+from asyncckpt.checkpoint.foreign.ours import is_our_data, is_our_leftover, without_record
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
 
@@ -35,6 +36,16 @@ Open = Callable[[CheckpointFiles], Awaitable[OpenCheckpoint]]
 _ORBAX_NAMES = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint", "_sharding"))
 _ORBAX_ITEMS = frozenset(("default", "state", "pytree"))
 _ZARR_NAMES = frozenset((".zarray", "zarr.json"))
+
+_LIBRARIES: Mapping[str, str] = {
+    "dcp": "torch.distributed.checkpoint",
+    "ocdbt": "TensorStore",
+    "orbax": "Orbax",
+    "safetensors": "safetensors",
+}
+
+_OUR_DATA = "default/d"
+"""Directory of the data files of an asyncckpt checkpoint."""
 
 _LIKE_OURS = frozenset((None, "orbax", "ocdbt"))
 """Formats that files of an incomplete asyncckpt checkpoint look like."""
@@ -83,6 +94,23 @@ async def open_any(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
     return opened
 
 
+async def library_of(files: CheckpointFiles) -> str | None:
+    """Return the library that wrote what has no commit record; None if it is no checkpoint."""
+    try:
+        entries = await files.entries(max_entries=MAX_ENTRIES)
+        name = await _format_of(files, entries)
+    except (CheckpointNotFoundError, UnsupportedFormatError):
+        return None
+    names = {entry.name for entry in entries}
+    if RECORD_NAME in names or (name in _LIKE_OURS and is_our_leftover(names)):
+        return None
+    with contextlib.suppress(CheckpointNotFoundError):
+        below = await files.entries(_OUR_DATA, max_entries=MAX_ENTRIES)
+        if any(is_our_data(f"d/{entry.name}") for entry in below):
+            return None
+    return None if name is None else _LIBRARIES[name]
+
+
 async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | None:
     """Return the format of a directory or file, or None if it is not a checkpoint."""
     names = {entry.name for entry in entries}
@@ -100,7 +128,12 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
         return "ocdbt"
     if any(name.startswith("ocdbt.process_") for name in directories):
         return "orbax"
-    items = sorted(name for name in directories if not STEP_NAME.fullmatch(name))
+    steps = sorted((name for name in directories if STEP_NAME.fullmatch(name)), key=int)
+    items = sorted(directories.difference(steps))
+    for name in steps[: -PROBED_ITEMS - 1 : -1] if items else ():
+        below = await files.entries(name, max_entries=MAX_ENTRIES)
+        if any(entry.name == RECORD_NAME for entry in below):
+            return None  # the root of a run, which may hold foreign checkpoints too
     for name in items[:PROBED_ITEMS]:
         # Items of an Orbax step, and parameters without OCDBT, may have any name.
         below = await files.entries(name, max_entries=MAX_ENTRIES)

@@ -16,8 +16,14 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import asyncckpt.blocking as blocking
+from asyncckpt.cli.terminal import complain
 from asyncckpt.convert.source import is_bucket
-from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, UsageError
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UsageError,
+)
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
@@ -25,6 +31,7 @@ from asyncckpt.options import MAX_ENTRIES, MIN_BUDGET_NBYTES
 from asyncckpt.ports import Claim, Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
+from asyncckpt.session.steps import foreign_steps
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url, split_url, without_scheme
 from asyncckpt.stores.paths import below
 
@@ -100,16 +107,13 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
     """
     with run_at(root, options) as run:
         check_directory(root)
-        steps = run.steps()
-        if not steps:
-            if has_record(root, options):
-                raise CheckpointNotFoundError(
-                    f"{root}: this is one checkpoint, not the root of a run; look at it with "
-                    f"`asyncckpt show {root}`",
-                    location=root,
-                )
-            # It may be a root of Orbax, whose steps can be read, too.
-            steps = candidates(root, options)
+        steps = candidates(root, options)
+        if not steps and has_record(root, options):
+            raise CheckpointNotFoundError(
+                f"{root}: this is one checkpoint, not the root of a run; look at it with "
+                f"`asyncckpt show {root}`",
+                location=root,
+            )
 
         def look(step: int) -> CheckpointInfo | AsyncCheckpointError | None:
             try:
@@ -162,7 +166,15 @@ def inspect_location(location: str, options: Options, *, timeline: bool = False)
         steps = candidates(location, options)
         if not steps:
             raise
-        return inspect_step(location, steps[-1], options, timeline=timeline)
+    for step in reversed(steps[1:]):
+        try:
+            return inspect_step(location, step, options, timeline=timeline)
+        except CorruptCheckpointError as damage:
+            # Without a valid record it is not a step; other damage is reported.
+            if damage.file != RECORD_NAME:
+                raise
+            complain(damage)
+    return inspect_step(location, steps[0], options, timeline=timeline)
 
 
 def candidates(root: str, options: Options) -> list[int]:
@@ -200,9 +212,11 @@ def removable(location: str, options: Options) -> tuple[str, int]:
         )
     # Without a record it is a directory whose name happens to be a number.
     if not has_record(location, options):
-        raise CheckpointNotFoundError(
-            f"{location}: there is no checkpoint to remove", location=location
-        )
+        root, step = place
+        text = f"{location}: there is no checkpoint to remove"
+        if foreign := _at_store(root, options, lambda store: foreign_steps(store, [step])):
+            text = f"{text}: {foreign}"
+        raise CheckpointNotFoundError(text, location=location)
     return place
 
 

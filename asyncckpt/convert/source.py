@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, refuse_implied
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint, refuse_implied
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
@@ -23,6 +25,8 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url
 
 R = TypeVar("R")
+
+logger = logging.getLogger("asyncckpt")
 
 
 class Runtimes:
@@ -119,15 +123,19 @@ async def _newest(
         CheckpointNotFoundError: there is none; `error` if given.
     """
     names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
-    for name in sorted(names, key=int, reverse=True):
+    names.sort(key=int, reverse=True)
+    # Steps of other libraries do not count in a run that has its own.
+    for opener, name in itertools.product((open_checkpoint, open_any), names):
         try:
-            return await open_any(store.files(name), compute)
+            return await opener(store.files(name), compute)
         except CheckpointNotFoundError:
             continue
         except CorruptCheckpointError as damage:
             # Without a valid record it is not a step; other damage is reported.
             if damage.file != RECORD_NAME:
                 raise
+            if opener is open_checkpoint:
+                logger.warning("%s; it is skipped, as if it did not exist", damage)
     raise error or CheckpointNotFoundError(
         f"{store.url}: there is no checkpoint here", location=store.url
     )

@@ -85,13 +85,24 @@ class SaveState:
             self.staged.set_result(not ended)
 
 
-async def record_of(files: CheckpointFiles) -> bytes | None:
-    """Return the commit record of a valid checkpoint, None if there is none."""
+async def record_of(
+    files: CheckpointFiles, damaged: Callable[[], object] | None = None
+) -> bytes | None:
+    """Return the commit record of a valid checkpoint, None if there is none.
+
+    `damaged` is called where there is a record that is not valid.
+    """
     try:
         data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
-    except (CheckpointNotFoundError, CorruptCheckpointError):
+    except CheckpointNotFoundError:
         return None
-    return data if is_record(data) else None
+    except CorruptCheckpointError:
+        data = b""  # longer than any record, or a link
+    if is_record(data):
+        return data
+    if damaged is not None:
+        damaged()
+    return None
 
 
 async def exists(store: Store, name: str) -> bool:

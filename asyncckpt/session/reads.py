@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, TypeVar
@@ -22,6 +23,8 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     DeadlineExceededError,
 )
+from asyncckpt.format.foreign.orbax_read import UNFINISHED
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.ports import CallIn, CheckpointFiles, Exchange, ExchangingCoordinator
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.restore.agreement import RestoreAgreement
@@ -30,16 +33,13 @@ from asyncckpt.restore.restore import RestoreOutcome, run_restore
 from asyncckpt.runtime import Runtime
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.root import Root
-from asyncckpt.session.steps import Steps
+from asyncckpt.session.steps import LISTED_STEPS, Steps
 from asyncckpt.verify.inspect import info_of
 from asyncckpt.verify.verify import verify_checkpoint
 
 T = TypeVar("T")
 
 logger = logging.getLogger("asyncckpt")
-
-LISTED_STEPS = 10
-"""Newest steps that an error lists."""
 
 Verb = Literal["restore", "inspect", "verify"]
 
@@ -158,7 +158,7 @@ class Reads:
             return None
         newest = await self._steps.latest()
         if newest is None:
-            raise self._nothing("restore")
+            raise await self._nothing("restore")
         return newest
 
     async def inspect(self, step: int | None, timeline: bool) -> CheckpointInfo:
@@ -201,26 +201,31 @@ class Reads:
                 below = tried if tried in gone else below
                 gone.add(tried)
                 newest = await self._steps.newest(below)
-        raise self._nothing(verb)
+        raise await self._nothing(verb)
 
-    def _nothing(self, verb: Verb) -> CheckpointNotFoundError:
+    async def _nothing(self, verb: Verb) -> CheckpointNotFoundError:
+        foreign = await self._steps.foreign()
+        advice = f": {foreign}" if foreign else "; check that latest_step() is not None first"
         return CheckpointNotFoundError(
-            f"{self._root.url}: there is no checkpoint to {verb}; check that latest_step() is not "
-            "None first",
-            location=self._root.url,
+            f"{self._root.url}: there is no checkpoint to {verb}{advice}", location=self._root.url
         )
 
     async def _without(
         self, step: int, files: CheckpointFiles, error: CheckpointNotFoundError
     ) -> CheckpointNotFoundError:
         """Return the error that lists the steps, where there is no such step."""
-        there = await self._steps.candidates()
+        names = await self._root.store.names()
+        there = sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
         if step in there:
             return error
         some = ", ".join(map(str, there[-LISTED_STEPS:])) or "none"
         some = f"…, {some}" if len(there) > LISTED_STEPS else some
+        # Of other libraries: ckpt_2, 00000002.
+        pattern = re.compile(rf"([^.].*[^0-9])?0*{step}")
+        like = [name for name in names if pattern.fullmatch(name) and UNFINISHED not in name]
+        others = f"; {self._root.location(min(like))} may be meant" if like else ""
         return CheckpointNotFoundError(
-            f"{files.location}: there is no such step; the steps are {some}",
+            f"{files.location}: there is no such step; the steps are {some}{others}",
             location=files.location,
             found=there,
         )

@@ -9,15 +9,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections.abc import Iterable
+from functools import partial
 
-from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.checkpoint.open import library_of
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from asyncckpt.flow.shield import mapped, together, uninterrupted
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.ports import CheckpointFiles, Removal
+from asyncckpt.ports import CheckpointFiles, Removal, Store
 from asyncckpt.save.save import exists, record_of
 from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.root import Root
+
+LISTED_STEPS = 10
+"""Newest steps that an error lists."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -51,6 +61,31 @@ class PeekedFiles:
         return record
 
 
+async def foreign_steps(store: Store, steps: Iterable[int]) -> str:
+    """Say which of these directories are steps of another library; return "" if none is."""
+
+    async def library(step: int) -> str | None:
+        files = store.files(str(step))
+        try:
+            return await library_of(files)
+        except AsyncCheckpointError:
+            return None  # what calls this has an error of its own to explain
+        finally:
+            await files.close()
+
+    looked = sorted(steps)[-LISTED_STEPS:]
+    libraries = await mapped(library, looked, store.capabilities.reads)
+    found = {step: name for step, name in zip(looked, libraries, strict=True) if name is not None}
+    if not found:
+        return ""
+    numbers, last = ", ".join(map(str, found)), max(found)
+    are = "is a step" if len(found) == 1 else "are steps"
+    return (
+        f"{numbers} {are} of {' and '.join(sorted(set(found.values())))}, which asyncckpt reads, "
+        f"as by restore({last}), but does not list, count or delete"
+    )
+
+
 class Steps:
     """The steps below one root, as they are at each call: other processes add and delete some."""
 
@@ -58,6 +93,9 @@ class Steps:
         self._root = root
         self._claims = claims
         self._newest: int | None = None
+        self._without_record: set[int] = set()
+        self._damaged: set[int] = set()
+        self._warned = False
 
     def saved(self, step: int | None) -> None:
         """Note a step that was saved here and may be the newest."""
@@ -82,6 +120,10 @@ class Steps:
         """Return the highest step with a valid commit record."""
         newest = await self.newest()
         if newest is None:
+            # A loop would begin again at step 0.
+            if not self._warned and (text := await self.foreign()):
+                self._warned = True
+                logger.warning("%s: there is no step to continue from: %s", self._root.url, text)
             return None
         step, files = newest
         await files.close()
@@ -108,7 +150,12 @@ class Steps:
             self._newest = newest[0]
         if newest is None and not missing:
             await self._root.refuse_checkpoint()
+        self._without_record = missing if newest is None else set()
         return newest
+
+    async def foreign(self) -> str:
+        """Say which directories that `newest` found instead of steps are of another library."""
+        return await foreign_steps(self._root.store, self._without_record)
 
     async def _highest(
         self, below: int | None, likely: int | None
@@ -142,7 +189,7 @@ class Steps:
         """Return the files of a step that has a valid commit record, else None."""
         files = self._root.store.files(str(step))
         try:
-            record = await record_of(files)
+            record = await record_of(files, partial(self._warn_of_damage, step))
         except BaseException:
             await files.close()
             raise
@@ -150,6 +197,14 @@ class Steps:
             await files.close()
             return None
         return PeekedFiles(files, record)
+
+    def _warn_of_damage(self, step: int) -> None:
+        if step not in self._damaged:
+            self._damaged.add(step)
+            logger.warning(
+                "%s: its commit record is damaged, so this step is skipped as if it did not exist",
+                self._root.location(step),
+            )
 
     async def candidates(self) -> list[int]:
         """Return the names that may be steps, ascending."""
@@ -170,9 +225,10 @@ class Steps:
         except CorruptCheckpointError:
             pass  # a damaged checkpoint is one that can be deleted
         except CheckpointNotFoundError:
-            raise CheckpointNotFoundError(
-                f"{location}: there is no checkpoint to delete", location=location
-            ) from None
+            text = f"{location}: there is no checkpoint to delete"
+            if foreign := await foreign_steps(store, [int(name)]):
+                text = f"{text}: {foreign}"
+            raise CheckpointNotFoundError(text, location=location) from None
         finally:
             await files.close()
         await self._delete(name, await self._claims.epoch())

@@ -16,6 +16,7 @@ from asyncckpt import __version__, blocking
 from asyncckpt.cli import INSTALL_LINE
 from asyncckpt.options import LeafOptions, SaveOptions
 from asyncckpt.save import commit as save_commit
+from tests.checkpoint.foreign import orbax_writers
 from tests.cli.ran import Ran, Run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -246,6 +247,27 @@ def test_rm_removes_a_damaged_step(run: Run, root: Path) -> None:
     done = run("rm", root / "1", answer="y\n")
     assert done.status == 0 and "(damaged)" in done.out
     assert not (root / "1").exists()
+
+
+def test_a_run_whose_newest_record_is_damaged_is_listed_and_shown(run: Run, root: Path) -> None:
+    newest = max((path for path in root.iterdir() if path.name.isdecimal()), key=lambda p: p.name)
+    record = newest / "checkpoint.json"
+    record.write_bytes(record.read_bytes()[:-1])
+    listed = run("ls", root)
+    assert listed.status == 1 and f"{newest}: the commit record is damaged" in listed.err
+    shown = run("show", root)
+    assert shown.status == 0 and f"{newest}: the commit record is damaged" in shown.err
+    converted = run("convert", root, root.parent / "copy")
+    assert converted.status == 0
+    source = converted.out.split()[1]
+    assert source != str(newest) and f"checkpoint  {source}\n" in shown.out
+
+
+def test_rm_of_the_step_of_another_library_says_so(run: Run, tmp_path: Path) -> None:
+    orbax_writers.manager(tmp_path, {"w": np.ones(2)})
+    done = run("rm", "--yes", tmp_path / "12")
+    assert done.status == 1 and "12 is a step of Orbax" in done.err
+    assert (tmp_path / "12").exists()
 
 
 def test_rm_refuses_what_is_no_step(run: Run, root: Path, final: Path, tmp_path: Path) -> None:

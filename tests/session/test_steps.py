@@ -80,7 +80,9 @@ async def test_run_twice_against_the_same_root_continues(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == list("012345")
 
 
-async def test_steps_ignores_foreign_names_and_what_is_no_checkpoint(tmp_path: Path) -> None:
+async def test_steps_ignores_foreign_names_and_what_is_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         for step in (2, 10, 7):
             await ckpt.save(step, tree(step))
@@ -98,7 +100,12 @@ async def test_steps_ignores_foreign_names_and_what_is_no_checkpoint(tmp_path: P
         shutil.copytree(tmp_path / "10", tmp_path / "20")
         (tmp_path / "20" / "checkpoint.json").write_bytes(data[: len(data) // 2])
         assert await ckpt.steps() == [2, 7, 10]
-        assert await ckpt.latest_step() == 10
+        for _ in range(2):
+            assert await ckpt.latest_step() == 10
+        assert [message.partition(": ")[0] for message in caplog.messages] == [
+            str(tmp_path / step) for step in ("20", "11")
+        ]
+        assert "its commit record is damaged" in caplog.messages[0]
         assert (await ckpt.restore())["step"] == 10
         assert await ckpt.delete_after(2) == [7, 10]
         assert await ckpt.steps() == [2]

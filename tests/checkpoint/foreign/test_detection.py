@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import pickle
+import re
 import shutil
 import warnings
 import zipfile
@@ -64,6 +66,62 @@ def test_the_step_of_another_library_is_restored_by_its_number(tmp_path: Path) -
         with pytest.warns(asyncckpt.RestoreWarning, match="no checksum"):
             restored = ckpt.restore(12)
     assert np.array_equal(restored["w"], VALUES["w"])
+
+
+async def test_a_run_that_another_library_began_does_not_look_new(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    orbax_writers.manager(tmp_path, VALUES)
+    (tmp_path / "30").mkdir()
+    said = r"1, 12 are steps of Orbax, which asyncckpt reads, as by restore\(12\)"
+    caplog.set_level(logging.WARNING, "asyncckpt")
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for _ in range(2):
+            assert await ckpt.latest_step() is None
+        (record,) = caplog.records
+        assert re.search(said, record.getMessage())
+        for verb, call in ("restore", ckpt.restore), ("inspect", ckpt.inspect):
+            with pytest.raises(asyncckpt.CheckpointNotFoundError, match=f"to {verb}: {said}"):
+                await call()
+        with pytest.raises(asyncckpt.CheckpointNotFoundError, match="12 is a step of Orbax"):
+            await ckpt.delete(12)
+        await ckpt.save(2, VALUES)
+        assert await ckpt.latest_step() == 2
+        assert (await asyncckpt.convert(tmp_path, tmp_path / "copy")).source == str(tmp_path / "2")
+    assert len(caplog.records) == 1
+
+
+async def test_leftovers_of_own_steps_are_not_of_another_library(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(3, VALUES)
+        (tmp_path / "3" / "checkpoint.json").unlink()
+        assert await ckpt.latest_step() is None
+        with pytest.raises(asyncckpt.CheckpointNotFoundError, match="check that latest_step"):
+            await ckpt.restore()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("other", ["ckpt_1", "00000001", "1.orbax-checkpoint-tmp-1", "1"])
+async def test_a_run_beside_steps_of_another_library_is_a_run(tmp_path: Path, other: str) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(3, VALUES)
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "_CHECKPOINT_METADATA").write_text("{}")
+        with pytest.raises(asyncckpt.CheckpointNotFoundError, match="its newest step is 3"):
+            await asyncckpt.restore(tmp_path)
+
+
+async def test_the_error_for_a_missing_step_names_those_with_another_name(tmp_path: Path) -> None:
+    for name in ("ckpt_2", "ckpt_12", "00000007", "2.orbax-checkpoint-tmp-1"):
+        (tmp_path / name).mkdir()
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step, name in (2, "ckpt_2"), (7, "00000007"):
+            with pytest.raises(asyncckpt.CheckpointNotFoundError, match=f"{name} may be meant"):
+                await ckpt.restore(step)
+        with pytest.raises(asyncckpt.CheckpointNotFoundError, match=r"the steps are none$"):
+            await ckpt.restore(1)
 
 
 @pytest.mark.parametrize("what", ["empty", "links", "other"])
