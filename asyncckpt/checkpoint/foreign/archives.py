@@ -23,7 +23,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.foreign.torch.dcp import Entry, Item, layout_of
-from asyncckpt.format.foreign.torch.plain_values import load_value
+from asyncckpt.format.foreign.torch.plain_values import READ_NAMES, load_value
 from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, SavedTensor
 from asyncckpt.format.foreign.torch.torch_zip import (
     HEAD_NBYTES,
@@ -111,7 +111,9 @@ class Archives:
             archive = Archive(data, item.nbytes, what, shown, item.offset)
             if entry.shape is None:
                 self._allowance.left += ALLOWANCE_RATIO * len(data)
-                value = load_value(archive.pickle(), self._allowance, depth=len(entry.path))
+                value = load_value(
+                    archive.pickle(), self._allowance, depth=len(entry.path), names=READ_NAMES
+                )
                 self.values[want.number] = value
             else:
                 self.runs[want.number, want.shard] = self._run(archive, entry, want.shard)

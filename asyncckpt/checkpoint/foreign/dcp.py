@@ -22,6 +22,7 @@ from asyncckpt.format.foreign.torch.dcp import (
     Entry,
     decode_entries,
 )
+from asyncckpt.format.foreign.torch.plain_values import SavedArray
 from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, metadata_names
 from asyncckpt.format.foreign.torch.unpickle import (
     ALLOWANCE_RATIO,
@@ -79,7 +80,9 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
             raise corrupt("planner_data", str(error), file=shown) from None
     tables = RunTables()
     for leaf in leaves:
-        if not isinstance(leaf, ForeignLeaf):
+        if isinstance(leaf, SavedArray):
+            tables.add_value(leaf.array)
+        elif not isinstance(leaf, ForeignLeaf):
             tables.add_scalar(leaf)
         elif leaf.array in archives.faults:
             _add_refused(tables, entries[leaf.array], archives.faults[leaf.array], listing)

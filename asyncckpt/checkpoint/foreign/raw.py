@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from asyncckpt.planning.table import Column
 from asyncckpt.reports import FileInfo
 from asyncckpt.spec import ITEMSIZES, ArraySpec, array_spec
 from asyncckpt.tree import Structure, array_names
+
+MAX_SHOWN = 50
+"""Most unreadable leaves that an error describes."""
 
 
 class RawPiece(NamedTuple):
@@ -141,11 +144,20 @@ class RunTables:
         if type(value) is not bytes or len(value) <= INLINE_NBYTES:
             self.add_leaf(*encode_scalar(value))
             return
-        self._inline[self._row_count] = value
-        shape = (len(value),)
-        storage = self._storage(array_spec(shape, "uint8"), shape, PLAIN)
-        self._add_array(storage, -1, np.zeros(1, np.int64), 0)
-        self.add_leaf("numpy", extra={"python": "bytes"})
+        self.add_value(np.frombuffer(value, np.uint8), {"python": "bytes"})
+
+    def add_value(
+        self, array: np.ndarray[Any, Any], extra: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        """Add an array that was read with the metadata as the next leaf."""
+        spec = array_spec(array.shape, array.dtype.name)
+        chunk_shape = tuple(max(1, n) for n in array.shape)
+        if array.size:
+            little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+            self._inline[self._row_count] = little.tobytes()
+        offsets = np.zeros(min(array.size, 1), np.int64)
+        self._add_array(self._storage(spec, chunk_shape, PLAIN), -1, offsets, 0)
+        self.add_leaf("numpy", extra=extra)
 
     def add_array(
         self,
@@ -221,9 +233,8 @@ class RunTables:
         extents, refused = self._extents(), self._refused
 
         async def read_extents(_: OpenCheckpoint, wanted: Sequence[int] | None) -> Extents:
-            for array in wanted or () if refused else ():
-                if array in refused:
-                    raise copy.copy(refused[array])
+            if refused and (faults := [refused[n] for n in wanted or () if n in refused]):
+                raise _joined(faults, listing.files.location)
             return extents
 
         return OpenCheckpoint(
@@ -285,6 +296,15 @@ class RunTables:
             np.repeat(np.array([nbytes for _, _, nbytes in self._rows], np.int64), counts),
             values=self._inline,
         )
+
+
+def _joined(faults: Sequence[AsyncCheckpointError], location: str) -> AsyncCheckpointError:
+    """Return one error for all leaves that cannot be read."""
+    error = copy.copy(faults[0])
+    if len(faults) > 1:
+        shown = [*map(str, faults[:MAX_SHOWN]), *(["…"] if len(faults) > MAX_SHOWN else [])]
+        error.args = ("\n  ".join([f"{location}: {len(faults)} leaves cannot be read:", *shown]),)
+    return error
 
 
 def _turned(piece: RawPiece, axes: Sequence[int]) -> RawPiece:

@@ -289,9 +289,9 @@ CHECKPOINTS: dict[str, Set] = {
         DATA,
     ),
     "array-in-a-value": (
-        dcp(value=archive((named("numpy._core.multiarray", "_reconstruct"),))),
+        dcp(value=archive((named("numpy.ma.core", "_mareconstruct"),))),
         UNSUPPORTED,
-        "the global 'numpy._core.multiarray._reconstruct'",
+        "the global 'numpy.ma.core._mareconstruct'",
         DATA,
     ),
     "tensor-in-a-value": (

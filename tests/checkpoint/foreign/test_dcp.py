@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import json
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -249,6 +250,48 @@ def test_an_optimizer_without_state_is_restored(tmp_path: Path) -> None:
 
 class Settings:
     """An object of the program that saved."""
+
+
+async def test_arrays_and_scalars_of_numpy_come_back_from_pickled_values(tmp_path: Path) -> None:
+    arrays = {
+        "ints": np.arange(6).reshape(2, 3),
+        "fortran": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
+        "big": np.arange(4, dtype=">i2"),
+        "empty": np.zeros((0, 3), np.complex64),
+        "bool": np.array([True, False]),
+        "rank 0": np.array(2.5, np.float16),
+        "float": np.float64(0.25),
+        "uint": np.uint8(7),
+        "large": np.arange(5000.0),
+    }
+    state = {"w": torch.ones(2), "a": arrays, "rng": np.random.RandomState(0).get_state()}
+    path = save(state, tmp_path / "c")
+    found = await asyncckpt.restore(path)
+    assert found["a"].keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found["a"][name].dtype == array.dtype.newbyteorder("="), name
+        np.testing.assert_array_equal(found["a"][name], array)
+    drawn = np.random.RandomState(1)
+    drawn.set_state(found["rng"])
+    assert drawn.random() == np.random.RandomState(0).random()
+    assert (await asyncckpt.verify(path)).ok
+    await asyncckpt.convert(path, tmp_path / "d")
+    assert (await asyncckpt.diff(path, tmp_path / "d")).equal
+
+
+async def test_dtypes_and_devices_come_back_as_their_names(tmp_path: Path) -> None:
+    state = {"d": torch.bfloat16, "at": (torch.device("cpu"), torch.device("cuda", 1))}
+    found = await asyncckpt.restore(save(state, tmp_path / "c"))
+    assert found == {"d": "torch.bfloat16", "at": ("cpu", "cuda:1")}
+
+
+async def test_one_error_lists_all_that_cannot_be_read(tmp_path: Path) -> None:
+    state = {"s": {1, 2}, "w": torch.ones(2), "o": Settings(), "names": np.array(["a", "b"])}
+    path = save(state, tmp_path / "c")
+    with pytest.raises(asyncckpt.UnsupportedFormatError, match="3 leaves cannot be read") as caught:
+        await asyncckpt.restore(path)
+    for name, found in (("s", "set"), ("o", "Settings"), ("names", "the dtype 'U1'")):
+        assert re.search(f"the archive of '{name}' has .*{found}", str(caught.value))
 
 
 async def test_who_leaves_out_what_cannot_be_read_gets_the_rest(tmp_path: Path) -> None:

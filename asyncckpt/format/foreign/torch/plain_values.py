@@ -1,12 +1,18 @@
 """Pickles of plain values, as `torch.save` writes them: numbers, strings, bytes and containers.
 
 Protocol 2 writes `bytes` and `complex` as calls of `_codecs.encode` and `complex`; these,
-`OrderedDict` (read as a dict) and `torch.Size` (read as a tuple) are the only accepted calls.
+`OrderedDict` (read as a dict) and `torch.Size` (read as a tuple) are the only accepted calls. Where
+nothing is written back, arrays and scalars of NumPy are accepted too, and dtypes and devices of
+torch (read as their names). Source: `__reduce__` and `__setstate__` in `methods.c` and
+`descriptor.c` of NumPy 2.3.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 from asyncckpt.format.foreign.torch.unpickle import (
     DICT_NBYTES,
@@ -15,6 +21,7 @@ from asyncckpt.format.foreign.torch.unpickle import (
     Allowance,
     Names,
     PickleSource,
+    Stub,
     Unpickler,
 )
 from asyncckpt.tree import MAX_DEPTH
@@ -22,6 +29,20 @@ from asyncckpt.tree.structure import MAX_KEY_BITS
 
 LEAF_NBYTES = 192
 """Memory that a leaf takes in the tables of an open checkpoint: its path, its value, its place."""
+
+_ARRAY_NBYTES = 256
+"""Memory of an array without its elements, and of views while it is made."""
+
+MAX_RANK = 32
+"""Most dimensions of a NumPy array before 2.0."""
+
+_CODES = frozenset("b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16".split())
+"""NumPy dtypes that are read, as `numpy.dtype` is called with them."""
+
+_TORCH_DTYPES = (
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz bfloat16 float16 float32 float64 complex32 complex64 complex128"
+).split()
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -64,6 +85,103 @@ def _size(arguments: tuple[Any, ...], _: Allowance) -> tuple[int, ...]:
     return arguments[0]
 
 
+def _device(arguments: tuple[Any, ...], allowance: Allowance) -> str:
+    if [type(part) for part in arguments] not in ([str], [str, int]):
+        raise ValueError("it makes a torch.device of something other than a name and a number")
+    allowance.take(TEXT_NBYTES + INT_NBYTES)
+    return ":".join(map(str, arguments))
+
+
+class SavedDtype(Stub):
+    """NumPy dtype.
+
+    Attributes:
+        code: kind and size, as in `f8`.
+        order: byte order: ``<``, ``>`` or ``|``.
+    """
+
+    __slots__ = ("code", "order")
+
+    def set_code(self, code: str) -> None:
+        """Set kind and size."""
+        self.code = code[:80]
+
+    def set_state(self, state: object) -> dict[str, object]:
+        """Set the byte order. The rest of the state describes dtypes that are not read."""
+        if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|"):
+            raise ValueError("the state of a numpy.dtype has no byte order")
+        self.order = state[1]
+        return {}
+
+
+class SavedArray(Stub):
+    """NumPy array or scalar, a leaf of a value.
+
+    Attributes:
+        array: a view of the pickle's bytes, in its byte order; None if its dtype is not read.
+        dtype: the name of its dtype.
+    """
+
+    __slots__ = ("array", "dtype")
+
+    def set_state(self, state: object) -> dict[str, object]:
+        """Fill the array from version, shape, dtype, order and bytes."""
+        if type(state) is not tuple or len(state) != 5:
+            raise ValueError("the state of a NumPy array does not have 5 items")
+        self.fill(*state[1:])
+        return {}
+
+    def fill(self, shape: object, dtype: object, fortran: object, data: object) -> None:
+        """Fill the array; one of a dtype that is not read stays None."""
+        if type(shape) is not tuple or len(shape) > MAX_RANK or not isinstance(dtype, SavedDtype):
+            raise ValueError("a NumPy array has no shape, or no dtype")
+        if any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
+            raise ValueError("a NumPy array has an extent that is no size")
+        self.dtype = dtype.code
+        if dtype.code not in _CODES:
+            return
+        stored = np.dtype(dtype.code).newbyteorder(dtype.order or "<")
+        if type(data) is not bytes or math.prod(shape) * stored.itemsize != len(data):
+            raise ValueError("the bytes of a NumPy array do not fit its shape and dtype")
+        # Not copied: a pickle may make many arrays of the same bytes.
+        self.array = np.frombuffer(data, stored).reshape(shape, order="F" if fortran else "C")
+
+
+class _Class:
+    """The class `numpy.ndarray`, which is only an argument of calls."""
+
+
+_NDARRAY = _Class()
+
+
+def _dtype(arguments: tuple[Any, ...], allowance: Allowance) -> SavedDtype:
+    if len(arguments) != 3 or type(arguments[0]) is not str:
+        raise ValueError("it makes a numpy.dtype of something other than its name")
+    allowance.take(SavedDtype.__basicsize__)
+    made = SavedDtype()
+    made.set_code(arguments[0])
+    return made
+
+
+def _new_array(arguments: tuple[Any, ...], allowance: Allowance) -> SavedArray:
+    """Return an array that is filled afterwards, as `numpy._core.multiarray._reconstruct`."""
+    if len(arguments) != 3 or arguments[0] is not _NDARRAY:
+        raise ValueError("it makes a NumPy array of another class")
+    allowance.take(SavedArray.__basicsize__ + _ARRAY_NBYTES)
+    return SavedArray()
+
+
+def _scalar(arguments: tuple[Any, ...], allowance: Allowance) -> SavedArray:
+    if len(arguments) != 2:
+        raise ValueError("it makes a NumPy scalar of something other than a dtype and bytes")
+    allowance.take(SavedArray.__basicsize__ + _ARRAY_NBYTES)
+    made = SavedArray()
+    made.fill((), arguments[0], False, arguments[1])
+    return made
+
+
+_ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
+
 NAMES: Names = {
     ("_codecs", "encode"): _encode,
     ("__builtin__", "bytes"): _bytes,
@@ -74,10 +192,25 @@ NAMES: Names = {
     ("torch", "Size"): _size,
 }
 
+READ_NAMES: Names = {
+    **NAMES,
+    ("torch", "device"): _device,
+    **{("torch", name): f"torch.{name}" for name in _TORCH_DTYPES},
+    ("numpy", "ndarray"): _NDARRAY,
+    ("numpy", "dtype"): _dtype,
+    **{(module, "_reconstruct"): _new_array for module in _ARRAYS},
+    **{(module, "scalar"): _scalar for module in _ARRAYS},
+}
 
-def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) -> Any:
-    """Return the plain value of a pickle, which will be `depth` containers deep in a tree."""
-    unpickler = Unpickler(source, NAMES, allowance)
+
+def load_value(
+    source: PickleSource, allowance: Allowance, *, depth: int = 0, names: Names = NAMES
+) -> Any:
+    """Return the plain value of a pickle, which will be `depth` containers deep in a tree.
+
+    With `names=READ_NAMES` it may hold `SavedArray` leaves, and the names of dtypes and devices.
+    """
+    unpickler = Unpickler(source, names, allowance)
     value = unpickler.run()
     try:
         found = _not_plain(value, allowance, MAX_DEPTH - depth, unpickler.nbytes)
@@ -113,6 +246,10 @@ def _not_plain(value: Any, allowance: Allowance, depth: int, most: int) -> str |
                 inner += item.values()
             elif kind is list or kind is tuple:
                 inner += item
+            elif kind is SavedArray and item.array is not None:
+                allowance.take(LEAF_NBYTES + item.array.nbytes)
+            elif kind is SavedArray:
+                return f"a NumPy array of the dtype {item.dtype!r}"
             else:
                 return f"a {kind.__name__}"
             if count + len(inner) > most:

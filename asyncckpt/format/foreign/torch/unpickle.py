@@ -91,8 +91,8 @@ class PickleSource:
         """Return the error for something at byte `at` that is not read."""
         return unsupported(
             f"{self.what} has {found}, which is not read (nothing is executed from a checkpoint); "
-            "save it as tensors, numbers, strings and plain containers, or leave it out with "
-            "include=",
+            "save it as tensors, arrays, numbers, strings and plain containers, or leave it out "
+            "with include=",
             file=self.file,
             offset=self.base + at,
             expected="tensors, numbers, strings, bytes, dicts, lists and tuples",

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.foreign.torch.plain_values import load_value
+from asyncckpt.format.foreign.torch.plain_values import READ_NAMES, load_value
 from asyncckpt.format.foreign.torch.torch_pickle import (
     Dtype,
     StorageInfo,
@@ -341,6 +341,31 @@ def test_hostile_pickles_are_refused_within_their_memory(what: str) -> None:
         value_of(data, 3 * len(data) + 3 * MIB)
     assert caught.value.offset is not None
     assert peak[0] <= 3 * len(data) + 3 * MIB
+
+
+ARRAY = pickle.dumps(np.zeros(40_000, np.uint8), 2)[2:-1]
+
+ARRAYS: dict[str, bytes] = {
+    "too few bytes": ARRAY.replace(b"M@\x9c", b"M@\x9d"),
+    "a shape of text": ARRAY.replace(b"M@\x9c\x85", b"X\x01\0\0\0a\x85"),
+    "another class": ARRAY.replace(b"numpy\nndarray", b"torch\nSize"),
+}
+
+
+@pytest.mark.parametrize("what", ARRAYS)
+def test_arrays_that_contradict_themselves_are_damaged(what: str) -> None:
+    assert load_value(source(b"\x80\x02" + ARRAY + b"."), Allowance(PLENTY), names=READ_NAMES)
+    assert ARRAYS[what] != ARRAY
+    with pytest.raises(CorruptCheckpointError, match="NumPy array"):
+        load_value(source(b"\x80\x02" + ARRAYS[what] + b"."), Allowance(PLENTY), names=READ_NAMES)
+
+
+def test_an_array_counts_for_each_use() -> None:
+    array = np.zeros(40_000, np.uint8)
+    data = pickle.dumps([array] * 1000, 2)
+    with memory_peak() as peak, pytest.raises(CorruptCheckpointError, match="more memory"):
+        load_value(source(data), Allowance(3 * len(data) + MIB), names=READ_NAMES)
+    assert peak[0] <= 3 * len(data) + MIB
 
 
 def test_values_within_their_depth_are_read_and_no_deeper() -> None:
