@@ -2,10 +2,13 @@
 
 # Rule 1: a step with one tree is that tree; one with several is a dict by item name. JSON items are
 #   always in `metadata` by name, and also in the dict if there is one.
+# Rule 2: nothing that the user stored is lost: what another value hides in `metadata`, and numbers
+#   that JSON lacks, are there in another form, with a note.
 
 from __future__ import annotations
 
 import contextlib
+import json
 import posixpath
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,6 +33,7 @@ from asyncckpt.format.foreign.orbax_read import (
 from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import METADATA_FILE
+from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
@@ -48,6 +52,8 @@ _NO_ITEM = "DescriptorHandler"  # listed by version 1, although it writes nothin
 # These handlers wrap a single leaf in a tree, under the name `_SINGLE`, and restore the leaf.
 _SINGLE_HANDLERS = ("ArrayCheckpointHandler", "JaxRandomKeyCheckpointHandler")
 _SINGLE = "checkpoint"
+_CUSTOM = "custom_metadata"
+_NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 
 
 async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
@@ -89,20 +95,48 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     measured = documents.get(_METRICS)
     metrics = numbers(measured)
     others = isinstance(measured, dict) and measured.keys() != metrics.keys()
+    shown = {name: value for name, value in documents.items() if name != _METRICS or others}
+    metadata = _finite(_merged((step.custom, item.custom, shown), item.notes), item.notes)
     return make_checkpoint(
         files,
         "orbax",
         item.tree,
-        metadata={
-            **step.custom,
-            **item.custom,
-            **{name: value for name, value in documents.items() if name != _METRICS or others},
-        },
+        metadata=metadata,
         metrics={**step.metrics, **metrics},
         created_ns=step.committed_ns,
         database=item.directory,
         notes=item.notes,
     )
+
+
+def _merged(sources: Sequence[Mapping[str, JsonValue]], notes: list[str]) -> dict[str, JsonValue]:
+    """Merge JSON by name. Values with the name of a later one move to `custom_metadata`."""
+    merged: dict[str, JsonValue] = {}
+    hidden: dict[str, JsonValue] = {}
+    for name, value in [pair for source in sources for pair in source.items()]:
+        if merged.get(name, value) != value:
+            hidden[name] = merged[name]
+        merged[name] = value
+    if hidden:
+        at = _CUSTOM
+        while at in merged:
+            at += "_"
+        merged[at] = hidden
+        names = ", ".join(map(repr, hidden))
+        notes.append(f"custom metadata has the name of an item: see metadata[{at!r}] for {names}")
+    return merged
+
+
+def _finite(metadata: dict[str, JsonValue], notes: list[str]) -> dict[str, JsonValue]:
+    """Replace numbers that JSON lacks by their names, as in the metrics of a commit record."""
+    found = dict(metadata)
+    for name, value in metadata.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            found[name] = json.loads(json.dumps(value), parse_constant=_NOT_FINITE.__getitem__)
+            notes.append(f"metadata[{name!r}] has numbers that JSON lacks, as text: 'nan', 'inf'")
+    return found
 
 
 async def _read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -332,6 +333,34 @@ async def test_custom_metadata_is_metadata(tmp_path: Path) -> None:
     tree = {"w": np.arange(3)}
     path = handler(tmp_path / "c", tree, {"custom_metadata": {"tokens": 10**9}})
     assert (await asyncckpt.inspect(path)).metadata == {"tokens": 10**9}
+
+
+async def test_custom_metadata_with_the_name_of_an_item_is_kept_beside_it(tmp_path: Path) -> None:
+    with as_orbax_likes_it(), ocp.CheckpointManager(tmp_path / "c") as checkpoints:
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave({"w": np.arange(3)}), data=ocp.args.JsonSave({"epoch": 3})
+        )
+        checkpoints.save(4, args=args, custom_metadata={"data": "imagenet", "run": 7})
+        checkpoints.wait_until_finished()
+    with pytest.warns(asyncckpt.RestoreWarning, match=r"metadata\['custom_metadata'\] for 'data'"):
+        await asyncckpt.restore(tmp_path / "c" / "4")
+    info = await asyncckpt.inspect(tmp_path / "c" / "4")
+    assert info.metadata == {
+        "data": {"epoch": 3},
+        "run": 7,
+        "custom_metadata": {"data": "imagenet"},
+    }
+
+
+async def test_numbers_that_json_lacks_are_texts_in_the_metadata(tmp_path: Path) -> None:
+    facts = {"loss": {"best": math.nan, "all": [1.5, -math.inf]}, "tokens": 3}
+    path = handler(tmp_path / "c", {"w": np.arange(3)}, {"custom_metadata": facts})
+    expected = {"loss": {"best": "nan", "all": [1.5, "-inf"]}, "tokens": 3}
+    with pytest.warns(asyncckpt.RestoreWarning, match=r"metadata\['loss'\] has numbers"):
+        await asyncckpt.restore(path)
+    assert (await asyncckpt.inspect(path)).metadata == expected
+    await asyncckpt.convert(path, tmp_path / "d")
+    assert (await asyncckpt.inspect(tmp_path / "d")).metadata == expected
 
 
 async def test_items_of_unknown_kinds_are_named_by_a_warning(tmp_path: Path) -> None:
