@@ -22,9 +22,9 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.damage import corrupt, unsupported
+from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.torch.dcp import Entry, Item, layout_of
-from asyncckpt.format.foreign.torch.plain_values import READ_NAMES, load_value
-from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, SavedTensor
+from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, SavedTensor, load_tree
 from asyncckpt.format.foreign.torch.torch_zip import (
     HEAD_NBYTES,
     LONG_HEAD_NBYTES,
@@ -33,7 +33,7 @@ from asyncckpt.format.foreign.torch.torch_zip import (
 )
 from asyncckpt.format.foreign.torch.unpickle import ALLOWANCE_RATIO, Allowance
 from asyncckpt.options import MIB
-from asyncckpt.spec import array_spec
+from asyncckpt.spec import ITEMSIZES, array_spec
 
 MAX_VALUE_NBYTES = 256 * MIB
 """Longest archive of a value other than a tensor; they are read when a checkpoint is opened."""
@@ -62,12 +62,14 @@ class Archives:
     Attributes:
         values: decoded values, by number of the entry.
         runs: locations of shards, by number of the entry and of the shard in it.
+        inner_runs: locations of the tensors in values, by `id`.
         faults: why an entry cannot be read, by its number.
     """
 
     def __init__(self, listing: Listing, entries: Sequence[Entry], allowance: Allowance) -> None:
         self.values: dict[int, object] = {}
         self.runs: dict[tuple[int, int], Run] = {}
+        self.inner_runs: dict[int, Run] = {}
         self.faults: dict[int, AsyncCheckpointError] = {}
         self._listing = listing
         self._file_numbers = {path: number for number, path in enumerate(listing.nbytes_of)}
@@ -111,10 +113,7 @@ class Archives:
             archive = Archive(data, item.nbytes, what, shown, item.offset)
             if entry.shape is None:
                 self._allowance.left += ALLOWANCE_RATIO * len(data)
-                value = load_value(
-                    archive.pickle(), self._allowance, depth=len(entry.path), names=READ_NAMES
-                )
-                self.values[want.number] = value
+                self.values[want.number] = self._value(archive, entry)
             else:
                 self.runs[want.number, want.shard] = self._run(archive, entry, want.shard)
 
@@ -135,6 +134,24 @@ class Archives:
             )
         order = None if layout.plain else layout
         return Run(box.offset, box.shape, file, archive.base + start, order)
+
+    def _value(self, archive: Archive, entry: Entry) -> object:
+        """Return the value of an archive, and locate the tensors in it."""
+        pickle = archive.pickle()
+        value, storages, nbytes = load_tree(pickle, self._allowance, len(entry.path))
+        tensors = [leaf for leaf in structure_of(value)[1] if isinstance(leaf, SavedTensor)]
+        sizes = {key: storage.nbytes for key, storage in storages.items()}
+        starts = archive.payloads(nbytes, sizes) if tensors else {}
+        file = self._file_numbers[entry.items[0].file]
+        for tensor in tensors:
+            shape, order, start = tensor.shape, None, 0
+            if 0 not in shape:
+                layout = layout_of(archive, tensor, shape, tensor.dtype)
+                order = None if layout.plain else layout
+                start = starts[tensor.storage.key] + tensor.offset * ITEMSIZES[tensor.dtype]
+            run = Run((0,) * len(shape), shape, file, archive.base + start, order)
+            self.inner_runs[id(tensor)] = run
+        return value
 
     def _head(self, archive: Archive) -> tuple[SavedTensor, int]:
         """Return the tensor and where its payload begins. Similar tensors have equal heads."""

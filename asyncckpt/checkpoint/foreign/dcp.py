@@ -23,7 +23,7 @@ from asyncckpt.format.foreign.torch.dcp import (
     decode_entries,
 )
 from asyncckpt.format.foreign.torch.plain_values import SavedArray
-from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, metadata_names
+from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, Dtype, SavedTensor, metadata_names
 from asyncckpt.format.foreign.torch.unpickle import (
     ALLOWANCE_RATIO,
     Allowance,
@@ -82,6 +82,10 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     for leaf in leaves:
         if isinstance(leaf, SavedArray):
             tables.add_value(leaf.array)
+        elif isinstance(leaf, SavedTensor):
+            tables.add_array("torch", leaf.dtype, [archives.inner_runs[id(leaf)]])
+        elif isinstance(leaf, Dtype):
+            tables.add_scalar(f"torch.{leaf.name}")
         elif not isinstance(leaf, ForeignLeaf):
             tables.add_scalar(leaf)
         elif leaf.array in archives.faults:

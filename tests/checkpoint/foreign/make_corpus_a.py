@@ -295,9 +295,15 @@ CHECKPOINTS: dict[str, Set] = {
         DATA,
     ),
     "tensor-in-a-value": (
-        dcp(value=archive((tensor((2,), (1,)), 3), floats(1, 2))),
-        UNSUPPORTED,
-        "the global 'torch._utils._rebuild_tensor_v2'",
+        dcp(value=archive((tensor((3,), (1,), count=2), 3), floats(1, 2))),
+        CORRUPT,
+        "reaches past the 2 elements of its storage",
+        DATA,
+    ),
+    "storage-in-a-value": (
+        dcp(value=archive((tensor((2,), (1,), count=9000), 3), floats(1, 2))),
+        CORRUPT,
+        "the storage '0' reaches past its end",
         DATA,
     ),
     "set-in-a-value": (bad_value(b"\x8f"), UNSUPPORTED, "has a set", DATA),

@@ -2,9 +2,9 @@
 
 Protocol 2 writes `bytes` and `complex` as calls of `_codecs.encode` and `complex`; these,
 `OrderedDict` (read as a dict) and `torch.Size` (read as a tuple) are the only accepted calls. Where
-nothing is written back, arrays and scalars of NumPy are accepted too, and dtypes and devices of
-torch (read as their names). Source: `__reduce__` and `__setstate__` in `methods.c` and
-`descriptor.c` of NumPy 2.3.
+nothing is written back, arrays and scalars of NumPy and names of devices are accepted too
+(`READ_NAMES`; `torch_pickle` adds tensors). Source: `__reduce__` and `__setstate__` in `methods.c`
+and `descriptor.c` of NumPy 2.3.
 """
 
 from __future__ import annotations
@@ -38,11 +38,6 @@ MAX_RANK = 32
 
 _CODES = frozenset("b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16".split())
 """NumPy dtypes that are read, as `numpy.dtype` is called with them."""
-
-_TORCH_DTYPES = (
-    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float8_e4m3fn float8_e4m3fnuz "
-    "float8_e5m2 float8_e5m2fnuz bfloat16 float16 float32 float64 complex32 complex64 complex128"
-).split()
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -114,7 +109,23 @@ class SavedDtype(Stub):
         return {}
 
 
-class SavedArray(Stub):
+class ValueLeaf:
+    """Base class for leaves of a value that are not scalars."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return 0
+
+    @property
+    def fault(self) -> str:
+        """What it is, if it cannot be read."""
+        return ""
+
+
+class SavedArray(Stub, ValueLeaf):
     """NumPy array or scalar, a leaf of a value.
 
     Attributes:
@@ -123,6 +134,16 @@ class SavedArray(Stub):
     """
 
     __slots__ = ("array", "dtype")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return 0 if self.array is None else int(self.array.nbytes)
+
+    @property
+    def fault(self) -> str:
+        """What it is, if it cannot be read."""
+        return f"a NumPy array of the dtype {self.dtype!r}" if self.array is None else ""
 
     def set_state(self, state: object) -> dict[str, object]:
         """Fill the array from version, shape, dtype, order and bytes."""
@@ -195,7 +216,6 @@ NAMES: Names = {
 READ_NAMES: Names = {
     **NAMES,
     ("torch", "device"): _device,
-    **{("torch", name): f"torch.{name}" for name in _TORCH_DTYPES},
     ("numpy", "ndarray"): _NDARRAY,
     ("numpy", "dtype"): _dtype,
     **{(module, "_reconstruct"): _new_array for module in _ARRAYS},
@@ -203,14 +223,15 @@ READ_NAMES: Names = {
 }
 
 
-def load_value(
-    source: PickleSource, allowance: Allowance, *, depth: int = 0, names: Names = NAMES
-) -> Any:
-    """Return the plain value of a pickle, which will be `depth` containers deep in a tree.
+def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) -> Any:
+    """Return the plain value of a pickle, which will be `depth` containers deep in a tree."""
+    return plain_value(Unpickler(source, NAMES, allowance), source, allowance, depth=depth)
 
-    With `names=READ_NAMES` it may hold `SavedArray` leaves, and the names of dtypes and devices.
-    """
-    unpickler = Unpickler(source, names, allowance)
+
+def plain_value(
+    unpickler: Unpickler, source: PickleSource, allowance: Allowance, *, depth: int = 0
+) -> Any:
+    """Return the value of a pickle; its leaves are scalars, or each a `ValueLeaf`."""
     value = unpickler.run()
     try:
         found = _not_plain(value, allowance, MAX_DEPTH - depth, unpickler.nbytes)
@@ -246,10 +267,10 @@ def _not_plain(value: Any, allowance: Allowance, depth: int, most: int) -> str |
                 inner += item.values()
             elif kind is list or kind is tuple:
                 inner += item
-            elif kind is SavedArray and item.array is not None:
-                allowance.take(LEAF_NBYTES + item.array.nbytes)
-            elif kind is SavedArray:
-                return f"a NumPy array of the dtype {item.dtype!r}"
+            elif isinstance(item, ValueLeaf):
+                if item.fault:
+                    return item.fault
+                allowance.take(LEAF_NBYTES + item.nbytes)
             else:
                 return f"a {kind.__name__}"
             if count + len(inner) > most:

@@ -9,10 +9,16 @@ state of `TensorProperties`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.format.foreign.torch.plain_values import empty_dict
+from asyncckpt.format.foreign.torch.plain_values import (
+    READ_NAMES,
+    ValueLeaf,
+    empty_dict,
+    plain_value,
+)
 from asyncckpt.format.foreign.torch.unpickle import (
     Allowance,
     Names,
@@ -20,6 +26,7 @@ from asyncckpt.format.foreign.torch.unpickle import (
     Stub,
     Unpickler,
 )
+from asyncckpt.spec import ITEMSIZES
 
 MAX_RANK = 32
 """Most dimensions of a NumPy array before 2.0; torch allows 64."""
@@ -55,11 +62,16 @@ _STORAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Dtype:
+class Dtype(ValueLeaf):
     """Torch dtype, or with `storage` its storage class; the untyped class has no name."""
 
     name: str
     storage: bool = False
+
+    @property
+    def fault(self) -> str:
+        """What it is, if it cannot be read."""
+        return "a class of storages" if self.storage else ""
 
 
 _DTYPE_NAMES: Names = {("torch", name): Dtype(name) for name in DTYPES + _OTHER_DTYPES}
@@ -186,9 +198,14 @@ class SavedStorage:
     dtype: str
     count: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its payload."""
+        return self.count * (ITEMSIZES[self.dtype] if self.dtype else 1)
+
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(ValueLeaf):
     """Tensor of a pickle, as a view of a storage; offset and strides count elements.
 
     With `conj` or `neg`, its values are the complex conjugates or negatives of the stored ones.
@@ -201,6 +218,16 @@ class SavedTensor:
     strides: tuple[int, ...]
     conj: bool = False
     neg: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+
+    @property
+    def fault(self) -> str:
+        """What it is, if it cannot be read."""
+        return "" if self.dtype in DTYPES else f"a tensor of the dtype {self.dtype}"
 
 
 def saved_storage(identity: object) -> SavedStorage:
@@ -265,3 +292,24 @@ def load_tensor(source: PickleSource, allowance: Allowance) -> tuple[SavedTensor
     if not isinstance(value, SavedTensor):
         raise source.refused(f"a {type(value).__name__} instead of a tensor", source.start)
     return value, unpickler.nbytes
+
+
+def load_tree(
+    source: PickleSource, allowance: Allowance, depth: int
+) -> tuple[Any, dict[str, SavedStorage], int]:
+    """Return the value of a pickle, the storages that it names by key, and its length.
+
+    The value has plain containers and scalars, and arrays, tensors and dtypes as leaves.
+    """
+    storages: dict[str, SavedStorage] = {}
+
+    def persistent(identity: object) -> SavedStorage:
+        found = saved_storage(identity)
+        if storages.setdefault(found.key, found) != found:
+            raise ValueError(f"the storage {found.key[:80]!r} is named in two ways")
+        return found
+
+    names = {**READ_NAMES, **_TENSOR_NAMES}
+    unpickler = Unpickler(source, names, allowance, persistent=persistent)
+    value = plain_value(unpickler, source, allowance, depth=depth)
+    return value, storages, unpickler.nbytes

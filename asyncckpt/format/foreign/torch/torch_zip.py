@@ -10,6 +10,7 @@ enough to find a tensor. Source: APPNOTE.TXT 6.3.10, `torch.serialization` and
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptCheckpointError
@@ -82,18 +83,41 @@ class Archive:
             member = self._member(end)
             if member.name == wanted:
                 return tensor, member.start
-            nbytes = self._small(member)
-            order = self.data[member.start : member.start + nbytes]
-            if member.name == "byteorder" and order != b"little":
-                raise unsupported(
-                    f"{self.what} was written on a machine of another byte order "
-                    f"({order[:20]!r}); only little endian is read",
-                    file=self.file,
-                    offset=self.base + member.start,
-                    expected="little",
-                    found=order[:20],
-                )
+            nbytes = self._other(member)
         raise self.corrupt(f"it has no {wanted!r} among its first {_MAX_MEMBERS} members", 0)
+
+    def payloads(self, pickle_nbytes: int, nbytes_of: Mapping[str, int]) -> dict[str, int]:
+        """Return where the payloads of storages begin, by key, in an archive that is read whole.
+
+        `nbytes_of` has the sizes of all its storages.
+        """
+        found: dict[str, int] = {}
+        member, nbytes = self._first(), pickle_nbytes
+        while len(found) < len(nbytes_of):
+            member = self._member(self._end(member, nbytes))
+            folder, _, key = member.name.partition("/")
+            if folder == "data" and key in nbytes_of:
+                found[key], nbytes = member.start, nbytes_of[key]
+                if member.start + nbytes > self.nbytes:
+                    raise self.corrupt(f"the storage {key[:80]!r} reaches past its end")
+            else:
+                nbytes = self._other(member)
+        return found
+
+    def _other(self, member: Member) -> int:
+        """Return the length of a member that is no payload; check what it says."""
+        nbytes = self._small(member)
+        order = self.data[member.start : member.start + nbytes]
+        if member.name == "byteorder" and order != b"little":
+            raise unsupported(
+                f"{self.what} was written on a machine of another byte order "
+                f"({order[:20]!r}); only little endian is read",
+                file=self.file,
+                offset=self.base + member.start,
+                expected="little",
+                found=order[:20],
+            )
+        return nbytes
 
     def _first(self) -> Member:
         member = self._member(0)

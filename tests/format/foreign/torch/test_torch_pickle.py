@@ -24,11 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.foreign.torch.plain_values import READ_NAMES, load_value
+from asyncckpt.format.foreign.torch.plain_values import load_value
 from asyncckpt.format.foreign.torch.torch_pickle import (
     Dtype,
     StorageInfo,
     load_tensor,
+    load_tree,
     metadata_names,
 )
 from asyncckpt.format.foreign.torch.unpickle import (
@@ -354,17 +355,17 @@ ARRAYS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("what", ARRAYS)
 def test_arrays_that_contradict_themselves_are_damaged(what: str) -> None:
-    assert load_value(source(b"\x80\x02" + ARRAY + b"."), Allowance(PLENTY), names=READ_NAMES)
+    assert load_tree(source(b"\x80\x02" + ARRAY + b"."), Allowance(PLENTY), 0)
     assert ARRAYS[what] != ARRAY
     with pytest.raises(CorruptCheckpointError, match="NumPy array"):
-        load_value(source(b"\x80\x02" + ARRAYS[what] + b"."), Allowance(PLENTY), names=READ_NAMES)
+        load_tree(source(b"\x80\x02" + ARRAYS[what] + b"."), Allowance(PLENTY), 0)
 
 
 def test_an_array_counts_for_each_use() -> None:
     array = np.zeros(40_000, np.uint8)
     data = pickle.dumps([array] * 1000, 2)
     with memory_peak() as peak, pytest.raises(CorruptCheckpointError, match="more memory"):
-        load_value(source(data), Allowance(3 * len(data) + MIB), names=READ_NAMES)
+        load_tree(source(data), Allowance(3 * len(data) + MIB), 0)
     assert peak[0] <= 3 * len(data) + MIB
 
 
