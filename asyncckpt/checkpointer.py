@@ -321,7 +321,10 @@ class Checkpointer(OpenRun):
         return await self._session.call(self._session.steps.found).wait()
 
     async def latest_step(self) -> int | None:
-        """Return the highest step with a valid commit record, or None."""
+        """Return the highest step with a valid commit record, or None.
+
+        Logs a warning where there is none, but steps of another library.
+        """
         return await self._session.call_once("latest_step()", self._session.steps.latest).wait()
 
     async def inspect(self, step: int | None = None, *, timeline: bool = False) -> CheckpointInfo:
