@@ -98,12 +98,13 @@ class OpenRun:
         pending = core.saves.pending()
         if isinstance(error, GeneratorExit):  # nothing can be awaited
             for save in pending:
-                save._job.cancel()
+                save.cancel()
             core.begin_close()
             return
         try:
             try:
                 for save in pending:
+                    save.cancel()
                     await save._job.abort()
             finally:
                 await uninterrupted(core.aclose())
@@ -207,7 +208,8 @@ class Checkpointer(OpenRun):
 
         On return the leaves may be mutated, donated or freed. Arguments and errors: as `save`. An
         error that occurs later is raised by awaiting the result, or else once by the next save,
-        `wait`, `close` or the end of the block.
+        `wait`, `close` or the end of the block; if none of these follows, it is a `RuntimeWarning`
+        and logged.
 
         Cancellation: aborts the save, waits for its clean-up, then raises.
         """

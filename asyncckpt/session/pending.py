@@ -6,11 +6,17 @@
 #   failure as seen: a look from another thread in between finds a listener and leaves the failure
 #   to it. A call that gives up waiting stops listening first, so that a later look finds the
 #   failure.
+# Rule 3: a failure that no call has raised when its save is dropped, or the process ends, is a
+#   warning, as asyncio's for a task whose exception was never retrieved.
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import logging
+import warnings
+import weakref
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -19,6 +25,8 @@ from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.engine import Job, ended, wait_quietly
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.save.save import SaveState
+
+logger = logging.getLogger("asyncckpt")
 
 
 class PendingSave:
@@ -42,6 +50,10 @@ class PendingSave:
         self._listeners: set[object] = set()
         self.location = location
         self.step = step
+        _alive.add(self)
+
+    def __del__(self) -> None:
+        self._warn_unseen()
 
     def __repr__(self) -> str:
         name = f"step {self.step}" if self.step is not None else self.location
@@ -142,7 +154,7 @@ class PendingSave:
                 self._seen = True
                 raise
             except GeneratorExit:
-                self._job.cancel()
+                self.cancel()
                 raise
             except BaseException:
                 self._seen = True
@@ -172,6 +184,36 @@ class PendingSave:
             self._seen = True
         asked_for = self._cancelled and isinstance(error, SaveAbortedError)
         return None if asked_for else error
+
+    def _warn_unseen(self) -> None:
+        """Log the failure, and warn of it, if no call has raised it; count it as seen."""
+        if self._job.forked:  # it belongs to the parent
+            return
+        error = self._unseen_error()
+        if error is None:
+            return
+        message = (
+            f"{self.location}: the save failed, and no call has raised its error "
+            f"({type(error).__name__}: {error}); await the PendingSave, or close the Checkpointer, "
+            "to get it as an exception"
+        )
+        # Nothing can handle an error here: a log handler that fails, or warnings that are errors.
+        with contextlib.suppress(Exception):
+            logger.error(message)
+        with contextlib.suppress(Exception):
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+_alive: weakref.WeakSet[PendingSave] = weakref.WeakSet()
+
+
+def _warn_at_exit() -> None:
+    # The engines have ended their saves before (`engine._drain_all`).
+    for pending in tuple(_alive):
+        pending._warn_unseen()
+
+
+atexit.register(_warn_at_exit)
 
 
 class BlockingPendingSave(PendingSave):

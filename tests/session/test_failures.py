@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from asyncckpt.flow.engine import ended
 from asyncckpt.save import save as saving
 from asyncckpt.session import pending as pending_saves
 from asyncckpt.testing.faults import Fault
+from tests import children
 from tests.script import Script, in_thread
 
 TREE = {"w": np.arange(20_000.0), "step": 1}
@@ -310,3 +312,85 @@ async def test_overlapping_saves_wait_or_are_skipped_or_are_an_error(tmp_path: P
             assert not (await ckpt.start_save(step, TREE, options=options)).skipped
             await ckpt.wait()
         assert await ckpt.steps() == [1, 4, 5]
+
+
+FAILED_UNSEEN = """
+import asyncio, gc, logging, os, sys
+logging.basicConfig()
+import numpy as np
+import asyncckpt
+from asyncckpt.errors import StoreError
+from tests import children
+from tests.script import Script
+
+async def main():
+    ckpt = asyncckpt.Checkpointer(sys.argv[1])
+    await ckpt.save(5, {"w": np.arange(9.0)})
+    script = Script(ckpt)
+    script.fail("seal", StoreError("disk on fire"))
+    held = script.hold("seal")
+    pending = await ckpt.start_save(6, {"w": np.arange(20_000.0)})
+    held.go()
+    future = pending._job.future
+    while not future.done():
+        await asyncio.sleep(0)
+    %s
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "del ckpt, pending, script, held; gc.collect(); print('dropped')",
+        "sys.modules['kept'] = ckpt",
+        "sys.modules['kept'] = pending",
+        "return",
+    ],
+)
+def test_a_failure_that_no_call_raises_is_a_warning_when_its_save_is_dropped_or_the_process_ends(
+    tmp_path: Path, ending: str
+) -> None:
+    child = children.start(FAILED_UNSEEN % ending, tmp_path, warnings="always")
+    status, out, err = children.finish(child)
+    assert status == 0, err
+    assert out == ("dropped\n" if "del" in ending else "")
+    warning = f"RuntimeWarning: {tmp_path}/6: the save failed, and no call has raised its error"
+    assert err.count(warning) == 1 and "StoreError: disk on fire" in err
+    assert err.count(f"ERROR:asyncckpt:{tmp_path}/6: the save failed") == 1
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "await asyncio.gather(pending, return_exceptions=True)",
+        "await asyncio.gather(ckpt.wait(), return_exceptions=True)",
+        "await asyncio.gather(ckpt.close(), return_exceptions=True)",
+        "await asyncio.gather(ckpt.save(7, {'x': 1}), return_exceptions=True)",
+        "os.fork() or os._exit(0); await asyncio.gather(pending, return_exceptions=True)",
+    ],
+)
+def test_a_failure_that_a_call_has_raised_is_no_warning(tmp_path: Path, ending: str) -> None:
+    child = children.start(FAILED_UNSEEN % ending, tmp_path, warnings="always")
+    status, out, err = children.finish(child)
+    assert (status, out) == (0, "")
+    assert "no call has raised" not in err
+
+
+async def test_saves_that_an_exception_of_the_block_aborts_are_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def train() -> None:
+        async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+            Script(ckpt).hold("seal")
+            await ckpt.start_save(1, TREE)
+
+    task = asyncio.create_task(train())
+    while not list(tmp_path.glob(".asyncckpt/**/default")):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gc.collect()
+    assert not [record for record in caplog.records if str(tmp_path) in record.message]
