@@ -23,9 +23,9 @@ from typing import (
 )
 
 from asyncckpt.errors import UsageError
-from asyncckpt.options import STEP_MAX, RestoreOptions, SaveOptions, check_seconds
+from asyncckpt.options import STEP_MAX, RestoreOptions, SaveOptions, check_function, check_seconds
 from asyncckpt.reports import Progress, RestoreReport
-from asyncckpt.retention import Retention
+from asyncckpt.retention import Retention, is_policy
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -150,6 +150,7 @@ def completed(shared: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: there is no argument of this name.
+        UsageError: one that is True or False is something else.
     """
     declared = _declared(shared)
     for name in given:
@@ -157,6 +158,8 @@ def completed(shared: type, given: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(
                 f"unexpected keyword argument {name!r}; the optional ones are {', '.join(declared)}"
             )
+        if declared[name].annotation is bool:
+            check_switch(name, given[name])
     return {name: given.get(name, parameter.default) for name, parameter in declared.items()}
 
 
@@ -200,8 +203,12 @@ def typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
 
 def check_keep(keep: object) -> None:
     """Check that this is a retention policy, or None."""
-    if keep is not None and (isinstance(keep, type) or not callable(getattr(keep, "keep", None))):
-        raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
+    if keep is not None and not is_policy(keep):
+        raise UsageError(
+            f"keep={keep!r:.80}: pass a retention policy such as KeepLast(3), or an object with an "
+            "ordinary method keep(steps, metrics)",
+            found=keep,
+        )
 
 
 def check_switch(name: str, value: object) -> None:
@@ -210,9 +217,8 @@ def check_switch(name: str, value: object) -> None:
         raise UsageError(f"{name}={value!r:.80}: pass True or False", found=value)
 
 
-def check_preemption(preemption: object, grace_s: object) -> None:
+def check_preemption(preemption: bool, grace_s: object) -> None:
     """Check the arguments about preemption."""
-    check_switch("preemption", preemption)
     check_seconds("grace_s", grace_s)
     if grace_s is not None and not preemption:
         raise UsageError(
@@ -316,12 +322,6 @@ def checked_globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
     return globs
 
 
-def checked_callback(name: str, callback: object, argument: str) -> None:
-    """Check that the callback can be called, or is None."""
-    if callback is not None and not callable(callback):
-        raise UsageError(f"{name}={callback!r}: pass a function of one {argument}", found=callback)
-
-
 class ProgressGuard:
     """Wrapper of a user's progress callback, whose errors do not fail the work.
 
@@ -349,7 +349,7 @@ class ProgressGuard:
 
 def guarded(progress: ProgressCallback | None) -> ProgressCallback | None:
     """Return the callback as a `ProgressGuard`."""
-    checked_callback("progress", progress, "Progress")
+    check_function("progress", progress, "one Progress")
     return None if progress is None else ProgressGuard(progress)
 
 

@@ -16,13 +16,14 @@ from asyncckpt.arguments import (
     RestoreIntoArguments,
     RunArguments,
     StepSaveArguments,
-    checked_callback,
+    check_switch,
     completed,
     documented,
     step_number,
 )
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.options import check_function
 from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
 from asyncckpt.restore.rebuild import finish_into, finish_tree
 from asyncckpt.save.snapshot import tree_nbytes
@@ -334,6 +335,7 @@ class Checkpointer(OpenRun):
 
         With `timeline=True`, the result includes that of the save, which takes one more read.
         """
+        check_switch("timeline", timeline)
         number = None if step is None else step_number(step)
         reads = self._session.reads
         return await self._session.call(lambda: reads.inspect(number, timeline)).wait()
@@ -459,6 +461,7 @@ async def inspect(
 
     With `timeline=True`, the result includes that of the save, which takes one more read.
     """
+    check_switch("timeline", timeline)
     async with _opened(location, {"storage_options": storage_options}) as core:
         return await core.call(lambda: core.reads.inspect(None, timeline)).wait()
 
@@ -487,7 +490,7 @@ def _opened(location: Location, arguments: dict[str, Any], **options: Any) -> Se
 
 async def _tree(core: Session, step: int | None, like: Any, **arguments: Any) -> Any:
     on_report = arguments.pop("on_report")
-    checked_callback("on_report", on_report, "RestoreReport")
+    check_function("on_report", on_report, "one RestoreReport")
     mode: Literal["saved", "like"] = "saved" if like is None else "like"
     if like is not None and arguments["leaves"] != "numpy":
         raise UsageError(

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Literal
 
@@ -214,11 +215,11 @@ class SaveOptions:
         _choice("private", self.private, (True, False))
         _choice("layout", self.layout, ("auto", "regular"))
         _choice("tree", self.tree, ("auto", "same", "union"))
-        if self.leaf_options is not None and not callable(self.leaf_options):
-            raise UsageError(
-                f"leaf_options={self.leaf_options!r}: pass a function of path and ArraySpec "
-                "that returns LeafOptions or None"
-            )
+        check_function(
+            "leaf_options",
+            self.leaf_options,
+            "path and ArraySpec that returns LeafOptions or None",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,20 @@ def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:
         raise UsageError(
             f"{name}={value!r}: pass an int from {low} to {high} ({unit})",
             expected=(low, high),
+            found=value,
+        )
+
+
+def check_function(name: str, value: object, of: str) -> None:
+    """Check that this is a function that can be called without awaiting it, or None."""
+    if value is None:
+        return
+    if not callable(value):
+        raise UsageError(f"{name}={value!r:.80}: pass a function of {of}", found=value)
+    if iscoroutinefunction(value) or iscoroutinefunction(value.__call__):
+        raise UsageError(
+            f"{name}={value!r:.80}: nothing awaits it; pass an ordinary function of {of}, without "
+            "async",
             found=value,
         )
 

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import ClassVar, Literal, Protocol
 
 from asyncckpt.errors import UsageError
@@ -44,10 +45,10 @@ class _Policy(ABC):
     def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]: ...
 
     def __or__(self, other: Retention) -> KeepAny:
-        return KeepAny((*_parts(self), *_parts(other))) if _is_policy(other) else NotImplemented
+        return KeepAny((*_parts(self), *_parts(other))) if is_policy(other) else NotImplemented
 
     def __ror__(self, other: Retention) -> KeepAny:
-        return KeepAny((*_parts(other), *_parts(self))) if _is_policy(other) else NotImplemented
+        return KeepAny((*_parts(other), *_parts(self))) if is_policy(other) else NotImplemented
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_policy(value: object) -> bool:
-    return callable(getattr(value, "keep", None))
+def is_policy(value: object) -> bool:
+    """Return whether this is an object, not a class, that decides without being awaited."""
+    keep = getattr(value, "keep", None)
+    return callable(keep) and not isinstance(value, type) and not iscoroutinefunction(keep)
 
 
 def _parts(policy: Retention) -> tuple[Retention, ...]:

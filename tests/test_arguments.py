@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -385,3 +386,71 @@ async def test_wrong_arguments_touch_neither_engine_nor_store(tmp_path: Path) ->
     assert script.kinds == []
     assert not ckpt._session.runtime.engine.usable
     await ckpt.close()
+
+
+@pytest.mark.parametrize("odd", ["never", 1, 0, None, np.True_])
+async def test_a_switch_is_true_or_false(tmp_path: Path, odd: Any) -> None:
+    place = tmp_path / "x"
+    await asyncckpt.save(place, TREE)
+    async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
+        await ckpt.save(1, TREE)
+        for name, call in (
+            ("overwrite", lambda: asyncckpt.save(place, {"other": 1}, overwrite=odd)),
+            ("overwrite", lambda: ckpt.save(1, {"other": 1}, overwrite=odd)),
+            ("overwrite", lambda: ckpt.start_save(1, {"other": 1}, overwrite=odd)),
+            ("overwrite", lambda: asyncckpt.convert(tmp_path / "run", place, overwrite=odd)),
+            ("overwrite", lambda: asyncckpt.export(tmp_path / "run", place, overwrite=odd)),
+            ("strict", lambda: asyncckpt.restore(place, strict=odd)),
+            ("strict", lambda: ckpt.restore_into(TREE, strict=odd)),
+            ("cast", lambda: ckpt.restore(cast=odd)),
+            ("cast", lambda: asyncckpt.restore_into(place, TREE, cast=odd)),
+            ("bitwise", lambda: asyncckpt.diff(place, place, bitwise=odd)),
+            ("dry_run", lambda: asyncckpt.collect_garbage(tmp_path, dry_run=odd)),
+            ("timeline", lambda: asyncckpt.inspect(place, timeline=odd)),
+            ("timeline", lambda: ckpt.inspect(timeline=odd)),
+        ):
+            with pytest.raises(UsageError, match=f"^{name}=.*: pass True or False$"):
+                await call()
+    for name in ("takeover", "preemption"):
+        with pytest.raises(UsageError, match=f"^{name}=.*: pass True or False$"):
+            asyncckpt.Checkpointer(tmp_path, **{name: odd})
+    assert list(await asyncckpt.restore(place)) == ["w"]
+    assert (await asyncckpt.verify(tmp_path / "run" / "1")).leaf_count == 1
+
+
+class Waits:
+    async def __call__(self, *_: object) -> None: ...
+
+    async def keep(self, steps: object, metrics: object) -> set[int]:
+        return set()
+
+
+@pytest.mark.parametrize(
+    "function", [Waits().__call__, Waits(), functools.partial(Waits().__call__, 1)]
+)
+async def test_a_coroutine_function_as_a_callback_is_refused(tmp_path: Path, function: Any) -> None:
+    place = tmp_path / "x"
+    await asyncckpt.save(place, TREE)
+    for name, call in (
+        ("progress", lambda: asyncckpt.save(tmp_path / "y", TREE, progress=function)),
+        ("progress", lambda: asyncckpt.restore(place, progress=function)),
+        ("progress", lambda: asyncckpt.verify(place, progress=function)),
+        ("on_report", lambda: asyncckpt.restore(place, on_report=function)),
+    ):
+        with pytest.raises(UsageError, match=f"^{name}=.*: nothing awaits it; pass an ordinary fu"):
+            await call()
+    with pytest.raises(UsageError, match=r"^leaf_options=.*: nothing awaits it; pass an ordinary"):
+        asyncckpt.SaveOptions(leaf_options=function)
+    with pytest.raises(UsageError, match=r"^keep=.*: pass .* an ordinary method keep"):
+        asyncckpt.Checkpointer(tmp_path, keep=Waits())  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == [place]
+
+
+@pytest.mark.parametrize("other", [asyncckpt.KeepEvery, Waits(), 3])
+def test_only_policies_can_be_joined(other: Any) -> None:
+    for join in (
+        lambda: asyncckpt.KeepLast(1) | other,
+        lambda: other | asyncckpt.KeepLast(1),
+    ):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            join()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from asyncckpt.arguments import Location, ProgressCallback, guarded, typed
+from asyncckpt.arguments import Location, ProgressCallback, check_switch, guarded, typed
 from asyncckpt.convert.differences import Difference, Values, described, notes, stored_number
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Runtimes, options_of, shares
@@ -86,6 +86,7 @@ async def diff(
         CheckpointNotFoundError: there is no checkpoint at one of the locations.
         CorruptCheckpointError: names leaf, file and offset.
     """
+    check_switch("bitwise", bitwise)
     chosen = typed("options", options, RestoreOptions)
     first_options, second_options = options_of((first, second), storage_options)
     reading, cache, working = shares(chosen.host_memory_nbytes)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from asyncckpt.arguments import check_switch
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIN_BUDGET_NBYTES
@@ -46,6 +47,7 @@ async def collect_garbage(
         UsageError: less than a week, or the store does not report the age of its objects.
         StoreError: listing or removing failed.
     """
+    check_switch("dry_run", dry_run)
     if isinstance(older_than_s, bool) or not isinstance(older_than_s, (int, float)):
         raise UsageError(f"older_than_s={older_than_s!r}: pass seconds", found=older_than_s)
     if math.isnan(older_than_s) or older_than_s < COLLECT_MIN_S:

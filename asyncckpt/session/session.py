@@ -23,7 +23,6 @@ from asyncckpt.arguments import (
     check_coordinator,
     check_keep,
     check_preemption,
-    check_switch,
     checked_globs,
     checked_metadata,
     checked_metrics,
@@ -113,7 +112,6 @@ class Session:
         self.restore_options = typed(f"{prefix[1]}options", restore_options, RestoreOptions)
         check_keep(keep)
         check_coordinator(coordinator)
-        check_switch("takeover", takeover)
         check_preemption(preemption, grace_s)
         budget = self.save_options.host_memory_nbytes
         if budget is None and one_shot:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt.arguments import Location, typed
+from asyncckpt.arguments import Location, check_switch, typed
 from asyncckpt.coordinators.torch import TorchCoordinator, initialized_processes
 from asyncckpt.errors import UsageError
 from asyncckpt.options import SaveOptions
@@ -65,6 +65,7 @@ class StorageWriter(Located, storage.StorageWriter):
         super().__init__(path)
         if opaque not in ("error", "allow"):
             raise UsageError(f'opaque={opaque!r}: pass "error" or "allow"', found=opaque)
+        check_switch("overwrite", overwrite)
         self._overwrite = overwrite
         self._opaque = opaque == "allow"
         options = typed("options", options, SaveOptions)
