@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from asyncckpt.arguments import progress_notes
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -255,13 +257,13 @@ class Save:
                     await compute.run(untie, request.snapshot, request.options)
                 layout = await self._plan(terms)
             plan, cached = layout.plan, self.layouts.hits > hits
-            state.total_nbytes = sum(plan.file_nbytes)
-            if plan.compressed:
-                state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
+            unplaced = np.array((*plan.compressed, *plan.inline), np.int64)
+            state.total_nbytes = sum(plan.file_nbytes) + int(plan.row_payload[unplaced].sum())
             budget.peak = budget.in_use
             with self._recorder.span("open"):
                 await self._begin()
             staging, made = await self._write(layout, sizes)
+            self._written(state.total_nbytes - state.done_nbytes)  # small leaves, with the index
             state.stage = "commit"
             if self.retaining is not None:
                 self.retaining.look()
@@ -273,7 +275,6 @@ class Save:
                 await self.retaining.forget()
             await self._give_up(error)
             raise
-        state.done_nbytes = state.total_nbytes
         self._record = made.record
         return SaveReport(
             location=self._location,

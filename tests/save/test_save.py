@@ -118,6 +118,38 @@ async def test_progress_grows_to_the_whole(tmp_path: Path) -> None:
             assert len({state.total_nbytes for state in seen}) == 1
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize(
+    ("small", "nbytes"),
+    [
+        ({f"w{i}": np.full(100, i, np.float64) for i in range(50)}, 50 * 800),
+        ({"w": np.zeros(3 * MIB), "b": np.zeros(10)}, 24 * MIB + 80),
+        ({"step": 1, "name": "run"}, 8),
+        ({}, 0),
+    ],
+)
+async def test_the_progress_of_a_save_ends_with_everything_done_also_of_small_leaves(
+    tmp_path: Path, small: Any, nbytes: int, compression: Any
+) -> None:
+    seen: list[Progress] = []
+    options = asyncckpt.SaveOptions(compression=compression)
+    await asyncckpt.save(tmp_path / "x", small, progress=seen.append, options=options)
+    assert seen[-1].done_nbytes == seen[-1].total_nbytes
+    assert nbytes <= seen[-1].total_nbytes <= nbytes + 64 * 1024
+
+
+@pytest.mark.filterwarnings("ignore:.*the progress callback raised")
+@pytest.mark.parametrize("state", [{"w": np.zeros(100)}, {"step": 1}])
+async def test_a_progress_callback_that_raises_leaves_a_note_for_small_leaves_too(
+    tmp_path: Path, state: Any
+) -> None:
+    def broken(state: Progress) -> None:
+        raise ZeroDivisionError("in the callback")
+
+    report = await asyncckpt.save(tmp_path / "x", state, progress=broken)
+    assert "the progress callback raised ZeroDivisionError" in report.notes[0]
+
+
 @pytest.mark.filterwarnings("ignore:.*the progress callback raised")
 @pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, asyncio.CancelledError])
 async def test_a_progress_callback_that_raises_is_logged_once_and_breaks_nothing(
