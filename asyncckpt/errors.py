@@ -32,7 +32,15 @@ An error reported by another process also carries its index (`process`) and its 
 
 from __future__ import annotations
 
+import reprlib
+from numbers import Number
 from typing import TypedDict, Unpack
+
+MAX_ITEMS = 10_000
+"""Longest list that an error keeps: the steps of a run, say."""
+
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = 80
 
 
 class About(TypedDict, total=False):
@@ -53,8 +61,9 @@ class AsyncCheckpointError(Exception):
         stage: pipeline stage (``plan``, ``stage``, ``serialize``, ``upload``, ``commit``,
             ``fetch``, ``decode``, ``place``), or None.
         location: path or URL of the checkpoint or file concerned, or None.
-        expected: what was expected, or None.
-        found: what was found instead, or None.
+        expected: what was expected, or None. Strings, numbers and short tuples and lists of them
+            are kept; of a type it is the name, and of any other object a short text.
+        found: what was found instead, or None; likewise.
         written: paths of the targets that a failed `restore_into` wrote, in whole or in part;
             their contents are undefined.
         process: index of the process that raised it, or None for this process.
@@ -78,8 +87,23 @@ class AsyncCheckpointError(Exception):
         self.path = path
         self.stage = stage
         self.location = location
-        self.expected = expected
-        self.found = found
+        self.expected = _described(expected)
+        self.found = _described(found)
+
+
+def _described(value: object, depth: int = 2) -> object:
+    """Return the value, or a text instead of an object of the caller.
+
+    An error may live long and travel to another process: it must not keep a state in memory, nor
+    hold what cannot be pickled.
+    """
+    if value is None or isinstance(value, (str, bytes, Number)):
+        return value
+    if isinstance(value, type):
+        return value.__name__
+    if type(value) in (tuple, list) and depth and len(value) <= MAX_ITEMS:
+        return type(value)([_described(item, depth - 1) for item in value])
+    return _short.repr(value)
 
 
 class UsageError(AsyncCheckpointError):

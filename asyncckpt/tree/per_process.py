@@ -14,6 +14,9 @@ class AllValues:
     def __repr__(self) -> str:
         return "PerProcess.all"
 
+    def __reduce__(self) -> str:
+        return "PerProcess.all"  # there is one, which copies and pickles are too
+
 
 class PerProcess:
     """A value, or a tree of values, that differs by process: every process saves its own.
