@@ -9,6 +9,7 @@ import json
 import logging
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import (
     Annotated,
@@ -164,6 +165,60 @@ def completed(shared: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------ checks
+
+_LOST_SLASH = re.compile(
+    r"(s3|s3a|s3n|gs|gcs|az|abfs|abfss|adl|https?|memory|file|local):/(?!/)", re.IGNORECASE
+)
+"""A URL that has lost a slash in a path object."""
+
+
+def check_path(location: Location) -> None:
+    """Check that a path or URL is what it looks like.
+
+    Raises:
+        UsageError: it is empty, has a null byte, begins with ``~``, or is a URL in a path object.
+    """
+    text = os.fsdecode(location)
+    if (found := _LOST_SLASH.match(text)) is not None:
+        raise UsageError(
+            f"{text}: looks like a URL ({found.group(1)}://) that has lost a slash, as "
+            "a pathlib.Path loses it; pass the URL as a str, or an absolute path",
+            found=text,
+        )
+    if text.partition("/")[0] == "~":
+        raise UsageError(
+            f"{text}: ~ is not expanded; pass os.path.expanduser({location!r})", found=text
+        )
+    if not text:
+        raise UsageError("location='': pass the path of a directory, or a URL")
+    if "\0" in text:
+        raise UsageError(f"{text!r}: a path has no null bytes; pass another name", found=text)
+
+
+def absolute(path: Location) -> str:
+    """Return the absolute path, because the program may change its working directory later.
+
+    Raises:
+        UsageError: the path is relative, and the working directory does not exist any more.
+    """
+    try:
+        return os.path.abspath(os.fsdecode(path))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{os.fsdecode(path)}: this path is relative, and the working directory was removed; "
+            "pass an absolute path",
+            found=os.fsdecode(path),
+        ) from None
+
+
+def as_int(number: Any) -> Any:
+    """Return an integer of any type, such as NumPy's, as an int; return other values unchanged."""
+    if isinstance(number, bool):
+        return number
+    try:
+        return operator.index(number)
+    except TypeError:
+        return number
 
 
 def step_number(step: object) -> int:

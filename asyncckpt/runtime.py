@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import re
 import sys
 from typing import Any
 
+from asyncckpt.arguments import check_path
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import Recycled
 from asyncckpt.flow.budget import ByteBudget
@@ -24,11 +24,6 @@ from asyncckpt.ports import CheckpointFiles, HostMemory, Sizes, Store, StoreCapa
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.objects.clients.urls import check_options, is_url, split_url, without_scheme
 from asyncckpt.stores.paths import check_name, open_local
-
-_LOST_SLASH = re.compile(
-    r"(s3|s3a|s3n|gs|gcs|az|abfs|abfss|adl|https?|memory|file|local):/(?!/)", re.IGNORECASE
-)
-"""A URL that has lost a slash in a path object."""
 
 SPARE_WINDOWS = 2
 """Windows copied and checksummed while every stream sends another."""
@@ -185,19 +180,6 @@ def _check_location(location: object, storage_options: object) -> None:
             f"location={location!r:.80}: pass a path (str or os.PathLike), a URL, or a store",
             found=type(location),
         )
-    if (found := _LOST_SLASH.match(os.fsdecode(location))) is not None:
-        scheme = found.group(1)
-        raise UsageError(
-            f"{os.fsdecode(location)}: looks like a URL ({scheme}://) that has lost a slash, as "
-            "a pathlib.Path loses it; pass the URL as a str, or an absolute path",
-            found=location,
-        )
-    if os.fsdecode(location).partition("/")[0] == "~":
-        raise UsageError(
-            f"{os.fsdecode(location)}: ~ is not expanded; pass os.path.expanduser({location!r})",
-            found=location,
-        )
-    if not os.fspath(location):
-        raise UsageError("location='': pass the path of a directory, or a URL")
+    check_path(location)
     if storage_options and not is_url(location):
         raise UsageError("storage_options apply to object stores; leave them out for local paths")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import asyncckpt
+from asyncckpt import blocking
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.options import GIB, KIB, MIB
 from tests.script import Script
@@ -228,6 +229,7 @@ async def test_metadata_and_metrics_are_taken_at_the_call_and_come_back(tmp_path
         ("~/run", r"~ is not expanded; pass os.path.expanduser\('~/run'\)"),
         (5, "pass a path"),
         (None, "pass a path"),
+        ("a\0b/run", "a path has no null bytes"),
     ],
 )
 async def test_a_location_that_is_no_path_is_refused(location: Any, reason: str) -> None:
@@ -242,6 +244,23 @@ async def test_a_location_that_is_no_path_is_refused(location: Any, reason: str)
         assert "hunter2" not in str(caught.value)
     with pytest.raises(UsageError, match=reason):
         asyncckpt.Checkpointer(location)
+
+
+async def test_a_relative_path_in_a_removed_working_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    reason = "^runs/one: this path is relative, and the working directory was removed; pass an abs"
+    for call in (
+        lambda: asyncckpt.Checkpointer("runs/one"),
+        lambda: blocking.save("runs/one", TREE),
+        lambda: blocking.restore("runs/one"),
+        lambda: asyncckpt.DirectoryCoordinator("runs/one", process_index=0, process_count=1),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            call()
 
 
 async def test_storage_options_with_a_local_path_are_refused_and_not_shown(

@@ -9,9 +9,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-from asyncckpt.arguments import check_coordinator
+from asyncckpt.arguments import absolute, as_int, check_coordinator, check_path
 from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.service import ServiceCoordinator
 from asyncckpt.errors import StoreError, UsageError
@@ -46,11 +47,12 @@ class DirectoryCoordinator(ServiceCoordinator["DirectoryService"]):
     ) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise UsageError(f"path={path!r:.80}: pass a directory as str or os.PathLike")
-        # Not relative: the program may change its working directory before the first call.
-        self.path = Path(os.path.abspath(os.fspath(path)))
-        super().__init__(
-            "directory", process_index, process_count, lambda: DirectoryService(self.path)
-        )
+        if "://" in os.fsdecode(path):
+            raise UsageError(f"path={path!r:.80}: pass a directory that all processes share")
+        check_path(path)
+        self.path = Path(absolute(path))
+        connect = partial(DirectoryService, self.path)  # can be pickled
+        super().__init__("directory", as_int(process_index), as_int(process_count), connect)
         check_coordinator(self)
 
 

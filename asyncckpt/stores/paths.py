@@ -30,6 +30,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from asyncckpt.arguments import absolute
 from asyncckpt.errors import CorruptCheckpointError, UsageError
 from asyncckpt.ports import RECORD_NAME
 
@@ -169,5 +170,5 @@ def open_local(location: str | os.PathLike[str]) -> tuple[str, str]:
     Raises:
         UsageError: the location has no last part.
     """
-    root, name = os.path.split(os.path.abspath(os.fsdecode(location)))
+    root, name = os.path.split(absolute(location))
     return root, check_name(name)

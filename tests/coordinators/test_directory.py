@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import asyncckpt
@@ -25,6 +27,32 @@ def test_it_is_public_and_checks_its_path() -> None:
     assert asyncckpt.DirectoryCoordinator is DirectoryCoordinator
     with pytest.raises(UsageError, match="path=5: pass a directory"):
         DirectoryCoordinator(5, process_index=0, process_count=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("s3://x/y", "pass a directory that all processes share"),
+        (Path("s3://x/y"), "has lost a slash"),
+        ("~/zz", "~ is not expanded"),
+        ("", "pass the path of a directory"),
+        ("a\0b", "a path has no null bytes"),
+    ],
+)
+def test_a_path_that_is_no_directory_is_refused(path: str | Path, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        DirectoryCoordinator(path, process_index=0, process_count=1)
+
+
+async def test_it_takes_integers_of_numpy_and_can_be_pickled(tmp_path: Path) -> None:
+    index, count = np.int64(0), np.int32(2)
+    made = DirectoryCoordinator(tmp_path, process_index=index, process_count=count)
+    coordinator = pickle.loads(pickle.dumps(made))
+    assert (coordinator.process_index, coordinator.process_count) == (0, 2)
+    assert type(coordinator.process_index) is type(coordinator.process_count) is int
+    await coordinator.put("a/b", b"x")
+    assert (tmp_path / "a" / "b=").read_bytes() == b"x"
+    await coordinator.close()
 
 
 async def test_making_it_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

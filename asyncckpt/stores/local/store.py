@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from asyncckpt.arguments import absolute
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.shield import cleaned_up
 from asyncckpt.flow.threads import Workers
@@ -99,7 +100,7 @@ class LocalStore:
                 "local checkpoints need Linux or macOS: Windows has no atomic directory rename "
                 "and no flush of directories; use WSL or an object store"
             )
-        self.url = os.path.abspath(os.fsdecode(root))
+        self.url = absolute(root)
         self.capabilities = StoreCapabilities()
         self._layout = Layout(self.url)
         self._workers = workers
