@@ -325,6 +325,13 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata={metadata!r:.80}: pass a dict of JSON values", found=metadata)
     try:
+        # JSON would make strings of other keys: 1 and "1" would become one.
+        if way := _odd_key(dict(metadata)):
+            place = "".join(f"[{key!r:.80}]" for key in way[:-1])
+            raise UsageError(
+                f"metadata{place} has the key {way[-1]!r:.80}; keys are strings: pass str(key)",
+                found=way[-1],
+            )
         # Strings that UTF-8 cannot encode (lone surrogates) would fail when the record is written.
         text = json.dumps(dict(metadata), allow_nan=False, ensure_ascii=False).encode()
         copy: Mapping[str, Any] = json.loads(text)
@@ -338,6 +345,21 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
             f"metadata takes {len(text)} bytes, more than {MAX_METADATA_NBYTES}; save it as leaves"
         )
     return copy
+
+
+def _odd_key(value: object) -> tuple[object, ...]:
+    """Return the keys that lead to the first one that is no string; none if all are strings."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                return (key,)
+            if isinstance(item, (dict, list, tuple)) and (rest := _odd_key(item)):
+                return (key, *rest)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            if isinstance(item, (dict, list, tuple)) and (rest := _odd_key(item)):
+                return (index, *rest)
+    return ()
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -111,7 +111,10 @@ class LeafInfo:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(Timed):
-    """Contents of a checkpoint, from its metadata alone; `info[path]` is one leaf.
+    """Contents of a checkpoint, from its metadata alone.
+
+    As a mapping, it has the leaves by path: `info[path]` is one, and ``path in info``, `len` and
+    iteration are those of its paths.
 
     Attributes:
         location: path or URL.
@@ -136,9 +139,9 @@ class CheckpointInfo(Timed):
     library: str
     leaves: tuple[LeafInfo, ...]
     files: tuple[FileInfo, ...]
-    metadata: Mapping[str, Any]
-    metrics: Mapping[str, float]
-    tree: Any = None
+    metadata: Mapping[str, Any] = field(hash=False)
+    metrics: Mapping[str, float] = field(hash=False)
+    tree: Any = field(default=None, hash=False)
     format: str = "asyncckpt"
     epoch: int = 0
     timeline: Timeline = field(default_factory=Timeline, repr=False)
@@ -152,6 +155,15 @@ class CheckpointInfo(Timed):
     def stored_nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
+
+    def __iter__(self) -> Iterator[str]:
+        return (leaf.path for leaf in self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def __contains__(self, path: object) -> bool:
+        return any(leaf.path == path for leaf in self.leaves)
 
     def __getitem__(self, path: str) -> LeafInfo:
         for leaf in self.leaves:

@@ -203,7 +203,7 @@ class RestoreReport(Timed):
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     notes: tuple[str, ...] = ()
     strict: bool = True
     wanted: int = 0

@@ -1,0 +1,30 @@
+"""`CheckpointInfo` as a mapping, and reports as keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncckpt import blocking
+
+TREE = {"params": {"w": np.arange(5.0), "b": np.zeros(2)}, "step": 7}
+
+
+def test_an_info_is_a_mapping_of_its_leaves(tmp_path: Path) -> None:
+    blocking.save(tmp_path / "x", TREE)
+    info = blocking.inspect(tmp_path / "x")
+    assert list(info) == ["params/w", "params/b", "step"] and len(info) == 3
+    assert "params/w" in info and "w" not in info and 0 not in info
+    assert {path: info[path].nbytes for path in info} == {"params/w": 40, "params/b": 16, "step": 0}
+    with pytest.raises(KeyError, match="has no leaf 'w'"):
+        info["w"]
+
+
+def test_reports_and_infos_are_hashable(tmp_path: Path) -> None:
+    saved = blocking.save(tmp_path / "x", TREE, metadata={"a": [1]})
+    info = blocking.inspect(tmp_path / "x")
+    restored = blocking.restore_into(tmp_path / "x", {**TREE})
+    verified = blocking.verify(tmp_path / "x")
+    assert len({saved, info, restored, verified, blocking.inspect(tmp_path / "x")}) == 4
