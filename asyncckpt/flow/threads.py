@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 from asyncckpt.errors import ResourceError, SaveError
@@ -265,6 +266,7 @@ class Outcome(Future[T]):
         super().__init__()
         self.set_running_or_notify_cancel()
         self._outcome: tuple[T | None, BaseException | None] | None = None
+        self._traceback: TracebackType | None = None
         self._latch = threading.Lock()
         self._latch.acquire()
 
@@ -305,7 +307,8 @@ class Outcome(Future[T]):
             assert self._outcome is not None
             return cast(T, self._outcome[0])
         try:
-            raise error
+            # With its first traceback: the frames of every earlier raise would stay in it.
+            raise error.with_traceback(self._traceback)
         finally:
             del self, error  # the traceback would keep both in a cycle
 
@@ -317,6 +320,8 @@ class Outcome(Future[T]):
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Resolve it with an error, once."""
+        if self._outcome is None and exception is not None:
+            self._traceback = exception.__traceback__
         self._outcome = self._outcome or (None, exception)
         super().set_exception(exception)
         self._latch.release()

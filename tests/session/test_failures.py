@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -152,6 +153,19 @@ async def test_every_await_of_a_failed_save_raises_and_nothing_else_does(tmp_pat
         await ckpt.wait()
         await ckpt.save(2, TREE)
         assert await ckpt.steps() == [2]
+
+
+def test_the_traceback_of_a_failure_does_not_grow_with_every_wait(tmp_path: Path) -> None:
+    ckpt = blocking.Checkpointer(tmp_path)
+    Script(ckpt).fail("seal", StoreError("disk on fire"))
+    pending = ckpt.start_save(1, TREE)
+    lengths = set()
+    for _ in range(3):
+        with pytest.raises(StoreError) as caught:
+            pending.result()
+        lengths.add(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert len(lengths) == 1
+    ckpt.close()
 
 
 async def test_a_failure_after_the_state_was_copied_belongs_to_the_pending_save(
