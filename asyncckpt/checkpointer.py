@@ -22,6 +22,7 @@ from asyncckpt.arguments import (
     step_number,
 )
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import check_function
 from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
@@ -46,6 +47,7 @@ class OpenRun:
         return f"Checkpointer{self._session!r}"
 
     async def _enter(self) -> None:
+        check_loop()
         try:
             await self._session.enter()
         except BaseException as error:
@@ -73,6 +75,7 @@ class OpenRun:
         core = self._session
         if core.runtime.engine.forked:
             return None
+        check_loop()
         try:
             await core.idle()
         except UsageError:  # on the engine's own thread: the saves go on, and nothing is closed
@@ -117,6 +120,7 @@ class OpenRun:
     async def _begin_save(
         self, step: int, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
     ) -> Any:
+        check_loop()
         number = step_number(step)
         if self._session.preemption is not None:
             await self._session.preemption.reached(number)
@@ -479,6 +483,7 @@ async def verify(
 
 def _opened(location: Location, arguments: dict[str, Any], **options: Any) -> Session:
     """Open a session for one checkpoint; removes the arguments about its location."""
+    check_loop()
     return Session(
         location,
         one_shot=True,

@@ -101,8 +101,9 @@ def _described(value: object, depth: int = 2) -> object:
         return value
     if isinstance(value, type):
         return value.__name__
-    if type(value) in (tuple, list) and depth and len(value) <= MAX_ITEMS:
-        return type(value)([_described(item, depth - 1) for item in value])
+    if isinstance(value, (tuple, list)) and depth and len(value) <= MAX_ITEMS:
+        items = [_described(item, depth - 1) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     return _short.repr(value)
 
 

@@ -258,9 +258,8 @@ class RestoreOptions:
 
 def _check_common(options: SaveOptions | RestoreOptions) -> None:
     """Check the fields that both kinds of options have."""
-    budget, concurrency = options.host_memory_nbytes, options.concurrency
-    if budget is not None:
-        _integer("host_memory_nbytes", budget, MIN_BUDGET_NBYTES, 1 << 50, "bytes")
+    concurrency = options.concurrency
+    check_budget(options.host_memory_nbytes)
     if concurrency != "auto":
         _integer("concurrency", concurrency, 1, 1024, "operations")
     check_seconds("deadline_s", options.deadline_s)
@@ -293,6 +292,12 @@ def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:
             expected=(low, high),
             found=value,
         )
+
+
+def check_budget(nbytes: object) -> None:
+    """Check that this is a budget of host memory, or None."""
+    if nbytes is not None:
+        _integer("host_memory_nbytes", nbytes, MIN_BUDGET_NBYTES, 1 << 50, "bytes")
 
 
 def check_function(name: str, value: object, of: str) -> None:

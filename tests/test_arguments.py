@@ -476,3 +476,9 @@ def test_only_policies_can_be_joined(other: Any) -> None:
     ):
         with pytest.raises(TypeError, match="unsupported operand"):
             join()
+
+
+@pytest.mark.parametrize("odd", [3, 64 * MIB - 1, 1e9, True])
+async def test_the_budget_of_a_measurement_has_the_limits_of_a_save(odd: Any) -> None:
+    with pytest.raises(UsageError, match=r"^host_memory_nbytes=.*: pass an int from 67108864 to"):
+        await asyncckpt.tune("memory://x", host_memory_nbytes=odd)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -773,3 +774,35 @@ def test_windows_is_refused_clearly(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runtime, "os", Windows)
     with pytest.raises(UsageError, match="on Windows use WSL"):
         asyncckpt.Checkpointer(tmp_path)
+
+
+def test_a_framework_other_than_asyncio_is_told_what_to_call_and_nothing_begins(
+    tmp_path: Path,
+) -> None:
+    """As trio drives coroutines: without an event loop of asyncio."""
+
+    def drive(coroutine: Any) -> None:
+        with pytest.raises(UsageError, match=r"needs an event loop of asyncio.*trio\.to_thread"):
+            coroutine.send(None)
+
+    drive(asyncckpt.save(tmp_path / "x", TREE))
+    drive(asyncckpt.restore(tmp_path / "x"))
+    drive(asyncckpt.restore_into(tmp_path / "x", TREE))
+    drive(asyncckpt.inspect(tmp_path / "x"))
+    drive(asyncckpt.verify(tmp_path / "x"))
+    drive(asyncckpt.convert(tmp_path / "x", tmp_path / "y"))
+    drive(asyncckpt.export(tmp_path / "x", tmp_path / "y"))
+    drive(asyncckpt.diff(tmp_path / "x", tmp_path / "y"))
+    drive(asyncckpt.collect_garbage(tmp_path))
+    drive(asyncckpt.tune("memory://run"))
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    drive(ckpt.__aenter__())
+    drive(ckpt.save(1, TREE))
+    drive(ckpt.start_save(1, TREE))
+    drive(ckpt.close())
+    assert engine_threads() == []
+    drive(ckpt.restore(1))
+    drive(ckpt.steps())
+    run_blocking(ckpt.close())
+    assert engine_threads() == []
+    assert list(tmp_path.iterdir()) == []

@@ -40,6 +40,7 @@ from asyncckpt.errors import (
     SaveAbortedError,
     UsageError,
 )
+from asyncckpt.flow.driver import check_loop
 from asyncckpt.options import GIB, MAX_ENTRIES, SaveOptions
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import ConvertReport, Progress, nbytes_text
@@ -129,6 +130,7 @@ async def _run(
     storage_options: Mapping[str, Any] | None,
     progress: Callable[[Progress], None] | None,
 ) -> ConvertReport:
+    check_loop()
     form, max_file_nbytes = format_of(destination, to, max_file_nbytes)
     source_options, destination_options = options_of((source, destination), storage_options)
     # Stored leaves do not change, so there is nothing to hold or to wait for.

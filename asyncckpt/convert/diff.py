@@ -16,6 +16,7 @@ from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Runtimes, options_of, shares
 from asyncckpt.convert.tiles import band_nbytes, runs, tiles
 from asyncckpt.errors import DeadlineExceededError
+from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import together
 from asyncckpt.options import LOCAL_CONCURRENCY, RestoreOptions
 from asyncckpt.reports import DiffReport, LeafDifference, Progress
@@ -86,6 +87,7 @@ async def diff(
         CheckpointNotFoundError: there is no checkpoint at one of the locations.
         CorruptCheckpointError: names leaf, file and offset.
     """
+    check_loop()
     check_switch("bitwise", bitwise)
     chosen = typed("options", options, RestoreOptions)
     first_options, second_options = options_of((first, second), storage_options)

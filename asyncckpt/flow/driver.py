@@ -10,9 +10,12 @@ suspend asks `blocks_here` first, and blocks the thread instead. All of them wai
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from asyncckpt.errors import UsageError
 
 T = TypeVar("T")
 
@@ -22,6 +25,23 @@ _here = threading.local()
 def blocks_here() -> bool:
     """Return whether this thread waits by blocking."""
     return getattr(_here, "blocks", False)
+
+
+def check_loop() -> None:
+    """Check that this thread can wait: by blocking, or in an event loop of asyncio.
+
+    Raises:
+        UsageError: it cannot; the coroutine runs under trio, say.
+    """
+    if blocks_here():
+        return
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise UsageError(
+            "asyncckpt needs an event loop of asyncio, and none is running in this thread; under "
+            "trio, call asyncckpt.blocking in trio.to_thread.run_sync"
+        ) from None
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

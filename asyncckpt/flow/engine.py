@@ -46,7 +46,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.caller import CallerThread
-from asyncckpt.flow.driver import blocks_here, run_blocking
+from asyncckpt.flow.driver import blocks_here, check_loop, run_blocking
 from asyncckpt.flow.threads import (
     Outcome,
     Workers,
@@ -114,10 +114,16 @@ class Job(Generic[T]):
         waits for its clean-up, then raises.
 
         Raises:
-            UsageError: this thread blocks, and is the engine's own; the job was cancelled.
+            UsageError: this thread blocks, and is the engine's own, or has no event loop of
+                asyncio; the job was cancelled.
         """
         if blocks_here():
             self.refuse_own_thread()
+        try:
+            check_loop()
+        except UsageError:
+            self.cancel()
+            raise
         try:
             await self._attend()
         except GeneratorExit:

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncckpt.arguments import check_switch
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.runtime import Runtime
@@ -47,6 +48,7 @@ async def collect_garbage(
         UsageError: less than a week, or the store does not report the age of its objects.
         StoreError: listing or removing failed.
     """
+    check_loop()
     check_switch("dry_run", dry_run)
     if isinstance(older_than_s, bool) or not isinstance(older_than_s, (int, float)):
         raise UsageError(f"older_than_s={older_than_s!r}: pass seconds", found=older_than_s)

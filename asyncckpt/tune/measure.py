@@ -21,8 +21,9 @@ from typing import Any
 
 from asyncckpt.arguments import guarded, progress_notes
 from asyncckpt.errors import StoreError, UsageError
+from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import cleaned_up, mapped, to_completion, uninterrupted
-from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, default_budget_nbytes
+from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, check_budget, default_budget_nbytes
 from asyncckpt.reports import Progress, nbytes_text
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.client import Body, RequestError
@@ -67,7 +68,7 @@ async def tune(
         url: location of the checkpoints, for example ``"s3://bucket/run"``.
         max_nbytes: bytes to move at most, written and read together.
         max_s: seconds after which the measurement ends with the results so far.
-        host_memory_nbytes: as for saving: most bytes in flight.
+        host_memory_nbytes: as for saving: most bytes in flight, at least 64 MiB.
         storage_options: options of the file system.
         progress: called on the engine's thread with a `Progress`.
 
@@ -77,12 +78,10 @@ async def tune(
         UsageError: an argument is wrong, or the URL is not that of an object store.
         StoreError: the store cannot be written to, read or listed; says what to do.
     """
+    check_loop()
     check_url(url)
-    for name, value in (
-        ("max_nbytes", max_nbytes),
-        ("max_s", max_s),
-        ("host_memory_nbytes", 1 if host_memory_nbytes is None else host_memory_nbytes),
-    ):
+    check_budget(host_memory_nbytes)
+    for name, value in (("max_nbytes", max_nbytes), ("max_s", max_s)):
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
@@ -102,7 +101,7 @@ async def tune(
                 Requests(client, policy=POLICY),
                 max_nbytes=int(max_nbytes),
                 max_s=max_s,
-                budget_nbytes=max(MIN_BUDGET_NBYTES, host_memory_nbytes or default_budget_nbytes()),
+                budget_nbytes=host_memory_nbytes or default_budget_nbytes(),
                 body=lambda nbytes: runtime.engine.compute.run(_random_body, nbytes),
                 progress=guard,
             )
