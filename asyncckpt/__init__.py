@@ -95,7 +95,7 @@ __all__ += [*_LATER, "__version__", "blocking"]
 
 if TYPE_CHECKING:
     import asyncckpt.blocking as blocking
-    import asyncckpt.torch as torch  # noqa: F401 - not in `__all__`, see above
+    from asyncckpt import torch as torch  # not in `__all__`, see above
     from asyncckpt.adapters.sharded_array import ShardedArray as ShardedArray
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
     from asyncckpt.checkpointer import inspect as inspect

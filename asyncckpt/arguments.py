@@ -15,6 +15,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    SupportsFloat,
     TypedDict,
     TypeGuard,
     TypeVar,
@@ -84,7 +85,7 @@ class SaveArguments(TypedDict, total=False):
 class StepSaveArguments(SaveArguments, total=False):
     """Arguments of saves of steps."""
 
-    metrics: Mapping[str, float] | None
+    metrics: Mapping[str, SupportsFloat] | None
 
 
 class LocationSaveArguments(SaveArguments, LocationArguments, total=False):
@@ -362,7 +363,7 @@ def _odd_key(value: object) -> tuple[object, ...]:
     return ()
 
 
-def checked_metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
+def checked_metrics(metrics: Mapping[str, SupportsFloat] | None) -> Mapping[str, float]:
     """Return the metrics as floats by name."""
     if metrics is None:
         return {}

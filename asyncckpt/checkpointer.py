@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, SupportsIndex, TypeVar, Unpack, overload
 
 from asyncckpt.arguments import (
     Location,
@@ -25,6 +25,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import check_function
+from asyncckpt.ports import Store
 from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
 from asyncckpt.restore.rebuild import finish_into, finish_tree
 from asyncckpt.save.snapshot import tree_nbytes
@@ -33,6 +34,9 @@ from asyncckpt.session.session import Session
 
 T = TypeVar("T")
 
+Place = Location | tuple[Store, str]
+"""Where one checkpoint is: a path, a URL, or a store and a name in it."""
+
 
 class OpenRun:
     """Base of the async and the blocking `Checkpointer`."""
@@ -40,7 +44,7 @@ class OpenRun:
     _pending: type[PendingSave] = PendingSave
 
     @documented
-    def __init__(self, root: Location, **arguments: Unpack[RunArguments]) -> None:
+    def __init__(self, root: Location | Store, **arguments: Unpack[RunArguments]) -> None:
         self._session = Session(root, **completed(RunArguments, arguments))
 
     def __repr__(self) -> str:
@@ -118,7 +122,7 @@ class OpenRun:
             error.add_note(f"closing failed, too: {type(failure).__name__}: {failure}")
 
     async def _begin_save(
-        self, step: int, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
+        self, step: SupportsIndex, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
     ) -> Any:
         check_loop()
         number = step_number(step)
@@ -176,7 +180,7 @@ class Checkpointer(OpenRun):
 
     @documented
     async def save(
-        self, step: int, tree: Any, **arguments: Unpack[StepSaveArguments]
+        self, step: SupportsIndex, tree: Any, **arguments: Unpack[StepSaveArguments]
     ) -> SaveReport:
         """Save a tree as `step`; on return the checkpoint is committed, durable and whole.
 
@@ -207,7 +211,7 @@ class Checkpointer(OpenRun):
 
     @documented
     async def start_save(
-        self, step: int, tree: Any, **arguments: Unpack[StepSaveArguments]
+        self, step: SupportsIndex, tree: Any, **arguments: Unpack[StepSaveArguments]
     ) -> PendingSave:
         """Copy every leaf, and save the copies in the background.
 
@@ -222,7 +226,7 @@ class Checkpointer(OpenRun):
         await pending._wait_staged()
         return pending
 
-    async def reached(self, step: int) -> bool:
+    async def reached(self, step: SupportsIndex) -> bool:
         """Return whether the job should save this step and then end.
 
         All processes call it once per training step, before any `save` of that step, with the same
@@ -248,17 +252,25 @@ class Checkpointer(OpenRun):
 
     @overload
     async def restore(
-        self, step: int | None = None, *, like: T, **arguments: Unpack[RestoreArguments]
-    ) -> T: ...
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        like: None = None,
+        **arguments: Unpack[RestoreArguments],
+    ) -> Any: ...
 
     @overload
     async def restore(
-        self, step: int | None = None, *, like: None = None, **arguments: Unpack[RestoreArguments]
-    ) -> Any: ...
+        self, step: SupportsIndex | None = None, *, like: T, **arguments: Unpack[RestoreArguments]
+    ) -> T: ...
 
     @documented
     async def restore(
-        self, step: int | None = None, *, like: Any = None, **arguments: Unpack[RestoreArguments]
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        like: Any = None,
+        **arguments: Unpack[RestoreArguments],
     ) -> Any:
         """Return the tree of a step.
 
@@ -289,7 +301,7 @@ class Checkpointer(OpenRun):
         self,
         target: Any,
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         **arguments: Unpack[RestoreIntoArguments],
     ) -> RestoreReport:
         """Restore a step into the arrays of `target`, and into its objects with a state dict.
@@ -334,7 +346,9 @@ class Checkpointer(OpenRun):
         """
         return await self._session.call_once("latest_step()", self._session.steps.latest).wait()
 
-    async def inspect(self, step: int | None = None, *, timeline: bool = False) -> CheckpointInfo:
+    async def inspect(
+        self, step: SupportsIndex | None = None, *, timeline: bool = False
+    ) -> CheckpointInfo:
         """Describe a step (None: the newest) from its metadata alone.
 
         With `timeline=True`, the result includes that of the save, which takes one more read.
@@ -345,13 +359,13 @@ class Checkpointer(OpenRun):
         return await self._session.call(lambda: reads.inspect(number, timeline)).wait()
 
     async def verify(
-        self, step: int | None = None, *, progress: ProgressCallback | None = None
+        self, step: SupportsIndex | None = None, *, progress: ProgressCallback | None = None
     ) -> VerifyReport:
         """Read and check every byte of a step (None: the newest)."""
         number = None if step is None else step_number(step)
         return await self._session.call(lambda: self._session.reads.verify(number, progress)).wait()
 
-    async def delete(self, step: int) -> None:
+    async def delete(self, step: SupportsIndex) -> None:
         """Delete a step: first its visibility, durably, then its bytes.
 
         Waits for a save of this step that is in flight.
@@ -364,7 +378,7 @@ class Checkpointer(OpenRun):
             f"delete({number})", lambda: self._session.delete(number)
         ).wait()
 
-    async def delete_after(self, step: int) -> list[int]:
+    async def delete_after(self, step: SupportsIndex) -> list[int]:
         """Delete all steps above `step`, highest first, and return them (an abandoned branch).
 
         Waits for saves in flight; their steps are deleted too if they are above `step`.
@@ -403,7 +417,7 @@ class Checkpointer(OpenRun):
 
 @documented
 async def save(
-    location: Location, tree: Any, **arguments: Unpack[LocationSaveArguments]
+    location: Place, tree: Any, **arguments: Unpack[LocationSaveArguments]
 ) -> SaveReport:
     """Save a tree at `location`; on return the checkpoint is committed and durable.
 
@@ -419,19 +433,19 @@ async def save(
 
 @overload
 async def restore(
-    location: Location, *, like: T, **arguments: Unpack[LocationRestoreArguments]
-) -> T: ...
+    location: Place, *, like: None = None, **arguments: Unpack[LocationRestoreArguments]
+) -> Any: ...
 
 
 @overload
 async def restore(
-    location: Location, *, like: None = None, **arguments: Unpack[LocationRestoreArguments]
-) -> Any: ...
+    location: Place, *, like: T, **arguments: Unpack[LocationRestoreArguments]
+) -> T: ...
 
 
 @documented
 async def restore(
-    location: Location, *, like: Any = None, **arguments: Unpack[LocationRestoreArguments]
+    location: Place, *, like: Any = None, **arguments: Unpack[LocationRestoreArguments]
 ) -> Any:
     """Return the tree saved at `location`.
 
@@ -444,7 +458,7 @@ async def restore(
 
 @documented
 async def restore_into(
-    location: Location, target: Any, **arguments: Unpack[LocationRestoreIntoArguments]
+    location: Place, target: Any, **arguments: Unpack[LocationRestoreIntoArguments]
 ) -> RestoreReport:
     """Restore the checkpoint at `location` into the arrays and objects of `target`.
 
@@ -456,7 +470,7 @@ async def restore_into(
 
 
 async def inspect(
-    location: Location,
+    location: Place,
     *,
     timeline: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -471,7 +485,7 @@ async def inspect(
 
 
 async def verify(
-    location: Location,
+    location: Place,
     *,
     storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
@@ -481,7 +495,7 @@ async def verify(
         return await core.call(lambda: core.reads.verify(None, progress)).wait()
 
 
-def _opened(location: Location, arguments: dict[str, Any], **options: Any) -> Session:
+def _opened(location: Place, arguments: dict[str, Any], **options: Any) -> Session:
     """Open a session for one checkpoint; removes the arguments about its location."""
     check_loop()
     return Session(

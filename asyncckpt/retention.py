@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import ClassVar, Literal, Protocol
@@ -24,7 +24,7 @@ class Retention(Protocol):
     A policy whose attribute `uses_metrics` is False gets no metrics, which saves reading them.
     """
 
-    def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
+    def keep(self, steps: Sequence[int], metrics: Metrics) -> Iterable[int]:
         """Return the steps to keep.
 
         Args:

@@ -139,13 +139,29 @@ def test_type_checkers_see_the_signatures_of_the_async_facade(tmp_path: Path) ->
     calls = {
         "run.restore(like={'a': 1})": "dict[str, int]",
         "run.restore(leaves='jax')": "Any",
+        "run.restore(like=None)": "Any",
+        "blocking.restore('x', like=None)": "Any",
+        "other.save(np.int64(1), {}, metrics={'loss': np.float32(1)})": (
+            "CoroutineType[Any, Any, SaveReport]"
+        ),
+        "blocking.inspect((store, 'final'))": "CheckpointInfo",
+        "asyncckpt.Checkpointer(store, keep=Newest())": "Checkpointer",
+        "asyncckpt.torch.StorageWriter('x')": "StorageWriter",
         "blocking.restore('x', like=[1.0], strict=False)": "list[float]",
         "run.start_save(1, {}).result()": "SaveReport",
     }
     shown = [name for pair in twin for name in pair] + list(calls)
     lines = [
+        "from collections.abc import Iterator, Sequence",
+        "import numpy as np",
         "import asyncckpt",
         "from asyncckpt import blocking",
+        "from asyncckpt.ports import Store",
+        "class Newest:",
+        "    def keep(self, steps: Sequence[int], metrics: object) -> Iterator[int]:",
+        "        yield steps[-1]",
+        "def opened() -> Store: ...  # pyright: ignore[reportReturnType]",
+        "store = opened()",
         "run, other = blocking.Checkpointer('x'), asyncckpt.Checkpointer('x')",
         *(f"reveal_type({name})" for name in shown),
         "run.save(1, {}, overwirte=True)",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
 import weakref
@@ -93,7 +92,7 @@ class Session:
 
     def __init__(
         self,
-        location: str | os.PathLike[str],
+        location: Any,
         *,
         one_shot: bool = False,
         keep: Retention | None = None,
