@@ -121,7 +121,8 @@ async def test_use_after_close_is_an_error(tmp_path: Path) -> None:
         lambda: ckpt.delete_after(1),
         lambda: ckpt.__aenter__(),
     ):
-        with pytest.raises(ClosedError, match="is closed; create a new Checkpointer"):
+        closed = f"^Checkpointer\\('{tmp_path}'\\) is closed; create a new Checkpointer"
+        with pytest.raises(ClosedError, match=closed):
             await call()
     assert "closed" in repr(ckpt)
 
@@ -461,8 +462,7 @@ def test_a_first_use_while_the_interpreter_exits_is_an_error_and_no_hang(
         tmp_path,
         how,
     )
-    assert "a thread could not be started" in out
-    assert "save before the interpreter exits" in out
+    assert "the interpreter is exiting" in out and "not in an atexit handler" in out
 
 
 LATE_SAVES = {
@@ -509,10 +509,7 @@ if {used}:
 """,
         tmp_path,
     )
-    if used or "__del__" in late:
-        assert "the interpreter is exiting" in out and "not in an atexit handler" in out
-    else:
-        assert "save before the interpreter exits" in out
+    assert "the interpreter is exiting" in out and "not in an atexit handler" in out
     assert blocking.Checkpointer(tmp_path).steps() == [0, 2][: 2 * used]
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -98,6 +98,12 @@ class ShardedArray:
     ) -> None:
         self._shape = _lengths("shape", shape)
         self._dtype = _dtype(dtype)
+        if not isinstance(shards, Iterable):
+            raise UsageError(
+                f"ShardedArray: shards is a {type(shards).__name__}; pass pairs of an offset and "
+                "an array",
+                found=type(shards).__name__,
+            )
         self._shards = tuple(
             [self._checked(number, shard, padded) for number, shard in enumerate(shards)]
         )
@@ -161,6 +167,12 @@ class ShardedArray:
                 "tiles per axis",
                 expected=len(shape),
                 found=mesh,
+            )
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise UsageError(
+                f"ShardedArray: replicas={replicas!r}: pass the number of shards that hold each "
+                "tile, at least 1",
+                found=replicas,
             )
         tile = tuple(-(-n // m) for n, m in zip(shape, mesh, strict=True))
         shards: list[tuple[tuple[int, ...], Memory]] = []
@@ -260,7 +272,7 @@ class ShardedArray:
 
 def _lengths(name: str, values: Sequence[int]) -> tuple[int, ...]:
     try:
-        lengths = tuple(operator.index(n) for n in values)
+        lengths = tuple(-1 if isinstance(n, bool) else operator.index(n) for n in values)
     except TypeError:
         lengths = (-1,)
     if any(n < 0 for n in lengths):
@@ -273,7 +285,7 @@ def _lengths(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 def _dtype(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
     found = DTYPES.get(dtype) if isinstance(dtype, str) else None
-    if found is None:
+    if found is None and dtype is not None:  # which NumPy takes for float64
         try:
             found = np.dtype(dtype)
         except TypeError:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from asyncckpt.cli import tables
-from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.errors import AsyncCheckpointError, UsageError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -23,6 +23,8 @@ def complain(error: AsyncCheckpointError) -> None:
 
 def confirm(question: str, otherwise: str) -> None:
     """Ask; if the answer is no, print `otherwise` and end with exit status 1."""
+    if sys.stdin is None:  # closed
+        raise UsageError("there is no standard input to ask on; pass --yes to go on without asking")
     if not typer.confirm(question):
         typer.echo(otherwise)
         raise typer.Exit(1)

@@ -232,10 +232,15 @@ class Job(Generic[T]):
 
 
 class Engine:
-    """A daemon thread with an event loop (uvloop's if installed), started at first use."""
+    """A daemon thread with an event loop (uvloop's if installed), started at first use.
+
+    Attributes:
+        owner: what it works for, for errors.
+    """
 
     def __init__(self, name: str = "asyncckpt") -> None:
         self._name = name
+        self.owner = "this Checkpointer"
         self._pid = os.getpid()
         # Reentrant: the garbage collector may end an engine from inside any call of this thread.
         self._lock = threading.RLock()
@@ -348,7 +353,7 @@ class Engine:
         if self._died:
             raise EngineDiedError(f"{self._name}: its thread has ended; create a new Checkpointer")
         if self._closed:
-            raise ClosedError("this Checkpointer is closed; create a new Checkpointer")
+            raise ClosedError(f"{self.owner} is closed; create a new Checkpointer")
 
     def end_error(self) -> AsyncCheckpointError:
         """Return the error of a job that was unfinished when the engine ended."""
@@ -424,6 +429,7 @@ class Engine:
             self._loop = None
             if loop is not None:
                 loop.close()
+            self.check()  # which knows now if the interpreter is exiting
             raise thread_error(self._name, error) from error
         self._thread = thread
         _live.add(self)
@@ -573,8 +579,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 def _register_exit_hook() -> None:
     # atexit handlers run after concurrent.futures has shut its executors down and after
     # non-daemon threads were joined; threading's own hooks run before both.
-    # Once the interpreter is exiting, registering raises RuntimeError.
-    global _hook_registered
+    global _hook_registered, _exit_begun
     if _hook_registered:
         return
     register = getattr(threading, "_register_atexit", None)
@@ -582,7 +587,11 @@ def _register_exit_hook() -> None:
         import atexit
 
         register = atexit.register
-    register(_drain_all)
+    try:
+        register(_drain_all)
+    except RuntimeError:  # threading's own hooks have been called
+        _exit_begun = True
+        raise
     _hook_registered = True
 
 

@@ -224,8 +224,7 @@ def thread_error(name: str, error: Exception) -> ResourceError:
     limit = "open files (ulimit -n)" if files else "processes (ulimit -u)"
     return ResourceError(
         f"{name}: a thread could not be started ({error}); raise the limit of {limit} or of the "
-        "container, use fewer Checkpointers at a time, and save before the "
-        "interpreter exits",
+        "container, or use fewer Checkpointers at a time",
         found=str(error),
     )
 

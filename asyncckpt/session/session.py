@@ -149,6 +149,7 @@ class Session:
         self._release_job: Job[None] | None = None
         self._settling: Job[None] | None = None
         engine = self.runtime.engine
+        engine.owner = f"Checkpointer({self.root.url!r})"
         engine.drain_deadline_s = self.save_options.exit_deadline_s
         weakref.finalize(self, _end, engine).atexit = False
         self.preemption: Preemption | None = None

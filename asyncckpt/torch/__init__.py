@@ -11,6 +11,13 @@ imports PyTorch.
 
 from __future__ import annotations
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'asyncckpt.torch needs PyTorch: pip install "asyncckpt[torch]"', name=error.name
+    ) from None
+
 from asyncckpt.torch.storage_reader import StorageReader
 from asyncckpt.torch.storage_writer import StorageWriter
 

@@ -88,6 +88,7 @@ A = np.zeros((2, 3), np.float32)
 @pytest.mark.parametrize(
     ("shards", "text"),
     [
+        (None, "shards is a NoneType; pass pairs of an offset and an array"),
         ([A], r"shards\[0\] is no pair of an offset and an array"),
         ([((0, 0), A), 7], r"shards\[1\] is no pair"),
         ([((0, 0), [[1.0]])], r"shards\[0\] is a list; pass a NumPy array"),
@@ -111,15 +112,21 @@ def test_a_shard_that_does_not_fit_is_named(shards: Any, text: str) -> None:
 
 
 def test_shapes_and_dtypes_that_cannot_be_are_refused() -> None:
-    for shape in ((-1,), (2.5,), 3, None):
+    for shape in ((-1,), (2.5,), (True,), 3, None):
         with pytest.raises(UsageError, match=r"shape is .* non-negative ints"):
             ShardedArray(shape, "float32", [])  # type: ignore[arg-type]
-    for dtype in ("float31", object, ">f4", "M8[s]", ml_dtypes.uint4):
+    for dtype in (None, "float31", object, ">f4", "M8[s]", ml_dtypes.uint4):
         with pytest.raises(UsageError, match=r"dtype .* cannot be stored; use one of"):
             ShardedArray((1,), dtype, [])
 
 
 # ------------------------------------------------------------------------------ emulated meshes
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 1.5, True, None])
+def test_tiles_have_at_least_one_replica(replicas: Any) -> None:
+    with pytest.raises(UsageError, match=r"replicas=.*: pass the number of shards that hold each"):
+        ShardedArray.tiles((4,), (2,), dtype="float32", replicas=replicas)
 
 
 @pytest.mark.parametrize(

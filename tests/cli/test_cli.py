@@ -220,6 +220,16 @@ def test_verify_of_a_damaged_record_exits_1(run: Run, root: Path) -> None:
 # ------------------------------------------------------------------------------------------- rm
 
 
+def test_a_question_without_standard_input_says_to_pass_yes(root: Path) -> None:
+    command = f"exec {sys.executable} -m asyncckpt rm {root}/1 <&-"
+    done = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr == (
+        "asyncckpt: there is no standard input to ask on; pass --yes to go on without asking\n"
+    )
+    assert (root / "1").exists()
+
+
 def test_rm_answered_with_no_removes_nothing(run: Run, root: Path) -> None:
     done = run("rm", root / "1", answer="n\n")
     assert done.status == 1

@@ -24,6 +24,7 @@ import asyncckpt
 from asyncckpt import blocking, errors
 from asyncckpt.torch import StorageReader, StorageWriter
 from asyncckpt.torch.dcp_metadata import NAME
+from tests import children
 from tests.processes.values import array
 from tests.torch.cases import differing, plain, read, state, write
 from tests.torch.failure_cases import joined, left
@@ -304,3 +305,19 @@ def test_a_save_whose_finish_does_not_come_in_time_ends_by_itself(tmp_path: Path
     with pytest.raises(errors.SaveError, match=r"did not call finish\(\) within 0.2 s"):
         writer.finish(*given)
     assert not path.exists()
+
+
+def test_without_pytorch_the_plug_ins_say_what_to_install() -> None:
+    out = children.output(
+        """
+        import sys
+        sys.modules["torch"] = None
+        import asyncckpt
+        for use in (lambda: asyncckpt.torch, lambda: __import__("asyncckpt.torch")):
+            try:
+                use()
+            except ModuleNotFoundError as error:
+                print(error.name, error)
+        """
+    )
+    assert out == 2 * 'torch asyncckpt.torch needs PyTorch: pip install "asyncckpt[torch]"\n'
