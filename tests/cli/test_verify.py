@@ -130,3 +130,13 @@ def test_a_step_that_is_there_and_no_checkpoint_is_an_error(run: Run, tmp_path: 
     done = run("verify", tmp_path)
     assert done.status == 1
     assert "there is no checkpoint here" in done.err
+
+
+def test_a_directory_that_only_looks_like_a_step_of_orbax_is_not_damaged(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "etc" / "default").mkdir(parents=True)  # the name of an item of Orbax
+    (tmp_path / "etc" / "java" / "security" / "policy" / "limited").mkdir(parents=True)
+    done = run("verify", tmp_path / "etc")
+    assert (done.status, done.out) == (1, "")
+    assert f"{tmp_path}/etc: this is not a checkpoint: no tree was found in 'java/" in done.err

@@ -13,7 +13,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from asyncckpt.checkpoint.foreign.listing import damaged, list_files, refuse_link
+from asyncckpt.checkpoint.foreign.listing import list_files, refuse_link
 from asyncckpt.checkpoint.foreign.orbax_items import NO_TREE, Item, read_document, read_tree
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
@@ -163,11 +163,10 @@ async def _read(
             parse = partial(parse_document, what="the JSON item")
             return Item(document=await read_document(files, path, parse), has_document=True)
     if len(below) > MAX_ITEMS or depth > MAX_ITEM_DEPTH:
-        raise damaged(
-            files,
-            directory,
-            f"{len(below)} items in {directory!r}, or items inside of items of items; this is not "
-            "a checkpoint, or a hostile one",
+        raise CheckpointNotFoundError(
+            f"{files.location}: this is not a checkpoint: no tree was found in {directory!r}, "
+            f"which has {len(below)} subdirectories; pass the directory of a checkpoint",
+            location=files.location,
             expected=MAX_ITEMS,
             found=len(below),
         )
