@@ -12,13 +12,13 @@ imports PyTorch.
 from __future__ import annotations
 
 try:
-    import torch  # noqa: F401
+    from asyncckpt.torch.storage_reader import StorageReader
+    from asyncckpt.torch.storage_writer import StorageWriter
 except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
     raise ModuleNotFoundError(
-        'asyncckpt.torch needs PyTorch: pip install "asyncckpt[torch]"', name=error.name
+        'asyncckpt.torch needs PyTorch: pip install "asyncckpt[torch]"', name="torch"
     ) from None
-
-from asyncckpt.torch.storage_reader import StorageReader
-from asyncckpt.torch.storage_writer import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]
