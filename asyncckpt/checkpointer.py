@@ -306,6 +306,8 @@ class Checkpointer(OpenRun):
     ) -> RestoreReport:
         """Restore a step into the arrays of `target`, and into its objects with a state dict.
 
+        Modules and optimizers are filled in place; other objects get new arrays.
+
         Arguments, cancellation and errors: as `restore`; in addition:
 
         Raises:

@@ -284,12 +284,16 @@ def _check_kind(path: str, leaf: Any) -> str:
     return name
 
 
+_FULLY_SHARD = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
+"""Modules with the hooks of `fully_shard`, which only make sure that parameters are divided."""
+
+
 def required_keys(owner: Any) -> Callable[[str], str | None] | None:
     """Return a function that tells the required keys of a module's or optimizer's state dict.
 
     It maps a path in a state dict to a key that the present and the saved state must both have, or
     to None where they may differ. Returns None if hooks or methods of the user's classes take part
-    in loading: they may rename, add and drop keys.
+    in loading: they may rename, add and drop keys, and combine what they get with what is there.
     """
     load = getattr(owner.load_state_dict, "__func__", None)
     if isinstance(owner, torch.optim.Optimizer):
@@ -299,7 +303,11 @@ def required_keys(owner: Any) -> Callable[[str], str | None] | None:
         return None
     for module in owner.modules():
         kind: Any = type(module)
-        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+        hooks = [
+            *module._load_state_dict_pre_hooks.values(),
+            *module._load_state_dict_post_hooks.values(),
+        ]
+        if not all(getattr(hook, "__module__", "").startswith(_FULLY_SHARD) for hook in hooks):
             return None
         if not kind._load_from_state_dict.__module__.startswith("torch.nn.modules."):
             return None

@@ -207,13 +207,15 @@ def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hasha
     tied = opened.arrays.tied
     if (
         not tied
-        or leaf.want is not None
+        or not (leaf.want is None or leaf.want.given)
         or "python" in opened.leaves.extra.get(leaf.saved, NO_FACTS)
     ):
         return None
     if framework != "jax" and opened.leaves.kind[leaf.saved] not in _TIED_FRAMEWORKS:
         return None
-    return tuple([tied.get(array, array) for array in leaf.arrays()])
+    like = None if leaf.want is None else leaf.want.leaf
+    kind = None if like is None else (type(like), getattr(like, "device", None))
+    return (kind, *[tied.get(array, array) for array in leaf.arrays()])
 
 
 _Place = tuple[int, tuple[int, int], Any]

@@ -30,7 +30,7 @@ from asyncckpt.restore.mismatch import (
     check_array,
     shape_text,
 )
-from asyncckpt.restore.request import RestoreRequest, TargetLeaves, Wanted, enclosing
+from asyncckpt.restore.request import RestoreRequest, TargetLeaves, Wanted, below, enclosing
 from asyncckpt.spec import ArraySpec, numeric_class
 from asyncckpt.tree import PerProcess, Structure, match_glob, per_process_paths, where
 
@@ -358,7 +358,7 @@ class _Matcher:
             self._wanted += 1
             self._matched += 1
             if root is not None and self._is_other(root, want, saved):
-                self._add(saved_leaf(self.opened, path, saved, self._arrays[saved]))
+                self._add_given(path, root, saved)
             else:
                 self._add(self._leaf(number, want, saved))
         count = len(found) - len(found.described)
@@ -412,29 +412,38 @@ class _Matcher:
             if root is None:
                 self._unexpected.append(path)
             else:
-                found = saved_leaf(self.opened, path, leaf, self._arrays[leaf])
-                fresh = self._stateful[root].fresh
-                if fresh is not None and found.spec is not None:
-                    want = fresh(path, path[len(root) + bool(root) :], found.spec)
-                    if want is not None:
-                        found = found._replace(want=want, target=want.target)
-                self._add(found)
+                self._add_given(path, root, leaf)
+
+    def _add_given(self, path: str, root: str, saved: int) -> None:
+        """Add a leaf that its object gets as it was saved, whatever it has there now."""
+        found = saved_leaf(self.opened, path, saved, self._arrays[saved])
+        fresh = self._stateful[root].fresh
+        if fresh is not None and found.spec is not None:
+            want = fresh(path, below(path, root), found.spec)
+            if want is not None:
+                found = found._replace(want=want, target=want.target)
+        self._add(found)
 
     def _is_other(self, root: str, want: Wanted, saved: int) -> bool:
         """Return whether a leaf of a state dict has legitimately changed its type or shape.
 
-        A learning rate of 1 may be 0.5 now, or a tensor, and a replay buffer may have grown. But
-        the arrays of modules and optimizers, whose framework is known from their class, keep their
-        shapes and dtypes.
+        A learning rate of 1 may be 0.5 now, or a tensor, and a replay buffer may have grown, as the
+        extra state of a module and the state of an optimizer may. But the parameters and buffers of
+        a module keep their shapes and dtypes, unless hooks or methods of its own take part.
         """
         opened, array = self.opened, self._arrays[saved]
         if want.target is None and array < 0:
             return opened.leaves.kind[saved] != type(want.leaf).__name__
         if want.target is None or array < 0:
             return True
-        if self._stateful[root].adapter is not None:
+        spec, owner = saved_leaf(opened, want.path, saved, array).spec, self._stateful[root]
+        if want.target.spec == spec:
             return False
-        return want.target.spec != saved_leaf(opened, want.path, saved, array).spec
+        if owner.adapter is None or spec is None:
+            return True
+        if want.target.spec.shape == spec.shape:
+            return False  # `cast` decides
+        return owner.required is None or owner.required(below(want.path, root)) is None
 
     def _leaf(self, number: int, want: Wanted, saved: int) -> LeafRestore:
         opened, target, path = self.opened, want.target, want.path
@@ -580,7 +589,7 @@ class _Matcher:
             if root is None or (selected is not None and leaf not in selected):
                 continue
             required = self._stateful[root].required
-            key = required(paths[leaf][len(root) + bool(root) :]) if required else None
+            key = required(below(paths[leaf], root)) if required else None
             if key is not None:
                 keys[root][key] = None
         return keys

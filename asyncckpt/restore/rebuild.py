@@ -175,7 +175,8 @@ def _refused(
     # This holds for atomic=True as well: arrays had to be filled before the object could be asked.
     refusal.written = tuple(dict.fromkeys([*outcome.written, *done]))
     refusal.add_note(
-        f"{len(refusal.written)} targets have been written (error.written lists them): arrays and "
-        "tensors are filled before objects are given their state, with atomic=True too"
+        f"{len(refusal.written)} targets have been written (error.written lists them): arrays, "
+        "modules and optimizers are filled before objects are given their state, with atomic=True "
+        "too"
     )
     return refusal

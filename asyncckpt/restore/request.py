@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -51,6 +52,7 @@ class Wanted(NamedTuple):
         target: the adapter's description of the array.
         holder: the container of an immutable leaf that a restore in place replaces.
         fixed: whether both the leaf and its container are immutable.
+        given: whether an object with a state dict gets a new array like it.
     """
 
     path: str
@@ -59,6 +61,7 @@ class Wanted(NamedTuple):
     target: Target | None = None
     holder: Holder | None = None
     fixed: bool = False
+    given: bool = False
 
 
 class TargetLeaves(Sequence[Wanted]):
@@ -124,6 +127,15 @@ class StatefulTarget(NamedTuple):
     takes_strict: bool
     fresh: Fresh | None = None
 
+    def is_filled(self, key: str) -> bool:
+        """Return whether arrays at this path in the state dict may be filled in place.
+
+        Only modules and optimizers do nothing but copy or keep what they are given. Other objects,
+        and `set_extra_state` of a module, may compare or combine it with their present state,
+        which therefore must not change before.
+        """
+        return self.required is not None and not key.partition("/")[0].endswith("_extra_state")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreRequest:
@@ -181,20 +193,21 @@ def restore_request(
     """
     adapters = adapters_for_loaded_frameworks(process)
     flat = None if mode == "saved" else flatten(like, adapters.nodes)
+    stateful = (
+        {} if flat is None else {path: _stateful(owner, adapters) for path, owner in flat.stateful}
+    )
     request = RestoreRequest(
         mode=mode,
         wanted=TargetLeaves()
         if flat is None
-        else target_leaves(flat, adapters, in_place=mode == "into"),
+        else target_leaves(flat, adapters, stateful, in_place=mode == "into"),
         framework=adapter_named(leaves),
         include=include,
         strict=strict,
         cast=cast,
         options=options,
         progress=progress,
-        stateful={}
-        if flat is None
-        else {path: _stateful(owner, adapters) for path, owner in flat.stateful},
+        stateful=stateful,
         loaded=adapters.frameworks,
         per_process=() if flat is None else per_process_paths(flat.structure),
         process_count=process_count,
@@ -238,8 +251,17 @@ def takes_strict(load_state_dict: Callable[..., Any]) -> bool:
     )
 
 
-def target_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> TargetLeaves:
+def target_leaves(
+    flat: Flat,
+    adapters: AdapterSet,
+    stateful: Mapping[str, StatefulTarget],
+    *,
+    in_place: bool,
+) -> TargetLeaves:
     """Open the leaves of a target, with the holder of each leaf that can only be replaced.
+
+    With `in_place`, arrays are to be filled, except those that an object with a state dict gets as
+    new ones (`StatefulTarget.is_filled`).
 
     Raises:
         UnsupportedLeafError: nothing can be restored to a leaf; names its path.
@@ -250,9 +272,12 @@ def target_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> Target
     # This loop decides what a small leaf costs the caller: an ordinary array with the spec of an
     # earlier one needs no call.
     known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
-    for number, leaf in enumerate(flat.leaves):
+    fills: Iterable[bool] = itertools.repeat(in_place)
+    if in_place and stateful:
+        fills = _fills(flat.paths, stateful)
+    for number, (leaf, fill) in enumerate(zip(flat.leaves, fills, strict=False)):
         is_plain = type(leaf) is np.ndarray and (
-            not in_place or (leaf.base is None and leaf.flags.carray)
+            not in_place or (fill and leaf.base is None and leaf.flags.carray)
         )
         spec = known.get((leaf.dtype, leaf.shape)) if is_plain else None
         if spec is not None:
@@ -267,13 +292,14 @@ def target_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> Target
         if isinstance(adapter, str):
             adapter, target = None, None
         else:
-            target = adapter.target(path, leaf, in_place=in_place)
+            target = adapter.target(path, leaf, in_place=fill)
             if is_plain and leaf.dtype == DTYPES[target.spec.dtype]:
                 known[leaf.dtype, leaf.shape] = specs[number] = target.spec
                 continue
         if in_place and not is_filled(target):
             immutable.append(number)
-        described[number] = Wanted(path, leaf, adapter, target)
+        given = in_place and not fill
+        described[number] = Wanted(path, leaf, adapter, target, given=given)
     if immutable:
         roots = dict(flat.stateful)
         plain = [n for n in immutable if enclosing(flat.paths[n], roots) is None]
@@ -282,6 +308,13 @@ def target_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> Target
             holder = holders.get(number)
             described[number] = described[number]._replace(holder=holder, fixed=holder is None)
     return made
+
+
+def _fills(paths: Sequence[str], stateful: Mapping[str, StatefulTarget]) -> Iterator[bool]:
+    """Yield for each leaf whether its memory is filled: not if its object gets a new array."""
+    for path in paths:
+        root = enclosing(path, stateful)
+        yield root is None or stateful[root].is_filled(below(path, root))
 
 
 def is_filled(target: Target | None) -> bool:
@@ -320,3 +353,8 @@ def enclosing(path: str, roots: Collection[str]) -> str | None:
             return path[:end]
         end = path.rfind("/", 0, end)
     return "" if "" in roots else None
+
+
+def below(path: str, root: str) -> str:
+    """Return the part of a path that follows the path of a container."""
+    return path[len(root) + bool(root) :]

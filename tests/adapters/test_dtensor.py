@@ -334,6 +334,17 @@ def test_it_is_found_before_the_adapter_of_plain_tensors() -> None:
     assert taking.name == "torch"
 
 
+def test_the_weights_of_fully_shard_are_filled_also_after_the_first_pass() -> None:
+    found = adapters_for_loaded_frameworks()
+    with rank_of(0, 2):
+        model = torch.nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model._get_fsdp_state()._lazy_init()  # what a pass begins with: adds its hooks
+        assert model._load_state_dict_pre_hooks
+        required = found.required_by(model)
+        assert required is not None and required("weight") == "weight"
+
+
 def test_without_it_nothing_of_torch_distributed_is_imported() -> None:
     code = (
         "import sys, torch, asyncckpt.adapters as a; s = a.adapters_for_loaded_frameworks();"

@@ -168,6 +168,123 @@ async def test_a_scheduler_that_counts_goes_on_where_the_saved_one_was(tmp_path:
     assert next_rates(fresh_optimizer, fresh, 12) == next_rates(optimizer, scheduler, 12)
 
 
+class Counted(Loader):
+    """Adds what it is given to what it has, if both are of the same samples."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not np.array_equal(state["ids"], self.state["ids"]):
+            raise ValueError("other samples")
+        self.state = {**self.state, "n": self.state["n"] + state["n"]}
+
+
+@pytest.mark.parametrize("made", [np.array, torch.tensor])
+async def test_an_object_sees_its_present_state_when_it_is_given_the_restored_one(
+    tmp_path: Path, made: Any
+) -> None:
+    place = await saved(tmp_path, {"l": Counted(ids=made([1, 2]), n=made([5.0, 6.0]))})
+    same, other = made([1.0, 1.0]), made([1, 4])
+    loader = Counted(ids=made([1, 2]), n=same)
+    await asyncckpt.restore_into(place, {"l": loader})
+    assert loader.state["n"].tolist() == [6, 7] and same.tolist() == [1, 1]
+    with pytest.raises(RestoreError, match="other samples"):
+        await asyncckpt.restore_into(place, {"l": Counted(ids=other, n=same)})
+    assert other.tolist() == [1, 4]
+
+
+async def test_an_object_may_replace_arrays_that_could_not_be_filled(tmp_path: Path) -> None:
+    values, memory, constant = torch.arange(4.0), torch.zeros(6), np.zeros(4, np.float32)
+    constant.flags.writeable = False
+    names = ("low", "high", "expanded", "meta", "constant")
+    place = await saved(tmp_path, {"l": Loader(**dict.fromkeys(names, values + 1), twin=values)})
+    loader = Loader(
+        low=memory[:4],
+        high=memory[2:],
+        expanded=torch.zeros(1).expand(4),
+        meta=torch.zeros(4, device="meta"),
+        constant=constant,
+        twin=torch.zeros(4),
+    )
+    await asyncckpt.restore_into(place, {"l": loader})
+    assert all(loader.state[name].tolist() == [1, 2, 3, 4] for name in names)
+    assert loader.state["twin"].tolist() == [0, 1, 2, 3] and not memory.any()
+    # As on saving, what is one tensor comes back as one.
+    assert loader.state["low"] is loader.state["expanded"]
+    assert type(loader.state["constant"]) is np.ndarray
+
+
+async def test_a_hook_of_a_module_sees_the_present_weights(tmp_path: Path) -> None:
+    place = await saved(tmp_path, Net(4.0))
+    net = Net(2.0)
+
+    def average(state: Any, prefix: str, *rest: Any) -> None:
+        for name, weights in net.named_parameters():
+            state[prefix + name] = (state[prefix + name] + weights.detach()) / 2
+
+    net._register_load_state_dict_pre_hook(average)
+    await asyncckpt.restore_into(place, net)
+    assert net.fills() == {3}
+
+
+class Growing(torch.nn.Module):
+    """A buffer and an extra state that have as many elements as they need."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.full((size,), 2.0))
+        self.extra = torch.full((size,), 3, dtype=torch.uint8)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert state.data_ptr() != self.extra.data_ptr()
+        self.extra = state
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.seen = torch.empty_like(state[f"{prefix}seen"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Extra(torch.nn.Linear):
+    """A plain module with an extra state that has as many bytes as it needs."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(2, 2)
+        self.extra = torch.full((size,), 3, dtype=torch.uint8)
+
+    get_extra_state = Growing.get_extra_state
+    set_extra_state = Growing.set_extra_state
+
+
+async def test_modules_take_buffers_and_extra_state_that_have_grown(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"m": torch.nn.Sequential(Growing(7), Extra(9))})
+    for size in (5, 7, 9):
+        growing, extra = Growing(size), Extra(size)
+        await asyncckpt.restore_into(place, {"m": torch.nn.Sequential(growing, extra)})
+        assert growing.seen.tolist() == [2] * 7 and growing.extra.tolist() == [3] * 7
+        assert extra.extra.tolist() == [3] * 9
+
+
+class History(torch.optim.SGD):
+    """Keeps every sum of a gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["sums"] = torch.cat([state.get("sums", torch.zeros(0)), torch.ones(1)])
+
+
+async def test_an_optimizer_takes_state_that_has_grown(tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(3))]
+    optimizer, used = History(weights), History(weights)
+    for steps, one in ((3, optimizer), (1, used)):
+        for _ in range(steps):
+            one.step()
+    place = await saved(tmp_path, {"opt": optimizer})
+    await asyncckpt.restore_into(place, {"opt": used})
+    assert used.state[weights[0]]["sums"].tolist() == [1, 1, 1]
+
+
 # ------------------------------------------------------------------------------ strict=False
 
 
@@ -287,11 +404,11 @@ async def test_an_object_that_refuses_its_state_leaves_written_what_is_listed(
             {"a": first, "b": refusing, "c": last, "w": [w]},
             options=asyncckpt.RestoreOptions(atomic=atomic),
         )
-    # Arrays in place, and the objects up to the one that refused; the last has its scalars still.
-    assert set(caught.value.written) == {"a/w", "c/w", "w/0", "a", "b"}
-    assert all(array.tolist() == [1, 1] for array in arrays) and w == 1.5
+    # Arrays in place, and the objects up to the one that refused; the last has its state still.
+    assert set(caught.value.written) == {"w/0", "a", "b"}
+    assert all(array.tolist() == [0, 0] for array in arrays) and w == 1.5
     assert (first.loads, last.loads, last.state["n"]) == (1, 0, 0)
-    assert "5 targets have been written" in caught.value.__notes__[-1]
+    assert "3 targets have been written" in caught.value.__notes__[-1]
 
 
 # ------------------------------------------------------------- what is known before the read
