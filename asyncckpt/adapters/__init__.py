@@ -87,11 +87,10 @@ class AdapterSet:
 
         It maps a path in the state dict and the saved spec to an array to restore into, or to None.
         """
-        if self.expected_by(type(owner)) is None or not any(
-            adapter.name == "dtensor" for adapter in self.adapters
-        ):
+        if not any(adapter.name == "dtensor" for adapter in self.adapters):
             return None
-        made: Callable[[str, ArraySpec], Any] = _module("dtensor").state_like_parameters(owner)
+        made: Callable[[str, ArraySpec], Any] | None
+        made = _module("dtensor").state_like_parameters(owner)
         return made
 
 

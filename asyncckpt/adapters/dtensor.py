@@ -144,29 +144,48 @@ class DTensorAdapter:
         return like
 
 
-_MOMENT = re.compile(r"state/(0|[1-9][0-9]*)/[^/]+")
+_MOMENT = re.compile(r"(?:.*/)?state/(0|[1-9][0-9]*)/[^/]+")
 
 
-def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any]:
+def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | None:
     """Return a function that makes the tensors that a fresh optimizer does not have yet.
 
     It maps a path in the state dict and the saved spec to a new tensor, divided like the parameter
-    that it belongs to, if both have one shape, as moments have; else to None.
+    that it belongs to, if both have one shape, as moments have; else to None. Returns None for an
+    object that is no optimizer, has no `param_groups`, and no optimizer among its attributes.
     """
-    groups = getattr(owner, "param_groups", ()) if isinstance(owner, torch.optim.Optimizer) else ()
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    wrapped = [one for one in _attributes(owner) if isinstance(one, torch.optim.Optimizer)]
+    lists = [_parameters(one) for one in (owner, *wrapped)]
+    if not any(lists):
+        return None
 
     def make(path: str, spec: ArraySpec) -> Any:
-        found = _MOMENT.fullmatch(path)
-        if found is None or int(found[1]) >= len(parameters):
+        found, dtype = _MOMENT.fullmatch(path), TORCH_DTYPES.get(spec.dtype)
+        if found is None or dtype is None:
             return None
-        parameter = parameters[int(found[1])]
-        dtype = TORCH_DTYPES.get(spec.dtype)
-        if not isinstance(parameter, DTensor) or dtype is None or parameter.shape != spec.shape:
+        number = int(found[1])
+        alike = [one[number] for one in lists if number < len(one)]
+        alike = [one for one in alike if getattr(one, "shape", None) == spec.shape]
+        if not all(isinstance(one, DTensor) for one in alike):
             return None
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        # Of several optimizers, the path does not say which one it belongs to.
+        if len({(one.device_mesh, tuple(one.placements)) for one in alike}) != 1:
+            return None
+        return torch.empty_like(alike[0].detach(), dtype=dtype)
 
     return make
+
+
+def _attributes(owner: object) -> Sequence[object]:
+    return [*getattr(owner, "__dict__", {}).values()]
+
+
+def _parameters(owner: object) -> list[Any]:
+    """Return the parameters of an optimizer, or of what has `param_groups` like one."""
+    groups = getattr(owner, "param_groups", None)
+    if not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
+        return []
+    return [parameter for group in groups for parameter in group.get("params", ())]
 
 
 def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: int) -> Layout:

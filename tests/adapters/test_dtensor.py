@@ -345,6 +345,58 @@ def test_the_weights_of_fully_shard_are_filled_also_after_the_first_pass() -> No
         assert required is not None and required("weight") == "weight"
 
 
+class Wrapped:
+    """Optimizers with their states under their names, or the state of the only one."""
+
+    def __init__(self, only: Any = None, **optimizers: Any) -> None:
+        self.__dict__.update(optimizers, only=only)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.only is not None:
+            state: dict[str, Any] = self.only.state_dict()
+            return state
+        others = {name: one for name, one in self.__dict__.items() if name != "only"}
+        return {name: one.state_dict() for name, one in others.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, one in self.__dict__.items():
+            if one is not None:
+                one.load_state_dict(state if name == "only" else state[name])
+
+
+def stepped(*sizes: int, sharded: bool) -> list[torch.optim.Optimizer]:
+    """Optimizers of fresh sharded modules, or of plain ones after one step."""
+    made = []
+    for size in sizes:
+        model = torch.nn.Linear(4, size)
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        made.append(torch.optim.AdamW(model.parameters()))
+        if not sharded:
+            model.weight.grad, model.bias.grad = numbered(size, 4), numbered(size)
+            made[-1].step()
+    return made
+
+
+@pytest.mark.parametrize("names", [["only"], ["opt"], ["first", "second"]])
+def test_moments_of_wrapped_optimizers_are_divided_like_their_parameters(
+    tmp_path: Path, names: list[str]
+) -> None:
+    sizes = range(6, 6 + len(names))
+    trained = stepped(*sizes, sharded=False)
+    blocking.save(tmp_path / "x", {"opt": Wrapped(**dict(zip(names, trained, strict=True)))})
+    with rank_of(1, 2):
+        fresh = stepped(*sizes, sharded=True)
+        target = {"opt": Wrapped(**dict(zip(names, fresh, strict=True)))}
+        blocking.restore_into(tmp_path / "x", target, coordinator="single")
+        for one, other in zip(trained, fresh, strict=True):
+            for state, divided in zip(one.state.values(), other.state.values(), strict=True):
+                moment = divided["exp_avg"]
+                assert isinstance(moment, DTensor) and moment.shape == state["exp_avg"].shape
+                rows = state["exp_avg"].chunk(2)[1]
+                assert torch.equal(moment.to_local(), rows)
+
+
 def test_without_it_nothing_of_torch_distributed_is_imported() -> None:
     code = (
         "import sys, torch, asyncckpt.adapters as a; s = a.adapters_for_loaded_frameworks();"
