@@ -25,7 +25,7 @@ from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import check_parts, selection
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
-from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, of_kind, tensor_view
+from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, of_kind, tensor_view, waited
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.tiling import grid_boxes
 from asyncckpt.ports import Source, Target
@@ -208,8 +208,7 @@ def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
     division = _divide(mesh, _coordinate(mesh), tuple(leaf.placements), tuple(leaf.shape))
     with torch.no_grad():
         tensor: Any = leaf.to_local()
-    if type(tensor).__name__ == "AsyncCollectiveTensor":
-        tensor = tensor.wait()
+    tensor = waited(tensor)
     _check_local(path, leaf, tensor, division)
     return division, tensor
 

@@ -76,6 +76,18 @@ def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
     )
 
 
+def unreadable(path: str, leaf: object, error: Exception) -> UnsupportedLeafError:
+    """Return the error for an array that raised this error when its adapter looked at it."""
+    kind = type(leaf)
+    return UnsupportedLeafError(
+        f"{path or 'the tree itself'}: this {kind.__module__}.{kind.__qualname__} cannot be read "
+        f"({type(error).__name__}: {str(error)[:200]}); pass a plain array or tensor, and outside "
+        "of function transforms such as vmap and grad",
+        path=path,
+        found=str(error),
+    )
+
+
 def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
     """Return a uint8 view of `bytes` above 1 KiB, which are stored as an array; None for others."""
     return np.frombuffer(value, np.uint8) if len(value) > INLINE_NBYTES else None

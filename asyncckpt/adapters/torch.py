@@ -72,10 +72,9 @@ class TorchAdapter:
         return issubclass(kind, torch.Tensor)
 
     def source(self, path: str, leaf: Any) -> Source:
-        name = _NAMES.get(leaf.dtype)
-        plain = type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested
-        if name is None or not plain:
-            name = _check_kind(path, leaf)
+        if type(leaf) not in _PLAIN:
+            leaf = waited(leaf)
+        name = _dtype_name(path, leaf)
         shape = tuple(leaf.shape)
         source = Source(array_spec(shape, name), leaf, None, None, "torch")
         conj, neg = leaf.is_conj(), leaf.is_neg()
@@ -113,7 +112,9 @@ class TorchAdapter:
             stream.synchronize()
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
-        name = _check_kind(path, leaf)
+        if type(leaf) not in _PLAIN:
+            leaf = waited(leaf)
+        name = _dtype_name(path, leaf)
         target = Target(array_spec(tuple(leaf.shape), name), leaf, path=path)
         if not in_place:
             return target
@@ -123,21 +124,23 @@ class TorchAdapter:
                 'module.to_empty(device="cpu") first, or use restore(like=...)',
                 path=path,
             )
-        strides = tuple(step * leaf.itemsize for step in leaf.stride())
-        if may_overlap_itself(leaf.shape, strides, leaf.itemsize):
-            raise UnsupportedLeafError(
-                f"{path}: elements of this tensor share memory (stride {leaf.stride()}), so it "
-                "cannot be filled; pass a clone",
-                path=path,
-            )
+        # This decides what a small tensor costs the caller, so that nothing is asked for twice.
+        if not leaf.is_contiguous():
+            stride, itemsize = leaf.stride(), leaf.itemsize
+            if may_overlap_itself(leaf.shape, [step * itemsize for step in stride], itemsize):
+                raise UnsupportedLeafError(
+                    f"{path}: elements of this tensor share memory (stride {stride}), so it cannot "
+                    "be filled; pass a clone",
+                    path=path,
+                )
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             target.buffer = numpy_view(leaf)
-            target.span, target.identity = host_place(target.buffer, name)
+            target.span, target.identity = host_place(target.buffer, name, leaf.data_ptr())
         else:
             target.fill = True
             if leaf.numel():
-                pointer = leaf.data_ptr()
-                target.identity = (str(leaf.device), pointer, target.spec.shape, strides, name)
+                place = (leaf.data_ptr(), target.spec.shape, leaf.stride(), name)
+                target.identity = (str(leaf.device), *place)
         return target
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
@@ -252,6 +255,21 @@ class PinnedMemory:
                 stage="stage",
                 found=code,
             )
+
+
+def waited(tensor: Any) -> Any:
+    """Return a tensor, of the result of a collective once it is there."""
+    return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
+
+
+def _dtype_name(path: str, leaf: Any) -> str:
+    """Return the dtype's name; raise if the tensor cannot be stored."""
+    if type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested:
+        name = _NAMES.get(leaf.dtype)
+        if name is not None:
+            return name
+    with torch._C.DisableTorchFunctionSubclass():
+        return _check_kind(path, leaf)
 
 
 def _check_kind(path: str, leaf: Any) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 
 from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.adapters.python import unsupported
+from asyncckpt.adapters.python import unreadable, unsupported
+from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, Target
 from asyncckpt.reports import Progress
@@ -292,7 +293,12 @@ def target_leaves(
         if isinstance(adapter, str):
             adapter, target = None, None
         else:
-            target = adapter.target(path, leaf, in_place=fill)
+            try:
+                target = adapter.target(path, leaf, in_place=fill)
+            except AsyncCheckpointError:
+                raise
+            except Exception as error:  # of a subclass, or of a value that is traced
+                raise unreadable(path, leaf, error) from error
             if is_plain and leaf.dtype == DTYPES[target.spec.dtype]:
                 known[leaf.dtype, leaf.shape] = specs[number] = target.spec
                 continue

@@ -18,9 +18,9 @@ import numpy as np
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import NumpyAdapter, memory_identity
-from asyncckpt.adapters.python import bytes_as_array, unsupported
+from asyncckpt.adapters.python import bytes_as_array, unreadable, unsupported
 from asyncckpt.adapters.sources import Sources
-from asyncckpt.errors import UnsupportedLeafError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError, UsageError
 from asyncckpt.format.record import MAX_RANK
 from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
@@ -320,7 +320,12 @@ def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAda
         source = adapter.source(path, data)
         source.extra = {"python": "bytes"}
         return source, adapter
-    source = found.source(path, value)
+    try:
+        source = found.source(path, value)
+    except AsyncCheckpointError:
+        raise
+    except Exception as error:  # of a subclass, or of a value that is traced
+        raise unreadable(path, value, error) from error
     rank = len(source.spec.shape)
     if rank > MAX_RANK:
         raise UnsupportedLeafError(

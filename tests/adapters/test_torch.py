@@ -3,13 +3,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from asyncckpt import errors
+from asyncckpt import blocking, errors
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.torch import PinnedMemory, TorchAdapter, numpy_view, tensor_view
 from asyncckpt.spec import DTYPES, ArraySpec, Box
@@ -248,6 +249,59 @@ def test_wrapper_tensors_are_refused_and_plain_subclasses_are_not() -> None:
     with pytest.raises(errors.UnsupportedLeafError, match=r"a/b: this tensor is a .*Wrapper"):
         adapter.source("a/b", wrapper)
     assert adapter.source("a/b", torch.ones(2).as_subclass(Plain)).spec.shape == (2,)
+
+
+class Raising(torch.Tensor):
+    """A subclass that lets nothing be asked of it."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("not supported")
+
+
+class RaisingWrapper(Raising):
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize("kind", [Raising, RaisingWrapper])
+def test_a_tensor_that_raises_when_it_is_looked_at_is_named(
+    tmp_path: Path, kind: type[torch.Tensor]
+) -> None:
+    leaf = torch.zeros(2).as_subclass(kind)
+    blocking.save(tmp_path / "x", {"a": {"b": torch.zeros(2)}})
+    for call in (
+        lambda: blocking.save(tmp_path / "y", {"a": {"b": leaf}}),
+        lambda: blocking.restore(tmp_path / "x", like={"a": {"b": leaf}}),
+        lambda: blocking.restore_into(tmp_path / "x", {"a": {"b": leaf}}),
+    ):
+        with pytest.raises(errors.UnsupportedLeafError, match=rf"^a/b: this .*\.{kind.__name__} "):
+            call()
+
+
+def test_a_tensor_inside_a_function_transform_is_named(tmp_path: Path) -> None:
+    blocking.save(tmp_path / "x", {"a": torch.zeros(3)})
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        for call in (
+            lambda: blocking.save(tmp_path / "y", {"a": x}),
+            lambda: blocking.restore_into(tmp_path / "x", {"a": x}),
+        ):
+            with pytest.raises(errors.UnsupportedLeafError, match=r"^a: .*outside of function tra"):
+                call()
+        return x.sum()
+
+    torch.func.grad(total)(torch.ones(3))
+    torch.func.vmap(total)(torch.ones(2, 3))
+
+
+def test_the_result_of_a_collective_is_saved_and_filled(tmp_path: Path) -> None:
+    functional = pytest.importorskip("torch.distributed._functional_collectives")
+    made, into = torch.arange(4.0), torch.zeros(4)
+    blocking.save(tmp_path / "x", {"a": functional.AsyncCollectiveTensor(made)})
+    blocking.restore_into(tmp_path / "x", {"a": functional.AsyncCollectiveTensor(into)})
+    assert torch.equal(into, made)
 
 
 @pytest.mark.parametrize("name", MISSING)
