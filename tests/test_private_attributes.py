@@ -13,7 +13,11 @@ import pytest
 import torch
 
 # Underscores that are public, or no attributes.
-PUBLIC = {"_replace": "of named tuples", "_x2": "the end of a dtype's name"}
+PUBLIC = {
+    "_replace": "of named tuples",
+    "_x2": "the end of a dtype's name",
+    "_extra_state": "the end of a key in the state dict of a module",
+}
 
 PACKAGE = Path(__file__).parent.parent / "asyncckpt"
 

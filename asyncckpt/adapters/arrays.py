@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -142,13 +142,83 @@ def host_place(
     return span, ("memory", pointer, array.shape, array.strides, name)
 
 
-def overlapping(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of byte spans that overlap, pair by pair, the lower address first."""
-    # A sweep from low to high addresses: each span is compared with those that reach into it.
-    reaching: list[int] = []
+class Place(NamedTuple):
+    """Where an array lies in memory: first address, shape, strides in bytes, and item size."""
+
+    pointer: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+    itemsize: int
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any]) -> Place:
+        """Return the place of an array in host memory."""
+        pointer = array.__array_interface__["data"][0]
+        return cls(pointer, array.shape, array.strides, array.itemsize)
+
+
+def overlapping(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of arrays that may share memory, pair by pair, the lower number first.
+
+    Neither disjoint byte spans nor different columns of one matrix share any. Further pairs may
+    turn out to share none.
+    """
+    spans = [byte_span(*place) for place in places]
+    for near in _chains(spans):
+        extents: Mapping[int, _Span] | Sequence[_Span] = spans
+        columns = _columns([places[number] for number in near], [spans[number] for number in near])
+        if columns is not None:
+            extents = dict(zip(near, columns, strict=True))
+        for one, other in _meeting(near, extents):
+            if spans[one][0] < spans[other][1] and spans[other][0] < spans[one][1]:
+                yield min(one, other), max(one, other)
+
+
+_Span = tuple[int, int]
+
+
+def _chains(spans: Sequence[_Span]) -> Iterator[list[int]]:
+    """Yield the numbers of spans that hang together by overlaps, from low to high addresses."""
+    chain: list[int] = []
+    end = 0
     for number in sorted(range(len(spans)), key=spans.__getitem__):
-        start, _ = spans[number]
-        reaching = [other for other in reaching if spans[other][1] > start]
+        start, stop = spans[number]
+        if start == stop:
+            continue
+        if chain and start >= end:
+            yield chain
+            chain = []
+        end = max(end, stop) if chain else stop
+        chain.append(number)
+    if chain:
+        yield chain
+
+
+def _columns(places: Sequence[Place], spans: Sequence[_Span]) -> list[_Span] | None:
+    """Return which bytes of each row of a matrix the arrays lie in; None if of no one matrix."""
+    steps, widths = [], []
+    for place, (start, stop) in zip(places, spans, strict=True):
+        rows = [(abs(s), n) for s, n in zip(place.strides, place.shape, strict=True) if n > 1]
+        step, count = max(rows, default=(0, 1))
+        steps.append(step)
+        widths.append(stop - start - (count - 1) * step)
+    step = max(steps)
+    first = min(start for start, _ in spans)
+    if not step or not {0, step}.issuperset(steps):
+        return None
+    begins = [(start - first) % step for start, _ in spans]
+    columns = [(begin, begin + width) for begin, width in zip(begins, widths, strict=True)]
+    return columns if all(stop <= step for _, stop in columns) else None
+
+
+def _meeting(
+    numbers: Sequence[int], extents: Mapping[int, _Span] | Sequence[_Span]
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs of numbers whose extents overlap: a sweep, each with those that reach into it."""
+    reaching: list[int] = []
+    for number in sorted(numbers, key=extents.__getitem__):
+        start, _ = extents[number]
+        reaching = [other for other in reaching if extents[other][1] > start]
         for other in reaching:
             yield other, number
         reaching.append(number)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
+    Place,
     check_fillable,
     check_parts,
     host_place,
@@ -100,18 +101,16 @@ def _identity(array: ShardedArray) -> Hashable | None:
 def _check_memory(path: str, array: ShardedArray) -> None:
     """Refuse shards that are read-only, or overlap themselves or each other in memory."""
     parts: list[tuple[int, Memory, Hashable]] = []
-    spans: list[tuple[int, int]] = []
     boxes = division_of(array).number
     for number, box in enumerate(boxes):
         if box < 0:
             continue
         part = inside(array, number)
         check_fillable(path, f"shard {number}", part)
-        span, identity = host_place(part, DTYPE_NAMES[part.dtype])
-        spans.append(span)
+        _, identity = host_place(part, DTYPE_NAMES[part.dtype])
         parts.append((number, part, identity))
-    for pair in overlapping(spans):
-        (one, part, place), (two, other, other_place) = map(parts.__getitem__, sorted(pair))
+    for pair in overlapping([Place.of(part) for _, part, _ in parts]):
+        (one, part, place), (two, other, other_place) = map(parts.__getitem__, pair)
         is_replica = boxes[one] == boxes[two] and place == other_place
         if not is_replica and may_share_memory(part, other):
             raise UnsupportedLeafError(

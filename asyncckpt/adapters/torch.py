@@ -268,15 +268,19 @@ def _dtype_name(path: str, leaf: Any) -> str:
         name = _NAMES.get(leaf.dtype)
         if name is not None:
             return name
-    with torch._C.DisableTorchFunctionSubclass():
-        return _check_kind(path, leaf)
+    return _check_kind(path, leaf)
 
 
 def _check_kind(path: str, leaf: Any) -> str:
     """Return the dtype's name, once nothing else about the tensor is unsupported."""
     kind = type(leaf)
     reason = cast = ""
-    if torch.nn.parameter.is_lazy(leaf):
+    is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    # Wrappers come first: some raise whatever they are asked, as ShardedTensor does.
+    if is_wrapper and not kind.__module__.startswith("torch.nested."):
+        reason = f"is a {kind.__module__}.{kind.__qualname__}"
+        cast = "wrapper tensors hold no bytes of their own: store the plain tensors inside"
+    elif torch.nn.parameter.is_lazy(leaf):
         reason, cast = "is not initialised yet", "run one forward pass of the lazy module first"
     elif leaf.is_nested:
         reason, cast = "is nested", "store x.unbind(), a list of tensors"
@@ -285,9 +289,6 @@ def _check_kind(path: str, leaf: Any) -> str:
     elif leaf.is_quantized:
         reason = f"is quantized ({leaf.dtype})"
         cast = "store x.int_repr() with x.q_scale() and x.q_zero_point(), or x.dequantize()"
-    elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        reason = f"is a {kind.__module__}.{kind.__qualname__}"
-        cast = "wrapper tensors hold no bytes of their own: store the plain tensors inside"
     if reason:
         raise UnsupportedLeafError(
             f"{path}: this tensor {reason} and can be neither saved nor restored; {cast}",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import host_place, may_share_memory, overlapping
+from asyncckpt.adapters.arrays import Place, host_place, may_share_memory, overlapping
 from asyncckpt.checkpoint.metadata import LeafIndex, OpenCheckpoint
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena, Recycled
@@ -257,7 +257,7 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
     bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
     if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
         return twins
-    for place, other_place in overlapping(spans):
+    for place, other_place in overlapping([Place.of(memory) for _, _, memory in places]):
         (number, _, memory), (other_number, _, other_memory) = places[place], places[other_place]
         leaf, other = leaves[number], leaves[other_number]
         if leaf.target is not other.target and may_share_memory(memory, other_memory):

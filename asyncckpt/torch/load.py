@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from asyncckpt.adapters.arrays import byte_span, overlapping
+from asyncckpt.adapters.arrays import Place, overlapping
 from asyncckpt.adapters.tensor_boxes import BoxesAdapter, TensorBoxes
 from asyncckpt.errors import AsyncCheckpointError, ShapeMismatchError, TreeMismatchError
 from asyncckpt.planning.tiling import box_text
@@ -49,9 +49,10 @@ def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> list[Reso
 
 
 def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
-    """Yield the targets of successive restores.
+    """Yield the targets of successive restores, at most two.
 
-    Keys whose targets share memory, as tied weights do, are in different restores.
+    Keys whose targets share memory with an earlier one, as tied weights do, are read into memory of
+    their own in the second restore, and copied once it has ended.
     """
     groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
     wanted: list[Wanted] = []
@@ -64,12 +65,20 @@ def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
                 for stored in one.entry.stored()
             ]
     held = list(groups.values())
-    for numbers in apart([[one.tensor for one in group] for group in held]):
-        wanted += [_wanted(held[number]) for number in numbers]
-        yield wanted
-        wanted = []
+    targets = [_wanted(group) for group in held]
+    own, sharing = apart([target.leaf.tensors for target in targets])
+    wanted += [targets[number] for number in own]
     if wanted:
         yield wanted
+    if not sharing:
+        return
+    copies = [_copy(held[number]) for number in sharing]
+    yield [_wanted(copy) for copy in copies]
+    for number, copy in zip(sharing, copies, strict=True):
+        for one, read in zip(held[number], copy, strict=True):
+            assert one.tensor is not None and read.tensor is not None
+            with torch.inference_mode(one.tensor.is_inference()), torch.no_grad():
+                one.tensor.copy_(read.tensor)
 
 
 def commit(items: Sequence[Resolved], planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
@@ -143,6 +152,15 @@ def _resolved(one: Resolved, planner: LoadPlanner) -> Resolved:
     return Resolved(one.item, one.entry, one.box, tensor)
 
 
+def _copy(group: Sequence[Resolved]) -> list[Resolved]:
+    """Return the items with host memory of their own as their destinations."""
+    return [
+        dataclasses.replace(one, tensor=torch.empty(one.tensor.shape, dtype=one.tensor.dtype))
+        for one in group
+        if one.tensor is not None
+    ]
+
+
 def _wanted(group: Sequence[Resolved]) -> Wanted:
     """Return one target for all items of a key."""
     entry = group[0].entry
@@ -154,29 +172,30 @@ def _wanted(group: Sequence[Resolved]) -> Wanted:
     return Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=True))
 
 
-def apart(groups: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Divide groups of tensors into parts so that no two groups of a part share memory.
+def apart(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[int], list[int]]:
+    """Return which groups of tensors have memory of their own, and which share that of one before.
 
-    Tensors with interleaved memory count as sharing it.
+    Tensors with interleaved memory count as sharing it, except different columns of one matrix.
     """
-    on_device: defaultdict[str, list[tuple[tuple[int, int], int]]] = defaultdict(list)
-    for number, group in enumerate(groups):
-        for tensor in group:
-            if tensor.numel():
-                strides = [step * tensor.itemsize for step in tensor.stride()]
-                span = byte_span(tensor.data_ptr(), tensor.shape, strides, tensor.itemsize)
-                on_device[str(tensor.device)].append((span, number))
-    near: dict[int, set[int]] = defaultdict(set)
-    for spans in on_device.values():
-        for pair in overlapping([span for span, _ in spans]):
-            one, other = (spans[at][1] for at in pair)
-            if one != other:
-                near[one].add(other)
-                near[other].add(one)
-    parts: list[set[int]] = []
-    for number in range(len(groups)):
-        part = next((part for part in parts if part.isdisjoint(near[number])), None)
-        if part is None:
-            parts.append(part := set())
-        part.add(number)
-    return list(map(sorted, parts))
+    places = [[(str(one.device), _place(one)) for one in group] for group in groups]
+    same: dict[Hashable, int] = {}
+    firsts = [same.setdefault(tuple(place), number) for number, place in enumerate(places)]
+    on_device: defaultdict[str, list[tuple[Place, int]]] = defaultdict(list)
+    for number in same.values():
+        for device, place in places[number]:
+            on_device[device].append((place, number))
+    near: defaultdict[int, set[int]] = defaultdict(set)
+    for held in on_device.values():
+        for one, other in overlapping([place for place, _ in held]):
+            near[held[one][1]].add(held[other][1])
+            near[held[other][1]].add(held[one][1])
+    own: set[int] = set()
+    for number, first in enumerate(firsts):
+        if number == first and own.isdisjoint(near[number] - {number}):
+            own.add(number)
+    return sorted(own), [number for number in range(len(groups)) if number not in own]
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    strides = tuple([step * tensor.itemsize for step in tensor.stride()])
+    return Place(tensor.data_ptr(), tuple(tensor.shape), strides, tensor.itemsize)

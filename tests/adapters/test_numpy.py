@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncckpt import errors
-from asyncckpt.adapters.arrays import may_overlap_itself
+from asyncckpt.adapters.arrays import Place, may_overlap_itself, overlapping
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 
@@ -38,6 +41,31 @@ def boxes(shape: tuple[int, ...]) -> list[Box]:
     whole = Box.whole(shape)
     part = Box(tuple(n // 3 for n in shape), tuple(n - n // 3 for n in shape))
     return [whole, part]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> list[np.ndarray[Any, Any]]:
+    """Views of one matrix: blocks with steps, rows, columns and single elements."""
+    memory = np.zeros((6, 8), np.int16)
+    number = st.integers(-8, 8)
+    slices = st.builds(slice, number, number, st.sampled_from([1, 2, 3, -1]))
+    index = st.tuples(st.one_of(slices, st.integers(0, 5)), st.one_of(slices, st.integers(0, 7)))
+    return [memory[(*chosen, ...)] for chosen in draw(st.lists(index, max_size=8))]
+
+
+@given(views())
+def test_all_pairs_that_share_memory_are_candidates(views: list[np.ndarray[Any, Any]]) -> None:
+    pairs = list(overlapping([Place.of(view) for view in views]))
+    assert len(pairs) == len(set(pairs))
+    for (n, one), (m, other) in itertools.combinations(enumerate(views), 2):
+        assert (n, m) in pairs or not np.shares_memory(one, other)
+
+
+def test_different_columns_of_a_matrix_are_no_candidates() -> None:
+    memory = np.zeros((50, 40))
+    columns = [Place.of(memory[:, n]) for n in range(40)]
+    assert list(overlapping(columns)) == []
+    assert list(overlapping([*columns, columns[3]])) == [(3, 40)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
