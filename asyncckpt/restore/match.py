@@ -5,6 +5,7 @@ Pure: it sees the checkpoint's metadata and the targets; every mismatch is liste
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from asyncckpt.ports import FrameworkAdapter, Target
 from asyncckpt.restore.mismatch import (
     NOT_REPLACEABLE,
     OTHER_STATE,
+    UNWRAP,
     USE_RESTORE_INTO,
     Mismatches,
     check_array,
@@ -33,6 +35,9 @@ from asyncckpt.restore.mismatch import (
 from asyncckpt.restore.request import RestoreRequest, TargetLeaves, Wanted, below, enclosing
 from asyncckpt.spec import ArraySpec, numeric_class
 from asyncckpt.tree import PerProcess, Structure, match_glob, per_process_paths, where
+
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module)\.")
+"""Name in keys of a state dict where torch.compile or a data-parallel class wraps a module."""
 
 NO_FACTS: Mapping[str, Any] = {}
 
@@ -396,7 +401,9 @@ class _Matcher:
                     f"{self.request.process_count} restore",
                     expected=self.request.process_count,
                     found=count,
-                    advice="Pass PerProcess.all in its place in like= for the list of all values.",
+                    advice="Pass PerProcess.all in its place in like= for the list of all values, "
+                    f'with NumPy arrays; restore(include={path!r}, leaves="torch") returns them by '
+                    "process, with tensors.",
                 )
         self._mismatches.raise_any(self.opened.location)
 
@@ -576,9 +583,12 @@ class _Matcher:
             if lenient and not self.request.strict:
                 continue  # `load_state_dict(strict=False)` tells which keys differ
             need = wanted.get(root, {})
+            advice = "" if lenient else OTHER_STATE
+            if {_WRAPPER.sub("", key) for key in need} == {_WRAPPER.sub("", key) for key in held}:
+                advice = UNWRAP
             for key in [*(need.keys() - held.keys()), *(held.keys() - need.keys())]:
                 path, having = f"{root}/{key}" if root else key, key in need
-                self._note(path, "a key", having, "" if lenient else OTHER_STATE)
+                self._note(path, "a key", having, advice)
 
     def _required_keys(
         self, roots: Sequence[str | None], paths: Sequence[str], selected: Collection[int] | None

@@ -31,6 +31,13 @@ NOT_REPLACEABLE = (
 OTHER_STATE = "Pass an object built as the saved one was, or leave the path out with include=."
 """Advice for an object whose state has other keys."""
 
+UNWRAP = (
+    "The keys differ only by the name of a wrapper, _orig_mod of torch.compile or module of "
+    "DistributedDataParallel: pass the module inside it (compiled._orig_mod, ddp.module) to save "
+    "and restore, or a target that is wrapped as the saved module was."
+)
+"""Advice for a module whose keys differ by those names only."""
+
 USE_RESTORE_INTO = (
     "restore(like=...) fills only what a state dict has now: use restore_into(), which gives "
     "objects with load_state_dict all that was saved for them."

@@ -16,12 +16,12 @@ import numpy as np
 from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import unreadable, unsupported
-from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, Target
 from asyncckpt.reports import Progress
 from asyncckpt.spec import DTYPES, ArraySpec
-from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths
+from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths, where
 
 Mode = Literal["saved", "like", "into"]
 
@@ -289,7 +289,7 @@ def target_leaves(
             described[number] = Wanted(path, leaf)
             continue
         if adapter is None:
-            raise unsupported(path, leaf)
+            raise _no_target(path, leaf)
         if isinstance(adapter, str):
             adapter, target = None, None
         else:
@@ -314,6 +314,20 @@ def target_leaves(
             holder = holders.get(number)
             described[number] = described[number]._replace(holder=holder, fixed=holder is None)
     return made
+
+
+def _no_target(path: str, leaf: Any) -> UnsupportedLeafError:
+    """Return the error for what is neither an array nor a scalar."""
+    if leaf is PerProcess.all:
+        advice = "PerProcess.all makes a new list, which fills nothing; use restore(like=...)"
+    elif leaf is ...:
+        advice = (
+            "`...` is no array; leave this path out of the target, and choose the others with "
+            "include="
+        )
+    else:
+        return unsupported(path, leaf)
+    return UnsupportedLeafError(f"{where(path)}: {advice}", path=path, found=leaf)
 
 
 def _fills(paths: Sequence[str], stateful: Mapping[str, StatefulTarget]) -> Iterator[bool]:

@@ -24,6 +24,7 @@ from asyncckpt.errors import (
     MismatchError,
     ShapeMismatchError,
     TreeMismatchError,
+    UnsupportedLeafError,
     UsageError,
 )
 from tests.restore.loader import Loader
@@ -46,6 +47,14 @@ class Schedule:
 async def saved(tmp_path: Path, tree: Any, **options: Any) -> Path:
     await asyncckpt.save(tmp_path / "x", tree, **options)
     return tmp_path / "x"
+
+
+async def test_a_placeholder_in_a_target_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    await asyncckpt.save(tmp_path / "x", {"a": np.ones(2), "b": np.zeros(2)})
+    with pytest.raises(UnsupportedLeafError, match=r"^b: `\.\.\.` is no array; .* with include=$"):
+        await asyncckpt.restore(tmp_path / "x", like={"a": np.zeros(2), "b": ...})
+    found = await asyncckpt.restore(tmp_path / "x", like={"a": np.zeros(2)}, include="a")
+    assert found["a"].tolist() == [1, 1]
 
 
 async def test_without_like_containers_are_plain_and_leaves_are_numpy(tmp_path: Path) -> None:

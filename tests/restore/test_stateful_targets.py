@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -428,6 +429,26 @@ async def test_a_module_whose_keys_differ_is_an_error_before_anything_is_read(
         assert "model/head.bias: the checkpoint has this key in the state" in str(caught.value)
         assert "nothing was read" in str(caught.value) and "strict=False" in str(caught.value)
         assert script.count("read_into") == 0 and first.loads == 0 and not w.any()
+
+
+class Wrapper(torch.nn.Module):
+    """Has the names of a compiled module, or of one in DistributedDataParallel."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        super().__init__()
+        setattr(self, name, module)
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "module"])
+async def test_keys_that_differ_by_a_wrapper_say_so(tmp_path: Path, name: str) -> None:
+    wrapped = functools.partial(Wrapper, name)
+    inside, outside = await saved(tmp_path / "in", Net(1)), tmp_path / "out"
+    await asyncckpt.save(outside, wrapped(Net(1)))
+    for place, target in ((inside, wrapped(Net(7))), (outside, Net(7))):
+        with pytest.raises(TreeMismatchError, match=r"only by the name of a wrapper, _orig_mod of"):
+            await asyncckpt.restore_into(place, target)
+    with pytest.raises(TreeMismatchError, match="Pass strict=False"):
+        await asyncckpt.restore_into(outside, wrapped(Net(7, head=False)))
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -955,7 +955,9 @@ def test_values_per_process_come_back_to_each(job: Job) -> None:
     back = asyncio.run(asyncckpt.restore(job.root / "1", like=like, coordinator="single"))
     for process, value in enumerate(back["rng"]):
         assert equal(value, tree(process)["rng"].value)
-    with pytest.raises(MismatchError, match="PerProcess"):
+    with pytest.raises(
+        MismatchError, match=r"PerProcess.*restore\(include='rng', leaves=\"torch\""
+    ):
         asyncio.run(asyncckpt.restore(job.root / "1", like=tree(0), coordinator="single"))
     plain = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
     assert list(plain["rng"]) == list(range(job.count))
@@ -970,6 +972,17 @@ def test_a_value_per_process_of_a_single_process(tmp_path: Path) -> None:
         asyncckpt.restore(tmp_path / "x", like={**tree, "rng": asyncckpt.PerProcess.all})
     )
     assert len(everything["rng"]) == 1
+    with pytest.raises(UnsupportedLeafError, match=r"^rng: PerProcess\.all .*use restore\(like="):
+        asyncio.run(asyncckpt.restore_into(tmp_path / "x", {"rng": asyncckpt.PerProcess.all}))
+
+
+def test_values_of_other_processes_come_as_tensors_as_the_error_says(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tree = {"rng": asyncckpt.PerProcess({"s": np.arange(3)}), "w": np.ones(2)}
+    asyncio.run(asyncckpt.save(tmp_path / "x", tree))
+    place, path = tmp_path / "x", "rng"
+    found = asyncio.run(asyncckpt.restore(place, include=path, leaves="torch"))
+    assert list(found) == ["rng"] and torch.equal(found["rng"][0]["s"], torch.arange(3))
 
 
 def expert(process: int, *, states: int = 0) -> dict[str, Any]:
