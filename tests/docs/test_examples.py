@@ -373,6 +373,14 @@ def unwanted(ckpt: blocking.Checkpointer, process: int) -> None:
     ckpt.restore(like={"x": 0})
 
 
+def wrapped(where: Path) -> None:
+    inside = torch.nn.Linear(2, 2)
+    outside = torch.nn.Module()
+    outside.module = inside
+    blocking.save(where / "x", {"model": inside})
+    blocking.restore_into(where / "x", {"model": outside})
+
+
 CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "existing": ("a checkpoint already exists here; pass overwrite=True to replace it", exists),
     "leaf": (
@@ -415,6 +423,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         "these targets overlap in memory but are different arrays in the checkpoint",
         lambda where: into(where, ROWS[:2], ROWS[1:]),
     ),
+    "wrapper": ("The keys differ only by the name of a wrapper", wrapped),
     "twins": (
         "the checkpoint holds different values for what is one array in the target",
         lambda where: into(where, ROWS[:2], ROWS[:2]),
