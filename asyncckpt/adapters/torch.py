@@ -303,8 +303,13 @@ def _check_kind(path: str, leaf: Any) -> str:
     return name
 
 
-_FULLY_SHARD = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
-"""Modules with the hooks of `fully_shard`, which only make sure that parameters are divided."""
+_HARMLESS = (
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.",
+    "torch.distributed.algorithms._checkpoint.",
+)
+"""Modules with hooks of `fully_shard` and of activation checkpointing: values are only copied, and
+the keys of state dicts are the same with and without them."""
 
 
 def required_keys(owner: Any) -> Callable[[str], str | None] | None:
@@ -326,7 +331,7 @@ def required_keys(owner: Any) -> Callable[[str], str | None] | None:
             *module._load_state_dict_pre_hooks.values(),
             *module._load_state_dict_post_hooks.values(),
         ]
-        if not all(getattr(hook, "__module__", "").startswith(_FULLY_SHARD) for hook in hooks):
+        if not all(getattr(hook, "__module__", "").startswith(_HARMLESS) for hook in hooks):
             return None
         if not kind._load_from_state_dict.__module__.startswith("torch.nn.modules."):
             return None

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -337,10 +338,10 @@ def test_it_is_found_before_the_adapter_of_plain_tensors() -> None:
 def test_the_weights_of_fully_shard_are_filled_also_after_the_first_pass() -> None:
     found = adapters_for_loaded_frameworks()
     with rank_of(0, 2):
-        model = torch.nn.Linear(4, 4)
+        model = checkpoint_wrapper(torch.nn.Linear(4, 4))
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         model._get_fsdp_state()._lazy_init()  # what a pass begins with: adds its hooks
-        assert model._load_state_dict_pre_hooks
+        assert all(one._load_state_dict_pre_hooks for one in model.modules())
         required = found.required_by(model)
         assert required is not None and required("weight") == "weight"
 
