@@ -133,6 +133,15 @@ def other_call_error(group: Group, process: int, other: str, call: str) -> Usage
     )
 
 
+def behind_error(group: Group, call: str) -> UsageError:
+    """Return the error for a call of this process that has failed already on the others."""
+    return UsageError(
+        f"{group.named(group.process_index)} calls {call}, which has failed already on another "
+        "process, because the calls of the processes differed: it is left out here, so that the "
+        "next call is made by all of them together"
+    )
+
+
 def unknown_error(group: Group, call: str) -> SaveOutcomeUnknownError:
     """Return the error for a process 0 that fell silent between its decision and the outcome."""
     return SaveOutcomeUnknownError(

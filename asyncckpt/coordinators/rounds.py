@@ -26,6 +26,8 @@ all processes.
 # Rule 6: a process that finds its round decided already, by another call, has missed that call, and
 #   takes the next number (`missed`). Numbers thus agree again after a call on some processes only.
 #   A round that any process has missed cannot have been committed: that takes a message of each.
+# Rule 7: a round that fails because processes made different calls names both calls to all of them,
+#   so that each finds out whether it is behind (`call_order.py`).
 
 from __future__ import annotations
 
@@ -33,10 +35,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 from asyncckpt.coordinators.beats import Beats
+from asyncckpt.coordinators.call_order import CallOrder
 from asyncckpt.coordinators.group import (
     closed_error,
     departed,
@@ -47,7 +50,7 @@ from asyncckpt.coordinators.group import (
 )
 from asyncckpt.coordinators.key_values import longest_pause_s, pauses
 from asyncckpt.coordinators.messages import decode_error, encode_error, parts_of
-from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, StoreError
 from asyncckpt.flow.shield import leading_error, to_completion
 
 T = TypeVar("T")
@@ -78,6 +81,7 @@ class Round:
         name: the call, if the kind does not say it; must be equal in all processes.
         arrival_s: seconds that a process may be later than the first.
         silence_s: seconds that a process may give no sign of life.
+        order: learns whether all processes made this call.
         leads: this is process 0.
         result: message of process 0 when the round succeeded; None before.
         failed: the round has certainly failed.
@@ -90,6 +94,7 @@ class Round:
     name: str = ""
     arrival_s: float
     silence_s: float
+    order: CallOrder = field(default_factory=CallOrder)
 
     def __post_init__(self) -> None:
         self.group = self.beats.group
@@ -142,7 +147,8 @@ class Round:
         decision = None
         with contextlib.suppress(StoreError):  # the round will find out
             decision = await self._coordinator.look(f"{self._prefix}/decision")
-        return decision is not None and _call_in(decision) not in ("", self.name)
+        calls = () if decision is None else _calls_in(decision)
+        return calls != () and self.name not in calls
 
     async def abort(self, error: BaseException, stage: str | None = None) -> bool:
         """End the round with an error for all, unless it is decided already.
@@ -168,13 +174,22 @@ class Round:
 
     async def _announce(self, failure: bytes) -> None:
         """Note a decision against the round; process 0 tells all others."""
-        self.failed = True
+        self._note(failure)
         if self.leads:
             await self._coordinator.put(f"{self._prefix}/outcome", failure)
 
-    async def _fail(self, error: AsyncCheckpointError) -> None:
+    def _note(self, failure: bytes) -> None:
+        """Note a decision or outcome against the round."""
+        if self.failed:
+            return
+        self.failed = True
+        first, *others = _calls_in(failure) or ("",)
+        for other in others:
+            self.order.differed(self.name, other if self.name == first else first)
+
+    async def _fail(self, error: AsyncCheckpointError, other_call: str = "") -> None:
         """Decide against the round and raise; return if the decision was to commit."""
-        failure = self._failure(error)
+        failure = self._failure(error, other_call=other_call)
         decision = await self._decide(failure)
         if decision == failure:
             raise error
@@ -374,9 +389,7 @@ class Round:
             if found != self._found:
                 waits = pauses(self.group.process_count)
             self._found = found
-            other_call = self._other_call()
-            if other_call is not None:
-                await self._fail(other_call)
+            await self._check_calls()
             self._changed.set()
             if time.monotonic() - alive_at > SLICE_S:
                 alive_at = time.monotonic()
@@ -405,7 +418,7 @@ class Round:
             elif outcome[:1] == COMMIT:
                 self._end(outcome[1:])
             else:
-                self.failed = True
+                self._note(outcome)
                 raise _error_in(outcome)
 
     def _expect(self) -> None:
@@ -431,7 +444,7 @@ class Round:
             return  # it announces the decision
         decision = await self._coordinator.look(f"{self._prefix}/decision")
         if decision is not None and decision != COMMIT:
-            self.failed = True
+            self._note(decision)
             raise _error_in(decision)
 
     def _takes_part(self, process: int) -> bool:
@@ -439,20 +452,24 @@ class Round:
         begun = self.beats.last(process, self.kind) >= self.number
         return begun and self.beats.ended(process, self.kind) <= self.number
 
-    def _failure(self, error: BaseException, stage: str | None = None) -> bytes:
-        """Return the decision against the round for this error."""
+    def _failure(
+        self, error: BaseException, stage: str | None = None, *, other_call: str = ""
+    ) -> bytes:
+        """Return the decision against the round for this error, with the calls that it is about."""
         process, host = self.group.process_index, self.group.host
         message = encode_error(error, process=process, host=host, stage=stage)
-        return _FAILED + self.name.encode() + b"\n" + message
+        calls = "\t".join(filter(None, (self.name, other_call)))
+        return _FAILED + calls.encode() + b"\n" + message
 
-    def _other_call(self) -> UsageError | None:
-        """Return the error for a process that made another call."""
+    async def _check_calls(self) -> None:
+        """Abort the round if a process made another call."""
         for process, name in self._messages("name").items():
             if (other := name.decode()) != self.name:
-                return other_call_error(self.group, process, other, self.name)
-        return None
+                error = other_call_error(self.group, process, other, self.name)
+                await self._fail(error, other)
 
     def _end(self, result: bytes) -> None:
+        self.order.agreed()
         self.result = result
         self._ended.set()
 
@@ -482,9 +499,12 @@ def _error_in(failure: bytes) -> AsyncCheckpointError:
     return decode_error(failure.partition(b"\n")[2])
 
 
-def _call_in(decision: bytes) -> str:
-    """Return the call of the process that decided against a round; empty if it had no name."""
-    return decision[1:].partition(b"\n")[0].decode()
+def _calls_in(decision: bytes) -> tuple[str, ...]:
+    """Return the call of the process that decided against a round, and one that differed from it.
+
+    Empty for a decision to commit, and for calls without names.
+    """
+    return tuple(filter(None, decision[1:].partition(b"\n")[0].decode().split("\t")))
 
 
 async def briefly(call: Coroutine[Any, Any, T], *, limit_s: float = POST_S) -> T | None:

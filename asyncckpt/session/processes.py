@@ -2,7 +2,9 @@
 
 # Rule 1: calls are numbered in the caller's thread, before anything in them can fail: if processes
 #   make the same calls in the same order, equal numbers mean the same call. A process that has left
-#   out a call finds the failed round of the others, and adds one to its later numbers.
+#   out a call finds the failed round of the others, and adds one to its later numbers. If it comes
+#   while they wait, all fail, and they leave out the calls that it has made meanwhile
+#   (`call_order.py`): each subtracts one from the later numbers.
 # Rule 2: a call that fails before its round exists ends that round on all processes, which would
 #   otherwise wait.
 
@@ -17,8 +19,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
 from asyncckpt.coordinators.beats import BEAT_S, Beats
+from asyncckpt.coordinators.call_order import CallOrder
 from asyncckpt.coordinators.choice import choose
-from asyncckpt.coordinators.group import Group, part
+from asyncckpt.coordinators.group import Group, behind_error, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import UsageError
@@ -71,7 +74,8 @@ class Processes:
         self._chosen: Coordinator | None = None
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self.lost: set[int] = set()
-        self._missed: Counter[str] = Counter()
+        self._missed: Counter[str] = Counter()  # less those left out
+        self._orders: defaultdict[str, CallOrder] = defaultdict(CallOrder)
         self._numbering = asyncio.Lock()
         self._meeting = asyncio.Lock()
         self._beats: Beats | None = None
@@ -158,6 +162,10 @@ class Processes:
             kind: ``save``, ``preemption``, or ``call`` for all other calls.
             number: its number among the calls of its kind on this process.
             name: the call, if the kind does not say it.
+
+        Raises:
+            UsageError: the others have made this call already, in a round that failed because this
+                process made another one.
         """
         beats = await self._met()
 
@@ -169,17 +177,23 @@ class Processes:
                 name=name,
                 arrival_s=self._arrival_s,
                 silence_s=self._silence_s,
+                order=self._orders[kind],
             )
 
+        left_out = False
         try:
             async with self._numbering:  # one after the other: the next call counts what this finds
+                if left_out := self._orders[kind].leaves_out(name):
+                    self._missed[kind] -= 1
+                    raise behind_error(beats.group, name)
                 while await (round_ := numbered()).missed():
                     self._missed[kind] += 1
                     if kind == "save":
                         self.lost.add(round_.number)
                 return round_
         except BaseException as error:
-            await to_completion(briefly(numbered().abort(error)))  # the others would wait
+            if not left_out:  # the others would wait
+                await to_completion(briefly(numbered().abort(error)))
             raise
 
     async def once(
