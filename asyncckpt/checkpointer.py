@@ -125,16 +125,13 @@ class OpenRun:
         self, step: SupportsIndex, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
     ) -> Any:
         check_loop()
-        number = step_number(step)
+        with self._session.telling("save"):
+            number = step_number(step)
+            given = completed(StepSaveArguments, arguments)
         if self._session.preemption is not None:
             await self._session.preemption.reached(number)
         return self._session.start_save(
-            self._pending,
-            str(number),
-            number,
-            tree,
-            stall_first=stall_first,
-            **completed(StepSaveArguments, arguments),
+            self._pending, str(number), number, tree, stall_first=stall_first, **given
         )
 
 
@@ -293,8 +290,7 @@ class Checkpointer(OpenRun):
             MismatchError: lists every leaf that does not fit; nothing was read.
             CorruptCheckpointError: names leaf, file and offset; nothing is returned.
         """
-        number = None if step is None else step_number(step)
-        return await _tree(self._session, number, like, **completed(RestoreArguments, arguments))
+        return await _tree(self._session, step, like, **completed(RestoreArguments, arguments))
 
     @documented
     async def restore_into(
@@ -317,9 +313,8 @@ class Checkpointer(OpenRun):
             RestoreError: an object refused its state dict.
             AsyncCheckpointError: `written` lists the targets whose contents are now undefined.
         """
-        number = None if step is None else step_number(step)
         return await _into(
-            self._session, number, target, **completed(RestoreIntoArguments, arguments)
+            self._session, step, target, **completed(RestoreIntoArguments, arguments)
         )
 
     async def prepare(self, tree: Any) -> int:
@@ -375,7 +370,8 @@ class Checkpointer(OpenRun):
         Raises:
             CheckpointNotFoundError: there is no such step.
         """
-        number = step_number(step)
+        with self._session.telling("call"):
+            number = step_number(step)
         await self._session.call_once(
             f"delete({number})", lambda: self._session.delete(number)
         ).wait()
@@ -385,7 +381,8 @@ class Checkpointer(OpenRun):
 
         Waits for saves in flight; their steps are deleted too if they are above `step`.
         """
-        number = step_number(step)
+        with self._session.telling("call"):
+            number = step_number(step)
         return await self._session.call_once(
             f"delete_after({number})", lambda: self._session.delete_after(number)
         ).wait()
@@ -509,25 +506,31 @@ def _opened(location: Place, arguments: dict[str, Any], **options: Any) -> Sessi
     )
 
 
-async def _tree(core: Session, step: int | None, like: Any, **arguments: Any) -> Any:
-    on_report = arguments.pop("on_report")
-    check_function("on_report", on_report, "one RestoreReport")
-    mode: Literal["saved", "like"] = "saved" if like is None else "like"
-    if like is not None and arguments["leaves"] != "numpy":
-        raise UsageError(
-            f"leaves={arguments['leaves']!r} with like=: the result has the leaves of `like`; "
-            "leave out one of the two"
-        )
-    request, flat, adapters = core.restore_request(mode, like, **arguments)
-    outcome = await core.restore(step, request).wait()
+async def _tree(core: Session, step: SupportsIndex | None, like: Any, **arguments: Any) -> Any:
+    with core.telling("call", "restore"):
+        number = None if step is None else step_number(step)
+        on_report = arguments.pop("on_report")
+        check_function("on_report", on_report, "one RestoreReport")
+        mode: Literal["saved", "like"] = "saved" if like is None else "like"
+        if like is not None and arguments["leaves"] != "numpy":
+            raise UsageError(
+                f"leaves={arguments['leaves']!r} with like=: the result has the leaves of `like`; "
+                "leave out one of the two"
+            )
+        request, flat, adapters = core.restore_request(mode, like, **arguments)
+    outcome = await core.restore(number, request).wait()
     tree = finish_tree(outcome, flat, adapters)
     if on_report is not None:
         on_report(outcome.report)
     return tree
 
 
-async def _into(core: Session, step: int | None, target: Any, **arguments: Any) -> RestoreReport:
-    request, flat, adapters = core.restore_request("into", target, leaves="numpy", **arguments)
-    outcome = await core.restore(step, request).wait()
+async def _into(
+    core: Session, step: SupportsIndex | None, target: Any, **arguments: Any
+) -> RestoreReport:
+    with core.telling("call", "restore"):
+        number = None if step is None else step_number(step)
+        request, flat, adapters = core.restore_request("into", target, leaves="numpy", **arguments)
+    outcome = await core.restore(number, request).wait()
     assert flat is not None
     return finish_into(outcome, flat, adapters)

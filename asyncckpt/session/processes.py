@@ -217,10 +217,11 @@ class Processes:
 
         return await round_.run(on_this)
 
-    async def refuse_save(self, number: int, name: str, error: BaseException) -> None:
-        """End the round of a save with an error that occurred before it."""
-        round_ = await self.round("save", number, name)
-        self.lost.add(round_.number)
+    async def refuse(self, kind: str, number: int, name: str, error: BaseException) -> None:
+        """End the round of a call with an error that occurred before it."""
+        round_ = await self.round(kind, number, name)
+        if kind == "save":
+            self.lost.add(round_.number)
         async with round_.alive():  # so that its messages are deleted some time
             await round_.abort(error)
 

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
@@ -190,7 +190,8 @@ class Session:
 
     def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
         """Carry out a restore; all processes take part."""
-        self.processes.check_broadcast(request.options.broadcast)
+        with self.telling("call", "restore"):
+            self.processes.check_broadcast(request.options.broadcast)
         if self.processes.alone:
             return self.call(lambda: self.reads.restore(step, request))
         number = self.processes.count("call")
@@ -245,21 +246,35 @@ class Session:
             )
         except Exception as error:
             if number is not None:
-                self._refuse(number, step, error)
+                self._refuse("save", number, _call(step), error)
             raise
         pending = self._submit(kind, request, number, location)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
 
-    def refuse_save(self, error: BaseException) -> None:
-        """End the next save of all processes with an error that occurred before its call."""
-        if not self.processes.alone:
-            self._refuse(self.processes.count("save"), None, error)
+    @contextlib.contextmanager
+    def telling(self, kind: str, name: str = "") -> Iterator[None]:
+        """If the block fails, end the next call of its kind on all processes with this error.
 
-    def _refuse(self, number: int, step: int | None, error: BaseException) -> None:
+        The block is what precedes a call, in which the others would wait for this process; it is
+        without a `name` if it does not know which call that would have been.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.refuse(kind, name, error)
+            raise
+
+    def refuse(self, kind: str, name: str, error: BaseException) -> None:
+        """End the next call of this kind on all processes with an error that occurred before it."""
+        with contextlib.suppress(UsageError):  # there are several, which cannot coordinate
+            if not self.processes.alone:
+                self._refuse(kind, self.processes.count(kind), name, error)
+
+    def _refuse(self, kind: str, number: int, name: str, error: BaseException) -> None:
         # The others would wait for this process. A closed session accepts no calls.
-        refuse = partial(self.processes.refuse_save, number, _call(step), error)
+        refuse = partial(self.processes.refuse, kind, number, name, error)
         with contextlib.suppress(AsyncCheckpointError):
             self._refusals.append(self.call(refuse).future)
 
@@ -444,7 +459,10 @@ class Session:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is GeneratorExit:  # nothing can be awaited
             self.begin_close()
-        else:
+            return
+        try:
+            await self._told()
+        finally:
             await uninterrupted(self.aclose())
 
     async def idle(self) -> None:
@@ -460,12 +478,16 @@ class Session:
         for pending in self.saves.pending():
             pending._job.refuse_fork()
             await ended(pending._job.future)
-        while self._refusals:
-            await ended(self._refusals[0])
-            self._refusals = [refused for refused in self._refusals if not refused.done()]
+        await self._told()
         await self.settled()
         if self._pruner is not None:
             await self._pruner.settle()
+
+    async def _told(self) -> None:
+        """Wait until the other processes know of calls that failed before their rounds."""
+        while self._refusals:
+            await ended(self._refusals[0])
+            self._refusals = [refused for refused in self._refusals if not refused.done()]
 
     async def settled(self) -> None:
         """Wait until the checkpoints of ended saves are whole for other programs, too.

@@ -136,7 +136,7 @@ class Saving:
 
     def refuse(self, error: BaseException) -> None:
         """End the save on all ranks with an error that occurred before this rank's part."""
-        self._session.refuse_save(error)
+        self._session.refuse("save", "", error)
         self.close()
 
     def leave(self) -> None:

@@ -1,0 +1,92 @@
+"""Calls that fail on one process before they meet the others: all processes get the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+import asyncckpt
+from asyncckpt import Checkpointer, RestoreOptions
+from asyncckpt.errors import AsyncCheckpointError
+from tests.session.together.job import Job, equal, state
+
+# Waiting for a process that has failed would take longer than a test may.
+
+Call = Callable[[Checkpointer], Coroutine[Any, Any, Any]]
+
+
+class Broken:
+    """A target whose state dict cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no state dict")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def restores(**arguments: Any) -> Call:
+    return lambda ckpt: ckpt.restore(**arguments)
+
+
+RESTORES: dict[str, Call] = {
+    "no state dict": lambda ckpt: ckpt.restore_into({"model": Broken()}),
+    "an unsupported leaf": restores(like={"w": object()}),
+    "another step": restores(step=-1),
+    "a callback": restores(on_report=7),
+    "leaves with like": restores(like=state(), leaves="torch"),
+    "no collectives": restores(like=state(), options=RestoreOptions(broadcast=True)),
+}
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("wrong", RESTORES.values(), ids=RESTORES)
+def test_a_restore_that_fails_before_it_begins_fails_on_all(
+    job: Job, wrong: Call, process: int
+) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        with pytest.raises(Exception, match=r".") as caught:
+            await (wrong(ckpt) if this == process else ckpt.restore(like=state(1)))
+        assert equal(await ckpt.restore(like=state(1)), state()), "calls are in step"
+        assert await ckpt.latest_step() == 1
+        return str(caught.value)
+
+    results = job.play(part)
+    assert all(isinstance(text, str) for text in results), results
+    assert results[1 - process].startswith(f"process {process} ("), results
+    assert results[process] in results[1 - process]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("call", ["save", "delete", "delete_after"])
+def test_a_step_that_is_no_step_on_one_process_fails_on_all(
+    job: Job, call: str, process: int
+) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        with pytest.raises(AsyncCheckpointError, match="a step is a non-negative integer"):
+            step = -1 if this == process else 2
+            await (ckpt.save(step, state()) if call == "save" else getattr(ckpt, call)(step))
+        await ckpt.save(3, state())
+        return await ckpt.latest_step()
+
+    assert job.play(part) == [3] * job.count
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_one_shot_restore_that_fails_before_it_begins_fails_on_all(
+    job: Job, process: int
+) -> None:
+    async def main(this: int) -> Any:
+        coordinator = job.coordinator(this)
+        await asyncckpt.save(job.root / "final", state(), coordinator=coordinator)
+        like = {"w": object()} if this == process else state()
+        with pytest.raises(AsyncCheckpointError, match="object"):
+            await asyncckpt.restore(job.root / "final", like=like, coordinator=coordinator)
+        back = await asyncckpt.restore(job.root / "final", coordinator=coordinator)
+        return equal(back, state())
+
+    assert job.run(main) == [True] * job.count
