@@ -193,7 +193,10 @@ class Processes:
                 return round_
         except BaseException as error:
             if not left_out:  # the others would wait
-                await to_completion(briefly(numbered().abort(error)))
+                round_ = numbered()
+                if kind == "save":
+                    self.lost.add(round_.number)
+                await to_completion(briefly(round_.abort(error)))
             raise
 
     async def once(

@@ -186,7 +186,8 @@ class Session:
         if self.processes.alone:
             return self.call(function)
         number = self.processes.count("call")
-        return self.call(lambda: self.processes.once(name, number, function))
+        once = partial(self.processes.once, name, number, function)
+        return self._call_together("call", number, name, once)
 
     def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
         """Carry out a restore; all processes take part."""
@@ -196,8 +197,36 @@ class Session:
             return self.call(lambda: self.reads.restore(step, request))
         number = self.processes.count("call")
         caller = CallerThread()
-        job = self.call(lambda: self.reads.restore_together(step, request, number, caller.run))
+        restore = partial(self.reads.restore_together, step, request, number, caller.run)
+        job = self._call_together("call", number, "restore", restore)
         job.caller = caller
+        return job
+
+    def _call_together(
+        self,
+        kind: str,
+        number: int,
+        name: str,
+        function: Callable[[], Coroutine[Any, Any, T]],
+        at_end: Callable[[], object] | None = None,
+    ) -> Job[T]:
+        """Run this process's part in a call of all; also one that never begins ends its round."""
+        begun = False
+
+        async def begin() -> T:
+            nonlocal begun
+            begun = True
+            return await function()
+
+        def end() -> None:
+            if at_end is not None:
+                at_end()
+            # It was cancelled, or the store cannot be opened.
+            error = None if begun else job.future.exception()
+            if error is not None:
+                self._refuse(kind, number, name, error)
+
+        job = self.call(begin, end)
         return job
 
     def start_save(
@@ -276,7 +305,7 @@ class Session:
         # The others would wait for this process. A closed session accepts no calls.
         refuse = partial(self.processes.refuse, kind, number, name, error)
         with contextlib.suppress(AsyncCheckpointError):
-            self._refusals.append(self.call(refuse).future)
+            self._refusals.append(self.runtime.engine.submit(refuse).future)
 
     def _submit(
         self, kind: type[PendingSave], request: SaveRequest, number: int | None, location: str
@@ -288,7 +317,11 @@ class Session:
             busy = bool(self.saves.pending())  # process 0 decides by its own
         save = partial(self._save, request, state, number, busy)
         # Whatever ends the job also ends the wait for staging.
-        job = self.call(save, partial(state.let_go, ended=True))
+        let_go = partial(state.let_go, ended=True)
+        if number is None:
+            job = self.call(save, let_go)
+        else:
+            job = self._call_together("save", number, _call(request.step), save, let_go)
         job.drained = True
         return kind(job, state, location=location, step=request.step)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
 
 import asyncckpt
 from asyncckpt import Checkpointer, RestoreOptions
-from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.errors import AsyncCheckpointError, SaveAbortedError
 from tests.session.together.job import Job, equal, state
 
 # Waiting for a process that has failed would take longer than a test may.
@@ -90,3 +92,60 @@ def test_a_one_shot_restore_that_fails_before_it_begins_fails_on_all(
         return equal(back, state())
 
     assert job.run(main) == [True] * job.count
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("call", ["save", "restore", "latest_step"])
+def test_a_call_that_is_cancelled_before_it_begins_fails_on_all(
+    job: Job, call: str, process: int
+) -> None:
+    """A task that is cancelled while it runs learns of it where it waits first: in the call."""
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        arguments = (2, state()) if call == "save" else ()
+
+        async def cancelled() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            if this == process:
+                task.cancel()
+            await getattr(ckpt, call)(*arguments)
+
+        with pytest.raises((SaveAbortedError, asyncio.CancelledError)):
+            await asyncio.create_task(cancelled())
+        # The tree is the same, with which no process may be in doubt.
+        await ckpt.save(3, state())
+        assert equal(await ckpt.restore(like=state(1)), state())
+        return await ckpt.latest_step()
+
+    assert job.play(part) == [3] * job.count
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_save_after_one_that_was_cancelled_before_its_round_works(
+    job: Job, process: int
+) -> None:
+    """Its round waits for its turn: the plan is known, and no process may be in doubt about it."""
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        session = ckpt._session
+        numbering = session.processes._numbering
+        if this == process:
+            await session.call(numbering.acquire).wait()
+            saving = asyncio.create_task(ckpt.start_save(2, state()))
+            await asyncio.sleep(0)  # it has called the engine
+            await session.call(
+                partial(asyncio.sleep, 0)
+            ).wait()  # and the engine waits for its turn
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            numbering.release()
+        else:
+            with pytest.raises(SaveAbortedError):
+                await ckpt.save(2, state())
+        return (await ckpt.save(3, state())).step
+
+    assert job.play(part) == [3] * job.count
