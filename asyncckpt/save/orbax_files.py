@@ -66,12 +66,16 @@ def orbax_files(
 
 
 def key_devices(snapshot: Snapshot) -> dict[int, str]:
-    """Return by leaf a device that holds its typed PRNG keys, to which Orbax restores them."""
+    """Return by leaf a device that holds its typed PRNG keys, to which Orbax restores them.
+
+    Keys of other processes have none here: Orbax's files are not written for trees that differ.
+    """
     devices: dict[int, str] = {}
     for leaf, facts in snapshot.extra.items():
         if "prng_impl" in facts:
             source = snapshot.sources[bisect.bisect_left(snapshot.array_leaf, leaf)]
-            devices[leaf] = min(map(str, source.leaf.devices()))
+            if source.leaf is not None:
+                devices[leaf] = min(map(str, source.leaf.devices()))
     return devices
 
 
