@@ -39,7 +39,7 @@ from asyncckpt.reports import Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import InlineChunks, Payload
-from asyncckpt.save.plan_cache import Layout
+from asyncckpt.save.plan_cache import Layout, LayoutCache
 from asyncckpt.save.save import SaveState
 from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
@@ -58,6 +58,7 @@ class SharedCommit(Commit):
         round_: messages of the processes about this save.
         files: returns where the files of this process go, once that is open.
         state: when all was staged.
+        layouts: learns that the trees of the processes may differ.
         Others: as `Commit`; `after_data` always where this process passes its entries on, because
             they say when its files were durable.
     """
@@ -66,6 +67,7 @@ class SharedCommit(Commit):
     round_: Round
     files: Opened
     state: SaveState
+    layouts: LayoutCache
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +88,9 @@ class SharedCommit(Commit):
         if not self.round_.leads:
             return await self._pass_on(self._entries(payload))
         if self._others is None:
-            refuse = None if self.layout.compared else partial(out_of_step, self.round_)
+            refuse = (
+                None if self.layout.compared else partial(out_of_step, self.round_, self.layouts)
+            )
             ready = await self.round_.gathered("ready", instead="plan", refuse=refuse)
             self._others = await mapped(self._read, sorted(ready.items()), READS)
         snapshot, layout = self.request.snapshot, self.layout

@@ -131,8 +131,9 @@ class LayoutCache:
     Attributes:
         hits: searches that found one.
         misses: searches that found none.
-        keys_differ: in some save, the dicts of the processes had different keys; the same on all
-            processes that know an agreement of their group.
+        may_differ: in some save, the dicts of the processes had different keys, or a leaf changed
+            on some of the processes only; the same on all processes that know an agreement of their
+            group.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,7 @@ class LayoutCache:
         self._agreements: list[tuple[Sequence[object], Agreement]] = []
         self.hits = 0
         self.misses = 0
-        self.keys_differ = False
+        self.may_differ = False
 
     def find(self, key: Sequence[object]) -> Layout | None:
         """Return the layout made for an equal key, compared part by part, never by hash."""

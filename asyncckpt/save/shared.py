@@ -264,6 +264,7 @@ class SharedSave(Save):
             round_=self.round_,
             files=self._files,
             state=self.state,
+            layouts=self.layouts,
         )
 
     async def _conclude(self, made: Committable) -> Committable:

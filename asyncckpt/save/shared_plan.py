@@ -4,8 +4,9 @@
 #   group. Processes that do not agree on that find out before anything is committed.
 # Rule 2: where the trees of processes differ, or may, they compare digests before each save: a leaf
 #   that appears on one process changes what the others have to stage, and once they have staged,
-#   their callers may mutate the rest. An agreement that all processes know holds without another
-#   exchange; this is also how an agreement of an earlier group is taken over.
+#   their callers may mutate the rest. A leaf that has changed on one process may do so again, as
+#   the buffers of a data loader in a `PerProcess` do. An agreement that all processes know holds
+#   without another exchange; this is also how an agreement of an earlier group is taken over.
 # Rule 3: all processes have equal chunk grids: the limits that memory and store put on chunks are
 #   the lowest of all processes, settled with the first plan.
 # Rule 4: if schemas differ, every process merges the same schemas to the same result.
@@ -101,7 +102,7 @@ class SharedPlan:
         key = schema_key(request)
         agreed = cache.agreement(key)
         known = agreed is not None and agreed.run_id == group.run_id
-        compared = not known or cache.keys_differ or request.options.tree == "union"
+        compared = not known or cache.may_differ or request.options.tree == "union"
         if agreed is None or compared:
             change = "" if agreed is not None else first_change(cache.latest_agreed(), key)
             agreed, known = await self._agreement(terms, change, agreed, cache)
@@ -110,7 +111,7 @@ class SharedPlan:
         snapshot = request.snapshot
         if agreed.merged is not None:
             snapshot = completed(snapshot, agreed.merged, group.process_index, group.process_count)
-            cache.keys_differ |= agreed.merged.keys_differ
+            cache.may_differ |= agreed.merged.keys_differ
         sizes = replace(
             terms.sizes,
             chunk_nbytes=limits.chunk_nbytes,
@@ -145,9 +146,9 @@ class SharedPlan:
         known = kept is not None and kept.run_id == run_id
         own = _Proposal(change, digest, partial, kept.digest if kept else "", known, limits)
         leads = self.round_.leads
-        answer = await (self._settle(own, cache.keys_differ) if leads else self._propose(own))
+        answer = await (self._settle(own, cache) if leads else self._propose(own))
         # From process 0, so that all processes compare before the same saves.
-        cache.keys_differ = answer["keys_differ"]
+        cache.may_differ = answer["may_differ"]
         if kept is not None and answer["known"]:
             return kept, True
         agreed = Agreement(run_id, digest, partial, Limits(*answer["limits"]))
@@ -160,12 +161,12 @@ class SharedPlan:
         schemas = await self._exchange(schema)
         return replace(agreed, merged=await run(merge_schemas, schemas, self._tree())), False
 
-    async def _settle(self, own: _Proposal, keys_differ: bool) -> dict[str, Any]:
+    async def _settle(self, own: _Proposal, cache: LayoutCache) -> dict[str, Any]:
         """Find out whether all processes save the same, as process 0."""
         found = await self.round_.gathered(
             "plan",
             instead=KNOWN,
-            refuse=lambda process, _: _out_of_step(self.round_, 0, process, own.change),
+            refuse=lambda process, _: _out_of_step(self.round_, cache, 0, process, own.change),
         )
         every = [own, *(_Proposal(*json.loads(message)) for message in found.values())]
         kept = own.kept != "" and all(one.kept == own.kept for one in every)
@@ -173,7 +174,7 @@ class SharedPlan:
             "merge": any(one.partial or one.digest != own.digest for one in every),
             "kept": kept,
             "known": kept and all(one.known for one in every),
-            "keys_differ": keys_differ,
+            "may_differ": cache.may_differ,
             "limits": [
                 min((nbytes for nbytes in limit if nbytes is not None), default=None)
                 for limit in zip(*(one.limits for one in every), strict=True)
@@ -227,19 +228,24 @@ class SharedPlan:
         return tree
 
 
-def out_of_step(round_: Round, process: int, message: bytes) -> MismatchError:
+def out_of_step(round_: Round, cache: LayoutCache, process: int, message: bytes) -> MismatchError:
     """Return the error for a process that plans anew while process 0 reuses its plan."""
-    return _out_of_step(round_, process, 0, json.loads(message)[0])
+    return _out_of_step(round_, cache, process, 0, json.loads(message)[0])
 
 
-def _out_of_step(round_: Round, changed: int, other: int, change: str) -> MismatchError:
+def _out_of_step(
+    round_: Round, cache: LayoutCache, changed: int, other: int, change: str
+) -> MismatchError:
+    """Return the error; process 0 has all processes compare their trees from now on."""
+    cache.may_differ = True
     group = round_.group
     return MismatchError(
         f"{change or 'the tree'}: this has changed on {group.named(changed)} since an earlier "
         f"save, or is new to it, and not on {group.named(other)}, which had begun to copy under "
         "an earlier plan; nothing was saved. Save the same tree, with the same shardings and "
-        "options, on all processes; or, if leaves may change on some of them only, pass "
-        'SaveOptions(tree="union"), with which the processes compare their trees before each save',
+        "options, on all processes. If leaves are to change on some of them only, save again: from "
+        "now on the processes compare their trees before each save, as they do from the first one "
+        'on with SaveOptions(tree="union")',
         path=change or None,
     )
 
