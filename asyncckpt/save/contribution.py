@@ -23,9 +23,13 @@ def entries_of(
     *,
     save_id: str,
     process: int,
+    overwrite: bool,
     times: tuple[float, float],
 ) -> Entries:
-    """Return the entries of a process; `times` are the seconds until all was staged, and in all."""
+    """Return the entries of a process.
+
+    `overwrite` is the caller's; `times` are the seconds until all was staged, and in all.
+    """
     plan, extents = layout.plan, payload.chunks
     written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
     chunks = plan.row_chunk[list(plan.inline)].tolist()
@@ -58,6 +62,7 @@ def entries_of(
             "scalars": _only_here(snapshot, process),
             "spans": payload.timeline.rows(1),
             "times": times,
+            "overwrite": overwrite,
         },
     )
 

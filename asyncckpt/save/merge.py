@@ -82,7 +82,8 @@ class SharedCommit(Commit):
         Processes other than 0 pass their entries on. Errors: as `Commit.put_index`, and:
 
         Raises:
-            MismatchError: replicas or local values differ; names the leaf and the processes.
+            MismatchError: replicas or local values differ, or `overwrite` does; names the leaf or
+                argument, and the processes.
             UsageError: entries of a process cannot be seen here; names it and its host.
         """
         if not self.round_.leads:
@@ -95,6 +96,7 @@ class SharedCommit(Commit):
             self._others = await mapped(self._read, sorted(ready.items()), READS)
         snapshot, layout = self.request.snapshot, self.layout
         entries = [self._entries(payload), *self._others]
+        self._check_overwrite(entries)
         hosts = self.round_.group.hosts
         parts = tuple([part_of(one, hosts[one.process]) for one in entries])
         spans = [one.facts.get("spans", ()) for one in self._others]
@@ -118,8 +120,21 @@ class SharedCommit(Commit):
             self.request.snapshot,
             save_id=self.save_id,
             process=self.round_.group.process_index,
+            overwrite=self.request.overwrite,
             times=(self.state.blocked_s, time.perf_counter() - self.request.begun),
         )
+
+    def _check_overwrite(self, entries: Sequence[Entries]) -> None:
+        named, asked = self.round_.group.named, self.request.overwrite
+        for one in entries:
+            if (other := one.facts["overwrite"]) != asked:
+                raise MismatchError(
+                    f"overwrite={asked!r} on {named(0)}, overwrite={other!r} on "
+                    f"{named(one.process)}: pass the same overwrite= on all processes; nothing was "
+                    "committed",
+                    expected=asked,
+                    found=other,
+                )
 
     async def _pass_on(self, entries: Entries) -> Committable:
         path = f"{self.save_id}-entries-{entries.process}-{next(self._numbers)}"

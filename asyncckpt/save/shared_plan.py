@@ -329,7 +329,7 @@ def schema_of(request: SaveRequest) -> Schema:
 
 
 def _shared_options(request: SaveRequest) -> dict[str, Any]:
-    """Return the arguments that must be equal on all processes."""
+    """Return the options that must be equal on all processes, because the plan depends on them."""
     options = request.options
     return {
         "chunk_nbytes": options.chunk_nbytes,
@@ -338,5 +338,4 @@ def _shared_options(request: SaveRequest) -> dict[str, Any]:
         "layout": options.layout,
         "tree": options.tree,
         "private": options.private,
-        "overwrite": request.overwrite,
     }
