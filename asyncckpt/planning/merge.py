@@ -20,7 +20,7 @@ from asyncckpt.planning.balance import Processes
 from asyncckpt.planning.schema import Schema, SchemaLeaf, schema_digest
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard
-from asyncckpt.tree import Structure, merge_trees, where
+from asyncckpt.tree import Structure, merge_trees, per_process_paths, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,7 @@ def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"])
         ordinals.update(dict.fromkeys(processes, own))
         for leaf, ordinal in zip(schema.leaves, own, strict=True):
             seen[ordinal].append(_Seen(leaf, processes, own))
+    _check_per_process(merged.structure, paths, seen)
     sets: Sets = {}
     leaves = [_merge(n, path, seen[n], sets) for n, path in enumerate(paths)]
     total = hashlib.sha256()
@@ -191,6 +192,28 @@ def _check_options(groups: Sequence[tuple[Schema, Processes]]) -> None:
                     expected=one,
                     found=other,
                 )
+
+
+def _check_per_process(
+    structure: Structure, paths: Sequence[str], seen: Sequence[Sequence[_Seen]]
+) -> None:
+    """Refuse arrays below a `PerProcess` that several processes hold in parts."""
+    below = tuple([f"{path}/" if path else "" for path in per_process_paths(structure)])
+    for path, (one, *_) in zip(paths, seen, strict=True) if below else ():
+        partition = one.leaf.partition
+        if path.startswith(below) and (
+            one.leaf.partial or (partition is not None and len(partition.processes) > 1)
+        ):
+            raise MismatchError(
+                f"{where(path)}: process {one.processes[0]} holds only a part of this array, so "
+                "that it is no value of one process; a sharded array cannot be below a PerProcess. "
+                "Save it under a path that just the processes of its mesh have, such as a key per "
+                "pipeline stage: {'opt': {stage: optimizer}}",
+                path=path,
+                stage="plan",
+                expected="an array of one process",
+                found=partition.processes if partition is not None else "a part of it",
+            )
 
 
 def _merge(ordinal: int, path: str, seen: Sequence[_Seen], sets: Sets) -> MergedLeaf:
@@ -307,8 +330,7 @@ def _partition(
         if mine == copies.get(mine.holders):
             continue
         if not _is_copy(mine, partition) or not taken.isdisjoint(mine.processes):
-            texts = [f"cut at {p.cuts} over {p.holders}" for p in (partition, mine)]
-            raise _differ(MismatchError, path, first, texts[0], other, texts[1])
+            raise _divided_otherwise(path, first, partition, other, mine)
         copies[mine.holders] = mine
         taken.update(mine.processes)
     processes: tuple[Processes, ...] = ()
@@ -331,6 +353,27 @@ def _partition(
             text = f"divided over processes {list(partition.processes)[:8]}"
             raise _differ(MismatchError, path, first, text, one, "whole")
     return partition, processes
+
+
+def _divided_otherwise(
+    path: str, one: _Seen, first: Partition, other: _Seen, second: Partition
+) -> MismatchError:
+    """Return the error for two meshes that divide one array in different ways."""
+    texts: list[str] = []
+    placed = ", placed differently," if first.cuts == second.cuts else ""
+    for seen, partition, how in ((one, first, ""), (other, second, placed)):
+        even = all(isinstance(cut, int) for cut in partition.cuts)
+        shards = f"shards of {partition.cuts}" if even else f"shards cut at {partition.cuts}"
+        processes = (partition.processes or seen.processes)[:8]
+        texts.append(f"{shards}{how} on processes {', '.join(map(str, processes))}")
+    return MismatchError(
+        f"{where(path)}: {'; '.join(texts)}: all meshes of one path must divide the array in the "
+        "same way; save different arrays under different paths, such as a key per pipeline stage",
+        path=path,
+        stage="plan",
+        expected=texts[0],
+        found=texts[1],
+    )
 
 
 def _is_copy(one: Partition, other: Partition) -> bool:

@@ -19,7 +19,7 @@ from asyncckpt.options import LeafOptions
 from asyncckpt.planning.merge import Merged, merge_schemas, own_part
 from asyncckpt.planning.schema import Schema, SchemaLeaf
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard
-from asyncckpt.tree import flatten
+from asyncckpt.tree import PerProcess, PerProcessNodes, flatten
 
 SPEC = ArraySpec((10, 6), "float32")
 ARRAY = SchemaLeaf("numpy", SPEC)
@@ -147,7 +147,7 @@ def differences() -> dict[str, tuple[Any, Any, type[MismatchError], str]]:
             {"w": rows},
             {"w": dataclasses.replace(rows, partition=Partition((5, 3), "both", (0, 1)))},
             MismatchError,
-            r"w: cut at \(5, 6\) over rows on process 0, cut at \(5, 3\) over both on process 1",
+            r"w: shards of \(5, 6\) on processes 0, 1; shards of \(5, 3\) on processes 0, 1: all",
         ),
         "mesh": (
             {"w": rows, "x": ARRAY},
@@ -272,8 +272,30 @@ def test_meshes_that_divide_an_array_alike_hold_copies_of_its_shards() -> None:
     ids=["turned", "not known", "overlapping"],
 )
 def test_other_meshes_of_one_path_are_refused(other: SchemaLeaf) -> None:
-    with pytest.raises(MismatchError, match=r"w: cut at .* on process 0, cut at .* on process 1"):
+    text = (
+        r"w: shards of \(5, 6\) on processes 0, 2; shards of \(5, 6\), placed differently, on proc"
+    )
+    with pytest.raises(MismatchError, match=text):
         merge({"w": columns(0)}, {"w": other}, {"w": columns(0)}, {"w": other})
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        SchemaLeaf("torch", SPEC, partition=Partition((5, 6), "rows", (0, 1))),
+        SchemaLeaf("numpy", SPEC, boxes=(TOP,), partial=True),
+    ],
+    ids=["mesh", "ShardedArray"],
+)
+def test_an_array_that_processes_divide_is_no_value_per_process(leaf: SchemaLeaf) -> None:
+    schemas: dict[int, Schema] = {}
+    for process in range(2):
+        tree = {"opt": PerProcess({"m": Held(leaf)})}
+        flat = flatten(tree, (PerProcessNodes(process),))
+        schemas[process] = Schema(flat.structure, tuple(leaf.leaf for leaf in flat.leaves), {})
+    text = "opt/0/m: process 0 holds only a part .* below a PerProcess.* a key per pipeline stage"
+    with pytest.raises(MismatchError, match=text):
+        merge_schemas(schemas, "union")
 
 
 def test_a_process_without_a_leaf_holds_nothing_of_it() -> None:
