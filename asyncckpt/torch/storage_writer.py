@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ from asyncckpt.torch.dcp_metadata import check_written, encode_layout
 from asyncckpt.torch.items import resolve
 from asyncckpt.torch.located import Located
 from asyncckpt.torch.saving import Saving
+
+logger = logging.getLogger("asyncckpt")
 
 
 class StorageWriter(Located, storage.StorageWriter):
@@ -176,7 +179,8 @@ class StorageWriter(Located, storage.StorageWriter):
             self._abandon()
             raise
         self._saving = None
-        saving.commit(kept)
+        for note in saving.commit(kept).notes:  # DCP's functions return no report
+            logger.info("%s: %s", self._location, note)
 
     def _abandon(self) -> None:
         saving, self._saving = self._saving, None

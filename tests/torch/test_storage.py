@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import logging
 import os
 import pickle
 import warnings
@@ -72,6 +73,14 @@ def test_every_dtype_returns_bit_by_bit(tmp_path: Path) -> None:
     for name, tensor in tree.items():
         assert target[name].dtype == tensor.dtype
         assert torch.equal(target[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_why_orbax_cannot_read_a_checkpoint_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "asyncckpt"):
+        write("save", {"blob": b"short"}, StorageWriter(str(tmp_path / "1")), None)
+    assert "blob: Orbax cannot hold this bytes" in caplog.text
 
 
 def test_chosen_keys(tmp_path: Path) -> None:
