@@ -1,19 +1,30 @@
 """The claim of one session, made once by process 0 when the session first saves or deletes."""
 
-# Rule 1: a session makes one claim. After it was taken over it makes no other: only a new session,
+# Rule 1: a session has one claim. After it was taken over it makes no other: only a new session,
 #   which starts from the current state of the run, may take over again.
+# Rule 2: sessions of one job of several processes share the claim of their root, or they would take
+#   the run over from each other. Process 0 makes all claims of a job, so that it knows them.
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import logging
+import threading
+from weakref import WeakKeyDictionary
 
-from asyncckpt.errors import FencedError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, FencedError, UsageError
+from asyncckpt.flow.engine import ended
+from asyncckpt.flow.threads import Outcome, unresolved
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.root import Root
 
 logger = logging.getLogger("asyncckpt")
+
+_guard = threading.Lock()
+
+_made: WeakKeyDictionary[object, dict[str, Outcome[int]]] = WeakKeyDictionary()
+"""Claims that this process has made for jobs of several, by job and root; under `_guard`."""
 
 
 class Claiming:
@@ -53,7 +64,7 @@ class Claiming:
             if self._epoch is None:
                 if not self._one_shot:
                     await self._root.refuse_checkpoint()
-                self._epoch = await self._claim() if self._wanted else 0
+                self._epoch = await self._first_epoch()
         return self._epoch
 
     def note(self, error: BaseException) -> None:
@@ -61,9 +72,38 @@ class Claiming:
         if isinstance(error, FencedError):
             self._lost = self._lost or copy.copy(error)
 
-    @property
-    def _wanted(self) -> bool:
-        return not self._one_shot and (self._takeover or not self._processes.alone)
+    async def _first_epoch(self) -> int:
+        if self._one_shot:
+            return 0
+        if self._processes.alone:
+            return await self._claim() if self._takeover else 0
+        while True:
+            with _guard:
+                claims = _claims_of(self._processes.job)
+                found = claims.get(self._root.url)
+                made = claims[self._root.url] = unresolved() if found is None else found
+            if found is None:
+                try:
+                    made.set_result(await self._claim())
+                except BaseException:
+                    self._forget(claims, made)
+                    # The others, which wait for it, try for themselves.
+                    made.set_exception(AsyncCheckpointError("the claim was not made"))
+                    raise
+                return made.result()
+            await ended(made)
+            if made.exception() is None:
+                try:
+                    await self._root.store.check_claim(made.result())
+                except FencedError:  # another job has taken over since: this is a new session
+                    self._forget(claims, made)
+                else:
+                    return made.result()
+
+    def _forget(self, claims: dict[str, Outcome[int]], made: Outcome[int]) -> None:
+        with _guard:
+            if claims.get(self._root.url) is made:
+                del claims[self._root.url]
 
     async def _claim(self) -> int:
         claim = await self._root.store.claim()
@@ -83,3 +123,11 @@ class Claiming:
             self._root.url,
         )
         return 0
+
+
+def _claims_of(job: object) -> dict[str, Outcome[int]]:
+    """Return the claims that this process has made for a job, by root."""
+    try:
+        return _made.setdefault(job, {})
+    except TypeError:  # a coordinator without weak references: its sessions share no claim
+        return {}

@@ -117,6 +117,11 @@ class Processes:
         return self.coordinator.process_count == 1
 
     @property
+    def job(self) -> object:
+        """What sessions of one job have in common: their coordinator, or the runtime of "auto"."""
+        return Processes if isinstance(self._given, str) else self._given
+
+    @property
     def leads(self) -> bool:
         """Whether this is process 0, or the only one."""
         return self.coordinator.process_index == 0

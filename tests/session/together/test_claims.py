@@ -1,0 +1,86 @@
+"""Claims of several `Checkpointer`s of one job on one root."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncckpt import Checkpointer, DirectoryCoordinator, FencedError
+from tests.session.together.job import Job, state
+
+
+def test_the_checkpointers_of_a_job_share_one_claim(job: Job) -> None:
+    async def main(process: int) -> Any:
+        coordinator = job.coordinator(process)
+        async with (
+            Checkpointer(job.root, coordinator=coordinator) as one,
+            Checkpointer(job.root, coordinator=coordinator) as other,
+        ):
+            for step in range(0, 4, 2):
+                await one.save(step, state())
+                await other.save(step + 1, state())
+            await other.delete(0)
+            await one.delete(1)
+            return [(await one.inspect(step)).epoch for step in await other.steps()]
+
+    assert job.run(main) == [[1, 1]] * job.count
+
+
+def test_checkpointers_that_save_at_once_share_one_claim(job: Job) -> None:
+    async def main(process: int) -> Any:
+        coordinator = job.coordinator(process)
+        async with (
+            Checkpointer(job.root, coordinator=coordinator) as one,
+            Checkpointer(job.root, coordinator=coordinator) as other,
+        ):
+            # Both have met, in this order; the claims of both saves are made at once.
+            await one.latest_step()
+            await other.latest_step()
+            await asyncio.gather(one.save(1, state()), other.save(2, state()))
+            return [(await one.inspect(step)).epoch for step in (1, 2)]
+
+    assert job.run(main) == [[1, 1]] * job.count
+
+
+def test_a_new_checkpointer_takes_over_from_another_job_that_has_taken_over(
+    job: Job, tmp_path: Path
+) -> None:
+    later = Job(tmp_path / "later", job.count)
+    later.root = job.root
+
+    async def take_over(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.save(2, state())
+
+    async def main(process: int) -> Any:
+        coordinator = job.coordinator(process)
+        async with Checkpointer(job.root, coordinator=coordinator) as one:
+            await one.save(1, state())
+            if process == 0:
+                assert await asyncio.to_thread(later.play, take_over) == [None] * job.count
+            with pytest.raises(FencedError):
+                await one.save(3, state())
+            async with Checkpointer(job.root, coordinator=coordinator) as new:
+                await new.save(3, state())
+                return (await new.inspect(3)).epoch
+
+    assert job.run(main) == [3] * job.count
+
+
+class Slotted(DirectoryCoordinator):
+    """A coordinator that no dict can have as a key."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_coordinator_that_cannot_be_a_key_works(job: Job) -> None:
+    async def main(process: int) -> Any:
+        coordinator = Slotted(job.keys, process_index=process, process_count=job.count)
+        async with Checkpointer(job.root, coordinator=coordinator) as ckpt:
+            await ckpt.save(1, state())
+        await coordinator.close()
+        return True
+
+    assert job.run(main) == [True] * job.count
