@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from asyncckpt.errors import AsyncCheckpointError, FencedError, UsageError
 from asyncckpt.flow.engine import ended
 from asyncckpt.flow.threads import Outcome, unresolved
+from asyncckpt.format.claim import Claim
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.root import Root
 
@@ -23,7 +24,7 @@ logger = logging.getLogger("asyncckpt")
 
 _guard = threading.Lock()
 
-_made: WeakKeyDictionary[object, dict[str, Outcome[int]]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[object, dict[str, Outcome[Claim | None]]] = WeakKeyDictionary()
 """Claims that this process has made for jobs of several, by job and root; under `_guard`."""
 
 
@@ -64,7 +65,8 @@ class Claiming:
             if self._epoch is None:
                 if not self._one_shot:
                     await self._root.refuse_checkpoint()
-                self._epoch = await self._first_epoch()
+                claim = await self._first_claim()
+                self._epoch = 0 if claim is None else claim.epoch
         return self._epoch
 
     def note(self, error: BaseException) -> None:
@@ -72,11 +74,11 @@ class Claiming:
         if isinstance(error, FencedError):
             self._lost = self._lost or copy.copy(error)
 
-    async def _first_epoch(self) -> int:
+    async def _first_claim(self) -> Claim | None:
         if self._one_shot:
-            return 0
+            return None
         if self._processes.alone:
-            return await self._claim() if self._takeover else 0
+            return await self._claim() if self._takeover else None
         while True:
             with _guard:
                 claims = _claims_of(self._processes.job)
@@ -93,23 +95,24 @@ class Claiming:
                 return made.result()
             await ended(made)
             if made.exception() is None:
-                try:
-                    await self._root.store.check_claim(made.result())
-                except FencedError:  # another job has taken over since: this is a new session
-                    self._forget(claims, made)
-                else:
+                newest = (*await self._root.store.claims(),)[-1:]
+                if made.result() == next(iter(newest), None):
                     return made.result()
+                # Another job has taken over since, or the run was removed: this is a new session.
+                self._forget(claims, made)
 
-    def _forget(self, claims: dict[str, Outcome[int]], made: Outcome[int]) -> None:
+    def _forget(
+        self, claims: dict[str, Outcome[Claim | None]], made: Outcome[Claim | None]
+    ) -> None:
         with _guard:
             if claims.get(self._root.url) is made:
                 del claims[self._root.url]
 
-    async def _claim(self) -> int:
+    async def _claim(self) -> Claim | None:
         claim = await self._root.store.claim()
         if claim is not None:
             logger.info("%s: made claim %d", self._root.url, claim.epoch)
-            return claim.epoch
+            return claim
         if self._takeover:
             raise UsageError(
                 f"{self._root.url}: takeover=True needs a store that creates an object only where "
@@ -122,10 +125,10 @@ class Claiming:
             "and replaced by another one is not kept from writing",
             self._root.url,
         )
-        return 0
+        return None
 
 
-def _claims_of(job: object) -> dict[str, Outcome[int]]:
+def _claims_of(job: object) -> dict[str, Outcome[Claim | None]]:
     """Return the claims that this process has made for a job, by root."""
     try:
         return _made.setdefault(job, {})

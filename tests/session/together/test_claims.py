@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,27 @@ def test_a_new_checkpointer_takes_over_from_another_job_that_has_taken_over(
                 return (await new.inspect(3)).epoch
 
     assert job.run(main) == [3] * job.count
+
+
+def test_the_next_checkpointer_of_a_job_continues_its_claim_unless_the_run_was_removed(
+    job: Job,
+) -> None:
+    met = threading.Barrier(job.count)
+
+    async def main(process: int) -> Any:
+        coordinator = job.coordinator(process)
+        epochs: list[int | None] = []
+        for step in range(3):
+            async with Checkpointer(job.root, coordinator=coordinator) as ckpt:
+                await ckpt.save(step, state())
+                epochs.append((await ckpt.inspect(step)).epoch)
+            await asyncio.to_thread(met.wait, 20)
+            if step == 1 and process == 0:
+                shutil.rmtree(job.root)
+            await asyncio.to_thread(met.wait, 20)
+        return epochs
+
+    assert job.run(main) == [[1, 1, 1]] * job.count
 
 
 class Slotted(DirectoryCoordinator):
