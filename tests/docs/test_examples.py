@@ -452,6 +452,20 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         "hold different values of this leaf",
         lambda where: together(where, lambda ckpt, process: ckpt.save(1, {"x": process})),
     ),
+    "divided per process": (
+        "a sharded array cannot be below a PerProcess",
+        lambda where: together(
+            where,
+            lambda ckpt, process: ckpt.save(
+                1,
+                {
+                    "x": asyncckpt.PerProcess(
+                        asyncckpt.ShardedArray((2,), "float64", [((process,), np.ones(1))])
+                    )
+                },
+            ),
+        ),
+    ),
     "parts": (
         "leaves of one path are parts or copies of one value",
         lambda where: together(where, unmeshed),
