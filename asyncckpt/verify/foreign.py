@@ -12,6 +12,9 @@ from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.plan import Destinations, plan_reads
 from asyncckpt.runtime import Runtime
 
+_DAMAGE = ("EIO", "EBADMSG", "EUCLEAN")
+"""Errors of system calls by which a disk or its file system says that it has lost the bytes."""
+
 
 async def verify_foreign(
     runtime: Runtime,
@@ -27,6 +30,7 @@ async def verify_foreign(
 
     Raises:
         CorruptCheckpointError: the metadata places a chunk outside its file.
+        StoreError: a file cannot be read now, which says nothing about its bytes.
     """
     paths = opened.structure().paths()
     leaf_of: dict[int, str] = {}
@@ -60,13 +64,15 @@ async def verify_foreign(
     damages: dict[str, Damage] = {}
     try:
         await read(leaf_of)
-    except (CorruptCheckpointError, StoreError):
+    except (CorruptCheckpointError, StoreError) as fault:
+        raise_unless_damage(fault)
         # Something is damaged: all is read again, array by array.
         read_nbytes = inline_nbytes
         for array, path in leaf_of.items():
             try:
                 await read([array])
             except (CorruptCheckpointError, StoreError) as fault:
+                raise_unless_damage(fault)
                 file, offset = getattr(fault, "file", None), getattr(fault, "offset", None)
                 damages.setdefault(path, Damage(path, file or "", offset, str(fault)))
     return VerifyReport(
@@ -78,3 +84,12 @@ async def verify_foreign(
         total_s=time.perf_counter() - begun,
         unverified=tuple(unverified),
     )
+
+
+def raise_unless_damage(error: Exception) -> None:
+    """Raise the error if it concerns the reader (rights, limits, a busy store), not the bytes.
+
+    Intact checkpoints would be reported as damaged otherwise, and deleted as such.
+    """
+    if isinstance(error, StoreError) and error.found not in _DAMAGE:
+        raise error

@@ -31,7 +31,7 @@ from asyncckpt.planning.table import Column
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.reports import Damage, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
-from asyncckpt.verify.foreign import verify_foreign
+from asyncckpt.verify.foreign import raise_unless_damage, verify_foreign
 from asyncckpt.verify.tree_check import check_database
 
 DAMAGES_MAX = 1000
@@ -53,6 +53,7 @@ async def verify_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError: its record is damaged, so it is not a checkpoint.
         UnsupportedFormatError: it is of a newer version.
+        StoreError: a file cannot be read now, which says nothing about its bytes.
     """
     begun = time.perf_counter()
     compute = runtime.engine.compute
@@ -147,6 +148,7 @@ class _Verify:
                     f"it is longer than the {entry.nbytes} bytes of the record"
                 )
         except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
+            raise_unless_damage(error)
             self._lost(entry.path, offset, rows, error)
             return
         finally:

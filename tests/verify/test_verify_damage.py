@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,11 @@ import numpy as np
 import pytest
 
 import asyncckpt
+from asyncckpt.errors import StoreError
+from asyncckpt.stores.local.failures import store_error
 from asyncckpt.tree import Structure
 from asyncckpt.verify import verify as verification
+from tests.script import Script
 
 LEAVES = 60
 
@@ -145,3 +150,35 @@ async def test_chunks_of_a_tree_that_cannot_be_read_belong_to_nobody(
         report = await ckpt.verify(1)
     assert not report.ok
     assert {found.leaf for found in report.damages} == {None}
+
+
+def failed(number: int) -> StoreError:
+    return store_error("opening", "/run/1/file", OSError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize("kind", ["own", "safetensors"])
+async def test_what_keeps_the_reader_from_reading_is_no_damage(tmp_path: Path, kind: str) -> None:
+    """Rights, limits and a busy store say nothing about the bytes; a failing disk does."""
+    if kind == "own":
+        await asyncckpt.save(tmp_path / "1", {"a": np.ones(1000)})
+    else:
+        await asyncckpt.save(tmp_path / "saved", {"a": np.ones(1000)})
+        await asyncckpt.convert(tmp_path / "saved", tmp_path / "1" / "a.safetensors")
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        assert (await ckpt.verify(1)).ok
+        reads = script.count("read_into")
+
+        def fail(number: int) -> None:
+            """The last file cannot be read; before that, the header of a safetensors file can."""
+            script.store.script.clear()
+            for nth in (reads, reads + 1):
+                script.fail("read_into", failed(number), nth)
+
+        for number in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM, errno.ETIMEDOUT):
+            fail(number)
+            with pytest.raises(StoreError, match=r"/run/1/file: opening failed"):
+                await ckpt.verify(1)
+        fail(errno.EIO)
+        (damage,) = (await ckpt.verify(1)).damages
+        assert "EIO" in damage.reason
