@@ -221,6 +221,7 @@ class RestorePipeline:
         opened = self.opened
         if opened.record is None:
             self._look_at_foreign(extents)
+        self._note_large_chunks()
         self._check()
         in_place = self._into and not self._atomic
         framework = self.request.framework.name
@@ -258,13 +259,18 @@ class RestorePipeline:
         """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
         opened, arrays = self.opened, list(self._arrays)
         self.notes.extend(opened.notes)
-        budget = self.runtime.budget.capacity
         own = [a for leaf in arrays if leaf.target is None for a in leaf.arrays()]
         refuse_implied(opened, extents, own)
         self.unverified = [leaf.path for leaf in arrays if not opened.is_verified(leaf.arrays())]
         if self.unverified:
             self.notes.append(opened.unverified_note(len(self.unverified), len(arrays)))
-        storages = [opened.storage(array) for leaf in arrays for array in leaf.arrays()]
+
+    def _note_large_chunks(self) -> None:
+        """Note compressed chunks that do not fit into the budget, as that of another machine."""
+        opened, budget = self.opened, self.runtime.budget.capacity
+        if not any(s.chunk_nbytes > budget and s.codec.decode for s in opened.storages):
+            return  # as nearly always, without a look at every leaf
+        storages = [opened.storage(array) for leaf in self._arrays for array in leaf.arrays()]
         large = max((s.chunk_nbytes for s in storages if s.codec.decode is not None), default=0)
         if large > budget:
             self.notes.append(

@@ -211,3 +211,17 @@ async def test_shards_that_do_not_fit_the_budget_compressed_are_refused(
         assert 'LeafOptions(compression="none")' in str(error)
         assert await ckpt.steps() == []
         assert ckpt._session.runtime.budget.in_use == 0
+
+
+async def test_a_compressed_chunk_beyond_the_budget_is_restored_with_a_note(tmp_path: Path) -> None:
+    state = {"large": np.ones(9 << 20), "small": np.ones(9)}
+    options = SaveOptions(chunk_nbytes=72 * MIB, compression="zstd", host_memory_nbytes=1 << 30)
+    await asyncckpt.save(tmp_path / "a", state, options=options)
+    budget = RestoreOptions(host_memory_nbytes=BUDGET)
+    with pytest.warns(
+        asyncckpt.RestoreWarning, match="72.0 MiB and was restored alone, .* budget of 64.0 MiB"
+    ):
+        restored = await asyncckpt.restore(tmp_path / "a", options=budget)
+    assert (restored["large"] == 1).all()
+    # Warnings are errors: there is none without the chunk.
+    await asyncckpt.restore(tmp_path / "a", include="small", options=budget)
