@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
@@ -470,6 +471,51 @@ def test_a_pattern_selects_what_it_matches_and_everything_below(
     found, unmatched = match_glob(PATHS, [pattern])
     assert [PATHS[i] for i in sorted(found)] == expected
     assert unmatched == ([] if expected else [pattern])
+
+
+def backtracking(pattern: str) -> re.Pattern[str]:
+    """The plain translation of a pattern, whose time is exponential in the number of asterisks."""
+    regex = ""
+    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*+|\*)", pattern.removesuffix("/")):
+        plain = {"**/": "(?:.*/)?", "*": "[^/]*"}.get(token)
+        regex += plain or (".*" if token[:2] == "**" else re.escape(token.replace("%2A", "*")))
+    return re.compile(f"{regex}(?:/.*)?", re.DOTALL)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("aab/*"), max_size=9).map("".join), max_size=20),
+    st.lists(
+        st.lists(st.sampled_from(["a", "b", "/", "*", "**", "**/", "/**/", "%2A"]), max_size=9).map(
+            "".join
+        ),
+        max_size=5,
+    ),
+)
+def test_patterns_select_what_their_plain_translation_matches(
+    paths: list[str], patterns: list[str]
+) -> None:
+    expected = {
+        pattern: {i for i, path in enumerate(paths) if backtracking(pattern).fullmatch(path)}
+        for pattern in patterns
+    }
+    found, unmatched = match_glob(paths, patterns)
+    assert found == set().union(*expected.values())
+    assert unmatched == [pattern for pattern in patterns if not expected[pattern]]
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("a" * 1000, "*a" * 30 + "*b"),
+        ("/".join("a" * 1000), "**/a/" * 30 + "**/b"),
+        ("a/" * 1000, "**a" * 30 + "**b"),
+    ],
+    ids=["within a part", "across parts", "anywhere"],
+)
+def test_many_asterisks_take_no_exponential_time(path: str, pattern: str) -> None:
+    """It would take longer than the universe exists."""
+    assert match_glob([path], pattern) == (set(), [pattern])
+    assert match_glob([path[:-1] + "b"], pattern)[0] == {0}
 
 
 def test_patterns_add_up_and_one_may_be_given_bare() -> None:

@@ -16,6 +16,7 @@ MAX_ARRAY_NAME_NBYTES = 1024
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f/%\ud800-\udfff]")
 _DOTS = frozenset(("", ".", ".."))
+_PART_END = r"(?:/|\Z)"
 _INT = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
 
 
@@ -44,42 +45,56 @@ def match_glob(paths: Sequence[str], patterns: str | Iterable[str]) -> tuple[set
     """
     selected: set[int] = set()
     unmatched = []
-    order: list[int] = []  # of the paths, for patterns without asterisks: there may be thousands
+    order: list[int] = []  # of the paths: those that begin alike are found by bisection
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found: Sequence[int]
-        if "*" in pattern:
-            matches = re.compile(_glob(pattern.removesuffix("/")), re.DOTALL).fullmatch
-            found = [index for index, path in enumerate(paths) if matches(path)]
+        found: Sequence[int] = range(len(paths))
+        start, asterisk, _ = pattern.removesuffix("/").partition("*")
+        start = start.replace("%2A", "*")
+        if start or not asterisk:
+            order = order or sorted(found, key=paths.__getitem__)
+            found = _beginning_with(start, paths, order)
+        if asterisk:
+            matches = re.compile(_glob(pattern.removesuffix("/")), re.DOTALL).match
+            found = [index for index in found if matches(paths[index])]
         else:
-            order = order or sorted(range(len(paths)), key=paths.__getitem__)
-            found = _at_or_below(paths, order, pattern.removesuffix("/").replace("%2A", "*"))
+            end = len(start)
+            found = [index for index in found if paths[index][end : end + 1] in ("", "/")]
         selected.update(found)
         if not found:
             unmatched.append(pattern)
     return selected, unmatched
 
 
-def _at_or_below(paths: Sequence[str], order: Sequence[int], top: str) -> Sequence[int]:
-    """Return the indices of a path and of those below it; `order` sorts the paths."""
-    path_of = paths.__getitem__
-    at = order[bisect_left(order, top, key=path_of) : bisect_right(order, top, key=path_of)]
-    first, last = f"{top}/", f"{top}{chr(ord('/') + 1)}"
-    below = bisect_left(order, first, key=path_of), bisect_left(order, last, key=path_of)
-    return [*at, *order[slice(*below)]]
+def _beginning_with(start: str, paths: Sequence[str], order: Sequence[int]) -> Sequence[int]:
+    """Return the indices of the paths that begin with a text; `order` sorts the paths."""
+    low = bisect_left(order, start, key=paths.__getitem__)
+    high = bisect_right(order, start, key=lambda index: paths[index][: len(start)])
+    return order[low:high]
 
 
 def _glob(pattern: str) -> str:
-    regex = []
-    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*+|\*)", pattern):
-        if token == "**/":
-            regex.append("(?:.*/)?")
-        elif token == "*":
-            regex.append("[^/]*")
-        elif token.startswith("**"):
-            regex.append(".*")
-        else:
-            regex.append(re.escape(token.replace("%2A", "*")))
-    return "".join(regex) + "(?:/.*)?"
+    """Return a regular expression that matches the beginning of a path, up to the end of a part.
+
+    Like that of `fnmatch.translate`, it takes the first place where the text after an asterisk
+    fits, which leaves most of the path to the rest of the pattern, and never tries another one.
+    Each piece is an atomic group: time does not grow exponentially with the number of asterisks.
+    """
+    first, *others = re.split(r"((?:^|(?<=/))\*\*/|\*\*+)", pattern)
+    regex = [_in_parts(first, "" if others else _PART_END)]
+    for row in range(0, len(others), 2):
+        skip = "(?:[^/]*+/)*?" if others[row] == "**/" else ".*?"
+        is_last = row == len(others) - 2
+        regex.append(f"(?>{skip}{_in_parts(others[row + 1], _PART_END if is_last else '')})")
+    return "".join(regex)
+
+
+def _in_parts(pattern: str, end: str) -> str:
+    """Return the regular expression of a pattern without ``**``, followed by `end`."""
+    first, *others = [re.escape(text.replace("%2A", "*")) for text in pattern.split("*")]
+    if not others:
+        return first + end
+    others[-1] += end
+    return first + "".join(f"(?>[^/]*?{text})" for text in others)
 
 
 def names_of_paths(paths: Sequence[str]) -> list[str] | None:
