@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.planning.overlap import contiguous_runs
+from asyncckpt.planning.overlap import runs_within
 from asyncckpt.planning.table import Column, Table, expanded
 from asyncckpt.spec import Box, ChunkGrid
 
@@ -225,7 +225,7 @@ def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Co
     array, count = requests.array, len(stored.first_row)
     if len(array) and not 0 <= array.min() <= array.max() < count:
         raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {count}")
-    # One computation per kind of array and wanted box, which many leaves share.
+    # One computation per kind of array, for all its wanted boxes, which many leaves share.
     boxes = list(dict.fromkeys(requests.box))
     wanted = stored.kind[array] * 2 + requests.contiguous
     if len(boxes) > 1:
@@ -233,14 +233,16 @@ def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Co
         box_of = np.array([number_of[box] for box in requests.box], np.int64)
         wanted = wanted * len(boxes) + box_of
     codes, want_of = np.unique(wanted, return_inverse=True)
+    wants, numbers = np.divmod(codes, max(1, len(boxes)))
     found: list[tuple[Column, Column, Column]] = []
-    sizes: list[int] = []
-    for code in codes.tolist():
-        want, box = divmod(code, len(boxes))
+    sizes: list[Column] = []
+    for want in np.unique(wants).tolist():
         grid, itemsize, compressed = stored.kinds[want >> 1]
-        found.append(_overlap(grid, itemsize, boxes[box], bool(want & 1) and not compressed))
-        sizes.append(len(found[-1][0]))
-    counts_of = np.array(sizes, np.int64)
+        own = [boxes[number] for number in numbers[wants == want].tolist()]
+        size, *columns = _overlaps(grid, itemsize, own, bool(want & 1) and not compressed)
+        found.append((columns[0], columns[1], columns[2]))
+        sizes.append(size)
+    counts_of = np.concatenate([np.zeros(0, np.int64), *sizes])
     base_of = np.cumsum(counts_of) - counts_of
     request, place = expanded(counts_of[want_of])
     at = base_of[want_of][request] + place
@@ -248,22 +250,47 @@ def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Co
     return stored.first_row[array][request] + rows, request, direct, nbytes
 
 
-def _overlap(
-    grid: ChunkGrid, itemsize: int, box: Box | None, direct: bool
-) -> tuple[Column, Column, Column]:
-    whole = Box.whole(grid.shape)
-    if box is None or box == whole:
-        box = whole
-        if grid.chunk_shape == grid.shape:
-            size = np.array([grid.chunk_size * itemsize], np.int64)
-            return np.zeros(1, np.int64), np.array([0 if direct else -1], np.int64), size
-    if len(box.shape) != len(whole.shape) or (box.size and box.intersect(whole) != box):
-        raise ValueError(f"{box} is no part of an array of shape {grid.shape}")
-    rows = cells_overlapping(grid, box)
-    starts, nbytes = contiguous_runs(grid, itemsize, rows, box)
-    if not direct:
-        starts = np.full(len(rows), -1, np.int64)
-    return rows, starts, nbytes
+def _overlaps(
+    grid: ChunkGrid, itemsize: int, boxes: Sequence[Box | None], direct: bool
+) -> tuple[Column, Column, Column, Column]:
+    """Return the number of chunks that meet each box (None: all), and three facts of each chunk.
+
+    These are its number in the array, its place in the memory of the box and its bytes there, as
+    `runs_within` gives them, chunks of one box after those of another.
+
+    Raises:
+        ValueError: a box reaches past the array.
+    """
+    shape = grid.shape
+    if boxes in ([None], [Box.whole(shape)]) and grid.chunk_shape == shape:
+        # Nearly all small leaves: one chunk, of which all is wanted.
+        size = np.array([grid.chunk_size * itemsize], np.int64)
+        return np.ones(1, np.int64), np.zeros(1, np.int64), np.array([direct - 1], np.int64), size
+    given = [Box.whole(shape) if box is None else box for box in boxes]
+    bad = next((box for box in given if len(box.shape) != len(shape)), None)
+    if bad is None:
+        form, whole = (len(given), len(shape)), np.array(shape, np.int64)
+        offset = np.array([box.offset for box in given], np.int64).reshape(form)
+        length = np.array([box.shape for box in given], np.int64).reshape(form)
+        outside = (length > 0).all(1) & ((offset < 0) | (offset + length > whole)).any(1)
+        bad = given[int(np.argmax(outside))] if outside.any() else None
+    if bad is not None:
+        raise ValueError(f"{bad} is no part of an array of shape {shape}")
+    chunk = np.array(grid.chunk_shape, np.int64)
+    first = offset // chunk
+    counts = -(-(offset + length) // chunk) - first
+    counts[(length == 0).any(1)] = 0
+    sizes = counts.prod(axis=1)
+    box_of, place = expanded(sizes)
+    rows, stride = np.zeros(len(place), np.int64), 1
+    for axis in reversed(range(len(shape))):
+        place, cell = np.divmod(place, counts[box_of, axis])
+        rows += (first[box_of, axis] + cell) * stride
+        stride *= grid.counts[axis]
+    starts, nbytes = runs_within(
+        grid, itemsize, rows, list(offset[box_of].T), list(length[box_of].T)
+    )
+    return sizes, rows, starts if direct else np.full(len(rows), -1, np.int64), nbytes
 
 
 def coalesce(

@@ -528,6 +528,28 @@ def test_resharding_costs_what_overlaps_and_not_all_pairs() -> None:
     assert operations(plan(16)) <= 20 * operations(plan(4))
 
 
+def test_many_boxes_of_one_array_are_planned_together() -> None:
+    """A reader of many small chunks asks for each by its own box."""
+    n = 4096
+    grid = ChunkGrid((n, 16), (1, 16))
+    boxes = [Box((row, 0), (1, 16)) for row in range(n)]
+    stored = columns_of([StoredArray(grid, 4, False, 0)])
+    requests = requests_of([Request(0, box, True) for box in boxes])
+    rows = np.arange(n)
+
+    def plan() -> object:
+        return planning.plan_restore(
+            stored,
+            requests,
+            row_file=rows * 0,
+            row_offset=rows * 68,
+            row_nbytes=rows * 0 + 68,
+            **SIZES,
+        )
+
+    assert operations(plan) <= 10 * n
+
+
 def test_a_small_box_of_a_fine_grid_looks_at_its_own_cells_only() -> None:
     grid = ChunkGrid((10**9, 10**9), (10, 10))
     cells = cells_overlapping(grid, Box((5 * 10**8, 7), (10, 10)))
