@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
 
+from asyncckpt import LeafOptions, SaveOptions, blocking
+from asyncckpt.checkpoint import payload
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.codecs import INTO_NBYTES, ZSTD
+from asyncckpt.planning.overlap import boxes_of_run
 from asyncckpt.restore.decode import Check, Decode, is_direct
 from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
 from asyncckpt.spec import DTYPES, Box
@@ -272,3 +276,25 @@ def test_damage_to_a_chunk_decoded_into_its_destination_names_it(
         decode_all(wanted, checkpoint, extents, data, way)
     assert "the zstd frame" in str(caught.value)
     assert (caught.value.path, caught.value.file, caught.value.offset) == ("a", "d/0", 0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex128", "int4", "bool"])
+def test_small_chunks_of_one_array_are_placed_whole_and_not_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The checksums between chunks leave their elements at any address."""
+    pieces: list[tuple[Any, ...]] = []
+
+    def counted(*arguments: Any) -> Any:
+        pieces.append(arguments)
+        return boxes_of_run(*arguments)
+
+    monkeypatch.setattr(payload, "boxes_of_run", counted)
+    values = np.arange(100 * 7).reshape(100, 7).astype(DTYPES[dtype])
+    own = LeafOptions(chunk_shape=(3, 5))
+    options = SaveOptions(leaf_options=lambda *_: own)
+    blocking.save(tmp_path / "x", {"w": values}, options=options)
+    pieces.clear()
+    restored = blocking.restore(tmp_path / "x")["w"]
+    assert restored.dtype == values.dtype and restored.tobytes() == values.tobytes()
+    assert pieces == []
