@@ -29,7 +29,7 @@ import numpy.typing as npt
 from asyncckpt.checkpoint.metadata import Storage
 from asyncckpt.checkpoint.payload import scatter
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.codecs import INTO_NBYTES, ChunkError
+from asyncckpt.format.codecs import INTO_NBYTES, PLAIN, ChunkError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.restore import Part, ReadBatch, intersection
@@ -241,19 +241,28 @@ class Decode:
         return starts.tolist(), stops.tolist(), crcs.tolist()
 
     def _small_foreign(self, batch: ReadBatch, data: Bytes) -> None:
-        extents = self._extents
+        extents, counts = self._extents, self._plan.counts
+        values, flat = self._destinations.values, self._destinations.flat
+        rows, requests = batch.parts.column(0), batch.parts.column(1)
+        starts = (extents.offset[rows] - batch.offset).tolist()
+        lengths = extents.nbytes[rows].tolist()
         payload = data[:0]
         last = -1
-        for part in batch.parts:
-            if part.row != last:
-                last = part.row
-                start = int(extents.offset[last]) - batch.offset
-                stored = data[start : start + int(extents.nbytes[last])]
-                target = self._target(part.row, part.request)
-                payload = self._payload(batch, part, [stored], target)
-                if payload is target:
-                    continue
-            self._scatter(part, payload, 0)
+        for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            if row != last:
+                last, start = row, starts[number]
+                stored = data[start : start + lengths[number]]
+                storage = self._opened.storage(self._destinations.array[request])
+                if storage.codec is PLAIN:
+                    payload = stored
+                    self.check_length(batch, row, storage, payload.nbytes)
+                else:
+                    target = self._target(row, request)
+                    payload = self._payload(batch, batch.parts[number], [stored], target)
+                    if payload is target:
+                        continue
+            if counts[request] != 1 or not _copied(values[request], flat[request], payload.data):
+                self._scatter(batch.parts[number], payload, 0)
 
     # -- parts of these
 

@@ -298,3 +298,27 @@ def test_small_chunks_of_one_array_are_placed_whole_and_not_in_pieces(
     restored = blocking.restore(tmp_path / "x")["w"]
     assert restored.dtype == values.dtype and restored.tobytes() == values.tobytes()
     assert pieces == []
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be verified")
+def test_small_foreign_leaves_are_copied_without_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: list[int] = []
+    scatter = Decode._scatter
+
+    def counted(self: Decode, part: Any, *arguments: Any) -> None:
+        placed.append(part.row)
+        scatter(self, part, *arguments)
+
+    monkeypatch.setattr(Decode, "_scatter", counted)
+    tree = {str(i): np.arange(i + 1.0) for i in range(50)}
+    blocking.save(tmp_path / "x", tree)
+    blocking.convert(tmp_path / "x", tmp_path / "x.safetensors")
+    target = {key: np.zeros((len(values), 2))[:, 0] for key, values in tree.items()}
+    restored = blocking.restore(tmp_path / "x.safetensors")
+    assert placed == []
+    blocking.restore_into(tmp_path / "x.safetensors", target)  # with strides
+    assert len(placed) == 49
+    for key, values in tree.items():
+        assert np.array_equal(restored[key], values) and np.array_equal(target[key], values)
