@@ -104,6 +104,7 @@ class Fault:
         status: sent instead of the true response.
         code: of that response's error; by default the usual one of the status.
         message: of that response's error.
+        page: sent as HTML with `status`, as a proxy or a login page answers.
         retry_after_s: sent as `Retry-After`.
         reset: the connection is reset.
         close: the connection is closed in order, without a response.
@@ -131,6 +132,7 @@ class Fault:
     status: int | None = None
     code: str | None = None
     message: str = "A scripted fault."
+    page: bytes | None = None
     retry_after_s: float | None = None
     reset: bool = False
     close: bool = False

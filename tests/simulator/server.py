@@ -216,6 +216,8 @@ class Server:
     ) -> None:
         if fault.status is not None:
             response = dialect.failure(request, fault.status, fault.code, fault.message)
+            if fault.page is not None:
+                response = Response(fault.status, {"Content-Type": "text/html"}, (fault.page,))
             if fault.retry_after_s is not None:
                 after = {"Retry-After": f"{fault.retry_after_s:g}"}
                 response.headers = response.headers | after  # which responses may share

@@ -202,6 +202,7 @@ async def test_a_reader_asks_for_the_claims_after_it_has_read_the_record(sim: Si
     """Readers share a listing only if it began after all of them had asked."""
     async with opened("obstore", sim, policy=UNRACED) as store:
         claims = store._context.claims
+        await claims.seen()  # the store is known from here on
         gate = Gate()
         sim.faults.append(Fault(kind="list_objects", gate=gate))
         before = len(sim.requests)

@@ -167,6 +167,8 @@ async def test_the_content_of_a_file_is_where_its_attempt_says_before_the_record
         {"status": 409},
         {"status": 429},
         {"reset": True},
+        {"status": 200, "page": b"", "times": 2},
+        {"status": 204, "page": b"", "applied": True},
     ],
     ids=str,
 )

@@ -39,7 +39,7 @@ _TABLE: dict[Kind, str] = {
         TooManyRequests TooManyRequestsException rateLimitExceeded userRateLimitExceeded EBUSY""",
     "unavailable": """
         500 502 503 504 InternalError ServiceUnavailable backendError internalError
-        ResponseParserError ProxyError JSONDecodeError""",
+        ProxyError JSONDecodeError""",
     "timeout": """
         408 RequestTimeout RequestTimeoutException ReadTimeoutError ConnectTimeoutError
         ServerTimeoutError Timeout TimeoutError ETIMEDOUT""",
@@ -66,11 +66,11 @@ _TABLE: dict[Kind, str] = {
         403 AccessDenied AllAccessDisabled InvalidPayer forbidden KMS.AccessDenied PermissionError
         PermissionDeniedError EACCES""",
     "endpoint": """
-        301 302 307 308 AuthorizationHeaderMalformed IllegalLocationConstraintException
+        AuthorizationHeaderMalformed IllegalLocationConstraintException
         PermanentRedirect Redirect TemporaryRedirect InvalidLocationConstraint InvalidRegionName
         BaseEndpointResolverError EndpointProviderError InvalidRegionError
         InvalidEndpointConfigurationError UnknownRegionError InvalidURL InvalidUrlClientError
-        NonHttpUrlClientError""",
+        NonHttpUrlClientError ResponseParserError""",
     "quota": """
         507 AccountProblem NotSignedUp QuotaExceeded StorageQuotaExceeded
         XMinioAdminBucketQuotaExceeded XMinioStorageFull accountDisabled billingNotEnabled
@@ -82,6 +82,8 @@ _TABLE: dict[Kind, str] = {
 KINDS: dict[str, Kind] = {name: kind for kind, names in _TABLE.items() for name in names.split()}
 
 _TLS_CLASSES = frozenset(("SSLError", "ClientSSLError", "ClientConnectorCertificateError"))
+
+FOREIGN = "this is not a store's answer; check endpoint_url and proxies"
 
 # Kind, detail and words in obstore's dumps, the most specific first.
 _DUMPED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
@@ -95,6 +97,9 @@ _DUMPED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
         "the server redirects to another endpoint: the bucket is in another region",
         ("BareRedirect", "redirect without LOCATION"),
     ),
+    # See `foreign_answer`.
+    ("connection", FOREIGN, ("MissingEtag",)),
+    ("endpoint", FOREIGN, ("NotPartial", "MissingContentLength", "MissingLastModified")),
     ("endpoint", "the endpoint is not encrypted, which was not allowed", ("BadScheme",)),
     (
         "endpoint",
@@ -107,6 +112,7 @@ _DUMPED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
         "the connection ended before the response did",
         ("IncompleteBody", "UnexpectedEof", "kind: Decode", "end of file before message length"),
     ),
+    ("endpoint", FOREIGN, ("InvalidListResponse",)),
     ("connection", "no connection", ("HttpError", "reqwest::Error", "hyper::Error", "kind: Body")),
     ("missing", "no such object", ("kind: NotADirectory",)),
     ("quota", "the device is full", ("kind: StorageFull", "kind: QuotaExceeded")),
@@ -129,6 +135,9 @@ def request_error(error: BaseException, hidden: Collection[str] = ()) -> Request
         # google.auth knows whether to retry; gcsfs turns the error into a 401.
         if "GoogleAuthError" in _names(link) and getattr(link, "retryable", False):
             return RequestError("connection", one_line(_text(link), hidden))
+        if str(link).startswith("Cannot follow redirect"):
+            # aiohttp does not send a body again; botocore takes that for a closed connection.
+            return RequestError("endpoint", "the server redirects the upload")
     for link in chain:
         if (found := _response(link, hidden)) is not None:
             return found
@@ -152,6 +161,8 @@ def status_error(
         status = int(code)
     kind = KINDS.get(code or "")
     # Some codes say less than their status or message.
+    if 300 <= status < 400:
+        kind = "endpoint"
     if status in (401, 408, 507):
         kind = KINDS[str(status)]
     if code in ("forbidden", "InvalidRequest") and "billing" in message.lower():
@@ -170,6 +181,23 @@ def status_error(
         retry_after_s=float(retry_after or 0)
         if re.fullmatch("[0-9]+", retry_after or "")
         else None,
+    )
+
+
+def foreign_answer(kind: Kind, status: int, headers: Mapping[str, str]) -> RequestError:
+    """Return the error for a success that no object store has sent, like a login page.
+
+    Args:
+        kind: `endpoint`; for a write `connection`, because it is like a lost answer: the store may
+            have got the request or not.
+        status: of the answer.
+        headers: of the answer, whose names may be in any case.
+    """
+    content_type = headers.get("Content-Type") or headers.get("content-type") or "no content type"
+    return RequestError(
+        kind,
+        one_line(f"HTTP {status}, {content_type}: {FOREIGN}"),
+        status=status,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
@@ -20,7 +21,11 @@ from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from asyncckpt.options import KIB, MIB
-from asyncckpt.stores.objects.clients.classification import request_error, status_error
+from asyncckpt.stores.objects.clients.classification import (
+    foreign_answer,
+    request_error,
+    status_error,
+)
 from asyncckpt.stores.objects.clients.client import (
     STEP_NBYTES,
     Body,
@@ -147,6 +152,7 @@ async def _connect(filesystem: Any) -> None:
     # without limit: a round trip, and on some stores for ever.
     client = await filesystem.set_session()
     client.meta.events.register("before-send.s3", _not_expecting)
+    client.meta.events.register("response-received.s3", _check_answer)
     # Bodies protected by TLS, or that never leave the machine, are not hashed for the signature:
     # that would take 0.7 CPU-seconds per GiB on the event loop.
     config = client.meta.config
@@ -157,6 +163,31 @@ async def _connect(filesystem: Any) -> None:
 
 def _not_expecting(request: Any, **_: Any) -> None:
     request.headers.pop("Expect", None)
+
+
+_DOCUMENT = re.compile(rb"<(?:\w+:)?(?:List\w*Result|Error)\b")
+"""Root elements of the answers to listings. botocore handles errors that come with status 200."""
+
+
+def _check_answer(response_dict: Mapping[str, Any] | None, event_name: str, **_: Any) -> None:
+    """Raise for a page in place of a listing or of a range of an object, and for status 300.
+
+    To botocore any document without entries is an empty listing, one that it cannot parse a failure
+    of S3, and 300 a success.
+    """
+    if response_dict is None:
+        return
+    operation = event_name.rpartition(".")[2]
+    status, headers, body = (response_dict[name] for name in ("status_code", "headers", "body"))
+    known = status != 300
+    if status < 300 and operation == "GetObject":
+        known = status == 206 or "Content-Range" in headers
+        if not known:
+            body.close()
+    elif status < 300 and operation.startswith("List"):
+        known = _DOCUMENT.search(body[:KIB]) is not None
+    if not known:
+        raise foreign_answer("endpoint", status, headers)
 
 
 def is_protected(endpoint: str) -> bool:
@@ -230,16 +261,14 @@ class S3Client(FsspecClient):
         await self._request(passed_on(getattr(body, "raw_stream", body), take))
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
-        # Below twice `chunksize` s3fs sends one request.
-        mode = "create" if create else "overwrite"
-        path = self._path(key)
         async with self._sendable(body) as data:
-            await self._call("_pipe_file", path, data, chunksize=len(data) + 1, mode=mode)
+            await self._tagged("put_object", key, Body=data, **_condition(create))
+        (await self._request(self._session.filesystem())).invalidate_cache(self._path(key))
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
         async with self._sendable(body) as data:
-            await self._s3("put_object", key, Body=data, IfMatch=version)
+            await self._tagged("put_object", key, Body=data, IfMatch=version)
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
@@ -247,13 +276,13 @@ class S3Client(FsspecClient):
             await self._s3("delete_object", key, IfMatch=version)
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
-        return str((await self._s3("create_multipart_upload", key))["UploadId"])
+        return await self._told("UploadId", "create_multipart_upload", key)
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
         """See `ObjectClient`; returns the part's ETag."""
         part = {"UploadId": upload, "PartNumber": number + 1}
         async with self._sendable(body) as data:
-            return str((await self._s3("upload_part", key, **part, Body=data))["ETag"])
+            return await self._tagged("upload_part", key, **part, Body=data)
 
     async def complete_parts(
         self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
@@ -266,8 +295,7 @@ class S3Client(FsspecClient):
         """
         parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(tags, 1)]
         whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
-        condition = {"IfNoneMatch": "*"} if create else {}
-        await self._s3("complete_multipart_upload", key, **whole, **condition)
+        await self._tagged("complete_multipart_upload", key, **whole, **_condition(create))
 
     async def abort_parts(self, key: str, upload: str) -> None:
         with unless_missing():
@@ -290,9 +318,24 @@ class S3Client(FsspecClient):
             if marker := page.get("NextUploadIdMarker"):
                 where["UploadIdMarker"] = marker
 
+    async def _tagged(self, method: str, key: str, **arguments: Any) -> str:
+        return await self._told("ETag", method, key, **arguments)
+
+    async def _told(self, name: str, method: str, key: str, **arguments: Any) -> str:
+        """Return what every S3 answers to this write: without it, the answer is another's."""
+        found = await self._s3(method, key, **arguments)
+        if value := found.get(name):
+            return str(value)
+        meta = found["ResponseMetadata"]
+        raise foreign_answer("connection", meta["HTTPStatusCode"], meta["HTTPHeaders"])
+
     async def _s3(self, method: str, key: str, **arguments: Any) -> Any:
         path = self._prefix + key
         return await self._call("_call_s3", method, Bucket=self._bucket, Key=path, **arguments)
+
+
+def _condition(create: bool) -> dict[str, str]:
+    return {"IfNoneMatch": "*"} if create else {}
 
 
 # --------------------------------------------------------------------------------------------- GCS
@@ -333,7 +376,8 @@ class _Checked:
 
     gcsfs (2026.10) retries up to six times, with pauses, and drops the reason of a refusal, but
     raises a `RequestError` at once. For aiohttp some redirections of uploads are reads, which
-    succeed, though nothing is stored.
+    succeed, though nothing is stored. Any JSON object without entries is an empty listing for
+    gcsfs.
     """
 
     def __init__(self, hidden: Collection[str]) -> None:
@@ -345,7 +389,8 @@ class _Checked:
         try:
             answer = await handler(request)
             take = _TAKE.get()
-            if take is not None and answer.status < 300 and "Range" in request.headers:
+            ranged = answer.status == 206 or "Content-Range" in answer.headers
+            if take is not None and ranged and answer.status < 300:
                 await passed_on(answer, take)
             content = await answer.read()  # kept by the response, for gcsfs
         except ClientError as error:
@@ -353,8 +398,10 @@ class _Checked:
         else:
             if answer.status == 308 and "Location" not in answer.headers:
                 answer.status = 200  # an upload goes on; aiohttp would look for a redirection
-            redirected = 300 <= answer.status < 400 and request.method not in ("GET", "HEAD")
-            if (answer.status < 400 and not redirected) or answer.status == _CANCELLED:
+            if answer.status < 300 or answer.status == _CANCELLED:
+                known = ranged if "Range" in request.headers else b'"storage#' in content
+                if request.method == "GET" and not known:
+                    raise foreign_answer("endpoint", answer.status, answer.headers)
                 return answer
             code, message = _said(content)
             retry_after = answer.headers.get("Retry-After")
@@ -445,6 +492,8 @@ class GcsClient(FsspecClient):
         """See `ObjectClient`; the id is the URL of the session."""
         condition = {"ifGenerationMatch": "0"} if create else {}
         headers, _ = await self._upload(key, "resumable", **condition)
+        if "Location" not in headers:
+            raise foreign_answer("connection", 200, headers)
         return str(headers["Location"])
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
@@ -485,7 +534,8 @@ class GcsClient(FsspecClient):
 
     async def _put_media(self, key: str, body: Body, **condition: str) -> None:
         with self._sendable(body) as data:
-            await self._upload(key, "media", data=data, **condition)
+            headers, content = await self._upload(key, "media", data=data, **condition)
+        _check_stored(headers, content, len(body))
 
     async def _upload(self, key: str, kind: str, **more: Any) -> Any:
         filesystem = await self._request(self._session.filesystem())
@@ -503,6 +553,19 @@ class GcsClient(FsspecClient):
         headers = {"Content-Range": span, "Content-Length": str(len(body))}
         with self._sendable(body) as data:
             found, content = await self._call("_call", "PUT", upload, headers=headers, data=data)
-        if content.startswith(b"{"):
+        total = span.rpartition("/")[2]
+        if content and total != "*":
+            _check_stored(found, content, int(total))
             return None
         return int(found.get("Range", "bytes=0--1").partition("-")[2]) + 1
+
+
+def _check_stored(headers: Mapping[str, str], content: bytes, nbytes: int) -> None:
+    """Raise unless the answer to an upload describes an object of this length."""
+    try:
+        stored = json.loads(content)
+        if stored["generation"] and int(stored["size"]) == nbytes:
+            return
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise foreign_answer("connection", 200, headers)

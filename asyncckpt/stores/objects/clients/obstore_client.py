@@ -27,7 +27,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from asyncckpt.stores.objects.clients.classification import obstore_error
+from asyncckpt.stores.objects.clients.classification import FOREIGN, obstore_error
 from asyncckpt.stores.objects.clients.client import (
     Body,
     ClientTraits,
@@ -62,6 +62,9 @@ EXIT_WAIT_S = 0.05
 
 LIST_CHUNK = 1000
 """Entries of a listing per page, as S3."""
+
+NO_OBJECT = ".asyncckpt-no-object"
+"""A name that no object has."""
 
 REGION_TIMEOUT_S = 10.0
 """For one HEAD request without a body."""
@@ -179,6 +182,7 @@ class ObstoreClient(ObjectClient):
         self._prefix = prefix.strip("/")
         self._hidden = frozenset(hidden)
         self._options = options
+        self._is_store = not (self._is_gcs or self._is_s3)
         self._region_known = not self._is_s3 or options is None
         self._in_thread = in_thread
         self._make_other = other
@@ -199,11 +203,13 @@ class ObstoreClient(ObjectClient):
         """See `ObjectClient`; returns the read-only buffer in which obstore received the bytes."""
         path = self._path(key)
         try:
-            return memoryview(
+            found = memoryview(
                 await self._ask(
                     lambda store: self._api.get_range_async(store, path, start=start, end=stop)
                 )
             )
+            self._is_store = True
+            return found
         except RequestError as error:
             if error.status != 416:
                 raise
@@ -229,6 +235,8 @@ class ObstoreClient(ObjectClient):
         if self._other is None:
             try:
                 found = await (self._all(below, limit) if recursive else self._level(below))
+                if not found and not self._is_store:
+                    await self._check_nothing(below)
                 return sorted(found)[: limit + 1]
             except RequestError as error:
                 if error.kind == "missing":
@@ -319,6 +327,7 @@ class ObstoreClient(ObjectClient):
 
         try:
             await self._ask(put)
+            self._is_store = True
         finally:
             bodies.clear()  # a traceback keeps `put`
             if kept := [view for view in held if view() is not None]:
@@ -392,6 +401,21 @@ class ObstoreClient(ObjectClient):
                     found.pop()
                 found.append(entry)
         return found
+
+    async def _check_nothing(self, below: str) -> None:
+        """Raise unless a store answers: obstore takes any page for an empty listing.
+
+        Asked once: of writes and reads of ranges obstore takes no page for an answer.
+        """
+        path = f"{below}/{NO_OBJECT}" if below else NO_OBJECT
+        try:
+            await self._ask(lambda store: self._api.get_range_async(store, path, start=0, end=1))
+        except RequestError as error:
+            if error.kind in ("missing", "forbidden"):
+                self._is_store = True
+                return
+            raise
+        raise RequestError("endpoint", FOREIGN)
 
     async def _level(self, below: str) -> Entries:
         level = await self._ask(
