@@ -83,7 +83,7 @@ def store_error(
     status = "" if error.status is None else f"{error.status}, "
     return StoreError(
         f"{location}: {action} failed: {_MEANINGS[kind]} ({status}{error.detail}); "
-        f"{_next_step(kind, location)}",
+        f"{error.hint or _next_step(kind, location)}",
         retryable=error.retryable,
         location=location,
         stage=stage,

@@ -9,6 +9,8 @@ import pytest
 from asyncckpt.errors import CheckpointNotFoundError, StoreError
 from asyncckpt.stores.objects.clients.client import RETRYABLE, Kind, RequestError
 from asyncckpt.stores.objects.failures import reported, store_error
+from tests.simulator import Fault, Simulator
+from tests.stores.objects.stores import ROOT, opened
 
 S3 = "s3://bucket/run/7/checkpoint.json"
 GS = "gs://bucket/run/7/checkpoint.json"
@@ -84,6 +86,26 @@ def test_how_to_give_credentials_depends_on_the_store(url: str, step: str) -> No
 )
 def test_which_rights_are_needed_depends_on_the_store(url: str, step: str) -> None:
     assert step in str(store_error("reading", url, RequestError("forbidden", "no")))
+
+
+@pytest.mark.parametrize("kind", ["s3fs", "obstore"])
+@pytest.mark.parametrize(
+    ("code", "step"),
+    [
+        ("InvalidObjectState", "the object is archived: restore it"),
+        ("RequestTimeTooSkewed", "the clock of this machine is wrong: set it"),
+    ],
+)
+async def test_what_rights_and_keys_do_not_mend_says_what_does(
+    sim: Simulator, kind: str, code: str, step: str
+) -> None:
+    sim.put("bucket", f"{ROOT}/7/checkpoint.json", b"{}")
+    sim.faults.append(Fault(number=0, status=403, code=code))
+    async with opened(kind, sim) as store:
+        with pytest.raises(StoreError) as caught:
+            await store.files("7").read("checkpoint.json", max_nbytes=9)
+    assert f"{code}: A scripted fault." in str(caught.value)
+    assert step in str(caught.value)
 
 
 def test_the_cause_is_kept_and_other_errors_pass() -> None:

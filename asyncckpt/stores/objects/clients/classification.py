@@ -56,7 +56,7 @@ _TABLE: dict[Kind, str] = {
     "credentials": """
         401 AuthFailure AuthenticationFailed CredentialsNotSupported ExpiredToken
         ExpiredTokenException InvalidAccessKeyId InvalidClientTokenId InvalidSecurity InvalidToken
-        MissingSecurityHeader RequestExpired RequestTimeTooSkewed SignatureDoesNotMatch
+        MissingSecurityHeader RequestExpired SignatureDoesNotMatch
         TokenRefreshRequired UnrecognizedClientException authError invalid_grant
         NoCredentialsError PartialCredentialsError CredentialRetrievalError NoAuthTokenError
         TokenRetrievalError UnknownTokenProviderError ProfileNotFound SSOError LoginError
@@ -76,10 +76,17 @@ _TABLE: dict[Kind, str] = {
         XMinioAdminBucketQuotaExceeded XMinioStorageFull accountDisabled billingNotEnabled
         dailyLimitExceeded quotaExceeded storageQuotaExceeded ENOSPC EDQUOT""",
     "invalid": """
+        InvalidObjectState RequestTimeTooSkewed
         ParamValidationError UnseekableStreamError NotImplementedError EINVAL EPERM ENOSYS EROFS""",
 }
 
 KINDS: dict[str, Kind] = {name: kind for kind, names in _TABLE.items() for name in names.split()}
+
+_HINTS = {
+    "InvalidObjectState": "the object is archived: restore it to a storage class that can be read "
+    "at once (`aws s3api restore-object`), and try again",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong: set it, and try again",
+}
 
 _TLS_CLASSES = frozenset(("SSLError", "ClientSSLError", "ClientConnectorCertificateError"))
 
@@ -173,7 +180,7 @@ def status_error(
     if kind == "missing" and "bucket does not exist" in message.lower():
         kind = "no_bucket"
     said = ": ".join(filter(None, (code, message))) or "without a message"
-    return RequestError(
+    failure = RequestError(
         kind,
         one_line(f"HTTP {status}, {said}", hidden),
         status=status or None,
@@ -182,6 +189,8 @@ def status_error(
         if re.fullmatch("[0-9]+", retry_after or "")
         else None,
     )
+    failure.hint = _HINTS.get(code or "")
+    return failure
 
 
 def foreign_answer(kind: Kind, status: int, headers: Mapping[str, str]) -> RequestError:

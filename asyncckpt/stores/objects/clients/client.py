@@ -69,9 +69,11 @@ class RequestError(Exception):
         status: HTTP status, or None.
         retry_after_s: seconds that the server asks to wait, or None.
         left: after a deletion of several keys, those that may still exist; None: all of them.
+        hint: what to do, where it does not follow from the kind.
     """
 
     left: Sequence[str] | None = None
+    hint: str | None = None
 
     def __init__(
         self,
