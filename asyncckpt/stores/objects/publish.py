@@ -41,6 +41,9 @@ for the record again. In every order, one of the two sees the other:
     PUT  <  deletion's last look      the deletion finds the record and removes it again
     deletion's last look  <  PUT      the data are gone: we find no witness and remove the record
 
+A save that is cancelled, or whose deadline passes, is not tried again: after the try that is on its
+way the record is read back, as after the last try.
+
 The fixed names follow in the background. A failure there does not fail the save: the record exists,
 our own restore needs none of them, and the next save, `Checkpointer` or gc writes them.
 """
@@ -101,7 +104,7 @@ async def bounded(location: str, trouble: str) -> AsyncIterator[None]:
 
 @dataclass(eq=False, repr=False)
 class Publication:
-    """One publication of one attempt, run once.
+    """One publication of one attempt, run once, on behalf of the task that makes it.
 
     Attributes:
         fixed: contents of the fixed names.
@@ -126,6 +129,7 @@ class Publication:
         self._retried = False
         self._deleted = False
         self.keep = False
+        self._caller = asyncio.current_task()
 
     # ------------------------------------------------------------------------------------ commit
 
@@ -227,6 +231,7 @@ class Publication:
         self._retried = self._requests.traits.repeats
 
         async def again() -> bool:
+            self._check_wanted()
             self._retried = True
             return True
 
@@ -278,12 +283,23 @@ class Publication:
         If not, an earlier try landed. It may have been replaced or deleted since, and our data
         removed: another try would bring back a record without data.
         """
+        self._check_wanted()
         self._retried = True
         found = await self.context.read_record(self.name)
         if found != old:
             return False
         self._deleted = found is None and not await self._has_witness()
         return not self._deleted
+
+    def _check_wanted(self) -> None:
+        """Raise if the caller was cancelled, perhaps by its deadline: no other try begins.
+
+        A try that is on its way is waited for, since its outcome must be known.
+        """
+        if self._caller is not None and self._caller.cancelling():
+            raise RequestError(
+                "timeout", "the save was cancelled, or its deadline passed, before the next try"
+            )
 
     async def _has_witness(self) -> bool:
         if self.witness is None:

@@ -51,6 +51,34 @@ async def test_what_ends_while_its_record_is_on_its_way_keeps_what_the_record_re
         await whole(sim, later, "1", 7)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("applied", [False, True])
+async def test_a_cancelled_save_does_not_send_its_record_again(
+    sim: Simulator, overwrite: bool, applied: bool
+) -> None:
+    """As does one whose deadline has passed: what the try on its way has done is read back."""
+    gate = Gate()
+    async with opened("obstore", sim) as store:
+        if overwrite:
+            await save(store, "1", "old", 1)
+        lost = Fault(**RECORD_PUT, number=0, status=503, applied=applied, gate=gate)
+        sim.faults.append(lost)
+        attempt = await store.begin("1", identity("a"), overwrite=overwrite)
+        publishing = asyncio.create_task(attempt.publish(await fill(attempt, identity("a"))))
+        await gate.reached.wait()
+        publishing.cancel()
+        gate.release()
+        if applied:
+            await publishing
+        else:
+            with pytest.raises(SaveError, match=r"deadline passed.*durable is unknown"):
+                await publishing
+        assert lost.happened == 1
+        sim.faults.clear()
+        if applied:
+            await expect(store, "1")
+
+
 async def test_what_was_refused_leaves_nothing_though_it_would_have_been_kept(
     sim: Simulator,
 ) -> None:
