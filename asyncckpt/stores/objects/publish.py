@@ -208,7 +208,10 @@ class Publication:
         error: RequestError | None = None
         try:
             created = await self._requests.create(
-                self._key, self.record, again=partial(self._is_unchanged, None)
+                self._key,
+                self.record,
+                again=partial(self._is_unchanged, None),
+                wanted=self._is_wanted,
             )
         except RequestError as caught:
             created, error = False, caught
@@ -236,7 +239,9 @@ class Publication:
             return True
 
         try:
-            await self._requests.replace(self._key, self.record, version=version, again=again)
+            await self._requests.replace(
+                self._key, self.record, version=version, again=again, wanted=self._is_wanted
+            )
             return True
         except RequestError as caught:
             error = caught
@@ -260,7 +265,9 @@ class Publication:
         self._retried = False
         again = partial(self._is_unchanged, old)
         try:
-            await self._requests.replace(self._key, self.record, again=again)
+            await self._requests.replace(
+                self._key, self.record, again=again, wanted=self._is_wanted
+            )
         except RequestError as error:
             if error.kind == "conflict":
                 return False
@@ -296,10 +303,13 @@ class Publication:
 
         A try that is on its way is waited for, since its outcome must be known.
         """
-        if self._caller is not None and self._caller.cancelling():
+        if not self._is_wanted():
             raise RequestError(
                 "timeout", "the save was cancelled, or its deadline passed, before the next try"
             )
+
+    def _is_wanted(self) -> bool:
+        return self._caller is None or not self._caller.cancelling()
 
     async def _has_witness(self) -> bool:
         if self.witness is None:

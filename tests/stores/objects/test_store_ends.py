@@ -13,7 +13,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects import publish
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import READS_MAX, Context
-from asyncckpt.stores.objects.requests.policy import RequestPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.testing.checkpoints import delete, epoch_of, expect, fill, identity, outline_of, save
 from tests.simulator import Fault, Gate, Simulator
@@ -58,7 +58,9 @@ async def test_a_cancelled_save_does_not_send_its_record_again(
 ) -> None:
     """As does one whose deadline has passed: what the try on its way has done is read back."""
     gate = Gate()
-    async with opened("obstore", sim) as store:
+    patient = RetryPolicy(total_s=1e9, backoff_s=1e6, backoff_cap_s=1e6)
+    policy = replace(UNRACED, retry=patient)
+    async with asyncio.timeout(30), opened("obstore", sim, policy=policy) as store:
         if overwrite:
             await save(store, "1", "old", 1)
         lost = Fault(**RECORD_PUT, number=0, status=503, applied=applied, gate=gate)

@@ -129,16 +129,24 @@ class Requests(Sender):
         return Sent(key, not raced and not any(this.abandoned for this in failed), landed)
 
     async def create(
-        self, key: str, body: Body, *, again: Callable[[], Awaitable[bool]] | None = None
+        self,
+        key: str,
+        body: Body,
+        *,
+        again: Callable[[], Awaitable[bool]] | None = None,
+        wanted: Callable[[], bool] | None = None,
     ) -> bool:
         """Create an object; return whether the answer said that this call created it.
 
         False means that an object exists there, perhaps from an earlier try of this call whose
-        answer was lost: the caller reads it back; or that `again` forbade another try.
+        answer was lost: the caller reads it back; or that `again` forbade another try, for which it
+        is asked at once if another is no longer `wanted`.
         """
         put = partial(self.client.put, key, body, create=True)
         try:
-            await self.send(put, direction="put", nbytes=len(body), conditional=True, again=again)
+            await self.send(
+                put, direction="put", nbytes=len(body), conditional=True, again=again, wanted=wanted
+            )
         except RequestError as error:
             if error.kind != "exists":
                 raise
@@ -152,17 +160,23 @@ class Requests(Sender):
         *,
         version: str | None = None,
         again: Callable[[], Awaitable[bool]] | None = None,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         """Put the body at the key, whatever was there before, or only if it had this version.
 
-        With `again`, as in `create`, False raises `exists`.
+        `again` and `wanted` as in `create`, but False of `again` raises `exists`.
         """
         conditional = version is not None
         put = partial(self.client.put, key, body)
         if version is not None:
             put = partial(self.client.replace, key, body, version=version)
         await self.send(
-            put, direction="put", nbytes=len(body), conditional=conditional, again=again
+            put,
+            direction="put",
+            nbytes=len(body),
+            conditional=conditional,
+            again=again,
+            wanted=wanted,
         )
 
     async def version(self, key: str) -> str:

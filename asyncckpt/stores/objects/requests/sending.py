@@ -41,7 +41,8 @@ one after the other."""
 
 LOOK_S = 0.1
 """Longest time between two looks at whether a transfer is slow: what others take is learned while
-it runs, above all in the first transfers of a process."""
+it runs, above all in the first transfers of a process. Also between two at whether a try is still
+wanted."""
 
 SILENT_S = 5.0
 """Longest time that cleaning up goes on without an answer from the store. A caller who set a
@@ -141,6 +142,7 @@ class Sender:
         conditional: bool = False,
         retried: frozenset[Kind] = RETRYABLE,
         again: Callable[[], Awaitable[bool]] | None = None,
+        wanted: Callable[[], bool] | None = None,
         failed: list[Try[T]] | None = None,
     ) -> T:
         """Return the result of the first try that succeeds.
@@ -154,6 +156,7 @@ class Sender:
             conditional: the request has a condition, which may not hold.
             retried: failures after which there is another try.
             again: called before every try but the first; False ends them with `exists`.
+            wanted: looked at while a try waits: if False, it waits no longer, and `again` decides.
             failed: receives the tries that failed.
         """
         failed = [] if failed is None else failed
@@ -189,7 +192,14 @@ class Sender:
                     "%s: %s; try %d of %d follows in %.2f s",
                     self.url, error, len(failed) + 1, self.policy.retry.tries, wait_s,
                 )  # fmt: skip
-            await asyncio.sleep(wait_s)
+            await self._wait(wait_s, wanted)
+
+    async def _wait(self, wait_s: float, wanted: Callable[[], bool] | None) -> None:
+        if wanted is None:
+            return await asyncio.sleep(wait_s)
+        end_s = self._now() + wait_s
+        while wanted() and (left_s := end_s - self._now()) > 0.0:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(min(left_s, LOOK_S))
 
     async def _tried(self, this: Try[T]) -> T:
         """Send one try, once it has its permits."""
