@@ -220,8 +220,9 @@ def _part(root: Path, process: int, visit: Visit, fault: Fault | None) -> Any:
     if fault is not None:
         mode, point, log = fault
         loaded = LoadedLibrary()
-        request = {"prefix": str(root.parent), "mode": mode, "n": point, "errno": 0, "only": ()}
-        loaded.configure({**request, "persistent": False}, os.open(log, os.O_WRONLY | os.O_APPEND))
+        request = {"prefix": str(root.parent), "mode": mode, "n": point, "errno": 0}
+        every: dict[str, Any] = {"persistent": False, "only": (), "where": ""}
+        loaded.configure({**request, **every}, os.open(log, os.O_WRONLY | os.O_APPEND))
         loaded.arm()
     failure = None
     try:
