@@ -43,6 +43,7 @@ from asyncckpt.session.root import Root
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.paths import Layout
+from tests.script import Script
 from tests.session.together.job import Job, Part, equal, state
 
 two_and_four = pytest.mark.parametrize("job", [2, 4], indirect=True)
@@ -690,6 +691,7 @@ def test_saves_that_are_skipped_end_no_save_in_flight(
             looked.clear()
             # The others wait for the word of process 0, or it is ahead of process 1.
             assert await asyncio.to_thread((gate if late else looked).wait, 20)
+        held = Script(ckpt).hold("seal") if this == 0 else None
         first = await ckpt.start_save(1, tree, options=options)
         for step in (2, 3, 4):
             if choice == "error":
@@ -701,6 +703,8 @@ def test_saves_that_are_skipped_end_no_save_in_flight(
             if late and job.count > 2:
                 assert await asyncio.to_thread(looked.wait, 20)
             gate.set()
+        if held is not None:
+            held.go()
         return (await first).step, (await ckpt.save(5, tree)).step, await ckpt.steps()
 
     assert job.play(part) == [(1, 5, [0, 1, 5])] * job.count
