@@ -234,7 +234,8 @@ def test_a_hit_makes_few_requests(job: Job) -> None:
     async def part(ckpt: Checkpointer, process: int) -> Any:
         for step in range(3):
             await ckpt.save(step, state(step))
-            await ckpt.wait()  # what runs after the commit
+            await ckpt.wait()
+            await asyncio.sleep(0.3)  # messages of the round are deleted in the background
             await asyncio.to_thread(barrier.wait, 20)
             if process == 0:
                 start = f"{job.prefix}/"
