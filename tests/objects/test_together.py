@@ -235,7 +235,7 @@ def test_a_hit_makes_few_requests(job: Job) -> None:
         for step in range(3):
             await ckpt.save(step, state(step))
             await ckpt.wait()
-            await asyncio.sleep(0.3)  # messages of the round are deleted in the background
+            await asyncio.sleep(0.3)  # what runs after the commit
             await asyncio.to_thread(barrier.wait, 20)
             if process == 0:
                 start = f"{job.prefix}/"
