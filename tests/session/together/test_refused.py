@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -99,7 +100,11 @@ def test_a_one_shot_restore_that_fails_before_it_begins_fails_on_all(
 def test_a_call_that_is_cancelled_before_it_begins_fails_on_all(
     job: Job, call: str, process: int
 ) -> None:
-    """A task that is cancelled while it runs learns of it where it waits first: in the call."""
+    """A task that is cancelled while it runs learns of it where it waits first: in the call.
+
+    The others come later: together they might have ended the call before it is cancelled.
+    """
+    failed = threading.Event()
 
     async def part(ckpt: Checkpointer, this: int) -> Any:
         await ckpt.save(1, state())
@@ -108,12 +113,17 @@ def test_a_call_that_is_cancelled_before_it_begins_fails_on_all(
         async def cancelled() -> None:
             task = asyncio.current_task()
             assert task is not None
-            if this == process:
-                task.cancel()
+            task.cancel()
             await getattr(ckpt, call)(*arguments)
 
-        with pytest.raises((SaveAbortedError, asyncio.CancelledError)):
-            await asyncio.create_task(cancelled())
+        if this == process:
+            with pytest.raises((SaveAbortedError, asyncio.CancelledError)):
+                await asyncio.create_task(cancelled())
+            failed.set()
+        else:
+            assert await asyncio.to_thread(failed.wait, 20)
+            with pytest.raises(SaveAbortedError):
+                await getattr(ckpt, call)(*arguments)
         # The tree is the same, with which no process may be in doubt.
         await ckpt.save(3, state())
         assert equal(await ckpt.restore(like=state(1)), state())
