@@ -22,6 +22,7 @@ from asyncckpt.errors import (
     SaveAbortedError,
     UnsupportedLeafError,
 )
+from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
 from tests.crash.scenarios import same
 from tests.objects.stores import CLIENTS, state
 from tests.simulator import Fault, Gate, Request, Simulator, simulator
@@ -227,7 +228,9 @@ def is_early(request: Request) -> bool:
     return request.key.endswith("-x-.begun") and request.status == 404
 
 
-def test_a_hit_makes_few_requests(job: Job) -> None:
+def test_a_hit_makes_few_requests(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A busy machine answers late enough for second requests.
+    monkeypatch.setattr(ConcurrencyController, "take_hedge", lambda controller: False)
     barrier = threading.Barrier(COUNT)
     seen: list[Counter[str]] = []
 
@@ -235,7 +238,6 @@ def test_a_hit_makes_few_requests(job: Job) -> None:
         for step in range(3):
             await ckpt.save(step, state(step))
             await ckpt.wait()
-            await asyncio.sleep(0.3)  # what runs after the commit
             await asyncio.to_thread(barrier.wait, 20)
             if process == 0:
                 start = f"{job.prefix}/"
