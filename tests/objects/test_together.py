@@ -86,7 +86,7 @@ class Job:
         def one(process: int) -> None:
             try:
                 results[process] = asyncio.run(main(process))
-            except Exception as error:
+            except BaseException as error:  # also what pytest raises
                 results[process] = error
 
         threads = [threading.Thread(target=one, args=(p,), daemon=True) for p in range(COUNT)]

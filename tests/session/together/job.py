@@ -47,7 +47,7 @@ class Job:
         def one(process: int) -> None:
             try:
                 results[process] = asyncio.run(main(process))
-            except Exception as error:
+            except BaseException as error:  # also what pytest raises
                 results[process] = error
 
         threads = [
