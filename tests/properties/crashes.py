@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -97,7 +96,7 @@ class CrashStore(FaultStore):
                 file.close()
             attempt._inner._release()  # type: ignore[attr-defined]
         for removal in self._removals:
-            os.close(removal.args[-1])
+            removal.args[-1].__self__.held.close()
 
 
 class CrashAttempt(FaultAttempt):

@@ -18,7 +18,7 @@ import pytest
 import asyncckpt
 from asyncckpt import Checkpointer, FencedError, KeepLast
 from asyncckpt.stores.local.publish import Publication
-from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.stores.local.store import LocalStore, Unlisted
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from tests.objects.stores import SAVE_OPTIONS, Place
 from tests.simulator import Fault, Gate, Request
@@ -123,7 +123,7 @@ class LineStop:
             for owner, name in (
                 (Publication, "run"),
                 (LocalStore, "_move_to_trash"),
-                (LocalStore, "_empty_trash"),
+                (Unlisted, "remove"),
             ):
                 patch.setattr(owner, name, self._traced(getattr(owner, name)))
             self.on = True

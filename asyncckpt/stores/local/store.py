@@ -62,10 +62,22 @@ JOIN_PAUSES_S = 0.001, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Unlisted:
-    """What is left to do of a deletion: one of two calls, which block."""
+    """The bytes of a checkpoint that has lost its name.
 
-    remove: Callable[[], None]
-    leave: Callable[[], None]
+    Attributes:
+        path: where they are.
+        empty: removes them.
+        held: the lock and descriptor that keep sweepers away.
+    """
+
+    path: str
+    empty: Callable[[], None]
+    held: contextlib.ExitStack
+
+    def remove(self) -> None:
+        """Remove the bytes. Blocking."""
+        with self.held, reported("deleting", self.path):
+            self.empty()
 
 
 class LocalStore:
@@ -276,7 +288,7 @@ class LocalStore:
             await self._workers.run(lambda: unlisted.append(self._unlist(name, epoch, seal)))
         except BaseException:
             if unlisted:
-                await self._workers.clean_up(unlisted[0].leave)
+                await self._workers.clean_up(unlisted[0].held.close)
             raise
         return partial(self._workers.run, unlisted[0].remove)
 
@@ -296,8 +308,8 @@ class LocalStore:
     def _move_to_trash(self, name: str, epoch: int, seal: bytes) -> Unlisted:
         target = self._layout.target(name)
         trash = self._layout.leftover("trash", name, secrets.token_hex(8), epoch)
-        fd = -1
-        try:
+        with contextlib.ExitStack() as held:
+            held.callback(_disown, trash)
             with root_lock(self._layout):
                 if seal and not (record_at(target) or b"").endswith(seal):
                     raise _absent(target)
@@ -310,6 +322,8 @@ class LocalStore:
                 try:
                     # The lock, or that of a living publisher, keeps sweepers away.
                     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+                    held.callback(os.close, fd)
+                    held.callback(unlock, fd)
                     try_lock(fd)
                     landed(os.rename, target, trash)
                 except FileNotFoundError:  # another process was faster
@@ -321,28 +335,7 @@ class LocalStore:
                     # After power loss the name could be back: its bytes must then be there.
                     landed(os.rename, trash, target)
                     raise
-        except BaseException:
-            self._leave_trash(trash, fd)
-            raise
-        return Unlisted(
-            partial(self._empty_trash, trash, fd), partial(self._leave_trash, trash, fd)
-        )
-
-    def _empty_trash(self, trash: str, fd: int) -> None:
-        try:
-            with reported("deleting", trash):
-                remove_tree(trash, first=RECORD_NAME)
-        finally:
-            self._leave_trash(trash, fd)
-
-    def _leave_trash(self, trash: str, fd: int) -> None:
-        # A sweep removes what could not be removed here.
-        with contextlib.suppress(OSError):
-            if not os.path.lexists(trash):
-                remove_owner(trash)
-        if fd >= 0:
-            unlock(fd)
-            os.close(fd)
+            return Unlisted(trash, partial(remove_tree, trash, first=RECORD_NAME), held.pop_all())
 
     def _stays(self, error: OSError, target: str) -> bool:
         """Return whether a directory is to be deleted where it is, because it cannot be moved."""
@@ -354,30 +347,18 @@ class LocalStore:
         # Without the root's lock, which may need space: if another checkpoint takes the place, this
         # goes on in the directory that was there before. If this process is killed, a directory
         # without a record is left, which is no step, and which a save of this step moves aside.
-        if os.path.islink(target):
-            os.unlink(target)
-            flush_directory(self._layout.root)
-            return Unlisted(_nothing, _nothing)
-        fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
+        with contextlib.ExitStack() as held:
+            if os.path.islink(target):
+                os.unlink(target)
+                flush_directory(self._layout.root)
+                return Unlisted(target, _nothing, held)
+            fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            held.callback(os.close, fd)
             if seal and not (record_at(".", dir_fd=fd) or b"").endswith(seal):
                 raise _absent(target)
             os.unlink(RECORD_NAME, dir_fd=fd)
             os.fsync(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        return Unlisted(partial(self._empty_place, target, fd), partial(os.close, fd))
-
-    def _empty_place(self, target: str, fd: int) -> None:
-        try:
-            with reported("deleting", target):
-                for name in os.listdir(fd):
-                    remove_tree(name, dir_fd=fd)
-                if leads_to(target, fd):
-                    os.rmdir(target)
-        finally:
-            os.close(fd)
+            return Unlisted(target, partial(_empty_place, target, fd), held.pop_all())
 
     async def sweep(self) -> Sequence[str]:
         """Remove leftovers that are proven dead, as stores/local/sweep.py defines it."""
@@ -410,6 +391,20 @@ class LocalStore:
 
 def _absent(target: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{target}: there is no checkpoint to delete", location=target)
+
+
+def _disown(trash: str) -> None:
+    # A sweep removes what could not be removed here.
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(trash):
+            remove_owner(trash)
+
+
+def _empty_place(target: str, fd: int) -> None:
+    for name in os.listdir(fd):
+        remove_tree(name, dir_fd=fd)
+    if leads_to(target, fd):
+        os.rmdir(target)
 
 
 def _nothing() -> None:
