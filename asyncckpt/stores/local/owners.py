@@ -29,6 +29,7 @@ from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, is_mark_of
 from asyncckpt.stores.local.locks import (
     Machine,
+    Owner,
     Terms,
     fill_owner,
     leads_to,
@@ -150,30 +151,29 @@ def remove_dead_owner_files(attempt: str, machine: Machine, root: str) -> None:
 def is_locked(path: str) -> bool:
     """Return whether a process holds the lock of an owner file, where locks work."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return _look(path)[0] is False
     except FileNotFoundError:
         return False
     except OSError:  # another user's
         return True
-    try:
-        return try_lock(fd, shared=True) is False
-    finally:
-        unlock(fd)
-        os.close(fd)
 
 
 def _is_dead(path: str, machine: Machine, root: str) -> bool:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        free, owner = _look(path)
     except FileNotFoundError:
         return True
     except OSError:
         return False
+    # Torn: its process was killed while writing it, or is writing it and will look again.
+    return free is True if owner is None else owner.is_dead(machine, free, root)
+
+
+def _look(path: str) -> tuple[bool | None, Owner | None]:
+    """Return whether the lock of an owner file is free, None without locks, and its owner."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        locked = try_lock(fd, shared=True)
-        owner = None if locked is False else parse_owner(fd)
-        # Torn: its process was killed while writing it, or is writing it and will look again.
-        return locked is True if owner is None else owner.is_dead(machine, locked, root)
+        return try_lock(fd, shared=True), parse_owner(fd)
     finally:
         unlock(fd)
         os.close(fd)
