@@ -42,8 +42,6 @@ class FilesystemSession:
         self._workers = workers
         self.ours = ours
         self._made: Future[Any] | None = None
-        self._filesystem: Any = None
-        self._lock = asyncio.Lock()
         self._closed = False
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -84,33 +82,33 @@ class FilesystemSession:
         """Return the filesystem, made if necessary."""
         if self._closed:
             raise RequestError("invalid", "the client is closed")
-        if self._filesystem is not None:
-            return self._filesystem
-        async with self._lock:
-            if self._filesystem is None:
-                # Outlives a cancelled wait: looking for credentials may take longer than the first
-                # request's deadline.
-                if self._made is None:
-                    self._made = self._workers.submit(self._make)
-                made = asyncio.wrap_future(self._made)
-                # Otherwise asyncio (in later releases also its `shield`) would log an error that no
-                # caller awaits any more, unabridged.
-                made.add_done_callback(seen)
-                try:
-                    await asyncio.wait((made,))
-                    self._filesystem = made.result()
-                except Exception:
-                    self._made = None
-                    raise
-        return self._filesystem
+        made = self._made = self._made or self._workers.submit(self._make)
+        if not made.done():
+            # Outlives a cancelled wait: looking for credentials may take longer than the first
+            # request's deadline.
+            waiter = asyncio.wrap_future(made)
+            # Otherwise asyncio (in later releases also its `shield`) would log an error that no
+            # caller awaits any more, unabridged.
+            waiter.add_done_callback(seen)
+            await asyncio.wait((waiter,))
+        try:
+            return made.result()
+        except Exception:
+            if made is self._made:
+                self._made = None  # for the next request
+            raise
 
     async def close(self) -> None:
         """Close the filesystem's session if it is ours. Idempotent."""
         self._closed = True
-        if self._made is not None and not self._made.cancel():
-            self._workers.abandon(self._made)  # it may look for credentials for ever
-        filesystem, self._filesystem = self._filesystem, None
-        if filesystem is None or not self.ours or not is_async(filesystem):
+        made, self._made = self._made, None
+        if made is None or made.cancel():
+            return
+        self._workers.abandon(made)  # if it still looks for credentials, perhaps for ever
+        if not made.done() or made.exception() is not None or not self.ours:
+            return
+        filesystem = made.result()
+        if not is_async(filesystem):
             return
         if asyncio.iscoroutinefunction(connect := getattr(filesystem, "set_session", None)):
             await (await connect()).close()

@@ -125,6 +125,32 @@ async def test_credentials_that_come_late_are_used(workers: Workers) -> None:
     await session.close()
 
 
+class Connection:
+    """The session of a filesystem; also the filesystem itself."""
+
+    async_impl = True
+    closed = False
+
+    async def set_session(self) -> Connection:
+        return self
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_filesystem_that_comes_after_the_last_wait_is_closed(workers: Workers) -> None:
+    made = Connection()
+    slow = Stuck(lambda: made)
+    session = FilesystemSession(slow, workers)
+    opening = asyncio.create_task(session.filesystem())
+    await slow.reached()
+    await cancelled(opening)
+    slow.go.set()
+    await workers.run(int)  # after the one thread has made it
+    await session.close()
+    assert made.closed
+
+
 class Dead(MemoryFileSystem):  # type: ignore[misc]
     """A filesystem that is not async, and whose server does not answer once it is `dead`."""
 
