@@ -169,11 +169,12 @@ def _s3(url: Url, left: dict[str, Any], environ: Mapping[str, str], alone: bool)
         connections["allow_http"] = endpoint.startswith("http://")
     config["unsigned_payload"] = endpoint is None or is_protected(endpoint)
     shown = endpoint or f"https://s3.{region}.amazonaws.com"
-    provider = None if keys is None else _provider(*keys)
+    provider = None if keys is None else keys.copy
     return StoreOptions("S3Store", url.host, config, connections, provider, shown)
 
 
-def _keys(left: dict[str, Any], environ: Mapping[str, str]) -> tuple[str, str, str | None] | None:
+def _keys(left: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return what a credential provider of obstore returns, None without keys."""
     key, secret = left.pop("key", None), left.pop("secret", None)
     key, secret = key or left.pop("username", None), secret or left.pop("password", None)
     token = left.pop("token", None)
@@ -187,15 +188,8 @@ def _keys(left: dict[str, Any], environ: Mapping[str, str]) -> tuple[str, str, s
         raise NotSimple("key without secret, or secret or token without key")
     if not isinstance(token, str | None):
         raise NotSimple("token")
-    return key, secret, token or None
-
-
-def _provider(key: str, secret: str, token: str | None) -> Callable[[], Any]:
-    def keys() -> dict[str, Any]:
-        found = {"access_key_id": key, "secret_access_key": secret, "token": token}
-        return {**found, "expires_at": None}
-
-    return keys
+    found = {"access_key_id": key, "secret_access_key": secret, "token": token or None}
+    return {**found, "expires_at": None}
 
 
 def _checked_endpoint(endpoint: Any) -> str:
