@@ -23,10 +23,8 @@ import numpy as np
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.ports import (
     ORDINARY,
-    Attempt,
     Bytes,
     CheckpointFiles,
-    JoinedAttempt,
     Reading,
     Removal,
     Store,
@@ -126,9 +124,9 @@ class FaultStore:
         """Begin an attempt; abort it if the script fails the call after it was applied."""
         return FaultAttempt(self, await self._open("begin", name, save_id, options))
 
-    async def join(self, name: str, save_id: str, **options: Any) -> FaultJoinedAttempt:
+    async def join(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
         """Join an attempt; abort the share if the script fails the call after it was applied."""
-        return FaultJoinedAttempt(self, await self._open("join", name, save_id, options))
+        return FaultAttempt(self, await self._open("join", name, save_id, options))
 
     async def _open(self, kind: str, name: str, save_id: str, options: Mapping[str, Any]) -> Any:
         attempt = None
@@ -177,7 +175,7 @@ def _counted(store: FaultStore, inner: object, name: str) -> Any:
     return call
 
 
-class _Part:
+class FaultPart:
     """An attempt or file of a `FaultStore`; see there for other attributes."""
 
     def __init__(self, store: FaultStore, inner: Any) -> None:
@@ -188,22 +186,14 @@ class _Part:
         return _counted(self._store, self._inner, name)
 
 
-class FaultJoinedAttempt(_Part):
-    """A share in an attempt of a `FaultStore`."""
+class FaultAttempt(FaultPart):
+    """An attempt of a `FaultStore`, or a share in one."""
 
-    _inner: Attempt | JoinedAttempt
-
-    async def create(self, path: str, **options: Any) -> FaultDataFile:
+    async def create(self, path: str, **options: Any) -> FaultPart:
         """Create a data file, whose writes and seal are operations too."""
         async with self._store.operation("create", path):
             inner = await self._inner.create(path, **options)
-        return FaultDataFile(self._store, inner)
-
-
-class FaultAttempt(FaultJoinedAttempt):
-    """An attempt of a `FaultStore`."""
-
-    _inner: Attempt
+        return FaultPart(self._store, inner)
 
     async def publish(self, record: bytes) -> None:
         """Publish, and abort the inner attempt if the script fails the call."""
@@ -215,11 +205,7 @@ class FaultAttempt(FaultJoinedAttempt):
             raise
 
 
-class FaultDataFile(_Part):
-    """A data file of a `FaultStore`."""
-
-
-class FaultFiles(_Part):
+class FaultFiles(FaultPart):
     """Read access of a `FaultStore`."""
 
     _inner: CheckpointFiles
