@@ -185,8 +185,8 @@ class Publication:
                 if await self._create() is None:
                     return None
             elif version is None or not self.conditions.replace:
-                if await self._replace_guarded(old):
-                    return old
+                await self._replace_guarded(old)
+                return old
             elif await self._replace_version(version, old):
                 return old
         raise self._failed(
@@ -259,8 +259,8 @@ class Publication:
             "committed; nothing of this save is visible. Let one process save a step"
         ) from error
 
-    async def _replace_guarded(self, old: Record | None) -> bool:
-        """Replace `old` without a condition; return False if another save was at work."""
+    async def _replace_guarded(self, old: Record | None) -> None:
+        """Replace `old` without a condition."""
         self.keep = True
         self._retried = False
         again = partial(self._is_unchanged, old)
@@ -269,8 +269,6 @@ class Publication:
                 self._key, self.record, again=again, wanted=self._is_wanted
             )
         except RequestError as error:
-            if error.kind == "conflict":
-                return False
             if self._deleted:
                 raise await self._undo_deleted() from error
             found = await self._read_back(error)
@@ -280,7 +278,6 @@ class Publication:
                 raise self._unresolved(error, "another one is there so far") from error
         if old is None and self._retried and not await self._has_witness():
             raise await self._undo_deleted()
-        return True
 
     # ------------------------------------------------------------------------------------ guards
 
