@@ -55,8 +55,8 @@ SLOW_TOUCH_S = 1.2e-3
 virtual machines return free huge pages to their host, and get them back in 3 ms per MiB. Elsewhere
 these take 0.15 ms, small pages 0.4 ms, copy and checksum 0.3 ms."""
 
-BUFFERS_PER_CALL = min(1024, os.sysconf("SC_IOV_MAX") if sys.platform != "win32" else 1024)
-"""Buffers that one `preadv` takes."""
+BUFFERS_PER_CALL = 1024
+"""Buffers that one `preadv` takes, on Linux and on macOS (IOV_MAX)."""
 
 _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Errors of file systems that cannot read past the page cache."""
