@@ -234,7 +234,6 @@ class Publication:
         self._retried = self._requests.traits.repeats
 
         async def again() -> bool:
-            self._check_wanted()
             self._retried = True
             return True
 
@@ -287,7 +286,6 @@ class Publication:
         If not, an earlier try landed. It may have been replaced or deleted since, and our data
         removed: another try would bring back a record without data.
         """
-        self._check_wanted()
         self._retried = True
         found = await self.context.read_record(self.name)
         if found != old:
@@ -295,17 +293,11 @@ class Publication:
         self._deleted = found is None and not await self._has_witness()
         return not self._deleted
 
-    def _check_wanted(self) -> None:
-        """Raise if the caller was cancelled, perhaps by its deadline: no other try begins.
+    def _is_wanted(self) -> bool:
+        """Return whether another try may begin: the caller was not cancelled, as by its deadline.
 
         A try that is on its way is waited for, since its outcome must be known.
         """
-        if not self._is_wanted():
-            raise RequestError(
-                "timeout", "the save was cancelled, or its deadline passed, before the next try"
-            )
-
-    def _is_wanted(self) -> bool:
         return self._caller is None or not self._caller.cancelling()
 
     async def _has_witness(self) -> bool:

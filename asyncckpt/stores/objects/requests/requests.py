@@ -139,8 +139,8 @@ class Requests(Sender):
         """Create an object; return whether the answer said that this call created it.
 
         False means that an object exists there, perhaps from an earlier try of this call whose
-        answer was lost: the caller reads it back; or that `again` forbade another try, for which it
-        is asked at once if another is no longer `wanted`.
+        answer was lost: the caller reads it back; or that `again` forbade another try. Once another
+        is no longer `wanted`, the tries end with `timeout`.
         """
         put = partial(self.client.put, key, body, create=True)
         try:

@@ -156,7 +156,7 @@ class Sender:
             conditional: the request has a condition, which may not hold.
             retried: failures after which there is another try.
             again: called before every try but the first; False ends them with `exists`.
-            wanted: looked at while a try waits: if False, it waits no longer, and `again` decides.
+            wanted: looked at while a try waits: False ends the tries with `timeout`.
             failed: receives the tries that failed.
         """
         failed = [] if failed is None else failed
@@ -200,6 +200,10 @@ class Sender:
         end_s = self._now() + wait_s
         while wanted() and (left_s := end_s - self._now()) > 0.0:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(min(left_s, LOOK_S))
+        if not wanted():
+            raise RequestError(
+                "timeout", "the save was cancelled, or its deadline passed, before the next try"
+            )
 
     async def _tried(self, this: Try[T]) -> T:
         """Send one try, once it has its permits."""
