@@ -205,7 +205,7 @@ class Processes:
             raise
 
     async def once(
-        self, name: str, number: int, function: Callable[[], Coroutine[Any, Any, T]]
+        self, name: str, function: Callable[[], Coroutine[Any, Any, T]], number: int
     ) -> T:
         """Run the coroutine on process 0; return its result, a JSON value, on all processes."""
         round_ = await self.round("call", number, name)

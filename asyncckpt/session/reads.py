@@ -104,7 +104,7 @@ class Reads:
         return outcome
 
     async def restore_together(
-        self, step: int | None, request: RestoreRequest, number: int, in_caller: CallIn
+        self, step: int | None, request: RestoreRequest, in_caller: CallIn, number: int
     ) -> RestoreOutcome:
         """Carry out the request of this process while all others carry out theirs.
 

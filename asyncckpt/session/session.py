@@ -185,9 +185,7 @@ class Session:
         """
         if self.processes.alone:
             return self.call(function)
-        number = self.processes.count("call")
-        once = partial(self.processes.once, name, number, function)
-        return self._call_together("call", number, name, once)
+        return self._call_together("call", name, partial(self.processes.once, name, function))
 
     def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
         """Carry out a restore; all processes take part."""
@@ -195,28 +193,30 @@ class Session:
             self.processes.check_broadcast(request.options.broadcast)
         if self.processes.alone:
             return self.call(lambda: self.reads.restore(step, request))
-        number = self.processes.count("call")
         caller = CallerThread()
-        restore = partial(self.reads.restore_together, step, request, number, caller.run)
-        job = self._call_together("call", number, "restore", restore)
+        restore = partial(self.reads.restore_together, step, request, caller.run)
+        job = self._call_together("call", "restore", restore)
         job.caller = caller
         return job
 
     def _call_together(
         self,
         kind: str,
-        number: int,
         name: str,
-        function: Callable[[], Coroutine[Any, Any, T]],
+        function: Callable[[int], Coroutine[Any, Any, T]],
         at_end: Callable[[], object] | None = None,
     ) -> Job[T]:
-        """Run this process's part in a call of all; also one that never begins ends its round."""
+        """Run this process's part in a call of all, which gets the number of the call.
+
+        Also a call that never begins ends its round.
+        """
+        number = self.processes.count(kind)
         begun = False
 
         async def begin() -> T:
             nonlocal begun
             begun = True
-            return await function()
+            return await function(number)
 
         def end() -> None:
             if at_end is not None:
@@ -248,17 +248,17 @@ class Session:
         """
         begun = time.perf_counter()
         processes, engine = self.processes, self.runtime.engine
-        number = None if processes.alone else processes.count("save")
+        alone = processes.alone
         location = self.root.location(name)
-        try:
+        with self.telling("save", _call(step)):
             options = self._checked(arguments["options"])
             engine.check()
             self.saves.raise_unseen(options)
-            if number is None and stall_first and not self.saves.admits(options, location):
+            if alone and stall_first and not self.saves.admits(options, location):
                 return skipped(kind, engine, self._noted(skipped_report(location, step)))
             process = processes.coordinator.process_index
             snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
-            if number is None:
+            if alone:
                 check_alone(snapshot)
             request = SaveRequest(
                 name=name,
@@ -273,11 +273,7 @@ class Session:
                 consent=consent,
                 begun=begun,
             )
-        except Exception as error:
-            if number is not None:
-                self._refuse("save", number, _call(step), error)
-            raise
-        pending = self._submit(kind, request, number, location)
+        pending = self._submit(kind, request, location)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
@@ -307,21 +303,19 @@ class Session:
         with contextlib.suppress(AsyncCheckpointError):
             self._refusals.append(self.runtime.engine.submit(refuse).future)
 
-    def _submit(
-        self, kind: type[PendingSave], request: SaveRequest, number: int | None, location: str
-    ) -> PendingSave:
+    def _submit(self, kind: type[PendingSave], request: SaveRequest, location: str) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
-        busy: bool | None = None
-        if number is not None and request.stall_first and request.options.on_overlap != "wait":
-            busy = bool(self.saves.pending())  # process 0 decides by its own
-        save = partial(self._save, request, state, number, busy)
         # Whatever ends the job also ends the wait for staging.
         let_go = partial(state.let_go, ended=True)
-        if number is None:
-            job = self.call(save, let_go)
+        if self.processes.alone:
+            job = self.call(partial(self._save, request, state), let_go)
         else:
-            job = self._call_together("save", number, _call(request.step), save, let_go)
+            busy: bool | None = None
+            if request.stall_first and request.options.on_overlap != "wait":
+                busy = bool(self.saves.pending())  # process 0 decides by its own
+            save = partial(self._save_together, request, state, busy)
+            job = self._call_together("save", _call(request.step), save, let_go)
         job.drained = True
         return kind(job, state, location=location, step=request.step)
 
@@ -373,17 +367,29 @@ class Session:
     # -- on the engine
 
     async def _save(
-        self,
-        request: SaveRequest,
-        state: SaveState,
-        number: int | None,
-        busy: bool | None,
+        self, request: SaveRequest, state: SaveState, round_: Round | None = None
     ) -> SaveReport:
-        store, claim = self.root.store, self.claims.epoch
         pruner = self._pruner if self.processes.leads else None
-        given = (self.runtime, store, self._layouts, request, state, claim, pruner)
-        if number is None:
-            return await self._carried_out(Save(*given))
+        claim = self.claims.epoch
+        given = (self.runtime, self.root.store, self._layouts, request, state, claim, pruner)
+        if round_ is None:
+            save = Save(*given)
+        else:
+            save = SharedSave(*given, round_=round_, lost=self.processes.lost)
+        try:
+            report = await save.run(self._turn)
+        except FencedError as error:
+            self.claims.note(error)
+            raise
+        self.steps.saved(report.step)
+        with contextlib.suppress(ClosedError):
+            self._settling = self.runtime.engine.submit(self._settle)
+            self._settling.drained = True
+        return self._noted(report)
+
+    async def _save_together(
+        self, request: SaveRequest, state: SaveState, busy: bool | None, number: int
+    ) -> SaveReport:
         # The handshake counts against the deadline, too.
         try:
             async with asyncio.timeout(request.options.deadline_s):
@@ -400,21 +406,7 @@ class Session:
                 if request.options.on_overlap == "error":
                     raise overlap_error(location)
                 return self._noted(skipped_report(location, request.step))
-            return await self._carried_out(
-                SharedSave(*given, round_=round_, lost=self.processes.lost)
-            )
-
-    async def _carried_out(self, save: Save) -> SaveReport:
-        try:
-            report = await save.run(self._turn)
-        except FencedError as error:
-            self.claims.note(error)
-            raise
-        self.steps.saved(report.step)
-        with contextlib.suppress(ClosedError):
-            self._settling = self.runtime.engine.submit(self._settle)
-            self._settling.drained = True
-        return self._noted(report)
+            return await self._save(request, state, round_)
 
     async def _settle(self) -> None:
         # A method, so that the job keeps a session alive that is dropped meanwhile.
