@@ -117,16 +117,10 @@ class Job(Generic[T]):
             UsageError: this thread blocks, and is the engine's own, or has no event loop of
                 asyncio; the job was cancelled.
         """
-        if blocks_here():
-            self.refuse_own_thread()
         try:
             check_loop()
-        except UsageError:
-            self.cancel()
-            raise
-        try:
             await self._attend()
-        except GeneratorExit:
+        except (GeneratorExit, UsageError):  # nothing can be awaited here
             self.cancel()
             raise
         except BaseException:
@@ -147,20 +141,24 @@ class Job(Generic[T]):
             UsageError: this thread blocks, and is the engine's own; the job was cancelled.
         """
         self.cancel()
-        if blocks_here():
-            self.refuse_own_thread()
         try:
             while not self.future.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._attend()
-        except GeneratorExit:
+        except (GeneratorExit, UsageError):  # nothing can be awaited here
             raise
         except BaseException:
             self._engine.abandoned = True
             raise
 
     async def _attend(self) -> None:
-        """Wait for the end of the job, and make its calls in this thread."""
+        """Wait for the end of the job, and make its calls in this thread.
+
+        Raises:
+            UsageError: this thread blocks, and is the engine's own.
+        """
+        if blocks_here():
+            self.refuse_own_thread()
         caller = self.caller
         if caller is not None:
             while not self.future.done():
@@ -181,10 +179,9 @@ class Job(Generic[T]):
         """Refuse to wait on the engine's own thread for a job that has not ended.
 
         Raises:
-            UsageError: this is that thread; the job was cancelled.
+            UsageError: this is that thread.
         """
         if self._engine.runs_here and not self.done():
-            self.cancel()
             raise _own_thread()
 
     def resolved(self) -> None:

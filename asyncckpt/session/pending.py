@@ -150,9 +150,6 @@ class PendingSave:
                 if blocks_here():
                     self._job.refuse_own_thread()
                 await ended(self._state.staged)
-            except UsageError:  # `refuse_own_thread` has cancelled the save
-                self._seen = True
-                raise
             except GeneratorExit:
                 self.cancel()
                 raise

@@ -308,7 +308,7 @@ WAITS: list[tuple[str, bool, Callable[[Engine, Job[Any]], Any]]] = [
     # Those who own the job cancel it: nobody else waits for it.
     ("result", True, lambda _, job: job.result()),
     ("abort", True, lambda _, job: run_blocking(job.abort())),
-    ("refuse", True, lambda _, job: job.refuse_own_thread()),
+    ("refuse", False, lambda _, job: job.refuse_own_thread()),
     ("wait", False, lambda _, job: wait_quietly(job.future)),
     ("timeout", False, lambda _, job: wait_quietly(job.future, 30)),
     ("close", False, lambda engine, _: engine.close()),
