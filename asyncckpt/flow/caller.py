@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from asyncckpt.flow.threads import raisable, unresolved
+from asyncckpt.flow.threads import Outcome, raisable
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class CallerThread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self.wake = unresolved()
+        self.wake: Outcome[None] = Outcome()
 
     async def run(self, function: Callable[[], T]) -> T:
         """Call the function in the thread that waits, and return its result. For the job.
@@ -51,7 +51,7 @@ class CallerThread:
     def serve(self) -> None:
         """Make the pending calls. For the thread that waits, after `wake`."""
         with self._lock:
-            self.wake = unresolved()
+            self.wake = Outcome()
         while self._calls:
             function, done = self._calls.popleft()
             if not done.set_running_or_notify_cancel():

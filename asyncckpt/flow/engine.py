@@ -54,7 +54,6 @@ from asyncckpt.flow.threads import (
     raisable,
     seen,
     thread_error,
-    unresolved,
 )
 from asyncckpt.options import ABANDON_S, CLEANUP_S
 
@@ -86,7 +85,7 @@ class Job(Generic[T]):
     """
 
     def __init__(self, engine: Engine, at_end: Callable[[], object] | None = None) -> None:
-        self.future: Outcome[T] = unresolved()
+        self.future: Outcome[T] = Outcome()
         self.caller: CallerThread | None = None
         self.drained = False
         self._engine = engine
@@ -243,7 +242,7 @@ class Engine:
         self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._ended: Outcome[None] = unresolved()
+        self._ended: Outcome[None] = Outcome()
         self._jobs: dict[Future[Any], Job[Any]] = {}  # the unfinished ones
         self._closed = False
         self._died = False

@@ -326,11 +326,6 @@ class Outcome(Future[T]):
         self._latch.release()
 
 
-def unresolved() -> Outcome[Any]:
-    """Return a future that is not resolved by cancelling a wait for it."""
-    return Outcome()
-
-
 def seen(waiter: asyncio.Future[Any]) -> None:
     """Mark the outcome as retrieved, so that asyncio does not log it."""
     if not waiter.cancelled():

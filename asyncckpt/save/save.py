@@ -30,7 +30,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
-from asyncckpt.flow.threads import Outcome, unresolved
+from asyncckpt.flow.threads import Outcome
 from asyncckpt.format.record import RECORD_NAME, is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import Attempt, AttemptFiles, CheckpointFiles, Sizes, Store
@@ -71,7 +71,7 @@ class SaveState:
     done_nbytes: int = 0
     total_nbytes: int = 0
     blocked_s: float = 0.0
-    staged: Outcome[bool] = field(default_factory=unresolved)
+    staged: Outcome[bool] = field(default_factory=Outcome)
 
     @property
     def progress(self) -> Progress:

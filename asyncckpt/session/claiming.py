@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from asyncckpt.errors import AsyncCheckpointError, FencedError, UsageError
 from asyncckpt.flow.engine import ended
-from asyncckpt.flow.threads import Outcome, unresolved
+from asyncckpt.flow.threads import Outcome
 from asyncckpt.format.claim import Claim
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.root import Root
@@ -83,7 +83,7 @@ class Claiming:
             with _guard:
                 claims = _claims_of(self._processes.job)
                 found = claims.get(self._root.url)
-                made = claims[self._root.url] = unresolved() if found is None else found
+                made = claims[self._root.url] = Outcome() if found is None else found
             if found is None:
                 try:
                     made.set_result(await self._claim())

@@ -28,7 +28,7 @@ from asyncckpt.arguments import Location
 from asyncckpt.errors import SaveError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import ended, wait_quietly
-from asyncckpt.flow.threads import Outcome, unresolved
+from asyncckpt.flow.threads import Outcome
 from asyncckpt.options import SaveOptions
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.plan_cache import LayoutCache
@@ -80,9 +80,9 @@ class Saving:
             owns_coordinator=True,
             layouts=self._layouts,
         )
-        self._written: Outcome[None] = unresolved()
-        self._consent: Outcome[Mapping[str, Any]] = unresolved()
-        self._over: Outcome[None] = unresolved()
+        self._written: Outcome[None] = Outcome()
+        self._consent: Outcome[Mapping[str, Any]] = Outcome()
+        self._over: Outcome[None] = Outcome()
         self._pending: BlockingPendingSave | None = None
 
     def write(self, tree: dict[str, Any], *, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.flow.threads import unresolved
+from asyncckpt.flow.threads import Outcome
 from asyncckpt.testing.faults import Fault
 from tests.script import Script, in_thread
 
@@ -66,7 +66,7 @@ async def test_async_and_blocking_calls_may_mix(tmp_path: Path) -> None:
 async def test_a_wait_that_is_cancelled_forgets_no_refusal(tmp_path: Path) -> None:
     """The error that other processes are told must arrive before the coordinator is closed."""
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
-        core, refused = ckpt._session, unresolved()
+        core, refused = ckpt._session, Outcome()
         core._refusals.append(refused)
         waiting = asyncio.create_task(core.idle())
         await asyncio.sleep(0)
