@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Literal, TypeVar
 
 from asyncckpt.arguments import guarded, progress_notes
@@ -121,15 +121,11 @@ class Reads:
 
         async def on_this() -> RestoreOutcome:
             chosen = await agreement.step(step, broadcast, self._latest)
-            name = self._root.name or str(chosen)
-            self.pinned[name] += 1  # until the last process has read it
-            try:
+            with self._pinned(self._root.name or str(chosen)):  # until the last has read it
                 outcome = await self.restore(chosen, request, agreement)
                 timeline = await agreement.restored(outcome.report.timeline)
                 report = dataclasses.replace(outcome.report, timeline=timeline)
                 return dataclasses.replace(outcome, report=report)
-            finally:
-                self.pinned[name] -= 1
 
         try:
             return await round_.run(on_this)
@@ -233,21 +229,29 @@ class Reads:
     async def _read_one(
         self, verb: Verb, name: str, step: int | None, files: CheckpointFiles, read: Read[T]
     ) -> T:
+        with self._pinned(name):
+            try:
+                return await read(files, step)
+            except CheckpointNotFoundError as error:
+                if step is None or error.found in ("deleted", "replaced"):
+                    raise
+                raise await self._without(step, files, error) from error
+            except CorruptCheckpointError as error:
+                await _check_unchanged(files, verb, error)
+                raise
+            finally:
+                await files.close()
+
+    @contextlib.contextmanager
+    def _pinned(self, name: str) -> Iterator[None]:
+        """Keep retention from deleting a checkpoint during the block."""
         self.pinned[name] += 1
         try:
-            return await read(files, step)
-        except CheckpointNotFoundError as error:
-            if step is None or error.found in ("deleted", "replaced"):
-                raise
-            raise await self._without(step, files, error) from error
-        except CorruptCheckpointError as error:
-            await _check_unchanged(files, verb, error)
-            raise
+            yield
         finally:
             self.pinned[name] -= 1
             if not self.pinned[name]:
                 del self.pinned[name]
-            await files.close()
 
 
 async def _check_unchanged(
