@@ -306,9 +306,10 @@ FRESH = Reading(fresh=True)
 """Reads into memory that may be untouched, without other hints."""
 
 
-class Ranges(Protocol):
-    """Files that can be read by ranges."""
+class CheckpointFiles(Protocol):
+    """Read access to the files of one checkpoint."""
 
+    location: str
     capabilities: StoreCapabilities
 
     async def read_into(
@@ -330,12 +331,6 @@ class Ranges(Protocol):
             StoreError: reading failed.
         """
         ...
-
-
-class CheckpointFiles(Ranges, Protocol):
-    """Read access to the files of one checkpoint."""
-
-    location: str
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file.
@@ -728,8 +723,6 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
 
 class HostMemory(Protocol):
     """Allocator of staging buffers; CUDA staging plugs in page-locked memory."""
-
-    name: str
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return a page-aligned buffer of zeros. Blocking; for a worker thread.

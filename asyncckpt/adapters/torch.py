@@ -226,8 +226,6 @@ class PinnedMemory:
         cudart: the CUDA runtime, as `torch.cuda.cudart()` gives it.
     """
 
-    name = "cuda-pinned"
-
     def __init__(self, cudart: Any = None) -> None:
         if cudart is None:
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]

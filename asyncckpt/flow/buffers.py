@@ -52,8 +52,6 @@ COLLECT_AT_LEAST_EVERY_S = 30.0
 class AnonymousMemory:
     """Private anonymous mappings with huge pages, left out of forked children."""
 
-    name = "anonymous"
-
     def allocate(self, nbytes: int) -> Bytes:
         """Return a zeroed, page-aligned buffer of which no page is touched."""
         mapping, start = map_pages(nbytes, forked=False)

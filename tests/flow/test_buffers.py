@@ -31,8 +31,6 @@ SLOT = 64 << 10
 class CountingMemory:
     """Ordinary memory that counts, and fails or waits where a test says so."""
 
-    name = "counting"
-
     def __init__(self) -> None:
         self.allocated = 0
         self.freed = 0
