@@ -18,7 +18,6 @@ Thus keys of an earlier life of the job, which many services keep, never match.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import json
@@ -34,7 +33,8 @@ from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.key_values import PREFIX, pauses
 from asyncckpt.coordinators.meeting import Hello, Meeting
 from asyncckpt.coordinators.messages import decode_error, encode_error
-from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.coordinators.rounds import briefly
+from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 from asyncckpt.version import VERSION
 
@@ -112,14 +112,15 @@ class _Host(Meeting):
         try:
             hosts = await self._gather()
         except BaseException as error:
-            with contextlib.suppress(AsyncCheckpointError, TimeoutError):
-                async with asyncio.timeout(LEAVE_S):
-                    await self._post("refused", error)
-                    # Another process 0 sees this change, and learns that it is not the only one.
-                    await self.say(replace(self.hello, run=""))
+            await briefly(self._refuse(error), limit_s=LEAVE_S)
             raise
         await self.forget_predecessors()
         return self.group(self._run_id, hosts)
+
+    async def _refuse(self, error: BaseException) -> None:
+        await self._post("refused", error)
+        # Another process 0 sees this change, and learns that it is not the only one.
+        await self.say(replace(self.hello, run=""))
 
     async def _gather(self) -> list[str]:
         """Return the hosts of all processes once all have acknowledged."""
@@ -228,9 +229,7 @@ async def _join(meeting: Meeting) -> Group:
     except BaseException:
         # An acknowledgement left behind would look like a process that goes on.
         if meeting.hello.run:
-            with contextlib.suppress(AsyncCheckpointError, TimeoutError):
-                async with asyncio.timeout(LEAVE_S):
-                    await meeting.coordinator.delete(meeting.own_key)
+            await briefly(meeting.coordinator.delete(meeting.own_key), limit_s=LEAVE_S)
         raise
     await meeting.forget_predecessors()
     return meeting.group(run_id, hosts)
