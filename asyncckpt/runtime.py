@@ -20,7 +20,7 @@ from asyncckpt.options import (
     SLOT_NBYTES,
     default_budget_nbytes,
 )
-from asyncckpt.ports import CheckpointFiles, HostMemory, Sizes, Store, StoreCapabilities
+from asyncckpt.ports import HostMemory, Sizes, Store, StoreCapabilities
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.objects.clients.urls import check_options, is_url, split_url, without_scheme
 from asyncckpt.stores.paths import check_name, open_local
@@ -144,11 +144,6 @@ def place_of(location: Any, storage_options: object) -> tuple[Any, str]:
         return location[0], check_name(location[1])
     _check_location(location, storage_options)
     return split_url(str(location)) if is_url(location) else open_local(_local(location))
-
-
-def reads_in_flight(files: CheckpointFiles, wanted: Any) -> int:
-    """Return the reads in flight for an option that is a number or ``"auto"``."""
-    return files.reads(None if wanted == "auto" else int(wanted))
 
 
 def _host_memory() -> HostMemory:

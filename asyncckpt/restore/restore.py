@@ -21,7 +21,7 @@ from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
 from asyncckpt.restore.match import match
 from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.restore.request import Holder, RestoreRequest
-from asyncckpt.runtime import Runtime, reads_in_flight
+from asyncckpt.runtime import Runtime
 from asyncckpt.tree import Structure
 
 
@@ -81,13 +81,13 @@ async def run_restore(
     exchanger = None
     metadata = files
     if agreement is not None and agreement.exchange is not None:
-        reads = reads_in_flight(files, request.options.concurrency)
+        concurrency = request.options.concurrency
         exchanger = Exchanger(
             agreement,
             agreement.exchange,
             files,
             compute,
-            reads=reads,
+            reads=files.reads(None if concurrency == "auto" else concurrency),
             least_nbytes=WORTH_NBYTES if request.options.broadcast == "auto" else 0,
         )
         metadata = SharedMetadataFiles(files, exchanger)

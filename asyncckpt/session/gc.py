@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from asyncckpt.arguments import check_switch
@@ -65,10 +66,8 @@ async def collect_garbage(
     options = fsspec_options(root, storage_options)
     store = runtime.store(root, direct_io="auto", storage_options=options)
 
-    async def collect() -> list[str]:
-        return list(await store.collect(float(older_than_s), dry_run=dry_run))
-
     try:
-        return await runtime.engine.submit(collect).wait()
+        collect = partial(store.collect, float(older_than_s), dry_run=dry_run)
+        return list(await runtime.engine.submit(collect).wait())
     finally:
         await uninterrupted(runtime.aclose())
