@@ -106,16 +106,16 @@ class Session:
         owns_coordinator: bool = False,
         layouts: LayoutCache | None = None,
     ) -> None:
-        prefix = ("save_", "restore_") if not one_shot else ("", "")
-        self.save_options = typed(f"{prefix[0]}options", save_options, SaveOptions)
-        self.restore_options = typed(f"{prefix[1]}options", restore_options, RestoreOptions)
+        names = ("options", "options") if one_shot else ("save_options", "restore_options")
+        self.save_options = typed(names[0], save_options, SaveOptions)
+        self.restore_options = typed(names[1], restore_options, RestoreOptions)
+        shared: SaveOptions | RestoreOptions = self.save_options
+        if one_shot and save_options is None:
+            shared = self.restore_options
         check_keep(keep)
         check_coordinator(coordinator)
         check_preemption(preemption, grace_s)
-        budget = self.save_options.host_memory_nbytes
-        if budget is None and one_shot:
-            budget = self.restore_options.host_memory_nbytes
-        self.runtime = Runtime("asyncckpt", host_memory_nbytes=budget)
+        self.runtime = Runtime("asyncckpt", host_memory_nbytes=shared.host_memory_nbytes)
         self.root = Root(
             self.runtime,
             location,
@@ -123,15 +123,12 @@ class Session:
             direct_io=self.save_options.direct_io,
             storage_options=storage_options,
         )
-        waits: SaveOptions | RestoreOptions = self.save_options
-        if one_shot and save_options is None:
-            waits = self.restore_options
         self.processes = Processes(
             self.runtime,
             self.root.location(self.root.name) if self.root.name else self.root.url,
             coordinator,
-            arrival_s=waits.arrival_s,
-            silence_s=waits.silence_s,
+            arrival_s=shared.arrival_s,
+            silence_s=shared.silence_s,
             owned=owns_coordinator,
         )
         self.claims = Claiming(self.root, self.processes, one_shot=one_shot, takeover=takeover)
