@@ -404,7 +404,7 @@ def test_saves_in_flight_at_the_exit_are_finished_though_warnings_cannot_be_show
 
         warned = threading.Event()
 
-        def warn(message, warn=engine._warn):
+        def warn(message, warn=engine.warn):
             try:
                 warn(message)
             finally:
@@ -414,7 +414,7 @@ def test_saves_in_flight_at_the_exit_are_finished_though_warnings_cannot_be_show
             assert warned.wait(30)
             rename(source, target)
 
-        engine._warn = warn
+        engine.warn = warn
         publish.rename_noreplace = late
         if sys.argv[2] == "log":
             logging.getLogger("asyncckpt").addHandler(Failing())

@@ -183,13 +183,6 @@ class Job(Generic[T]):
         if self._engine.runs_here and not self.done():
             raise _own_thread()
 
-    def resolved(self) -> None:
-        """Tell those who wait for more than the future. On the engine."""
-        if self.caller is not None:
-            self.caller.poke()
-        if self._at_end is not None:
-            self._at_end()
-
     def _cancel(self) -> None:
         self._cancelled = True
         if self._task is not None:
@@ -282,10 +275,6 @@ class Engine:
         """Whether it was closed or died, so that running jobs are being cancelled."""
         return self._closed or self._died
 
-    def owes(self, future: Future[Any]) -> bool:
-        """Return whether the future is that of an unfinished job of this engine."""
-        return future in self._jobs
-
     def submit(
         self,
         function: Callable[[], Coroutine[Any, Any, T]],
@@ -312,8 +301,12 @@ class Engine:
 
     def _forget(self, future: Future[Any]) -> None:
         job = self._jobs.pop(future, None)
-        if job is not None:
-            job.resolved()
+        if job is None:
+            return
+        if job.caller is not None:
+            job.caller.poke()
+        if job._at_end is not None:
+            job._at_end()
 
     def post(self, call: Callable[[], None]) -> None:
         """Call a function on the engine's loop soon; do nothing once the loop has ended.
@@ -481,7 +474,7 @@ class Engine:
             jobs = () if given_up else tuple(self._jobs.values())
         pending = [job.future for job in jobs if job.drained and not job.done()]
         if pending:
-            _warn(
+            warn(
                 f"{self._name}: the process ends without close(); waiting up to "
                 f"{self.drain_deadline_s:g} s for {len(pending)} save(s) in flight"
             )
@@ -490,7 +483,7 @@ class Engine:
             try:
                 future.exception(timeout=max(0.0, end - time.monotonic()))
             except TimeoutError:
-                _warn(
+                warn(
                     f"{self._name}: a save was abandoned: it did not finish within "
                     f"{self.drain_deadline_s:g} s of the process's end"
                 )
@@ -501,13 +494,14 @@ class Engine:
             self.begin_close().result(left_s)
 
 
-def _warn(message: str) -> None:
+def warn(message: str, level: int = logging.WARNING) -> None:
     """Log the message, and warn, because logging may not be configured.
 
-    The hook at the exit must go on, even if warnings are errors, or a log handler or stderr fails.
+    Raises nothing, even if warnings are errors, or a log handler or stderr fails: nothing could
+    handle an error of the hook at the exit, or of a `__del__`.
     """
     with contextlib.suppress(Exception):
-        logger.warning(message)
+        logger.log(level, message)
     with contextlib.suppress(Exception):
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
@@ -535,7 +529,7 @@ def wait_quietly(future: Outcome[Any], timeout_s: float | None = None) -> bool:
         UsageError: this is the thread of the engine that runs the future's job.
     """
     engine = getattr(_here, "engine", None)
-    if engine is not None and engine.owes(future):
+    if engine is not None and future in engine._jobs:
         raise _own_thread()
     return future.wait(timeout_s)
 
@@ -598,7 +592,7 @@ def _drain_all() -> None:
         try:
             engine.drain()
         except Exception as error:  # must not lose the saves of the other engines
-            _warn(f"{engine!r} could not be ended: {error!r}")
+            warn(f"{engine!r} could not be ended: {error!r}")
     for call in _last_calls:
         call()
 

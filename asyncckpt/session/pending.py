@@ -15,18 +15,15 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import warnings
 import weakref
 from collections.abc import Generator, Iterator
 from typing import Any
 
 from asyncckpt.errors import SaveAbortedError, UsageError
 from asyncckpt.flow.driver import blocks_here
-from asyncckpt.flow.engine import Job, ended, wait_quietly
+from asyncckpt.flow.engine import Job, ended, wait_quietly, warn
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.save.save import SaveState
-
-logger = logging.getLogger("asyncckpt")
 
 
 class PendingSave:
@@ -189,16 +186,12 @@ class PendingSave:
         error = self._unseen_error()
         if error is None:
             return
-        message = (
+        warn(
             f"{self.location}: the save failed, and no call has raised its error "
             f"({type(error).__name__}: {error}); await the PendingSave, or close the Checkpointer, "
-            "to get it as an exception"
+            "to get it as an exception",
+            logging.ERROR,
         )
-        # Nothing can handle an error here: a log handler that fails, or warnings that are errors.
-        with contextlib.suppress(Exception):
-            logger.error(message)
-        with contextlib.suppress(Exception):
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 _alive: weakref.WeakSet[PendingSave] = weakref.WeakSet()
