@@ -222,23 +222,24 @@ def as_int(number: Any) -> Any:
         return number
 
 
+def _is_int(number: object) -> TypeGuard[int]:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
 def step_number(step: object) -> int:
     """Return the step as an int.
 
     Raises:
         UsageError: it is not a non-negative integer of at most 19 digits.
     """
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
+    number = as_int(step)
+    if not _is_int(number):
         raise UsageError(
             f"step={step!r:.80}: a step is a non-negative integer, not {type(step).__name__}; "
             "it comes first, as in save(step, tree), and a target is passed as restore(like=...)",
             expected="a non-negative integer",
             found=step,
-        ) from None
+        )
     if not 0 <= number <= STEP_MAX:
         raise UsageError(
             f"step={number}: a step is a non-negative integer of at most 19 digits",
@@ -306,17 +307,13 @@ def check_coordinator(coordinator: object) -> None:
         )
     index = getattr(coordinator, "process_index", None)
     count = getattr(coordinator, "process_count", None)
-    if not (_is_count(index) and _is_count(count) and 0 <= index < count):
+    if not (_is_int(index) and _is_int(count) and 0 <= index < count):
         raise UsageError(
             f"coordinator={coordinator!r:.80}: process_index={index!r} of process_count={count!r}: "
             "pass a number of processes, and an index from 0 to one below it",
             expected="0 <= process_index < process_count",
             found=(index, count),
         )
-
-
-def _is_count(number: object) -> TypeGuard[int]:
-    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
