@@ -32,8 +32,7 @@ CLASSES: Mapping[str, type[AsyncCheckpointError]] = {
 }
 
 TEXTS = ("path", "stage", "location", "expected", "found", "file", "host", "claimed_by")
-FLAGS = ("retryable", "visible", "durable")
-NUMBERS = ("offset", "process", "epoch", "claimed_ns")
+FIELDS = (*TEXTS, "retryable", "visible", "durable", "offset", "process", "epoch", "claimed_ns")
 
 
 def parts_of(message: bytes) -> list[tuple[int, bytes]]:
@@ -71,7 +70,7 @@ def encode_error(
     """
     kind, text = _described(error)
     fields: dict[str, Any] = {"kind": kind, "text": text}
-    for name in (*TEXTS, *FLAGS, *NUMBERS):
+    for name in FIELDS:
         value = getattr(error, name, None) if isinstance(error, AsyncCheckpointError) else None
         if value is not None:
             fields[name] = _text(value) if name in TEXTS else value
@@ -104,7 +103,7 @@ def decode_error(data: bytes) -> AsyncCheckpointError:
     start = f"process {process} ({host}): "
     error = kind(text if text.startswith(start) else start + text)
     error.process, error.host = process, host
-    for name in (*TEXTS, *FLAGS, *NUMBERS):
+    for name in FIELDS:
         if name in fields and hasattr(error, name):
             setattr(error, name, fields[name])
     return error
