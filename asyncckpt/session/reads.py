@@ -121,7 +121,7 @@ class Reads:
 
         async def on_this() -> RestoreOutcome:
             chosen = await agreement.step(step, broadcast, self._latest)
-            with self._pinned(self._root.name or str(chosen)):  # until the last has read it
+            with self._pinned(chosen):  # until the last process has read it
                 outcome = await self.restore(chosen, request, agreement)
                 timeline = await agreement.restored(outcome.report.timeline)
                 report = dataclasses.replace(outcome.report, timeline=timeline)
@@ -183,14 +183,14 @@ class Reads:
 
     async def _read(self, verb: Verb, step: int | None, read: Read[T]) -> T:
         if self._root.name or step is not None:
-            name = self._root.name or str(step)
-            return await self._read_one(verb, name, step, self._root.store.files(name), read)
+            files = self._root.store.files(self._root.name or str(step))
+            return await self._read_one(verb, step, files, read)
         newest, below = await self._steps.newest(), None
         gone: set[int] = set()
         while newest is not None:
             tried, files = newest
             try:
-                return await self._read_one(verb, str(tried), tried, files, read)
+                return await self._read_one(verb, tried, files, read)
             except CheckpointNotFoundError:
                 # Deleted during the read: another one is the newest now. If it was replaced, it is
                 # still there, and is tried once more.
@@ -227,9 +227,9 @@ class Reads:
         )
 
     async def _read_one(
-        self, verb: Verb, name: str, step: int | None, files: CheckpointFiles, read: Read[T]
+        self, verb: Verb, step: int | None, files: CheckpointFiles, read: Read[T]
     ) -> T:
-        with self._pinned(name):
+        with self._pinned(step):
             try:
                 return await read(files, step)
             except CheckpointNotFoundError as error:
@@ -243,8 +243,9 @@ class Reads:
                 await files.close()
 
     @contextlib.contextmanager
-    def _pinned(self, name: str) -> Iterator[None]:
+    def _pinned(self, step: int | None) -> Iterator[None]:
         """Keep retention from deleting a checkpoint during the block."""
+        name = self._root.name or str(step)
         self.pinned[name] += 1
         try:
             yield
