@@ -1,8 +1,8 @@
 """The processes of one session: chosen at first use, with one handshake and numbered calls."""
 
-# Rule 1: calls are numbered in the caller's thread, before anything in them can fail: if processes
-#   make the same calls in the same order, equal numbers mean the same call. A process that has left
-#   out a call finds the failed round of the others, and adds one to its later numbers. If it comes
+# Rule 1: calls are numbered in the caller's thread, those that fail there too: if processes make
+#   the same calls in the same order, equal numbers mean the same call. A process that has left out
+#   a call finds the failed round of the others, and adds one to its later numbers. If it comes
 #   while they wait, all fail, and they leave out the calls that it has made meanwhile
 #   (`call_order.py`): each subtracts one from the later numbers.
 # Rule 2: a call that fails before its round exists ends that round on all processes, which would

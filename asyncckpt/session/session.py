@@ -284,7 +284,7 @@ class Session:
         """
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too: the call has its number, as on the others
             self.refuse(kind, name, error)
             raise
 

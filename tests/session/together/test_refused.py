@@ -80,6 +80,26 @@ def test_a_step_that_is_no_step_on_one_process_fails_on_all(
 
 
 @pytest.mark.parametrize("process", [0, 1])
+def test_a_save_that_is_interrupted_before_it_begins_fails_on_all(job: Job, process: int) -> None:
+    class Interrupted(Broken):
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyboardInterrupt
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        if this == process:
+            with pytest.raises(KeyboardInterrupt):
+                await ckpt.save(2, {"model": Interrupted()})
+        else:
+            with pytest.raises(SaveAbortedError, match="the call was cancelled there"):
+                await ckpt.save(2, state())
+        await ckpt.save(3, state())
+        return await ckpt.latest_step()
+
+    assert job.play(part) == [3] * job.count
+
+
+@pytest.mark.parametrize("process", [0, 1])
 def test_a_one_shot_restore_that_fails_before_it_begins_fails_on_all(
     job: Job, process: int
 ) -> None:
