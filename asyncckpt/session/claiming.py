@@ -58,25 +58,23 @@ class Claiming:
                 other writers out.
             StoreError: the claim could not be made.
         """
+        if self._one_shot:
+            return 0
         if self._lost is not None:
             # A copy each time: an error raised again would become its own context.
             raise copy.copy(self._lost)
         async with self._lock:
             if self._epoch is None:
-                if not self._one_shot:
-                    await self._root.refuse_checkpoint()
+                await self._root.refuse_checkpoint()
                 claim = await self._first_claim()
                 self._epoch = 0 if claim is None else claim.epoch
         return self._epoch
 
-    def note(self, error: BaseException) -> None:
-        """Remember that the claim was taken over, if the error says so."""
-        if isinstance(error, FencedError):
-            self._lost = self._lost or copy.copy(error)
+    def note(self, error: FencedError) -> None:
+        """Remember that the claim was taken over."""
+        self._lost = self._lost or copy.copy(error)
 
     async def _first_claim(self) -> Claim | None:
-        if self._one_shot:
-            return None
         if self._processes.alone:
             return await self._claim() if self._takeover else None
         while True:
