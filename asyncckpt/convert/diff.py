@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sys
 import time
@@ -17,7 +16,7 @@ from asyncckpt.convert.source import Runtimes, options_of, shares
 from asyncckpt.convert.tiles import band_nbytes, runs, tiles
 from asyncckpt.errors import DeadlineExceededError
 from asyncckpt.flow.driver import check_loop
-from asyncckpt.flow.shield import together
+from asyncckpt.flow.shield import together, within
 from asyncckpt.options import LOCAL_CONCURRENCY, RestoreOptions
 from asyncckpt.reports import DiffReport, LeafDifference, Progress
 from asyncckpt.runtime import Runtime
@@ -102,16 +101,14 @@ async def diff(
 
     async def work() -> DiffReport:
         begun = time.perf_counter()
-        try:
-            async with asyncio.timeout(chosen.deadline_s):
-                a = await runtimes.open(first, first_options, cache // 2)
-                b = await runtimes.open(second, second_options, cache // 2)
-                return await _compare(a, b, values, begun)
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"{first}: the comparison did not finish within {chosen.deadline_s} s; raise "
-                "RestoreOptions.deadline_s"
-            ) from None
+        late = DeadlineExceededError(
+            f"{first}: the comparison did not finish within {chosen.deadline_s} s; raise "
+            "RestoreOptions.deadline_s"
+        )
+        async with within(chosen.deadline_s, late):
+            a = await runtimes.open(first, first_options, cache // 2)
+            b = await runtimes.open(second, second_options, cache // 2)
+            return await _compare(a, b, values, begun)
 
     return await runtimes.run(work)
 

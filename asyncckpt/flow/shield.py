@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
@@ -103,6 +104,22 @@ async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:
         await cleanup
     except AsyncCheckpointError as failure:
         error.add_note(f"cleaning up failed too: {failure}")
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float | None, late: Exception) -> AsyncIterator[None]:
+    """Cancel the block after some seconds, None for never, and raise `late` instead.
+
+    A `TimeoutError` of the block itself goes through.
+    """
+    timeout = asyncio.timeout(seconds)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise late from None
 
 
 def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -23,6 +22,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     DeadlineExceededError,
 )
+from asyncckpt.flow.shield import within
 from asyncckpt.format.foreign.orbax_read import UNFINISHED
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.ports import CallIn, CheckpointFiles, Exchange, ExchangingCoordinator
@@ -85,15 +85,13 @@ class Reads:
         deadline_s = request.options.deadline_s
 
         async def restore(files: CheckpointFiles, number: int | None) -> RestoreOutcome:
-            try:
-                async with asyncio.timeout(deadline_s):
-                    return await run_restore(self._runtime, files, number, request, agreement)
-            except TimeoutError:
-                raise DeadlineExceededError(
-                    f"{files.location}: the restore did not finish within {deadline_s} s and was "
-                    "aborted; raise RestoreOptions.deadline_s",
-                    location=files.location,
-                ) from None
+            late = DeadlineExceededError(
+                f"{files.location}: the restore did not finish within {deadline_s} s and was "
+                "aborted; raise RestoreOptions.deadline_s",
+                location=files.location,
+            )
+            async with within(deadline_s, late):
+                return await run_restore(self._runtime, files, number, request, agreement)
 
         outcome = await self._read("restore", step, restore)
         if notes := progress_notes(request.progress):

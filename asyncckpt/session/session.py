@@ -39,7 +39,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
-from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.flow.shield import uninterrupted, within
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import SaveReport
@@ -387,16 +387,13 @@ class Session:
     async def _save_together(
         self, request: SaveRequest, state: SaveState, busy: bool | None, number: int
     ) -> SaveReport:
-        # The handshake counts against the deadline, too.
-        try:
-            async with asyncio.timeout(request.options.deadline_s):
-                round_ = await self.processes.round("save", number, _call(request.step))
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"{self.root.url}: not all processes came to save step {request.step} within "
-                f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
-                location=self.root.url,
-            ) from None
+        late = DeadlineExceededError(
+            f"{self.root.url}: not all processes came to save step {request.step} within "
+            f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
+            location=self.root.url,
+        )
+        async with within(request.options.deadline_s, late):  # the handshake counts, too
+            round_ = await self.processes.round("save", number, _call(request.step))
         async with round_.alive():  # also between its two parts
             if busy is not None and await self._overlaps(round_, busy):
                 location = self.root.location(request.name)

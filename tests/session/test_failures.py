@@ -305,6 +305,17 @@ async def test_a_restore_past_its_deadline_is_aborted(tmp_path: Path) -> None:
         assert (await ckpt.restore())["step"] == 1
 
 
+@pytest.mark.parametrize("deadline_s", [None, 60.0])
+async def test_a_timeout_of_the_store_is_no_deadline_of_the_restore(
+    tmp_path: Path, deadline_s: float | None
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE)
+        Script(ckpt).fail("read_into", TimeoutError("the mount"))
+        with pytest.raises(TimeoutError, match="the mount"):
+            await ckpt.restore(options=asyncckpt.RestoreOptions(deadline_s=deadline_s))
+
+
 async def test_overlapping_saves_wait_or_are_skipped_or_are_an_error(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         publish = Script(ckpt).hold("publish")
