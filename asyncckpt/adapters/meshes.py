@@ -21,7 +21,7 @@ class Mesh:
     Attributes:
         processes: the process at each coordinate.
         members: the processes of the mesh, each once, in ascending order.
-        text: shape and processes, as a canonical text.
+        text: shape and processes, as a short text that is equal for equal meshes.
         pattern: the same with positions among the members instead of the processes.
     """
 
@@ -31,9 +31,11 @@ class Mesh:
         self.processes = np.asarray(processes, np.int64)
         self.members = interned(tuple(np.unique(self.processes).tolist()))
         shape = "x".join(map(str, self.processes.shape))
-        self.text = f"{shape}[{','.join(_runs_text(self.processes.ravel()))}]"
-        places = np.searchsorted(self.members, self.processes.ravel())
-        self.pattern = f"{shape}[{','.join(_runs_text(places))}]"
+        numbers = self.processes.ravel()
+        places = np.searchsorted(self.members, numbers)
+        self.text, self.pattern = (
+            shortened(f"{shape}[{','.join(map(str, each.tolist()))}]") for each in (numbers, places)
+        )
         self._coordinates: dict[int, tuple[Coordinate, ...]] = {}
         self._holders: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
 
@@ -73,22 +75,3 @@ def shortened(text: str) -> str:
     if len(text) <= _TEXT_LENGTH:
         return text
     return "sha256 " + hashlib.sha256(text.encode()).hexdigest()
-
-
-def _runs_text(processes: npt.NDArray[np.int64]) -> list[str]:
-    """Return the numbers, with runs of equal ones and of ascending ones written short."""
-    numbers = processes.tolist()
-    found: list[str] = []
-    at = 0
-    while at < len(numbers):
-        for step, sign in ((0, "x"), (1, "+")):
-            end = at + 1
-            while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
-                end += 1
-            if end - at > 1:
-                found.append(f"{numbers[at]}{sign}{end - at}")
-                break
-        else:
-            found.append(str(numbers[at]))
-        at = end
-    return found

@@ -253,5 +253,5 @@ def _layout_texts(mesh: Mesh, layout: Layout) -> tuple[str, str]:
         )
         for cuts in layout
     ]
-    text, pattern = [f"{each} {','.join(axes)}" for each in (mesh.text, mesh.pattern)]
-    return shortened(text), shortened(pattern)
+    layout_text = ",".join(axes)
+    return f"{mesh.text} {layout_text}", f"{mesh.pattern} {layout_text}"
