@@ -82,7 +82,6 @@ class Saving:
         )
         self._written: Outcome[None] = Outcome()
         self._consent: Outcome[Mapping[str, Any]] = Outcome()
-        self._over: Outcome[None] = Outcome()
         self._pending: BlockingPendingSave | None = None
 
     def write(self, tree: dict[str, Any], *, overwrite: bool) -> None:
@@ -142,7 +141,7 @@ class Saving:
     def leave(self) -> None:
         """End a save whose outcome this rank does not know: wait briefly for it, then abort."""
         if self._pending is not None:
-            wait_quietly(self._over, OUTCOME_S)
+            wait_quietly(self._pending._job.future, OUTCOME_S)
         self.abandon()
 
     def drop(self) -> None:
@@ -185,7 +184,6 @@ class Saving:
     def _end(self, _: object) -> None:
         self._end_wait()
         _layouts.append(self._layouts)
-        self._over.set_result(None)
         self._session.begin_close()
 
     def _end_wait(self) -> None:
