@@ -28,7 +28,6 @@ from asyncckpt.convert.destination import Facts, Target, is_banded
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
 from asyncckpt.convert.tiles import tiles
-from asyncckpt.errors import UsageError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.shield import cleaned_up, leading_error, to_completion, together
 from asyncckpt.options import SLOT_NBYTES
@@ -53,11 +52,6 @@ async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Fa
         StoreError: writing failed. Nothing remains.
     """
     runtime, store = target.runtime, target.store
-    if not isinstance(store, ExportingStore):
-        raise UsageError(
-            f"{target.location}: this store takes checkpoints only, no safetensors files; "
-            "convert to a path or URL"
-        )
     plan = await runtime.engine.compute.run(_plan, target, reader, taken)
     reader.in_order([taken.array_leaf[tensor.number] for tensor in plan.tensors])
     total = sum(plan.file_nbytes)
@@ -70,7 +64,8 @@ async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Fa
     # Windows are one slot long, so that each can also be a part of an upload.
     pool = runtime.window_pool(store.capabilities, Sizes(total, SLOT_NBYTES, concurrency))
     single = target.max_file_nbytes is None
-    attempt = await store.begin_export(
+    # A destination is a path or URL (`format_of`), and their stores take files of other formats.
+    attempt = await cast(ExportingStore, store).begin_export(
         target.name,
         uuid.uuid4().hex,
         overwrite=target.overwrite,
