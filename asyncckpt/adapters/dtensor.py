@@ -154,7 +154,8 @@ def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | No
     that it belongs to, if both have one shape, as moments have; else to None. Returns None for an
     object that is no optimizer, has no `param_groups`, and no optimizer among its attributes.
     """
-    wrapped = [one for one in _attributes(owner) if isinstance(one, torch.optim.Optimizer)]
+    attributes = [*getattr(owner, "__dict__", {}).values()]
+    wrapped = [one for one in attributes if isinstance(one, torch.optim.Optimizer)]
     lists = [_parameters(one) for one in (owner, *wrapped)]
     if not any(lists):
         return None
@@ -174,10 +175,6 @@ def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | No
         return torch.empty_like(alike[0].detach(), dtype=dtype)
 
     return make
-
-
-def _attributes(owner: object) -> Sequence[object]:
-    return [*getattr(owner, "__dict__", {}).values()]
 
 
 def _parameters(owner: object) -> list[Any]:
