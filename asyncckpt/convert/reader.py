@@ -178,13 +178,11 @@ class LeafReader:
         self.specs = [opened.leaf_spec(own) if own else None for own in self.pieces]
         self._counts = [storage.grid.chunk_count for storage in opened.storages]
         self._leaf_of = {p.array: leaf for leaf, own in enumerate(self.pieces) for p in own}
-        # Arrays that are not tied to others, the first row of each, and decoded bytes per row.
-        tied, specs = opened.arrays.tied, opened.arrays.spec
-        owners = [a for a, kind in enumerate(specs) if a not in tied and self._counts[kind]]
-        self._owners, self._owner_rows = np.array(owners, np.int64), opened.stored.first_row[owners]
+        # Per row its array, the first of those that are tied, and its decoded bytes.
+        own, kind = opened.arrays.own(), opened.stored.kind
+        self._row_array = np.repeat(own, np.array(self._counts, np.int64)[kind[own]])
         sizes = np.array([storage.chunk_nbytes for storage in opened.storages], np.int64)
-        counts = np.diff(self._owner_rows, append=opened.row_count)
-        self._row_nbytes = np.repeat(sizes[opened.stored.kind[self._owners]], counts)
+        self._row_nbytes = sizes[kind[self._row_array]]
         self._turn = np.zeros(opened.row_count, np.int64)
         self.in_order(range(len(self.pieces)))
         self._indices: dict[int, LeafIndex] = {}
@@ -279,11 +277,10 @@ class LeafReader:
     def _destinations(self, rows: Sequence[int]) -> tuple[Destinations, list[Values]]:
         numbers = np.array(rows, np.int64)
         arena = Arena(int(self._row_nbytes[numbers].sum()))
-        owners = np.searchsorted(self._owner_rows, numbers, side="right") - 1
-        arrays = self._owners[owners].tolist()
-        cells = (numbers - self._owner_rows[owners]).tolist()
+        arrays = self._row_array[numbers]
+        cells = numbers - self.opened.stored.first_row[arrays]
         destinations, memories = Destinations(), list[Values]()
-        for array, cell in zip(arrays, cells, strict=True):
+        for array, cell in zip(arrays.tolist(), cells.tolist(), strict=True):
             storage = self.opened.storage(array)
             grid, dtype = storage.grid, DTYPES[storage.spec.dtype]
             box = None
