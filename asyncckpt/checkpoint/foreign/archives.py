@@ -132,8 +132,7 @@ class Archives:
             raise archive.corrupt(
                 f"{spec} from byte {start} on does not fit into its {archive.nbytes} bytes"
             )
-        order = None if layout.plain else layout
-        return Run(box.offset, box.shape, file, archive.base + start, order)
+        return Run(box.offset, box.shape, file, archive.base + start, layout)
 
     def _value(self, archive: Archive, entry: Entry) -> object:
         """Return the value of an archive, and locate the tensors in it."""
@@ -144,12 +143,11 @@ class Archives:
         starts = archive.payloads(nbytes, sizes) if tensors else {}
         file = self._file_numbers[entry.items[0].file]
         for tensor in tensors:
-            shape, order, start = tensor.shape, None, 0
+            shape, layout, start = tensor.shape, None, 0
             if 0 not in shape:
                 layout = layout_of(archive, tensor, shape, tensor.dtype)
-                order = None if layout.plain else layout
                 start = starts[tensor.storage.key] + tensor.offset * ITEMSIZES[tensor.dtype]
-            run = Run((0,) * len(shape), shape, file, archive.base + start, order)
+            run = Run((0,) * len(shape), shape, file, archive.base + start, layout)
             self.inner_runs[id(tensor)] = run
         return value
 
