@@ -97,10 +97,6 @@ class SavedDtype(Stub):
 
     __slots__ = ("code", "order")
 
-    def set_code(self, code: str) -> None:
-        """Set kind and size."""
-        self.code = code[:80]
-
     def set_state(self, state: object) -> dict[str, object]:
         """Set the byte order. The rest of the state describes dtypes that are not read."""
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|"):
@@ -180,7 +176,7 @@ def _dtype(arguments: tuple[Any, ...], allowance: Allowance) -> SavedDtype:
         raise ValueError("it makes a numpy.dtype of something other than its name")
     allowance.take(SavedDtype.__basicsize__)
     made = SavedDtype()
-    made.set_code(arguments[0])
+    made.code = arguments[0][:80]
     return made
 
 
