@@ -115,7 +115,7 @@ class _Zarr3(Document):
         document = self.members(data)
         if document.get("node_type") == "group":
             return None
-        if document.get("zarr_format") != 3 or isinstance(document.get("zarr_format"), bool):
+        if document.get("zarr_format") != 3:
             raise self.unsupported("zarr_format", document.get("zarr_format"), 3)
         if document.get("node_type") != "array":
             raise self.unsupported("node_type", document.get("node_type"), "array")

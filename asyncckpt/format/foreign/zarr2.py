@@ -35,9 +35,8 @@ def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
 class _Zarr2(Document):
     def decode(self, data: bytes) -> ZarrArray:
         document = self.members(data)
-        version = document.get("zarr_format")
-        if version != 2 or isinstance(version, bool):
-            raise self.unsupported("zarr_format", version, 2)
+        if document.get("zarr_format") != 2:
+            raise self.unsupported("zarr_format", document.get("zarr_format"), 2)
         for name in _REQUIRED:
             if name not in document:
                 raise self.fault(f"its {name} is missing")
