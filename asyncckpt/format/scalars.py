@@ -66,12 +66,10 @@ def encode_scalar(value: Scalar) -> tuple[str, JsonValue]:
     if isinstance(value, complex):
         return "complex", [_float_bits(value.real), _float_bits(value.imag)]
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raw = value.encode("utf-8", "surrogatepass")
-            return "str", {"utf8": base64.b64encode(raw).decode()}
-        return "str", str(value)
+        if is_unicode(value):
+            return "str", str(value)
+        raw = value.encode("utf-8", "surrogatepass")
+        return "str", {"utf8": base64.b64encode(raw).decode()}
     if isinstance(value, bytes):
         return "bytes", base64.b64encode(value).decode()
     raise UnsupportedLeafError(
