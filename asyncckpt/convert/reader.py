@@ -145,11 +145,10 @@ class Blocks:
         return self._used + nbytes <= self._capacity or not self._blocks
 
     def _drop(self, block: Block) -> None:
-        if block in self._blocks:
-            del self._blocks[block]
-            self._used -= block.nbytes
-            for row in block.rows:
-                del self._of_row[row]
+        del self._blocks[block]
+        self._used -= block.nbytes
+        for row in block.rows:
+            del self._of_row[row]
         self._changed.notify_all()
 
 
