@@ -97,6 +97,8 @@ class SavedDtype(Stub):
 
     __slots__ = ("code", "order")
 
+    code: str
+
     def set_state(self, state: object) -> dict[str, object]:
         """Set the byte order. The rest of the state describes dtypes that are not read."""
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|"):

@@ -73,10 +73,8 @@ class Archive:
         member = self._first()
         try:
             tensor, nbytes = load_tensor(self.pickle(), allowance)
-        except CorruptCheckpointError:
-            if len(self.data) < min(self.nbytes, LONG_HEAD_NBYTES):
-                raise ShortHeadError from None
-            raise
+        except CorruptCheckpointError as error:
+            raise self._short_or(error) from None
         wanted = f"data/{tensor.storage.key}"
         for _ in range(_MAX_MEMBERS):
             end = self._end(member, nbytes)
@@ -170,17 +168,21 @@ class Archive:
             return member.nbytes
         end = self.data.find(_DESCRIPTOR_MAGIC, member.start, member.start + _MAX_SMALL_NBYTES + 4)
         if end < 0:
-            if len(self.data) < min(self.nbytes, member.start + _MAX_SMALL_NBYTES + 4):
-                raise ShortHeadError
-            raise self.corrupt(f"its member {member.name[:80]!r} does not end", member.start)
+            error = self.corrupt(f"its member {member.name[:80]!r} does not end", member.start)
+            raise self._short_or(error)
         return end - member.start
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
         if at + nbytes > self.nbytes:
             raise self.corrupt("it ends inside the header of a member", self.nbytes)
         if at + nbytes > len(self.data):
-            raise ShortHeadError
+            raise self._short_or(self.corrupt("its head is too long", at))
         return self.data[at : at + nbytes]
+
+    def _short_or(self, error: CorruptCheckpointError) -> Exception:
+        """Return the error, or a demand for the longest head if less has been read."""
+        longest = min(self.nbytes, LONG_HEAD_NBYTES)
+        return ShortHeadError() if len(self.data) < longest else error
 
     def corrupt(self, reason: str, at: int = 0) -> CorruptCheckpointError:
         """Return the error for damage at byte `at` of the archive."""

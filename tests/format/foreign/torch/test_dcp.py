@@ -31,7 +31,7 @@ from asyncckpt.format.foreign.torch.torch_pickle import (
     SavedTensor,
     metadata_names,
 )
-from asyncckpt.format.foreign.torch.torch_zip import Archive, ShortHeadError
+from asyncckpt.format.foreign.torch.torch_zip import LONG_HEAD_NBYTES, Archive, ShortHeadError
 from asyncckpt.format.foreign.torch.unpickle import (
     ALLOWANCE_RATIO,
     Allowance,
@@ -466,6 +466,17 @@ def test_an_archive_cut_anywhere_is_short_or_corrupt(value: object) -> None:
                 assert 1000 <= (error.offset or 0) <= 1000 + len(data)
             except ShortHeadError:
                 assert nbytes > end
+
+
+def test_a_head_is_corrupt_if_it_is_longer_than_what_is_read_at_last() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as new:
+        new.writestr("a" * (LONG_HEAD_NBYTES - 20) + "/data.pkl", b"")
+    data = buffer.getvalue()
+    with pytest.raises(ShortHeadError):
+        archive(data[:1000], len(data)).tensor(Allowance(MIB))
+    with pytest.raises(CorruptCheckpointError, match="too long"):
+        archive(data[:LONG_HEAD_NBYTES], len(data)).tensor(Allowance(MIB))
 
 
 @given(st.data())
