@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from asyncckpt.arguments import Location
@@ -108,7 +109,8 @@ class Saving:
                 consent=Consent(self._ask, self._given),
             )
             self._pending = pending
-            pending._job.future.add_done_callback(self._end)
+            # Ctrl-C in `add_done_callback` could lock the future (`flow.threads.Outcome`).
+            session.runtime.engine.post(partial(pending._job.future.add_done_callback, self._end))
             wait_quietly(self._written)
             if pending.done():
                 pending.result()
