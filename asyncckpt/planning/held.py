@@ -18,7 +18,7 @@ import numpy.typing as npt
 from asyncckpt.planning.balance import Holders
 from asyncckpt.planning.grid import WHOLE_NBYTES
 from asyncckpt.planning.leaves import Arrays, LeafLayout, Part
-from asyncckpt.planning.overlap import BoxIndex, contiguous_runs, runs_within
+from asyncckpt.planning.overlap import BoxIndex, cells_between, runs_within
 from asyncckpt.planning.table import Column, expanded
 from asyncckpt.spec import Box, ChunkGrid, Shard
 
@@ -101,8 +101,10 @@ def _whole(part: Part, count: int, holders: Holders) -> HeldChunks:
     if not holders.includes_own[kind]:
         return NOTHING
     cells, zeros = np.arange(count), np.zeros(count, np.int64)
-    whole = Box.whole(part.grid.shape)
-    start, nbytes = contiguous_runs(part.grid, part.spec.itemsize, cells, whole)
+    grid, spec = part.grid, part.spec
+    start, nbytes = zeros, zeros + spec.nbytes
+    if grid.chunk_shape != grid.shape:  # otherwise a small array of one chunk, as most are
+        start, nbytes = runs_within(grid, spec.itemsize, cells, (0,) * len(grid.shape), grid.shape)
     return HeldChunks(cells, start, zeros, nbytes, zeros + kind if kind else zeros)
 
 
@@ -159,7 +161,7 @@ class HeldShards:
         if len(at) < len(cells) and len(self._kinds):
             kinds[:] = self._sets.common(self._kinds.tolist())
         kinds[at] = self._kinds[near[holder]]
-        _, nbytes = contiguous_runs(grid, itemsize, cells, Box.whole(grid.shape))
+        _, nbytes = runs_within(grid, itemsize, cells, (0,) * len(grid.shape), grid.shape)
         return HeldChunks(cells, start, shard, nbytes, kinds)
 
     def boxes(self, array: int) -> list[HeldBox]:
@@ -178,19 +180,10 @@ def _cells_inside(
 
     `starts` and `stops` are those of each shard in the array; they may be outside of it.
     """
-    if not grid.shape:
-        return np.zeros(min(1, len(starts)), np.int64), np.zeros(min(1, len(starts)), np.int64)
     chunk, shape = np.array(grid.chunk_shape, np.int64), np.array(grid.shape, np.int64)
     low = -(-np.maximum(starts, 0) // chunk)
     high = np.where(stops >= shape, np.array(grid.counts, np.int64), stops // chunk)
-    spans = np.maximum(high - low, 0)
-    which, rest = expanded(spans.prod(axis=1))
-    cells = np.zeros(len(which), np.int64)
-    stride = 1
-    for axis in reversed(range(len(grid.shape))):
-        rest, place = np.divmod(rest, spans[which, axis])
-        cells += (low[which, axis] + place) * stride
-        stride *= grid.counts[axis]
+    which, cells = cells_between(grid, low, np.maximum(high - low, 0))
     # Stable: of equal shards the first comes first.
     order = np.argsort(cells, kind="stable")
     cells, which = cells[order], which[order]

@@ -1,4 +1,4 @@
-"""Overlaps among many boxes, boxes of a run of elements, and runs of chunks in boxes."""
+"""Overlaps among many boxes, boxes of a run of elements, chunks in ranges, and runs in boxes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from asyncckpt.planning.table import Column
+from asyncckpt.planning.table import Column, expanded
 from asyncckpt.spec import Box, ChunkGrid
 
 _NONE = np.zeros(0, np.int64)
@@ -83,19 +83,18 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterat
         yield Box((index, *box.offset), (1, *box.shape))
 
 
-def contiguous_runs(
-    grid: ChunkGrid, itemsize: int, rows: Column, box: Box
-) -> tuple[Column, Column]:
-    """Return, per chunk, its position in the C-order memory of `box`, and its bytes.
+def cells_between(grid: ChunkGrid, first: Column, counts: Column) -> tuple[Column, Column]:
+    """Return the chunks in ranges of cells: the range of each, and its number in C order.
 
-    The position is a byte offset if the chunk lies whole in the box, as one run of bytes that is
-    also the beginning of the chunk's payload (so that padding trails), else -1. The size is that of
-    the chunk clipped to the array. `rows` are numbers of chunks in the array; the box has its
-    coordinates, and may reach past it.
+    `first` and `counts` have a row per range and a column per axis: its first cell, and how many.
     """
-    if len(rows) == 1 and grid.chunk_shape == grid.shape == box.shape and not any(box.offset):
-        return np.zeros(1, np.int64), np.array([math.prod(grid.shape) * itemsize], np.int64)
-    return runs_within(grid, itemsize, rows, box.offset, box.shape)
+    which, place = expanded(counts.prod(axis=1))
+    cells, stride = np.zeros(len(which), np.int64), 1
+    for axis in reversed(range(len(grid.shape))):
+        place, at = np.divmod(place, counts[which, axis])
+        cells += (first[which, axis] + at) * stride
+        stride *= grid.counts[axis]
+    return which, cells
 
 
 def runs_within(
@@ -105,7 +104,19 @@ def runs_within(
     offsets: Sequence[int | Column],
     shapes: Sequence[int | Column],
 ) -> tuple[Column, Column]:
-    """Do as `contiguous_runs` with a box per row: a column of offsets and of lengths per axis."""
+    """Return, per chunk, its position in the C-order memory of a box, and its bytes.
+
+    The position is a byte offset if the chunk lies whole in the box, as one run of bytes that is
+    also the beginning of the chunk's payload (so that padding trails), else -1. The size is that of
+    the chunk clipped to the array.
+
+    Args:
+        grid: that of the array.
+        itemsize: bytes per element.
+        rows: numbers of chunks in the array.
+        offsets: per axis the offset of the box in the array, or a column with one for each row.
+        shapes: likewise its lengths; it may reach past the array.
+    """
     if not len(rows) or not grid.shape:
         return np.zeros(len(rows), np.int64), np.full(len(rows), itemsize, np.int64)
     cells = np.unravel_index(rows, grid.counts)

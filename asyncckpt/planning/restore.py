@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.planning.overlap import runs_within
+from asyncckpt.planning.overlap import cells_between, runs_within
 from asyncckpt.planning.table import Column, Table, expanded
 from asyncckpt.spec import Box, ChunkGrid
 
@@ -280,17 +280,11 @@ def _overlaps(
     first = offset // chunk
     counts = -(-(offset + length) // chunk) - first
     counts[(length == 0).any(1)] = 0
-    sizes = counts.prod(axis=1)
-    box_of, place = expanded(sizes)
-    rows, stride = np.zeros(len(place), np.int64), 1
-    for axis in reversed(range(len(shape))):
-        place, cell = np.divmod(place, counts[box_of, axis])
-        rows += (first[box_of, axis] + cell) * stride
-        stride *= grid.counts[axis]
+    box_of, rows = cells_between(grid, first, counts)
     starts, nbytes = runs_within(
         grid, itemsize, rows, list(offset[box_of].T), list(length[box_of].T)
     )
-    return sizes, rows, starts if direct else np.full(len(rows), -1, np.int64), nbytes
+    return counts.prod(axis=1), rows, starts if direct else np.full(len(rows), -1, np.int64), nbytes
 
 
 def coalesce(
