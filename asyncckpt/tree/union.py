@@ -16,7 +16,7 @@ from asyncckpt.tree.per_process import TYPE_NAME as PER_PROCESS
 from asyncckpt.tree.structure import KEYED, Node, Structure
 
 Place = tuple[int, int]
-"""A tree, and a child in it, encoded as in `Node.children`."""
+"""A tree, and the ordinal of a leaf or the index of a node in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +64,21 @@ class _Merger:
 
     def run(self) -> MergedTree:
         roots = [(number, 0) for number in range(len(self._trees))]
-        single = [not tree.nodes for tree in self._trees]
-        if all(single):
-            self._leaf(roots)
-        elif any(single):
-            raise self._kinds_differ("", roots, single)
-        else:
-            self._node("", roots)
+        self._merge("", roots, [not tree.nodes for tree in self._trees])
         nodes = [node for node in self._nodes if node is not None]
         structure = Structure(tuple(nodes), self._leaf_count)
         return MergedTree(structure, tuple(self._leaves), self._keys_differ)
 
-    def _child(self, path: str, places: Sequence[Place]) -> int:
-        """Merge one child; return it as in `Node.children`. Recurses to the tree's depth."""
-        leaf = [child >= 0 for _, child in places]
-        if all(leaf):
-            return self._leaf(places)
-        if any(leaf):
-            raise self._kinds_differ(path, places, leaf)
-        return -self._node(path, [(tree, -child) for tree, child in places])
+    def _merge(self, path: str, places: Sequence[Place], leaf: Sequence[bool]) -> int:
+        """Merge what the trees have at a path; return it as in `Node.children`.
 
-    def _leaf(self, places: Sequence[Place]) -> int:
+        `leaf` has whether each place is that of a leaf. Recurses to the tree's depth.
+        """
+        if not any(leaf):
+            return -self._node(path, places)
+        if not all(leaf):
+            one, other = leaf.index(True), leaf.index(False)
+            raise self._differ(path, places[one][0], "a leaf", places[other][0], "a container")
         for tree, ordinal in places:
             self._leaves[tree][ordinal] = self._leaf_count
         self._leaf_count += 1
@@ -98,7 +92,7 @@ class _Merger:
         for tree, node in others:
             if node.kind != first.kind:
                 raise self._differ(path, lead, f"a {first.kind}", tree, f"a {node.kind}")
-        below: dict[Key, list[Place]] = {}
+        below: dict[Key, list[Place]] = {}  # children as in `Node.children`
         for tree, node in nodes:
             keys: Sequence[Key] = node.keys if node.kind in KEYED else range(len(node.children))
             for key, child in zip(keys, node.children, strict=True):
@@ -110,11 +104,12 @@ class _Merger:
         keys = tuple(below)
         parts: Sequence[object] = keys
         if first.kind in KEYED:
-            parts = escape_keys(keys, set(map(type, keys))) if keys else ()
+            parts = escape_keys(keys, set(map(type, keys)))
         children: list[int] = []
         for part, found in zip(parts, below.values(), strict=True):
             inner = path if first.kind == "stateful" else f"{path}/{part}" if path else str(part)
-            children.append(self._child(inner, found))
+            places = [(tree, abs(child)) for tree, child in found]
+            children.append(self._merge(inner, places, [child >= 0 for _, child in found]))
         self._nodes[number] = Node(
             first.kind, keys if first.kind in KEYED else (), tuple(children), first.type_name
         )
@@ -129,12 +124,6 @@ class _Merger:
             having = {tree for tree, _ in places}
             lacking = next(tree for tree, _ in nodes if tree not in having)
             raise self._differ(path, places[0][0], f"an entry {key!r}", lacking, "none")
-
-    def _kinds_differ(
-        self, path: str, places: Sequence[Place], leaf: Sequence[bool]
-    ) -> TreeMismatchError:
-        one, other = leaf.index(True), leaf.index(False)
-        return self._differ(path, places[one][0], "a leaf", places[other][0], "a container")
 
     def _differ(
         self, path: str, one: int, found: str, other: int, instead: str
