@@ -32,7 +32,7 @@ class MergedLeaf:
         kind: kind of a scalar, or the framework of the lowest process that has it.
         spec: shape and dtype of an array; None for a scalar.
         extra: facts that are stored beside the bytes, as JSON; empty for none.
-        processes: those that have it; equal sets are one object.
+        processes: those that have it, ascending; equal sets are one object.
         tied_to: ordinal of the earlier leaf whose bytes it shares in every process that has it.
         partition: how these processes divide the array; None if each has all of it.
         shards: all shards of an array if a partition does not describe them.

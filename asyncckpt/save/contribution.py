@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +58,7 @@ def entries_of(
         scalar=np.array(list(snapshot.scalars), np.int64),
         scalar_crc=scalar_checksums(snapshot),
         facts={
-            "scalars": _only_here(snapshot, process),
+            "scalars": [(leaf, snapshot.values[leaf]) for leaf in snapshot.only_here],
             "spans": payload.timeline.rows(1),
             "times": times,
             "overwrite": overwrite,
@@ -71,16 +70,6 @@ def part_of(entries: Entries, host: str) -> ProcessPart:
     """Return a process' line of the report."""
     nbytes = sum(file.nbytes for file in entries.files)
     return ProcessPart(entries.process, host, nbytes, len(entries.files), *entries.facts["times"])
-
-
-def _only_here(snapshot: Snapshot, process: int) -> list[tuple[int, Any]]:
-    """Return the scalars that process 0 lacks, if this is the lowest process that has them."""
-    lacking = snapshot.lacking
-    return [
-        (leaf, snapshot.values[leaf])
-        for leaf in snapshot.scalars
-        if min(lacking.get(leaf, (0,))) == process > 0
-    ]
 
 
 def scalar_checksums(snapshot: Snapshot) -> npt.NDArray[np.uint32]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -55,7 +55,7 @@ class Snapshot:
         extra: facts saved with the bytes, by leaf index.
         nbytes: bytes of all arrays; tied ones count once.
         held: what this process holds of each array, where others have another tree; by array index.
-        lacking: leaves that process 0 lacks, and the processes that have them; by leaf index.
+        only_here: leaf indices of scalars that process 0 lacks, and learns from this process.
         uneven: some leaves are on some of the processes only.
     """
 
@@ -69,8 +69,8 @@ class Snapshot:
     tied: dict[int, int] = field(default_factory=dict)
     extra: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     nbytes: int = 0
-    held: Mapping[int, OwnPart] = field(default_factory=dict)
-    lacking: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    held: dict[int, OwnPart] = field(default_factory=dict)
+    only_here: list[int] = field(default_factory=list)
     uneven: bool = False
 
     def add(self, leaf: int, source: Source, adapter: ArrayAdapter, first: int) -> None:
@@ -229,18 +229,16 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
     number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
     whole = Snapshot(merged.structure, [leaf.path for leaf in merged.leaves])
     numbers: dict[int, int] = {}
-    held: dict[int, OwnPart] = {}
-    lacking: dict[int, Sequence[int]] = {}
     numpy: ArrayAdapter = NumpyAdapter()
     for ordinal, leaf in enumerate(merged.leaves):
         mine = own.get(ordinal)
         whole.kinds.append(leaf.kind)
-        if 0 not in leaf.processes:
-            lacking[ordinal] = leaf.processes
         if leaf.spec is None:
             whole.values.append(None if mine is None else snapshot.values[mine])
             if mine is not None:
                 whole.scalars[ordinal] = snapshot.scalars[mine]
+                if process == leaf.processes[0] > 0:
+                    whole.only_here.append(ordinal)
             continue
         whole.values.append(None)
         number = numbers[ordinal] = len(whole.sources)
@@ -249,14 +247,13 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
         else:
             place = number_of[mine]
             source, adapter = snapshot.sources[place], snapshot.sources.adapter(place)
-        held[number] = own_part(
+        whole.held[number] = own_part(
             leaf, process, process_count, shards=source.shards, partition=source.partition
         )
         first = number if leaf.tied_to is None else numbers[leaf.tied_to]
         whole.add(ordinal, source, adapter, first)
         if leaf.extra:
             whole.extra[ordinal] = json.loads(leaf.extra)
-    whole.held, whole.lacking = held, lacking
     whole.uneven = any(len(leaf.processes) < process_count for leaf in merged.leaves)
     return whole
 
