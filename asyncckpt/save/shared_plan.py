@@ -145,8 +145,11 @@ class SharedPlan:
         run_id = self.round_.group.run_id
         known = kept is not None and kept.run_id == run_id
         own = _Proposal(change, digest, partial, kept.digest if kept else "", known, limits)
-        leads = self.round_.leads
-        answer = await (self._settle(own, cache) if leads else self._propose(own))
+        if self.round_.leads:
+            answer = await self._settle(own, cache)
+        else:
+            await self.round_.post("plan", json.dumps(own).encode())
+            answer = json.loads(await self.round_.answered("planned"))
         # From process 0, so that all processes compare before the same saves.
         cache.may_differ = answer["may_differ"]
         if kept is not None and answer["known"]:
@@ -181,12 +184,6 @@ class SharedPlan:
             ],
         }
         await self.round_.answer("planned", json.dumps(answer).encode())
-        return answer
-
-    async def _propose(self, own: _Proposal) -> dict[str, Any]:
-        """Tell process 0 what this process saves, and return its answer."""
-        await self.round_.post("plan", json.dumps(own).encode())
-        answer: dict[str, Any] = json.loads(await self.round_.answered("planned"))
         return answer
 
     async def _exchange(self, own: Schema) -> dict[int, Schema]:
