@@ -559,7 +559,7 @@ class _Matcher:
             if count in (0, len(numbers)):
                 continue
             paths = [self.paths[number] for number in numbers]
-            patterns = [glob for glob in include if match_glob(paths, glob)[0]]
+            patterns = [glob for glob in include if match_glob(paths, [glob])[0]]
             shown = ", ".join(map(repr, patterns))
             raise UsageError(
                 f"{where(root)}: include={shown} selects {count} of the {len(numbers)} leaves "

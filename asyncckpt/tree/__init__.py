@@ -27,14 +27,13 @@ from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeAdapter
 from asyncckpt.tree.unflatten import unflatten, unflatten_like
-from asyncckpt.tree.union import MergedTree, merge_trees
+from asyncckpt.tree.union import merge_trees
 
 __all__ = [
     "MAX_DEPTH",
     "Flat",
     "Key",
     "Kind",
-    "MergedTree",
     "Node",
     "NodeAdapter",
     "PerProcess",

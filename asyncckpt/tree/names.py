@@ -36,7 +36,7 @@ def escape(part: Key) -> str:
     return _UNSAFE.sub(lambda match: _percent(match[0]), part)
 
 
-def match_glob(paths: Sequence[str], patterns: str | Iterable[str]) -> tuple[set[int], list[str]]:
+def match_glob(paths: Sequence[str], patterns: Iterable[str]) -> tuple[set[int], list[str]]:
     """Return the indices of the paths that a pattern selects, and the patterns that select none.
 
     In a pattern, ``*`` matches any characters within a part, ``**`` any across parts (``a/**/b``
@@ -46,7 +46,7 @@ def match_glob(paths: Sequence[str], patterns: str | Iterable[str]) -> tuple[set
     selected: set[int] = set()
     unmatched = []
     order: list[int] = []  # of the paths: those that begin alike are found by bisection
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in patterns:
         found: Sequence[int] = range(len(paths))
         start, asterisk, _ = pattern.removesuffix("/").partition("*")
         start = start.replace("%2A", "*")
