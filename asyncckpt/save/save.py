@@ -365,7 +365,7 @@ class Save:
         # Scalars that Orbax wants as arrays are staged after the arrays of the tree.
         add_mirrors(snapshot, layout.mirrors)
         staging = Staging(
-            layout,
+            layout.plan,
             snapshot,
             runtime.pool,
             runtime.window_pool(store.capabilities, sizes),

@@ -34,8 +34,8 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.options import CACHED_NBYTES, MIB
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window
+from asyncckpt.planning.save import SavePlan
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
-from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.serialize import CopyPart, WindowSums
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, Box
@@ -106,7 +106,7 @@ class Staging:
     """Copies the leaves of one save into slots.
 
     Attributes:
-        layout: places of all chunks.
+        plan: places of all chunks.
         snapshot: the leaves.
         pool: slots of chunks that are compressed.
         window_pool: slots of windows.
@@ -116,7 +116,7 @@ class Staging:
         referenced_nbytes: bytes of leaves that are held instead of copied.
     """
 
-    layout: Layout
+    plan: SavePlan
     snapshot: Snapshot
     pool: SlotPool
     window_pool: SlotPool
@@ -126,7 +126,6 @@ class Staging:
     recorder: Recorder
 
     def __post_init__(self) -> None:
-        self.plan = self.layout.plan
         self.sources = self.snapshot.sources
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}

@@ -44,7 +44,7 @@ class Staged:
         self.layout: Layout = make_layout(self.snapshot, Terms(options, slots * SLOT, sizes))
         self.plan = self.layout.plan
         self.staging = Staging(
-            self.layout,
+            self.plan,
             self.snapshot,
             self.pool,
             self.pool,
