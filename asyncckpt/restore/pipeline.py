@@ -109,10 +109,17 @@ class RestorePipeline:
                 await self._read()
             with self.recorder.span("place"):
                 await compute.run(self._place_late)
-        except BaseExceptionGroup as group:
-            raise self._explained(leading_error(group)) from None
-        except AsyncCheckpointError as error:
-            raise self._explained(error) from None
+        except (BaseExceptionGroup, AsyncCheckpointError) as failure:
+            error = leading_error(failure) if isinstance(failure, BaseExceptionGroup) else failure
+            in_place = self._into and not self._atomic
+            if isinstance(error, AsyncCheckpointError) and in_place and self._started:
+                written = self.written()
+                error.written = tuple(written)
+                error.add_note(
+                    f"the contents of {len(written)} targets are undefined now (error.written "
+                    "lists them); restore again, or use RestoreOptions(atomic=True)"
+                )
+            raise error from None
 
     async def _read(self) -> None:
         opened, runtime = self.opened, self.runtime
@@ -191,18 +198,6 @@ class RestorePipeline:
         if self.request.progress is not None:
             done = min(self._done_nbytes, total_nbytes)
             self.request.progress(Progress("fetch", done, total_nbytes))
-
-    def _explained(self, error: BaseException) -> BaseException:
-        """Return the error, with the targets that were written."""
-        in_place = self._into and not self._atomic
-        if isinstance(error, AsyncCheckpointError) and in_place and self._started:
-            written = self.written()
-            error.written = tuple(written)
-            error.add_note(
-                f"the contents of {len(written)} targets are undefined now (error.written lists "
-                "them); restore again, or use RestoreOptions(atomic=True)"
-            )
-        return error
 
     def written(self) -> list[str]:
         """Return the paths of the targets whose own memory is written."""
