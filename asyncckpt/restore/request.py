@@ -307,8 +307,7 @@ def target_leaves(
         given = in_place and not fill
         described[number] = Wanted(path, leaf, adapter, target, given=given)
     if immutable:
-        roots = dict(flat.stateful)
-        plain = [n for n in immutable if enclosing(flat.paths[n], roots) is None]
+        plain = [n for n in immutable if enclosing(flat.paths[n], stateful) is None]
         holders = _holders(flat, set(plain))
         for number in plain:
             holder = holders.get(number)

@@ -25,9 +25,6 @@ _EMPTY: Mapping[str, Kind] = {
     "namedtuple": "NamedTuple",
 }
 
-# Arrays of JAX are plain ones, too: Orbax then needs no device of the machine that saved.
-_KINDS: Mapping[str, Kind] = dict.fromkeys(SCALAR_KINDS, "scalar")
-
 
 def orbax_files(
     snapshot: Snapshot, plan: SavePlan, mirrors: Sequence[int]
@@ -139,7 +136,8 @@ class _Walk:
         # Of another library's checkpoint: a Python number that is stored as an array.
         if python is not None and python != "bytes":
             return "scalar"
-        return _KINDS.get(snapshot.kinds[leaf], "np.ndarray")
+        # Arrays of JAX are plain ones, too: Orbax then needs no device of the machine that saved.
+        return "scalar" if snapshot.kinds[leaf] in SCALAR_KINDS else "np.ndarray"
 
     def _leaf(self, path: tuple[tuple[str, bool], ...], leaf: int) -> OrbaxLeaf:
         snapshot, name = self._snapshot, self._name_of[leaf]

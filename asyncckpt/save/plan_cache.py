@@ -34,7 +34,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.index import Catalog, make_catalog
 from asyncckpt.save.orbax_files import key_devices, orbax_files
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import DTYPES, ArraySpec, Partition, Shard, array_spec
+from asyncckpt.spec import DTYPES, ArraySpec, Shard, array_spec
 from asyncckpt.tree import array_names, names_of_paths, where
 
 CACHED_LAYOUTS = 2
@@ -44,9 +44,6 @@ UNEVEN = (
     "the processes have different trees, which Orbax's metadata is not written for; "
     "'asyncckpt export --orbax' converts the checkpoint"
 )
-
-Division = tuple[tuple[Shard, ...] | None, Partition | None]
-"""Shards of an array that this process can read, and how all processes divide it."""
 
 PLANNING_LEAVES = 200
 """Trees with more leaves than this are planned in a worker thread, not on the engine's loop."""
@@ -267,7 +264,7 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
 def tree_key(snapshot: Snapshot) -> list[object]:
     """Return the parts of a key that describe the tree without the values of scalars."""
     # Boxes and the processes that hold them are part of the shards.
-    divisions: dict[int, Division] = {}
+    divisions: dict[int, object] = {}
     for number, source in snapshot.sources.opened.items():
         if source.shards is not None or source.partition is not None:
             divisions[number] = source.shards, source.partition
@@ -450,7 +447,7 @@ def untie(snapshot: Snapshot, options: SaveOptions) -> None:
         return source.spec if own is None else stored_spec(path, source, own)
 
     stored_as: dict[int, dict[ArraySpec, int]] = {}
-    for number, first in [*snapshot.tied.items()] if options.leaf_options is not None else ():
+    for number, first in [*snapshot.tied.items()]:
         known = stored_as.get(first)
         if known is None:
             known = stored_as[first] = {stored(first): first}
