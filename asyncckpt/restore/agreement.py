@@ -69,7 +69,8 @@ class RestoreAgreement:
             TreeMismatchError: a saved leaf is wanted by no process, and `strict`.
         """
         paths = matching.structure.paths()
-        unwanted = np.isin(paths, matching.unexpected)
+        # Not by np.isin, whose arrays give every path the memory of the longest.
+        unwanted = np.fromiter(map(set(matching.unexpected).__contains__, paths), bool)
         if not self.round.leads:
             await self.round.post_parts("matched", zlib.compress(np.packbits(unwanted).tobytes()))
             await self.round.answered("read")
