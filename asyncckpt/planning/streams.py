@@ -185,19 +185,18 @@ class Stream:
         last = int(np.searchsorted(self.begin, end, side="left"))
         columns = (self.file, self.offset, self.begin[:-1], self.begin[1:])
         rows = zip(*(column[first:last].tolist() for column in columns), strict=True)
+        reached = 0  # in the file of the last range
         for file, offset, start, stop in rows:
             skipped = max(begin - start, 0)
             at, nbytes = offset + skipped, min(stop, end) - start - skipped
-            before = found[-1] if found else None
-            if before is None or before.file != file or not 0 <= at - before.end <= gap_nbytes:
+            gap, reached = at - reached, at + nbytes
+            if not found or found[-1].file != file or not 0 <= gap <= gap_nbytes:
                 found.append(Range(file, at, [nbytes], []))
-                continue
-            gap = at - before.end
-            if gap:
-                before.gaps.append(gap)
-                before.runs.append(nbytes)
+            elif gap:
+                found[-1].gaps.append(gap)
+                found[-1].runs.append(nbytes)
             else:
-                before.runs[-1] += nbytes
+                found[-1].runs[-1] += nbytes
         return found
 
 
@@ -216,11 +215,6 @@ class Range:
     offset: int
     runs: list[int]
     gaps: list[int]
-
-    @property
-    def end(self) -> int:
-        """Where the last run ends."""
-        return self.offset + sum(self.runs) + sum(self.gaps)
 
 
 def streams(

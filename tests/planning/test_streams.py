@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 
 import numpy as np
@@ -100,8 +101,24 @@ def test_ranges_hold_the_bytes_of_the_stream(
             assert run > 0 and 0 <= skipped <= gap
             found.append((each.file, at, run))
             at += run + skipped
-        assert each.end == at
     assert np.array_equal(places(found), places(own)[:, begin:end])
+
+
+def test_the_cost_of_a_range_is_that_of_its_runs() -> None:
+    """Adding up the runs so far for each of these would take 20 s."""
+    count = 50_000
+    (stream,) = streams(
+        Sharing([(0, 1)], np.zeros(count, int)),
+        file=np.zeros(count, int),
+        offset=np.arange(count) * 4096,
+        nbytes=np.full(count, 2048),
+        first_batch=0,
+        batch_nbytes=64 << 20,
+    )
+    begun = time.process_time()
+    (found,) = stream.ranges(0, stream.nbytes, 4096)
+    assert time.process_time() - begun < 4
+    assert (len(found.runs), len(found.gaps)) == (count, count - 1)
 
 
 @settings(max_examples=20)
