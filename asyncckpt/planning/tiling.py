@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 
@@ -24,10 +25,14 @@ def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
     pair = first_overlap(boxes)
     if pair is not None:
         return f"{box_text(pair[0])} and {box_text(pair[1])} overlap"
-    rest = [whole]
-    for box in boxes:
-        rest = [part for left in rest for part in _without(left, box)]
-    return f"nothing holds {box_text(min(rest, key=lambda part: part.offset))}"
+    # The first part that no box meets: only what comes before it is cut up.
+    index = BoxIndex(boxes)
+    rest = [(whole.offset, whole)]
+    while (meeting := index.meeting(rest[0][1])).size:
+        _, part = heapq.heappop(rest)
+        for left in _without(part, boxes[meeting[0]]):
+            heapq.heappush(rest, (left.offset, left))
+    return f"nothing holds {box_text(rest[0][1])}"
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
