@@ -42,6 +42,7 @@ from asyncckpt.stores.local.posix import (
     flush_directory,
     landed,
     make_directories,
+    names_in,
     open_regular,
     read_at_most,
     write_all,
@@ -150,17 +151,21 @@ def _take_over(layout: Layout, epoch: int) -> None:
             with contextlib.suppress(FileNotFoundError):  # another takeover was faster
                 landed(os.rename, os.path.join(layout.control, name), os.path.join(taken, _TAKEN))
     for name in sorted(os.listdir(layout.control)):
-        if name.startswith(FENCED):
-            _empty(layout, os.path.join(layout.control, name))
+        taken = os.path.join(layout.control, name)
+        if name.startswith(FENCED) and not os.path.islink(taken):
+            _empty(layout, taken)
 
 
 def _empty(layout: Layout, taken: str) -> None:
-    """Move everything out of a directory that was taken away, and remove it."""
+    """Move everything out of a directory that was taken away, and remove it.
+
+    A link stays as it is: stores/local/sweep.py, rule 4.
+    """
     inner = os.path.join(taken, _TAKEN)
     for _ in range(_ROUNDS):
         try:
-            names = sorted(os.listdir(inner))
-        except FileNotFoundError:
+            names = names_in(inner)
+        except (FileNotFoundError, NotADirectoryError):
             break
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # another takeover does the same
@@ -189,7 +194,7 @@ def _numbers(layout: Layout) -> list[int]:
 
 def _next(layout: Layout) -> int:
     """Return the number of the next claim, even if a person removed files of claims."""
-    names = os.listdir(layout.control)
+    names = names_in(layout.control)
     return 1 + max([int(found[1]) for name in names if (found := _NUMBERED.match(name))], default=0)
 
 

@@ -31,7 +31,8 @@ _NEXT_STEPS = {
     errno.ENAMETOOLONG: "use a shorter name",
     errno.ESTALE: "the network file system no longer has the file: check the mount",
     errno.ENOMEM: "the system is out of memory: lower host_memory_nbytes",
-    errno.ENOTDIR: "a part of the path is a file or a dangling symbolic link, not a directory",
+    errno.ENOTDIR: "a part of the path is a file, or a symbolic link that is dangling or not "
+    "followed, and not a directory",
     errno.ENOENT: "the directory is gone: it was removed, or another process took over",
     errno.EXDEV: "the system cannot move a checkpoint between these directories: one is a mount "
     "point, or has another project quota; keep the whole root in one file system",

@@ -12,8 +12,8 @@ import os
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to
 from asyncckpt.stores.local.owners import has_mark, make_owner_file
-from asyncckpt.stores.local.posix import Descriptor
-from asyncckpt.stores.local.sweep import epochs, listing
+from asyncckpt.stores.local.posix import Descriptor, listing
+from asyncckpt.stores.local.sweep import epochs
 from asyncckpt.stores.local.tree import AttemptTree
 from asyncckpt.stores.paths import Layout, clipped
 

@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 
+from asyncckpt.stores.local.posix import listing
 from asyncckpt.stores.paths import NOTE, NOTE_NBYTES, Layout, note_name
 
 
@@ -49,8 +50,5 @@ def collect_notes(layout: Layout, older_than_s: float, *, dry_run: bool) -> list
 
 
 def _paths(layout: Layout) -> list[str]:
-    try:
-        names = [name for name in os.listdir(layout.control) if NOTE.fullmatch(name)]
-    except OSError:
-        return []
-    return [os.path.join(layout.control, name) for name in sorted(names)]
+    names = filter(NOTE.fullmatch, listing(layout.control))
+    return [os.path.join(layout.control, name) for name in names]

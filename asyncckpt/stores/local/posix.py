@@ -277,6 +277,25 @@ def read_at_most(fd: int, nbytes: int) -> bytes | int:
     return size if size > nbytes else data
 
 
+def names_in(path: str) -> list[str]:
+    """Return the names in a directory, sorted.
+
+    Raises:
+        NotADirectoryError: it is a link, which could lead to files of others, or a file.
+    """
+    if os.path.islink(path):
+        raise NotADirectoryError(errno.ENOTDIR, "a symbolic link is not followed here", path)
+    return sorted(os.listdir(path))
+
+
+def listing(path: str) -> list[str]:
+    """Return the names in a directory, sorted; none if it is a link or cannot be listed."""
+    try:
+        return names_in(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
 def cached(fd: int, offset: int, nbytes: int) -> bool:
     """Return whether at least half of a run of the file is in the page cache.
 

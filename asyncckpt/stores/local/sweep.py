@@ -20,7 +20,11 @@ were never ours.
 #   (test_what_was_taken_from_a_writer_of_another_host_is_swept)
 # Rule 3: a directory without a readable owner file may be in the making: it is removed only if it
 #   is empty, which its maker notices (stores/local/attempt.py, rule 4).
-# Rule 4: renames of the root are flushed before bytes are removed, so that power loss cannot
+# Rule 4: nothing below a link is a leftover. A run that was received may have one instead of the
+#   control directory, an epoch or a `fenced-…`, and it leads to files of others. Nothing is done
+#   about links that another process puts in place during a sweep.
+#   (test_files_behind_a_link_are_not_leftovers)
+# Rule 5: renames of the root are flushed before bytes are removed, so that power loss cannot
 #   bring back a name whose files are gone. (tests/crash/test_power.py)
 
 from __future__ import annotations
@@ -57,6 +61,8 @@ from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
     flush_directory,
     landed,
+    listing,
+    names_in,
     rename_noreplace,
 )
 from asyncckpt.stores.paths import FENCED, OWNER_SUFFIX, Layout, check_name
@@ -79,9 +85,9 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
     removed: list[str] = []
     dead: list[str] = []
     with reported("sweeping", layout.control), contextlib.ExitStack() as held:
-        if not _leftovers(layout):
-            return []
         try:
+            if not _leftovers(layout):
+                return []
             with root_lock(layout, wait_s=0.0) as alone:
                 machine = this_machine()
                 for path in _leftovers(layout):
@@ -155,7 +161,7 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
         StoreError: removing failed, or another process replaces or deletes here.
     """
     found = collect_notes(layout, older_than_s, dry_run=dry_run)
-    with reported("collecting leftovers in", layout.control):
+    with reported("collecting leftovers", layout.control):
         leftovers = _leftovers(layout)
         if leftovers and not dry_run:
             flush_directory(layout.root)
@@ -216,7 +222,7 @@ def tidy(layout: Layout) -> None:
     """
     unclaimed = os.path.basename(layout.epoch(0))
     with contextlib.suppress(OSError, StoreError):
-        for name in os.listdir(layout.control):
+        for name in names_in(layout.control):
             if name == unclaimed or name.startswith(FENCED):
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.join(layout.control, name))
@@ -230,9 +236,17 @@ def tidy(layout: Layout) -> None:
 
 
 def _leftovers(layout: Layout) -> list[str]:
-    """Return the paths of attempts, of trash and of replaced checkpoints, alive or not."""
+    """Return the paths of attempts, of trash and of replaced checkpoints, alive or not.
+
+    Raises:
+        OSError: the control directory cannot be listed, or is a link.
+    """
     paths: list[str] = []
-    for name in listing(layout.control):
+    try:
+        names = names_in(layout.control)
+    except FileNotFoundError:
+        return []
+    for name in names:
         path = os.path.join(layout.control, name)
         if _EPOCH.fullmatch(name) or name.startswith(FENCED):
             paths += [os.path.join(path, attempt) for attempt in listing(path)]
@@ -254,14 +268,6 @@ def epochs(layout: Layout) -> list[str]:
         for name in listing(layout.control)
         if _EPOCH.fullmatch(name)
     ]
-
-
-def listing(path: str) -> list[str]:
-    """Return the names in a directory, sorted; none if it cannot be listed."""
-    try:
-        return sorted(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return []
 
 
 def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:

@@ -1,0 +1,95 @@
+"""Leftovers are what this library made below the root, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from asyncckpt.errors import StoreError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.local.locks import Machine, Terms, write_owner
+from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.testing.checkpoints import save
+
+WEEK_S = 7 * 24 * 3600.0
+HERE = Machine("here", "boot")
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    threads = Workers(2, "test-io")
+    yield threads
+    threads.shutdown()
+
+
+@pytest.fixture
+async def store(tmp_path: Path, workers: Workers) -> AsyncIterator[LocalStore]:
+    opened = LocalStore(tmp_path / "run", workers, machine=lambda: HERE)
+    await save(opened, "1", "a")
+    await opened.close()  # and remove the control directory
+    yield opened
+    await opened.close()
+
+
+def control_of_others(tmp_path: Path) -> Path:
+    """A control directory outside the root, with an old attempt, an empty directory and a note."""
+    control = tmp_path / "elsewhere"
+    (control / "epoch-0/empty").mkdir(parents=True)
+    (control / "epoch-0/5-abc").mkdir()
+    (control / "epoch-0/5-abc/data").write_text("years of work")
+    (control / "error-1").write_text("of another run")
+    write_owner(str(control / "epoch-0/5-abc"), HERE, Terms("5", "abc"))
+    for path in control.rglob("*"):
+        os.utime(path, (1.0, 1.0))
+    return control
+
+
+def tree(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["epoch-0", "epoch-7", "fenced-7-aa"])
+async def test_files_behind_a_link_are_not_leftovers(
+    tmp_path: Path, store: LocalStore, name: str
+) -> None:
+    elsewhere = control_of_others(tmp_path)
+    before = tree(elsewhere)
+    (tmp_path / "run/.asyncckpt").mkdir()
+    (tmp_path / "run/.asyncckpt" / name).symlink_to(elsewhere / "epoch-0")
+    for _ in range(2):
+        await store.claim()
+        assert await store.sweep() == []
+        assert await store.collect(WEEK_S) == []
+    await store.close()
+    assert tree(elsewhere) == before
+
+
+async def test_a_link_in_place_of_the_control_directory_is_refused(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    elsewhere = control_of_others(tmp_path)
+    before = tree(elsewhere)
+    (tmp_path / "run/.asyncckpt").symlink_to(elsewhere)
+    for call in (store.sweep, partial(store.collect, WEEK_S), store.claim):
+        with pytest.raises(StoreError, match="a symbolic link is not followed here"):
+            await call()
+    assert await store.take_notes() == []
+    await store.close()
+    assert tree(elsewhere) == before
+
+
+async def test_leftovers_that_may_not_be_listed_are_an_error_where_a_person_asks(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("asyncckpt.stores.local.sweep.names_in", refuse)
+    assert await store.sweep() == []
+    with pytest.raises(StoreError, match="permission denied"):
+        await store.collect(WEEK_S)
