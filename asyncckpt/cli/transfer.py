@@ -25,7 +25,10 @@ Source = Annotated[
     typer.Argument(metavar="SRC", help="A checkpoint, a file, or a run (its newest step)."),
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="Where to write.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, atomically.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace what is at DST, atomically; a directory as a whole."),
+]
 Zstd = Annotated[bool, typer.Option("--zstd", help="Compress the chunks.")]
 Memory = Annotated[
     str, typer.Option("--memory", metavar="SIZE", help="Staging memory, for example 512MiB.")

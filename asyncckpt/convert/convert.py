@@ -77,7 +77,8 @@ async def convert(
             destination is a directory, with an index if it has several files.
         max_file_nbytes: size at which a safetensors directory continues in its next file.
         metadata: JSON values added to those of the source.
-        overwrite: replace what is at the destination, atomically.
+        overwrite: replace what is at the destination, atomically; a directory as a whole. One that
+            has other files than safetensors is not replaced by safetensors.
         options: as for saving; `host_memory_nbytes` covers reading and writing, and `leaf_options`
             may cast dtypes.
         storage_options: options of the file system for URLs.

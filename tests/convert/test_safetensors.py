@@ -277,17 +277,24 @@ async def test_only_what_is_of_the_kind_is_replaced(tmp_path: Path) -> None:
     saved(tmp_path / "a", {"w": numbers(5)})
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").write_text("mine")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "lora.safetensors").write_text("downloaded")
+    (tmp_path / "models" / "notes.md").write_text("mine")
     (tmp_path / "empty").mkdir()
     file, folder = tmp_path / "x.safetensors", tmp_path / "set"
     await asyncckpt.convert(tmp_path / "a", file)
     await asyncckpt.convert(tmp_path / "a", folder, to="safetensors")
     await asyncckpt.convert(tmp_path / "a", tmp_path / "empty", to="safetensors")
     before = listed(tmp_path)
-    for place in (file, folder, tmp_path / "work"):
+    mixed = (("work", "thesis.tex"), ("models", "notes.md"))
+    for place in (file, folder, *(tmp_path / name for name, _ in mixed)):
         with pytest.raises(CheckpointExistsError, match="overwrite"):
             await asyncckpt.convert(tmp_path / "a", place, to="safetensors")
-    with pytest.raises(CheckpointExistsError, match="not a directory of tensors exists here"):
-        await asyncckpt.convert(tmp_path / "a", tmp_path / "work", to="safetensors", overwrite=True)
+    for name, other in mixed:
+        with pytest.raises(CheckpointExistsError, match=rf"exists here \(it has {other}\)"):
+            await asyncckpt.convert(
+                tmp_path / "a", tmp_path / name, to="safetensors", overwrite=True
+            )
     (tmp_path / "dir.safetensors").mkdir()
     (tmp_path / "dir.safetensors" / "x").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="a directory exists here"):

@@ -5,24 +5,27 @@ durable, and the leftovers of a dead process are swept.
 """
 
 # Rule 1: without `overwrite` nothing that exists is touched; with it, only the same kind is
-#   replaced: a file by a file, a directory of tensors or a checkpoint by a directory.
+#   replaced: a file by a file, a directory of tensors alone or a checkpoint by a directory.
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 
 from asyncckpt.errors import CheckpointExistsError, SaveError
 from asyncckpt.stores.local.locks import leads_to
 from asyncckpt.stores.local.posix import flush_directory, landed
-from asyncckpt.stores.local.publish import Found, Publication, record_at
+from asyncckpt.stores.local.publish import NAMED_ENTRIES, Found, Publication, record_at
 
 REPLACEABLE_SUFFIXES = (".safetensors", ".safetensors.index.json")
-"""A directory with such a file may come from an earlier export."""
+"""A directory of such files alone may come from an earlier export."""
 
 
 class FilesPublication(Publication):
     """A publication of one file of the attempt, or of its directory as it is."""
+
+    _others: Sequence[str] = ()
 
     def _find(self) -> Found:
         try:
@@ -35,13 +38,14 @@ class FilesPublication(Publication):
             return "ours"
         if not stat.S_ISDIR(mode):
             return "other"
-        names = os.listdir(self._target)
+        names = sorted(os.listdir(self._target))
         if not names:
             os.rmdir(self._target)
             return "nothing"
-        ours = any(name.endswith(REPLACEABLE_SUFFIXES) for name in names)
-        record = None if ours else record_at(self._target)
-        return "checkpoint" if ours or (record and self.context.is_valid(record)) else "other"
+        self._others = [name for name in names if not name.endswith(REPLACEABLE_SUFFIXES)]
+        record = record_at(self._target) if self._others else None
+        valid = record is not None and self.context.is_valid(record)
+        return "checkpoint" if valid or not self._others else "other"
 
     def _replace_in_two_steps(self) -> str:
         if not self.file:
@@ -70,8 +74,11 @@ class FilesPublication(Publication):
         elif self.file:
             text = "a directory exists here; move it away or choose another name"
         else:
+            names = ", ".join(self._others[:NAMED_ENTRIES])
+            has = f" (it has {names})" if names else ""
             text = (
-                "something that is not a directory of tensors exists here; move it away or "
-                "choose another name"
+                f"something that is not only a directory of safetensors files exists here{has} and "
+                "was left untouched, because the directory would be replaced as a whole; move it "
+                "away or choose another name"
             )
         return CheckpointExistsError(f"{self._target}: {text}", location=self._target)
