@@ -289,6 +289,25 @@ def delete_in_lower_layer(root: str) -> None:
     say(sorted(str(path) for path in merged.iterdir()))
 
 
+def delete_with_a_mount_inside(root: str, outside: str) -> None:
+    """Deletes a checkpoint with a mount point in it, says if there is one, and the error."""
+    from asyncckpt.errors import StoreError
+    from asyncckpt.testing import checkpoints
+
+    async def delete(store: LocalStore) -> None:
+        try:
+            await checkpoints.delete(store, "1")
+            say("")
+        except StoreError as error:
+            say(str(error))
+
+    with_store(root, lambda store: checkpoints.save(store, "1", "a"))
+    inside = os.path.join(root, "1", "data")
+    os.mkdir(inside)
+    say(mounted(outside, inside, "", MS_BIND, ""))  # for threads that begin from now on
+    with_store(root, delete)
+
+
 def save_read_only(root: str) -> None:
     """On a read-only mount, or else as somebody without rights; says which first."""
     if mounted(root, root, "", MS_BIND, "") and mounted(

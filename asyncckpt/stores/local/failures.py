@@ -26,6 +26,7 @@ _NEXT_STEPS = {
     errno.EPERM: "permission denied: check the owner and mode of the directory",
     errno.EIO: "the device reported an error: check the disk and the kernel log, "
     "and do not trust this attempt",
+    errno.EBUSY: "if a file system is mounted on it or below it, unmount that, then try again",
     errno.EMFILE: "too many open files in this process: raise its limit (ulimit -n)",
     errno.ENFILE: "too many open files on this machine",
     errno.ENAMETOOLONG: "use a shorter name",

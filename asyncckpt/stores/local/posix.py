@@ -345,16 +345,27 @@ def remove_tree(path: str, *, first: str | None = None, dir_fd: int | None = Non
         path: a file, link or directory.
         first: name of a file directly in it to be removed first.
         dir_fd: directory that `path` is relative to.
+
+    Raises:
+        OSError: something cannot be removed; EBUSY, a file system is mounted on a directory.
     """
+    try:
+        # First, because only this notices every mount point, before anything on it is removed.
+        os.rmdir(path, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path, dir_fd=dir_fd)
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    else:
+        return
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
     except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-            raise
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path, dir_fd=dir_fd)
         return
     try:
         for name in sorted(os.listdir(fd), key=lambda name: name != first):

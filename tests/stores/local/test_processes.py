@@ -337,6 +337,22 @@ async def test_a_checkpoint_of_a_lower_layer_can_be_deleted(
     assert answer(child) == []
 
 
+async def test_what_is_mounted_in_a_checkpoint_outlives_it(
+    tmp_path: Path, children: list[subprocess.Popen[str]]
+) -> None:
+    outside = tmp_path / "dataset"
+    outside.mkdir()
+    (outside / "train.bin").write_text("x")
+    child = start("delete_with_a_mount_inside", str(tmp_path / "root"), str(outside))
+    children.append(child)
+    if answer(child):  # it could be mounted
+        assert "unmount" in answer(child)
+    else:
+        assert answer(child) == ""
+    assert (outside / "train.bin").exists()
+    assert not (tmp_path / "root/1").exists()
+
+
 @pytest.mark.parametrize("function", ["save_read_only", "save_without_rights"])
 async def test_a_directory_that_cannot_be_written_is_named(
     function: str, children: list[subprocess.Popen[str]]
