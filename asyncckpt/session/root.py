@@ -123,7 +123,12 @@ class Root:
             logger.warning("%s: the errors of earlier jobs cannot be read: %s", self.url, error)
             return
         for note in notes:
-            logger.warning("%s: in an earlier job, %s", self.url, decode_error(note))
+            # Whoever can write here could forge lines, or control a terminal.
+            text = "".join(
+                character if character.isprintable() else repr(character)[1:-1]
+                for character in str(decode_error(note))
+            )
+            logger.warning("%s: in an earlier job, %s", self.url, text)
 
     async def release(self) -> None:
         """Sweep if that is still due, then release everything that the runtime holds.

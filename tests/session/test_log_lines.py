@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -133,3 +134,18 @@ async def test_a_root_that_has_become_another_directory_is_told_once(
         f"{root} is another directory than at the save before: a mount was lost, or it was moved "
         "or replaced; the steps saved until then are not in it"
     ]
+
+
+async def test_a_note_of_an_earlier_job_forges_no_lines_and_controls_no_terminal(
+    tmp_path: Path, lines: pytest.LogCaptureFixture
+) -> None:
+    fields = {"process": 0, "host": "h\x1b[31m", "kind": "SaveError", "text": "é\r\nall\x07 good"}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE)
+        (tmp_path / ".asyncckpt").mkdir(exist_ok=True)
+        (tmp_path / ".asyncckpt/error-0").write_text(json.dumps(fields))
+        lines.clear()
+        session = ckpt._session
+        await session.call(session.root.log_notes).wait()
+    told = r"in an earlier job, process 0 (h\x1b[31m): é\r\nall\x07 good"
+    assert lines.messages == [f"{tmp_path}: {told}"]

@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 
-from asyncckpt.stores.local.posix import listing
+from asyncckpt.stores.local.posix import checked_regular, listing, open_regular
 from asyncckpt.stores.paths import NOTE, NOTE_NBYTES, Layout, note_name
 
 
@@ -21,8 +21,9 @@ def keep_note(layout: Layout, process: int, note: bytes | None) -> None:
             return
         with contextlib.suppress(FileExistsError):
             os.mkdir(layout.control)  # not the root: without one there is no run to continue
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with open(os.open(path, flags, 0o600), "wb") as file:
+        # O_NONBLOCK: opening a FIFO would wait for a reader.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(checked_regular(os.open(path, flags, 0o600)), "wb") as file:
             file.write(note)
 
 
@@ -31,7 +32,7 @@ def take_notes(layout: Layout) -> list[bytes]:
     notes: list[bytes] = []
     for path in _paths(layout):
         with contextlib.suppress(OSError):
-            with open(path, "rb") as file:
+            with open(open_regular(path), "rb") as file:
                 notes.append(file.read(NOTE_NBYTES))
             os.unlink(path)
     return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from collections.abc import Iterator
@@ -50,6 +51,28 @@ async def test_what_cannot_be_noted_is_passed_over(tmp_path: Path, workers: Work
     await nowhere.keep_note(0, b"failed")
     assert await nowhere.take_notes() == []
     assert not (tmp_path / "nowhere").exists()
+
+
+async def test_notes_that_are_no_regular_files_are_neither_read_nor_written(
+    tmp_path: Path, workers: Workers
+) -> None:
+    store, control = LocalStore(tmp_path, workers), tmp_path / ".asyncckpt"
+    control.mkdir()
+    os.mkfifo(control / "error-1")
+    (tmp_path / "secret").write_text("secret")
+    (control / "error-2").symlink_to("../secret")
+    (control / "error-3").symlink_to("/dev/zero")
+    async with asyncio.timeout(10):
+        for process in (1, 2, 3):
+            await store.keep_note(process, b"failed")
+        assert await store.take_notes() == []
+    reader = os.open(control / "error-1", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        await store.keep_note(1, b"failed")
+        assert os.read(reader, 1) == b""
+    finally:
+        os.close(reader)
+    assert (tmp_path / "secret").read_text() == "secret"
 
 
 async def test_old_notes_are_garbage(tmp_path: Path, workers: Workers) -> None:
