@@ -159,7 +159,8 @@ class SaveOptions:
             ``"skip"`` this one, or raise an ``"error"``.
         on_failed_save: whether the next save raises the unseen failure of an earlier one
             (``"raise"``) or only logs it (``"log"``).
-        private: create files readable by their owner only, instead of following the umask.
+        private: create checkpoints readable by their owner only, instead of following the umask,
+            which claims and the lock of the root still follow.
         layout: ``"auto"``: a leaf whose shards lie on no common chunk grid is stored in pieces,
             several arrays that TensorStore can stack and Orbax cannot read; ``"regular"``: every
             leaf is one array, or the save fails and says how many chunks it would take.
