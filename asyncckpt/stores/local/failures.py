@@ -17,7 +17,7 @@ FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 """The file system, or the share of this user or project, has no space or no inodes left."""
 
 _NEXT_STEPS = {
-    errno.ENOSPC: "free space or save elsewhere",
+    errno.ENOSPC: "free space or inodes, or save elsewhere",
     errno.EDQUOT: "the quota is used up: remove files or raise it",
     errno.EFBIG: "the file is larger than this file system or the process's limit allows; "
     "lower target_data_file_nbytes or raise the limit (ulimit -f)",

@@ -204,12 +204,12 @@ def leads_to(path: str, fd: int) -> bool:
 def is_certainly_local(path: str) -> bool:
     """Return whether only this machine can use the file system of a path. Blocking."""
     try:
-        mounts = Path("/proc/self/mounts").read_text("utf-8", "surrogateescape")
+        mounts = Path("/proc/self/mounts").read_bytes()
     except OSError:
         return False
     path, best, kind = os.path.realpath(path), "", ""
-    for line in mounts.splitlines():
-        _, point, found, *_ = line.split(" ")
+    for line in mounts.split(b"\n")[:-1]:  # other line breaks may be parts of names
+        _, point, found, *_ = os.fsdecode(line).split(" ")
         for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
             point = point.replace(code, character)
         # The last of several mounts on one directory is the visible one.

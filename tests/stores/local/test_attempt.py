@@ -826,7 +826,7 @@ async def test_a_full_disk_names_the_free_space(
             await file.write(0, pattern(BIG))
     text = str(caught.value)
     assert f"epoch-0/1-a/data: writing {BIG} bytes at offset 0 failed" in text
-    assert "(ENOSPC)" in text and "bytes are free; free space or save elsewhere" in text
+    assert "(ENOSPC)" in text and "bytes are free; free space or inodes, or save elsewhere" in text
     assert not caught.value.retryable
     await attempt.abort()
     assert everything(tmp_path / "root") == []

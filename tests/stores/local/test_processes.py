@@ -197,18 +197,13 @@ async def test_another_boot_proves_nothing_where_the_file_system_may_be_shared(
     child = start("hold_attempt", str(tmp_path), "1", "x")
     children.append(child)
     assert answer(child) == "begun"
-    mounts = Path("/proc/self/mounts").read_text()
-    read_text = Path.read_text
-
-    def with_nfs(path: Path, *args: str) -> str:
-        if str(path) != "/proc/self/mounts":
-            return read_text(path, *args)
-        return f"{mounts}server:/export {os.path.realpath(tmp_path)} nfs4 rw,local_lock=all 0 0\n"
+    mounts = Path("/proc/self/mounts").read_bytes()
+    mount = f"server:/export {os.path.realpath(tmp_path)} nfs4 rw,local_lock=all 0 0\n"
 
     monkeypatch.setattr("asyncckpt.stores.local.sweep.try_lock", lambda fd: True)
     other = LocalStore(tmp_path, workers, machine=lambda: Machine(this_machine().host, "another"))
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", with_nfs)
+        patch.setattr(Path, "read_bytes", lambda _: mounts + mount.encode())
         assert await other.sweep() == []
     assert await other.sweep() == ["epoch-0/1-x"], "a local file system has one kernel"
     end(child, kill=True)
