@@ -65,7 +65,7 @@ def check_place(target: str, *, overwrite: bool) -> None:
     """Refuse a place with something that a save does not replace. Blocking.
 
     Without `overwrite`, a directory without a record file is moved only if it is empty, or at the
-    place of a step and not the root of a run.
+    place of a step and not the root of a run. With it, every one is, except those of a checkpoint.
 
     Raises:
         CheckpointExistsError: a file, or a directory that must not be moved; says what is in it.
@@ -73,8 +73,21 @@ def check_place(target: str, *, overwrite: bool) -> None:
     """
     if os.path.lexists(target) and not os.path.isdir(target):
         raise file_in_the_way(target)
+    parent = os.path.dirname(target)
     if not overwrite:
         refuse_unrelated(target)
+    elif _has_record(parent) and os.path.isdir(target) and not _has_record(target):
+        raise CheckpointExistsError(
+            f"{target}: a directory of the checkpoint {parent} exists here and was left untouched; "
+            "choose a location outside of this checkpoint",
+            location=target,
+            expected="nothing, or a checkpoint",
+            found=parent,
+        )
+
+
+def _has_record(directory: str) -> bool:
+    return os.path.lexists(os.path.join(directory, RECORD_NAME))
 
 
 def file_in_the_way(target: str) -> CheckpointExistsError:
@@ -100,7 +113,7 @@ def refuse_unrelated(target: str) -> None:
     steps = [
         name
         for name in names
-        if STEP_NAME.fullmatch(name) and os.path.lexists(os.path.join(target, name, RECORD_NAME))
+        if STEP_NAME.fullmatch(name) and _has_record(os.path.join(target, name))
     ]
     if steps:
         shown = sorted(steps, key=int)[-NAMED_ENTRIES:]
