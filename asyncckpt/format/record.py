@@ -270,6 +270,7 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
             expected=f"{stored:08x}",
             found=f"{crc:08x}",
         )
+    check_version(data, location=location)
     try:
         document = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -277,9 +278,22 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise damaged(f"its format is not {_FORMAT!r}")
     version = document.get("version")
-    if type(version) is not int or version < 1:
+    if type(version) is not int or not 1 <= version <= RECORD_VERSION:
         raise damaged(f"its version is {repr(version)[:40]}")
-    if version > RECORD_VERSION:
+    try:
+        return _decode(document)
+    except ValueError as error:
+        raise damaged(str(error)) from None
+
+
+def check_version(data: bytes, *, location: str) -> None:
+    """Check the version at the beginning of an intact commit record, without decoding it.
+
+    Raises:
+        UnsupportedFormatError: it is newer than this release reads.
+    """
+    found = _HEAD.match(data)
+    if found is not None and (version := int(found[1])) > RECORD_VERSION:
         raise UnsupportedFormatError(
             f"{location}: the commit record has version {version}, this release reads versions "
             f"up to {RECORD_VERSION}; restore with a newer release",
@@ -287,10 +301,6 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
             expected=RECORD_VERSION,
             found=version,
         )
-    try:
-        return _decode(document)
-    except ValueError as error:
-        raise damaged(str(error)) from None
 
 
 def is_record(data: bytes) -> bool:

@@ -3,8 +3,8 @@
 # Rule 1: the save that called is durable already: whatever goes wrong here is a note in its report,
 #   and a policy that fails, or answers with anything but steps, deletes nothing.
 # Rule 2: a step is deleted only if its record is still the one that the decision was made on.
-# Rule 3: what has no record that this release reads is no step, and is left alone; so is a step
-#   whose record cannot be read now.
+# Rule 3: what has no valid record is no step, and is left alone; so is a step whose record cannot
+#   be read now, or by this release.
 # Rule 4: a process that was taken over deletes nothing: every deletion is one under its claim.
 # Rule 5: a step is unlisted, durably, inside the save; its bytes go in the background. Before the
 #   next step is unlisted the last removal has ended: a disk never holds more than the steps kept,
@@ -23,16 +23,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from asyncckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    FencedError,
-    UnsupportedFormatError,
-)
+from asyncckpt.errors import CheckpointNotFoundError, FencedError
 from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import mapped
-from asyncckpt.format.record import RECORD_TAIL_NBYTES, decode_record
+from asyncckpt.format.record import RECORD_TAIL_NBYTES, check_version, decode_record
 from asyncckpt.ports import Removal
 from asyncckpt.reports import SaveReport
 from asyncckpt.retention import Retention, concerns, uses_metrics
@@ -211,7 +206,7 @@ class Pruner:
         async def read(step: int) -> None:
             try:
                 found[step] = await self._read(step)
-            except Exception as error:  # of another user, for example
+            except Exception as error:  # of another user or a newer release, for example
                 unread[step] = error
 
         new = [step for step in candidates if step not in found]
@@ -270,12 +265,11 @@ class Pruner:
         try:
             data = await record_of(files)
             return None if data is None else await self._described(data, files.location)
-        except (CorruptCheckpointError, UnsupportedFormatError):
-            return None
         finally:
             await files.close()
 
     async def _described(self, record: bytes, location: str) -> Seen:
+        check_version(record, location=location)
         metrics: Mapping[str, float] = {}
         if self._uses_metrics:
             run = self.runtime.engine.compute.run

@@ -153,7 +153,7 @@ def test_every_truncation_of_a_record_is_found() -> None:
 
 
 def sealed(document: object) -> bytes:
-    text = document if isinstance(document, str) else json.dumps(document)
+    text = document if isinstance(document, str) else json.dumps(document, separators=(",", ":"))
     body = text.encode("utf-8", "surrogatepass")[:-1] + b',"crc32c":'
     return body + b'"%08x"}\n' % crc32c(body)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ from asyncckpt import KeepBest, KeepEvery, KeepLast
 from asyncckpt.errors import StoreError
 from asyncckpt.format.record import seal
 from tests.script import Script
+from tests.simulator import simulator
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
@@ -236,20 +238,64 @@ async def test_a_policy_of_step_numbers_has_no_metrics_read(tmp_path: Path) -> N
         assert (await save(ckpt, 2)).deleted_steps == (1,)
 
 
-async def test_what_is_no_step_for_this_release_is_left_alone(tmp_path: Path) -> None:
+class Newest:
+    """A user's policy of step numbers."""
+
+    uses_metrics = False
+
+    def keep(self, steps: Sequence[int], metrics: object) -> Sequence[int]:
+        return steps[-2:]
+
+
+@pytest.mark.parametrize(
+    ("keep", "deleted"),
+    [
+        (KeepLast(2), (0, 1)),
+        (KeepEvery(2), (1,)),
+        (KeepBest(1, "loss"), (1, 2)),
+        (KeepLast(2) | KeepEvery(10), (1,)),
+        (Newest(), (0, 1)),
+    ],
+    ids=["last", "every", "best", "any", "own"],
+)
+@pytest.mark.parametrize("place", ["local", "s3"])
+async def test_steps_of_a_newer_release_are_left_alone_and_do_not_count(
+    tmp_path: Path, place: str, keep: asyncckpt.Retention, deleted: tuple[int, ...]
+) -> None:
+    with simulator() if place == "s3" else contextlib.nullcontext() as sim:
+        root = tmp_path if sim is None else "s3://bucket/run"
+        storage = None if sim is None else sim.s3_options()
+
+        def rewrite(step: int) -> None:
+            record, key = tmp_path / f"{step}" / "checkpoint.json", f"run/{step}/checkpoint.json"
+            data = record.read_bytes() if sim is None else sim.get("bucket", key)
+            data = seal(data[:-22].decode().replace('"version":2', '"version":3', 1) + "}")
+            record.write_bytes(data) if sim is None else sim.put("bucket", key, data)
+
+        async with asyncckpt.Checkpointer(root, storage_options=storage) as ckpt:
+            for step in range(5):
+                await save(ckpt, step, step / 10)
+        await asyncio.to_thread(rewrite, 3)
+        await asyncio.to_thread(rewrite, 4)
+        async with asyncckpt.Checkpointer(root, keep=keep, storage_options=storage) as ckpt:
+            report = await save(ckpt, 5, 0.5)
+            assert report.deleted_steps == deleted
+            (note,) = report.notes
+            assert note.startswith("2 steps could not be read and are left alone")
+            assert "version 3, this release reads versions up to 2" in note
+            assert {3, 4} < set(await ckpt.steps())
+
+
+async def test_a_damaged_record_is_no_step_and_is_left_alone(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
-        for step in (1, 2, 3):
+        for step in (1, 2):
             await save(ckpt, step, 0.5)
-    newer = tmp_path / "1" / "checkpoint.json"
-    document = json.loads(await asyncio.to_thread(newer.read_bytes))
-    del document["crc32c"]
-    document["version"] = 99
-    await asyncio.to_thread(newer.write_bytes, seal(json.dumps(document, separators=(",", ":"))))
-    damaged = tmp_path / "2" / "checkpoint.json"
+    damaged = tmp_path / "1" / "checkpoint.json"
     await asyncio.to_thread(damaged.write_bytes, b"{}")
     async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "loss")) as ckpt:
-        assert (await save(ckpt, 4, 0.1)).deleted_steps == (3,)
-    assert await asyncio.to_thread(newer.exists) and await asyncio.to_thread(damaged.exists)
+        report = await save(ckpt, 3, 0.1)
+        assert (report.deleted_steps, report.notes) == ((2,), ())
+    assert await asyncio.to_thread(damaged.exists)
 
 
 async def test_a_step_that_cannot_be_read_is_left_alone_and_the_others_are_deleted(
