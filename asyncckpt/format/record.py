@@ -124,6 +124,10 @@ EncodedTables = tuple[str, str]
 the values of scalars, and after them."""
 
 
+class _UnknownDtypeError(ValueError):
+    """A dtype that this release does not know; the text is its name."""
+
+
 def encode_tables(
     tree: JsonValue, leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayTable
 ) -> EncodedTables:
@@ -247,7 +251,7 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
 
     Raises:
         CorruptCheckpointError: the bytes are damaged, contradict each other, or name unsafe paths.
-        UnsupportedFormatError: they are intact, of a newer version.
+        UnsupportedFormatError: they are intact, of a newer version or with a newer dtype.
     """
 
     def damaged(
@@ -282,6 +286,9 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
         raise damaged(f"its version is {repr(version)[:40]}")
     try:
         return _decode(document)
+    except _UnknownDtypeError as error:
+        text = f"the dtype {str(error)!r}, which this release does not know"
+        raise _newer(text, location, None, str(error)) from None
     except ValueError as error:
         raise damaged(str(error)) from None
 
@@ -294,13 +301,18 @@ def check_version(data: bytes, *, location: str) -> None:
     """
     found = _HEAD.match(data)
     if found is not None and (version := int(found[1])) > RECORD_VERSION:
-        raise UnsupportedFormatError(
-            f"{location}: the commit record has version {version}, this release reads versions "
-            f"up to {RECORD_VERSION}; restore with a newer release",
-            location=location,
-            expected=RECORD_VERSION,
-            found=version,
-        )
+        text = f"version {version}, this release reads versions up to {RECORD_VERSION}"
+        raise _newer(text, location, RECORD_VERSION, version)
+
+
+def _newer(what: str, location: str, expected: object, found: object) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"{location}: the commit record has {what}; restore with a newer release",
+        location=location,
+        file=RECORD_NAME,
+        expected=expected,
+        found=found,
+    )
 
 
 def is_record(data: bytes) -> bool:
@@ -436,7 +448,7 @@ def _spec(row: dict[str, Any]) -> StoredSpec:
     if min([0, *shape, *chunk_shape]) < 0 or max([0, *shape, *chunk_shape]) > _MAX:
         raise ValueError(f"specs has a length that is not between 0 and {_MAX}")
     if dtype not in DTYPES:
-        raise ValueError(f"specs has the dtype {dtype[:40]!r}, which is unknown")
+        raise _UnknownDtypeError(dtype[:40])
     if len(shape) > MAX_RANK or len(chunk_shape) != len(shape):
         raise ValueError(f"specs has a shape and chunk_shape not of one rank of at most {MAX_RANK}")
     if 0 in chunk_shape:

@@ -231,7 +231,6 @@ def nested(depth: int) -> JsonValue:
         ("specs.0.shape", [1] * 33, "rank of at most 32"),
         ("specs.0.chunk_shape", [0, 6], "has a zero"),
         ("specs.0.chunk_shape", [6], "one rank"),
-        ("specs.0.dtype", "float128", "which is unknown"),
         ("specs.0.zstd", 99, "not a level or null"),
         ("specs.0.more", 1, "not a member"),
         ("arrays.name", ["w"] * 6, "names an array twice"),
@@ -272,6 +271,16 @@ def test_a_newer_version_is_named_with_what_is_supported() -> None:
     ) as caught:
         decode_record(changed("version", 3), location="run/12")
     assert (caught.value.found, caught.value.expected) == (3, 2)
+
+
+def test_a_dtype_of_a_newer_release_is_no_damage() -> None:
+    with pytest.raises(
+        UnsupportedFormatError,
+        match=r"run/12: .* has the dtype 'int1', which this release does not know; .*newer release",
+    ) as caught:
+        decode_record(changed("specs.0.dtype", "int1"), location="run/12")
+    assert (caught.value.location, caught.value.file) == ("run/12", "checkpoint.json")
+    assert caught.value.found == "int1"
 
 
 @pytest.mark.parametrize(
