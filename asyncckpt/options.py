@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncckpt.errors import UsageError
+from asyncckpt.pickled import PickledByName
 from asyncckpt.spec import DTYPES, ArraySpec
 
 KIB = 1 << 10
@@ -91,7 +92,7 @@ STEP_MAX = 10**19 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class LeafOptions:
+class LeafOptions(PickledByName):
     """How one leaf is stored; None means the value of the `SaveOptions`.
 
     A leaf of at most 64 KiB whose shards are on several processes is always one uncompressed chunk.
@@ -134,7 +135,7 @@ class LeafOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOptions:
+class SaveOptions(PickledByName):
     """How a checkpoint is saved.
 
     `host_memory_nbytes`, `direct_io`, `exit_deadline_s`, `silence_s` and `arrival_s` belong to a
@@ -224,7 +225,7 @@ class SaveOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreOptions:
+class RestoreOptions(PickledByName):
     """How a checkpoint is restored.
 
     Attributes:

@@ -13,6 +13,7 @@ from inspect import iscoroutinefunction
 from typing import ClassVar, Literal, Protocol
 
 from asyncckpt.errors import UsageError
+from asyncckpt.pickled import PickledByName
 
 Metrics = Mapping[int, Mapping[str, float]]
 """The numbers given to `save` by step and name; `{}` for steps saved without any."""
@@ -36,7 +37,7 @@ class Retention(Protocol):
         ...
 
 
-class _Policy(ABC):
+class _Policy(PickledByName, ABC):
     """Base of policies that ``|`` can join, also with a user's own; any of them may keep a step."""
 
     __slots__ = ()

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
+from asyncckpt.pickled import PickledByName
+
 # zarr v3 data type name -> NumPy dtype that holds it in memory, little endian.
 # These are what TensorStore's zarr3 driver stores; one element takes `itemsize` bytes in a chunk,
 # also for int2, int4 and float4, which TensorStore does not pack. The adapters refuse other dtypes
@@ -70,7 +72,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySpec:
+class ArraySpec(PickledByName):
     """Shape and zarr v3 dtype name of an array."""
 
     shape: tuple[int, ...]

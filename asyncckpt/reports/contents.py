@@ -8,13 +8,14 @@ from typing import Any
 from urllib.parse import quote
 
 from asyncckpt.errors import UsageError
+from asyncckpt.pickled import PickledByName
 from asyncckpt.reports.texts import nbytes_text
 from asyncckpt.reports.timed import Timed
 from asyncckpt.reports.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class FileInfo:
+class FileInfo(PickledByName):
     """One file of a checkpoint: relative path, size in bytes, CRC-32C if known."""
 
     path: str
@@ -23,7 +24,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafInfo:
+class LeafInfo(PickledByName):
     """One leaf of a checkpoint.
 
     Attributes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncckpt.pickled import PickledByName
 from asyncckpt.reports.texts import nbytes_text
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class Damage(PickledByName):
     """One damaged place: leaf (or None for metadata), file, byte offset (or None), reason."""
 
     leaf: str | None
@@ -22,7 +23,7 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(PickledByName):
     """The outcome of reading and checking every byte of a checkpoint.
 
     Attributes:
@@ -68,7 +69,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafDifference:
+class LeafDifference(PickledByName):
     """One leaf that two checkpoints hold differently.
 
     Attributes:
@@ -111,7 +112,7 @@ class LeafDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class DiffReport:
+class DiffReport(PickledByName):
     """Differences of two checkpoints; true if there are none.
 
     Attributes:

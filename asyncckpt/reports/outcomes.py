@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.pickled import PickledByName
 from asyncckpt.reports.texts import nbytes_text, rate_text
 from asyncckpt.reports.timed import Timed
 from asyncckpt.reports.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessPart:
+class ProcessPart(PickledByName):
     """Part of one of several processes in a save.
 
     Attributes:
@@ -109,7 +110,7 @@ class SaveReport(Timed):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadItem:
+class ReadItem(PickledByName):
     """Reason of a read: the elements that one stored chunk and one wanted box have in common.
 
     Attributes:
@@ -134,7 +135,7 @@ class ReadItem:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRange:
+class ReadRange(PickledByName):
     """One range of a file that a restore read.
 
     Attributes:
@@ -226,7 +227,7 @@ class RestoreReport(Timed):
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(PickledByName):
     """A finished conversion.
 
     Attributes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from asyncckpt.errors import UsageError
+from asyncckpt.pickled import PickledByName
 from asyncckpt.reports.texts import nbytes_text
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ REFRESH_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(PickledByName):
     """A snapshot of work under way, handed to `progress=` callbacks and shown by `PendingSave`.
 
     Attributes:

@@ -6,12 +6,13 @@ import json
 import os
 from typing import Any
 
+from asyncckpt.pickled import PickledByName
 from asyncckpt.reports.picture import draw
 from asyncckpt.reports.texts import rate_text
 from asyncckpt.reports.timeline import Timeline
 
 
-class Timed:
+class Timed(PickledByName):
     """A report with a `timeline`."""
 
     __slots__ = ()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
+from asyncckpt.pickled import PickledByName
+
 SPANS_PER_STAGE = 256
 """Per process: a picture is about a thousand pixels wide."""
 
@@ -60,7 +62,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(PickledByName):
     """When the stages of one save or restore were busy.
 
     A stage has at most 256 spans per process, in at most 64 lanes. If there were more, neighbours

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from asyncckpt.options import GIB, MIB
+from asyncckpt.pickled import PickledByName
 from asyncckpt.reports import nbytes_text, rate_text
 
 MAX_NBYTES = 16 * GIB
@@ -52,7 +53,7 @@ class GridPoint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TunePoint:
+class TunePoint(PickledByName):
     """One measurement: throughput with objects of one size and a number of streams.
 
     Attributes:
@@ -69,7 +70,7 @@ class TunePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class TuneReport:
+class TuneReport(PickledByName):
     """Measurements of an object store, and the recommendation that follows from them.
 
     Attributes:
