@@ -1,3 +1,10 @@
-"""Version of the library, as the package metadata and every commit record state it."""
+"""Versions of the library, and of the messages between its processes."""
 
 VERSION = "0.1.0"
+"""As the package metadata and every commit record state it."""
+
+PROTOCOL = 1
+"""Version of all messages between the processes of a job: raise it with every change of one.
+
+(test_messages_change_only_with_the_protocol)
+"""

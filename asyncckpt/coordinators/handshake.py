@@ -31,12 +31,11 @@ from typing import Any
 
 from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.key_values import PREFIX, pauses
-from asyncckpt.coordinators.meeting import Hello, Meeting
+from asyncckpt.coordinators.meeting import RELEASE, Hello, Meeting
 from asyncckpt.coordinators.messages import decode_error, encode_error
 from asyncckpt.coordinators.rounds import briefly
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
-from asyncckpt.version import VERSION
 
 PAGE = 256
 """Processes per welcome: the nonces of ten lives of the job fit into a message."""
@@ -170,12 +169,12 @@ class _Host(Meeting):
             for number, hello in enumerate(self._live(process)):
                 if number > 0:
                     raise self.twice(process, self._live(process)[0], hello)
-                if hello.version != VERSION:
+                if hello.version != RELEASE:
                     raise UsageError(
                         f"process {process} ({hello}) runs asyncckpt {hello.version}, process 0 "
-                        f"({self.hello}) runs {VERSION}: install the same release everywhere",
+                        f"({self.hello}) runs {RELEASE}: install the same release everywhere",
                         location=self.root,
-                        expected=VERSION,
+                        expected=RELEASE,
                         found=hello.version,
                     )
                 if hello.count != self.count:

@@ -10,7 +10,10 @@ from dataclasses import asdict, dataclass
 from asyncckpt.coordinators.group import NAMES_MAX, Group
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
-from asyncckpt.version import VERSION
+from asyncckpt.version import PROTOCOL, VERSION
+
+RELEASE = f"{VERSION} (protocol {PROTOCOL})"
+"""What all processes of a job must run. Releases without a protocol compare it with theirs, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class Hello:
         nonce: 16 hex digits, new at every handshake.
         host: name of its host.
         pid: its process id.
-        version: release of this library.
+        version: release and protocol of this library.
         run: run id of the welcome that it acknowledges; empty before.
         count: number of processes that it expects.
     """
@@ -29,7 +32,7 @@ class Hello:
     nonce: str
     host: str
     pid: int
-    version: str = VERSION
+    version: str = RELEASE
     run: str = ""
     count: int = 0
 

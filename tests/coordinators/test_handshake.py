@@ -15,9 +15,9 @@ import pytest
 from asyncckpt.coordinators import handshake
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
-from asyncckpt.coordinators.meeting import Hello
+from asyncckpt.coordinators.meeting import RELEASE, Hello
 from asyncckpt.errors import AsyncCheckpointError, UsageError
-from asyncckpt.version import VERSION
+from asyncckpt.version import PROTOCOL, VERSION
 from tests.coordinators.members import Member, members
 
 ARRIVAL_S = 20.0
@@ -204,20 +204,20 @@ async def test_a_process_that_comes_twice_is_an_error_for_all(twice: int) -> Non
     assert len(told) == 4
 
 
-class OfAnotherRelease(Member):
-    async def put(self, key: str, value: bytes) -> None:
-        await super().put(key, value.replace(VERSION.encode(), b"0.0.1"))
+@pytest.mark.parametrize("release", ["0.0.1", VERSION, f"{VERSION} (protocol {PROTOCOL + 1})"])
+async def test_another_release_or_protocol_is_named_with_its_host(release: str) -> None:
+    class OfAnotherRelease(Member):
+        async def put(self, key: str, value: bytes) -> None:
+            await super().put(key, value.replace(RELEASE.encode(), release.encode()))
 
-
-async def test_another_release_is_named_with_its_host() -> None:
     host, guest, other = members(3)
     other = OfAnotherRelease(host._values, 2, 3)
     errors = await outcomes(map(shake, (host, guest, other)))
     for error in errors:
         assert isinstance(error, UsageError)
         assert "process 2 (pid" in str(error)
-        assert "runs asyncckpt 0.0.1, process 0 (pid" in str(error)
-        assert VERSION in str(error)
+        assert f"runs asyncckpt {release}, process 0 (pid" in str(error)
+        assert f"runs {VERSION} (protocol {PROTOCOL}): install the same release" in str(error)
     assert str(errors[1]).startswith("process 0 (")
     assert [error.process for error in errors] == [None, 0, 0]
 
