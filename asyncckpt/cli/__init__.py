@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: success; verified checkpoints are intact, compared ones equal. 1: an error of the library,
     damage, a difference, a question answered with no, or the output could not be written. 2: a
-    usage error, the extra `cli` is missing, or the checkpoints could not be compared.
+    usage error, the extra `cli` is missing, the checkpoints could not be compared, or this release
+    does not read the format of one that was to be verified.
 
     Args:
         arguments: words after the command's name; None for those of the process.

@@ -16,6 +16,7 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    UnsupportedFormatError,
     UsageError,
 )
 from asyncckpt.format.record import RECORD_NAME
@@ -23,6 +24,8 @@ from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nb
 from asyncckpt.reports.progress import progress_bar
 from asyncckpt.stores.claims import claim_text
 from asyncckpt.version import VERSION
+
+Verified = VerifyReport | UnsupportedFormatError
 
 app = typer.Typer(
     name="asyncckpt",
@@ -130,15 +133,17 @@ def verify(
 ) -> None:
     """Read and check every byte.
 
-    Exit status 1 and the damaged leaves if any differs.
+    Exit status 1 and the damaged leaves if any differs, 2 if this release does not read the format.
     """
     options = storage_options(storage_option)
     with progress_bar("verify", transient=True) as progress:
-        reports = _verified(path, options, progress)
+        found = _verified(path, options, progress)
+    reports = [report for report in found if isinstance(report, VerifyReport)]
+    unread = [error for error in found if isinstance(error, UnsupportedFormatError)]
     if as_json:
         print_json(
             {
-                "ok": all(report.ok for report in reports),
+                "ok": all(report.ok for report in reports) and not unread,
                 "checkpoints": [documents.verification(report) for report in reports],
             }
         )
@@ -148,8 +153,12 @@ def verify(
         damaged = [report for report in reports if not report.ok]
         if damaged:
             tables.show([tables.damages(damaged)])
+    for error in unread:
+        complain(error)
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
+    if unread:
+        raise typer.Exit(2)
 
 
 app.command()(transfer.diff)
@@ -192,7 +201,7 @@ def _summary(root: str, step: int, options: opening.Options) -> str:
 
 def _verified(
     path: str, options: opening.Options, progress: Callable[[Progress], None]
-) -> list[VerifyReport]:
+) -> list[Verified]:
     place = opening.step_of(path)
     try:
         if place is None and is_bucket(path):
@@ -213,7 +222,7 @@ def _verified(
 
 def _listed_step(
     root: str, step: int, options: opening.Options, progress: Callable[[Progress], None]
-) -> VerifyReport | None:
+) -> Verified | None:
     """Verify a step of a run; return None, with a message, if it was deleted since listed."""
     location = opening.child(root, step)
     try:
@@ -232,10 +241,11 @@ def _verify(
     place: tuple[str, int] | None,
     options: opening.Options,
     progress: Callable[[Progress], None],
-) -> VerifyReport:
+) -> Verified:
     """Verify a checkpoint, or the step of a run at `place`.
 
-    A record that cannot be read is reported as damage, too.
+    A record that cannot be read is reported as damage, too, and one of a newer release returned as
+    its error: other steps of the run are verified nevertheless.
     """
     try:
         if place is None:
@@ -245,3 +255,5 @@ def _verify(
         damage = Damage(None, error.file or RECORD_NAME, error.offset, str(error))
         number = None if place is None else place[1]
         return VerifyReport(opening.full_name(path), number, (damage,), 0, 0, 0.0)
+    except UnsupportedFormatError as error:
+        return error

@@ -16,6 +16,7 @@ import pytest
 from asyncckpt import blocking
 from asyncckpt.cli import main, opening
 from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.format.record import seal
 
 
 class Ran(NamedTuple):
@@ -88,6 +89,27 @@ def test_damage_of_the_others_is_still_found(run: Run, tmp_path: Path) -> None:
     done = run("verify", tmp_path)
     assert done.status == 1 and done.err == ""
     assert "intact" in done.out.splitlines()[0] and "checkpoint.json" in done.out
+
+
+def test_steps_of_a_newer_release_are_named_after_the_others(run: Run, tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as steps:
+        for step in (1, 2, 3):
+            steps.save(step, {"w": np.arange(1000.0) + step})
+    record = tmp_path / "1" / "checkpoint.json"
+    text, _ = record.read_text().replace('"version":2', '"version":3', 1).rsplit(',"crc32c":', 1)
+    record.write_bytes(seal(text + "}"))
+    for path, intact in ((tmp_path, ["2", "3"]), (tmp_path / "1", [])):
+        done = run("verify", path)
+        assert done.status == 2
+        assert [line.split(":")[0] for line in done.out.splitlines()] == [
+            str(tmp_path / step) for step in intact
+        ]
+        assert done.err.startswith(f"asyncckpt: {tmp_path}/1: the commit record has version 3, ")
+    found = json.loads(run("verify", tmp_path, "--json").out)
+    assert not found["ok"] and [one["step"] for one in found["checkpoints"]] == [2, 3]
+    (tmp_path / "2" / "checkpoint.json").write_bytes(b"{}")
+    done = run("verify", tmp_path)
+    assert done.status == 1 and "version 3" in done.err
 
 
 def test_when_all_steps_go_nothing_was_verified(
