@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.fields import check_form, parse_object
 from asyncckpt.format.record import is_sealed, seal
 from asyncckpt.options import KIB, MIB
@@ -38,6 +38,7 @@ _CLAIM_FORM = {
     "created_ns": _MAX,
 }
 _INHERITED_FORM = {**_HEAD, "save_ids": [str]}
+_INHERITED_HEAD = re.compile(rb'\{"format":"asyncckpt-inherited","version":([0-9]{1,9}),')
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,21 @@ def encode_inherited(epoch: int, save_ids: Collection[str]) -> bytes:
     return _sealed({**head, "save_ids": sorted(save_ids)})
 
 
-def decode_inherited(data: bytes) -> frozenset[str] | None:
-    """Return the save ids of a list, None if it is damaged or of a newer release."""
+def decode_inherited(data: bytes, *, location: str) -> frozenset[str] | None:
+    """Return the save ids of a list, None if it is damaged; `location` is named in errors.
+
+    Raises:
+        UnsupportedFormatError: it is intact, of a newer version.
+    """
+    head = _INHERITED_HEAD.match(data)
+    if head is not None and (version := int(head[1])) > _VERSION and is_sealed(data):
+        raise UnsupportedFormatError(
+            f"{location}: the list of checkpoints has version {version}, this release reads "
+            f"version {_VERSION}; continue this run with a newer release",
+            location=location,
+            expected=_VERSION,
+            found=version,
+        )
     found = _document(data, _INHERITED, _INHERITED_FORM, INHERITED_NBYTES)
     return None if found is None else frozenset(found["save_ids"])
 

@@ -91,7 +91,8 @@ class Seen:
 class Claims:
     """The claims of one root, as they are at each call.
 
-    All methods raise `StoreError` where the store fails.
+    All methods raise `StoreError` where the store fails, and `UnsupportedFormatError` where a list
+    that decides is of a newer release.
 
     Args:
         requests: of the store.
@@ -171,13 +172,13 @@ class Claims:
             data = await self._read(inherited_name(epoch), INHERITED_NBYTES)
             if data is None:
                 return None
-            inherited = self._inherited[epoch] = decode_inherited(data)
+            location = self._location(inherited_name(epoch))
+            inherited = self._inherited[epoch] = decode_inherited(data, location=location)
             if inherited is None:
                 log.warning(
-                    "%s: not a valid list of checkpoints, damaged or of a newer release; it is "
-                    "ignored, so that steps of processes that were taken over may be listed until "
-                    "the next takeover",
-                    self._location(inherited_name(epoch)),
+                    "%s: not a valid list of checkpoints; it is ignored, so that steps of "
+                    "processes that were taken over may be listed until the next takeover",
+                    location,
                 )
         return self._inherited[epoch]
 
