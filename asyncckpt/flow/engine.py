@@ -15,9 +15,13 @@ facade share all logic: each hands a coroutine to the engine and waits for its e
 # Rule 3: a callback that blocks on the engine's own thread would wait for itself: this is refused
 #   where the wait would begin.
 #   (test_blocking_on_the_engines_own_thread_is_refused_instead_of_a_deadlock)
-# Rule 4: a job is accepted only by a thread that runs. `_thread` is assigned after `start()` has
-#   returned: if it were set before, a failed start would leave an engine that accepts jobs and runs
-#   none. (test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later)
+# Rule 4: a job is accepted only by a thread that runs. `_loop` and `_thread` are assigned after
+#   `start()` has returned: if they were set before, a failed start would leave an engine that
+#   accepts jobs and runs none.
+#   (test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later)
+#   If `start()` is ended by an exception of a signal handler, its thread may begin later, or never:
+#   a thread whose loop was not assigned ends at once.
+#   (test_an_exception_of_a_signal_handler_while_the_thread_starts_leaves_none)
 # Rule 5: `_closed` is checked under `_lock` together with the post to the loop: a job is either on
 #   the loop before it stops, and is cancelled there, or refused.
 # Rule 6: the engine's own work per chunk is microseconds; everything heavy runs in `Workers`.
@@ -407,27 +411,35 @@ class Engine:
         """Start the thread, unless it runs."""
         if self._thread is not None:
             return
-        loop = None
+        loop = thread = None
+        _live.add(self)
         try:
             _register_exit_hook()
             loop = _new_loop()
             thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
-            self._loop = loop
             thread.start()
-        except (RuntimeError, OSError) as error:
-            self._loop = None
+            if self._thread is None:  # otherwise a signal handler has started one meanwhile
+                self._loop, self._thread = loop, thread
+        except BaseException as error:
             if loop is not None:
                 loop.close()
+            if isinstance(error, KeyError) and error.args == (thread,) and error.__context__:
+                # `Thread.start` fails to handle the exception of a signal handler.
+                raise error.__context__ from None
+            if not isinstance(error, (RuntimeError, OSError)) or isinstance(error, TimeoutError):
+                raise  # that of a signal handler
             self.check()  # which knows now if the interpreter is exiting
             raise thread_error(self._name, error) from error
-        self._thread = thread
-        _live.add(self)
 
     def _stop(self) -> None:
         if not self._ending:  # the clean-up after a death must not be stopped by close()
             asyncio.get_running_loop().stop()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:  # held by `submit` until it has either assigned the loop or failed
+            if self._loop is not loop:
+                loop.close()
+                return
         asyncio.set_event_loop(loop)
         _here.engine = self
         try:

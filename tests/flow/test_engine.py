@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -518,3 +522,40 @@ async def test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later(
         assert not engine.usable and names() == set()
     assert await engine.submit(answer).wait() == 42
     await engine.aclose()
+
+
+# `Thread.start` forgets a thread that it has started, which then fails before it begins.
+@pytest.mark.filterwarnings("ignore:Exception ignored in thread started by")
+@pytest.mark.parametrize("raised", [Expired, TimeoutError, KeyboardInterrupt, None])
+def test_an_exception_of_a_signal_handler_while_the_thread_starts_leaves_none(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException] | None
+) -> None:
+    jobs: list[Job[int]] = []
+
+    def handle(*_: object) -> None:
+        patch.undo()
+        if raised is not None:
+            raise raised
+        jobs.append(engine.submit(answer))
+
+    name = "_start_new_thread" if sys.version_info < (3, 13) else "_start_joinable_thread"
+    real = getattr(threading, name)
+
+    def start(*args: Any, **keywords: Any) -> Any:
+        started = real(*args, **keywords)
+        signal.raise_signal(signal.SIGUSR1)
+        return started
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading, name, start)
+            with contextlib.nullcontext() if raised is None else pytest.raises(raised):
+                jobs.append(engine.submit(answer))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    if raised is not Expired:  # then closed at once, as by a one-shot call
+        assert all(job.result() == 42 for job in (*jobs, engine.submit(answer)))
+    engine.close()
+    while names():  # one that was started in vain, and ends by itself
+        os.sched_yield()
