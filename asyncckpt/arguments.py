@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import json
-import logging
 import operator
 import os
 import re
@@ -25,6 +23,7 @@ from typing import (
 )
 
 from asyncckpt.errors import UsageError
+from asyncckpt.log import logger
 from asyncckpt.options import STEP_MAX, RestoreOptions, SaveOptions, check_function, check_seconds
 from asyncckpt.reports import Progress, RestoreReport
 from asyncckpt.retention import Retention, is_policy
@@ -44,8 +43,6 @@ MAX_METADATA_NBYTES = 16 << 20
 
 COORDINATOR_METHODS = ("put", "put_once", "look", "wait", "list", "delete", "close")
 """Methods of `ports.Coordinator`, which this module must not import."""
-
-logger = logging.getLogger("asyncckpt")
 
 # ----------------------------------------------------------- arguments that several functions share
 
@@ -418,8 +415,7 @@ class ProgressGuard:
             self._progress(state)
         except BaseException as error:  # even sys.exit(), which would end the engine's thread
             self.error = error
-            with contextlib.suppress(Exception):  # a log handler that fails
-                logger.exception("the progress callback failed and is not called again")
+            logger.exception("the progress callback failed and is not called again")
 
 
 def guarded(progress: ProgressCallback | None) -> ProgressCallback | None:

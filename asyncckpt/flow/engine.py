@@ -59,6 +59,7 @@ from asyncckpt.flow.threads import (
     seen,
     thread_error,
 )
+from asyncckpt.log import logger
 from asyncckpt.options import ABANDON_S, CLEANUP_S
 
 T = TypeVar("T")
@@ -71,8 +72,6 @@ COMPUTE_THREADS_MAX = 8
 
 EXIT_CLEANUP_S = 1.0
 """Time for a save that is aborted as the process ends to remove its files."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 class Job(Generic[T]):
@@ -445,8 +444,7 @@ class Engine:
         try:
             loop.run_forever()
         except BaseException:
-            with contextlib.suppress(Exception):
-                logger.exception("%s: the engine's loop ended by an error", self._name)
+            logger.exception("%s: the engine's loop ended by an error", self._name)
         finally:
             self._ending = True
             with self._lock:
@@ -512,8 +510,7 @@ def warn(message: str, level: int = logging.WARNING) -> None:
     Raises nothing, even if warnings are errors, or a log handler or stderr fails: nothing could
     handle an error of the hook at the exit, or of a `__del__`.
     """
-    with contextlib.suppress(Exception):
-        logger.log(level, message)
+    logger.log(level, message)
     with contextlib.suppress(Exception):
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 

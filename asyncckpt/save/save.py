@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,6 +30,7 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.format.record import RECORD_NAME, is_record
+from asyncckpt.log import logger
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import Attempt, AttemptFiles, CheckpointFiles, Sizes, Store
 from asyncckpt.reports import Progress, SaveReport, Timeline
@@ -55,8 +54,6 @@ from asyncckpt.stores.paths import below
 ABORT_S = 30.0
 """Limit for the clean-up of an aborted save: a store that does not answer would delay the error of
 a passed deadline by minutes. `asyncckpt gc` removes the rest."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(slots=True, eq=False)
@@ -202,8 +199,7 @@ class Save:
                 async with self._timeout, turn:
                     recorder.add("wait", self.request.taken)
                     report = await self._run()
-                    with contextlib.suppress(Exception):  # a log handler that fails
-                        logger.info("%s", report)
+                    logger.info("%s", report)
                     # The checkpoint is committed, whatever becomes of older ones.
                     if self.retaining is None:
                         return report
@@ -234,8 +230,7 @@ class Save:
         except BaseException as error:
             for note in self._clean_up_notes:
                 error.add_note(note)
-            with contextlib.suppress(Exception):
-                logger.info("gave up saving %s: %s", self._location, error)
+            logger.info("gave up saving %s: %s", self._location, error)
             # An error that is kept must not keep staging memory with it.
             forget_frames(error)
             raise

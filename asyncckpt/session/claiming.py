@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import threading
 from weakref import WeakKeyDictionary
 
@@ -17,10 +16,9 @@ from asyncckpt.errors import AsyncCheckpointError, FencedError, UsageError
 from asyncckpt.flow.engine import ended
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.format.claim import Claim
+from asyncckpt.log import logger
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.root import Root
-
-logger = logging.getLogger("asyncckpt")
 
 _guard = threading.Lock()
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Literal
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.engine import Engine, Job
+from asyncckpt.log import logger
 from asyncckpt.options import SaveOptions
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.save import SaveState
 from asyncckpt.session.pending import PendingSave
-
-logger = logging.getLogger("asyncckpt")
 
 
 class InFlight:

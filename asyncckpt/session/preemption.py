@@ -24,7 +24,6 @@ its runtime does the rest. Otherwise, the processes agree here::
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ from asyncckpt.coordinators.choice import sync_point
 from asyncckpt.coordinators.group import Group
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.engine import Engine, Job, ended
+from asyncckpt.log import logger
 from asyncckpt.reports import SaveReport
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.sigterm import SigtermHandler
@@ -42,8 +42,6 @@ WATCH_S = 0.5
 
 WATCH_PER_PROCESS_S = 500e-6
 """Least such interval per process of a large job: the server gets at most 2,000 looks a second."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 class Preemption:

@@ -15,9 +15,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -28,6 +26,7 @@ from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import mapped
 from asyncckpt.format.record import RECORD_TAIL_NBYTES, check_version, decode_record
+from asyncckpt.log import logger
 from asyncckpt.ports import Removal
 from asyncckpt.reports import SaveReport
 from asyncckpt.retention import Retention, concerns, uses_metrics
@@ -38,8 +37,6 @@ from asyncckpt.session.steps import Steps
 
 UNLISTED_MAX = 32
 """Steps that are unlisted at most before their bytes are removed: each may hold a descriptor."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +122,7 @@ class Pruner:
         for note in notes:
             if note not in self._logged:
                 self._logged.add(note)
-                with contextlib.suppress(Exception):  # a log handler that fails
-                    logger.warning("%s", note)
+                logger.warning("%s", note)
         return dataclasses.replace(
             report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes)
         )
@@ -151,9 +147,8 @@ class Pruner:
                     seal = self._seen.pop(step).seal
                     removals.append((step, await self.steps.unlist(str(step), seal)))
                     deleted.append(step)
-                    with contextlib.suppress(Exception):
-                        name = _name(self.policy)
-                        logger.info("deleted %s (%s)", self.root.location(step), name)
+                    name = _name(self.policy)
+                    logger.info("deleted %s (%s)", self.root.location(step), name)
                 except CheckpointNotFoundError:
                     if self._known is not None:
                         self._known.discard(step)  # if it is there, another writer's
@@ -233,8 +228,7 @@ class Pruner:
             notes += concerns(self.policy, steps, metrics)
         except BaseException as error:  # even sys.exit(), which would end the engine's thread
             name = _name(self.policy)
-            with contextlib.suppress(Exception):
-                logger.exception("the retention policy %s failed", name)
+            logger.exception("the retention policy %s failed", name)
             return [], [f"no step was deleted, because {name} failed: {error!r}"]
         if (highest := max(steps)) > saved:
             notes.append(

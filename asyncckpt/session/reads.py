@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.shield import within
 from asyncckpt.format.foreign.orbax_read import UNFINISHED
 from asyncckpt.format.record import STEP_NAME
+from asyncckpt.log import logger
 from asyncckpt.ports import CallIn, CheckpointFiles, Exchange, ExchangingCoordinator
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.restore.agreement import RestoreAgreement
@@ -38,8 +38,6 @@ from asyncckpt.verify.inspect import info_of
 from asyncckpt.verify.verify import verify_checkpoint
 
 T = TypeVar("T")
-
-logger = logging.getLogger("asyncckpt")
 
 Verb = Literal["restore", "inspect", "verify"]
 
@@ -97,8 +95,7 @@ class Reads:
         if notes := progress_notes(request.progress):
             report = dataclasses.replace(outcome.report, notes=(*outcome.report.notes, *notes))
             outcome = dataclasses.replace(outcome, report=report)
-        with contextlib.suppress(Exception):  # a log handler that fails
-            logger.info("%s", outcome.report)
+        logger.info("%s", outcome.report)
         return outcome
 
     async def restore_together(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,12 +11,11 @@ from typing import Any
 from asyncckpt.coordinators.messages import decode_error
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.format.record import RECORD_NAME
+from asyncckpt.log import logger
 from asyncckpt.ports import NotingStore, Store
 from asyncckpt.runtime import Runtime, place_of
 from asyncckpt.stores.objects.clients.urls import check_options, check_scheme, is_url, parse_url
 from asyncckpt.stores.paths import below
-
-logger = logging.getLogger("asyncckpt")
 
 SWEEP_S = 120.0
 """How long the automatic sweep may take when a session is closed."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Iterable
 from functools import partial
 
@@ -20,6 +19,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import mapped, together, uninterrupted
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
+from asyncckpt.log import logger
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles, Removal, Store
 from asyncckpt.save.save import exists, record_of
@@ -28,8 +28,6 @@ from asyncckpt.session.root import Root
 
 LISTED_STEPS = 10
 """Newest steps that an error lists."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 class PeekedFiles:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +34,38 @@ def taken(lines: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Failing(logging.Handler):
-    """A handler whose disk is full."""
+    """A handler that fails, as where its disk is full."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
 
     def emit(self, _: logging.LogRecord) -> None:
-        raise OSError("no space left for the log")
+        if threading.current_thread() is not threading.main_thread():
+            raise self._error
 
 
+@pytest.fixture(params=[OSError("no space left for the log"), SystemExit("no log")], ids=repr)
+def failing_log(request: pytest.FixtureRequest) -> Iterator[None]:
+    logger, handler = logging.getLogger("asyncckpt"), Failing(request.param)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("failing_log")
+async def test_a_log_handler_that_fails_fails_no_claim_and_no_deletion(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, takeover=True) as ckpt:
+        for step in range(4):
+            await ckpt.save(step, TREE)
+        await ckpt.delete(0)
+        assert await ckpt.delete_after(1) == [2, 3]
+        assert (await ckpt.inspect()).epoch == 1
+
+
+@pytest.mark.usefixtures("failing_log")
 async def test_a_log_handler_that_fails_fails_no_save_and_no_restore(tmp_path: Path) -> None:
     class Broken:
         def keep(self, *_: object) -> list[int]:
@@ -46,22 +74,15 @@ async def test_a_log_handler_that_fails_fails_no_save_and_no_restore(tmp_path: P
     def progress(_: object) -> None:
         raise ValueError("no progress")
 
-    logger, handler = logging.getLogger("asyncckpt"), Failing()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
-            await ckpt.save(1, TREE, progress=progress)
-            assert (await ckpt.save(2, TREE)).deleted_steps == (1,)
-            assert (await ckpt.restore())["w"].tobytes() == TREE["w"].tobytes()
-            Script(ckpt).fail("seal", StoreError("disk on fire"))
-            with pytest.raises(StoreError, match="disk on fire"):
-                await ckpt.save(3, TREE)
-        async with asyncckpt.Checkpointer(tmp_path, keep=Broken()) as ckpt:
-            assert (await ckpt.save(4, TREE)).step == 4
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await ckpt.save(1, TREE, progress=progress)
+        assert (await ckpt.save(2, TREE)).deleted_steps == (1,)
+        assert (await ckpt.restore())["w"].tobytes() == TREE["w"].tobytes()
+        Script(ckpt).fail("seal", StoreError("disk on fire"))
+        with pytest.raises(StoreError, match="disk on fire"):
+            await ckpt.save(3, TREE)
+    async with asyncckpt.Checkpointer(tmp_path, keep=Broken()) as ckpt:
+        assert (await ckpt.save(4, TREE)).step == 4
 
 
 async def test_what_happens_to_steps_is_one_line_each(

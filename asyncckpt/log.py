@@ -1,0 +1,28 @@
+"""The library's logger, whose failures fail nothing else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+
+class Logger(logging.LoggerAdapter[logging.Logger]):
+    """A logger that suppresses the errors of log handlers, which no caller could handle.
+
+    Outside the main thread this includes `SystemExit`, which would end the engine's thread; in the
+    main thread, such an exception may be that of a signal handler.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **keywords: Any) -> None:
+        """Log the message at this level, for the function that called `info`, `warning` or so."""
+        try:
+            self.logger.log(level, msg, *args, stacklevel=2, **keywords)
+        except Exception:
+            pass
+        except BaseException:
+            if threading.current_thread() is threading.main_thread():
+                raise
+
+
+logger = Logger(logging.getLogger("asyncckpt"))
