@@ -144,9 +144,15 @@ class Job(Generic[T]):
         """
         self.cancel()
         try:
+            if blocks_here():
+                await self._attend()
             while not self.future.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._attend()
+                # One task: each wait that is cancelled leaves a callback on the outcome, and a
+                # cancel scope of anyio cancels once per iteration of the loop.
+                attending = asyncio.create_task(self._attend())
+                await finished(attending)
+                if not attending.cancelled():
+                    attending.result()
         except (GeneratorExit, UsageError):  # nothing can be awaited here
             raise
         except BaseException:

@@ -126,6 +126,24 @@ async def test_a_cancelled_wait_returns_after_the_jobs_clean_up(engine: Engine, 
     assert step.cancellations == 1
 
 
+async def test_repeated_cancellation_of_a_wait_leaves_nothing_on_the_outcome(
+    engine: Engine,
+) -> None:
+    step = Step()
+    job = engine.submit(step)
+    task = asyncio.create_task(job.wait())
+    await asyncio.to_thread(step.reached.wait, 30)
+    await asyncio.sleep(0)
+    for _ in range(50):  # as a cancel scope of anyio does, once per iteration of the loop
+        task.cancel()
+        await asyncio.sleep(0)
+    waits = len(job.future._done_callbacks)
+    step.go()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert waits < 5
+
+
 async def test_a_job_cancelled_before_its_first_step_never_runs(engine: Engine) -> None:
     await engine.submit(answer).wait()
     step = Step()
