@@ -197,6 +197,19 @@ def test_nested_checkpointers_both_notice_in_any_order_of_closing(
     assert received == [SIGTERM] * 2
 
 
+async def test_a_handler_of_the_event_loop_that_was_installed_before_notices_it_too(
+    tmp_path: Path, received: Received
+) -> None:
+    noticed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(SIGTERM, noticed.set)
+    async with Checkpointer(tmp_path, preemption=True) as ckpt:
+        signal.raise_signal(SIGTERM)
+        assert await ckpt.reached(1)
+        await noticed.wait()
+    loop.remove_signal_handler(SIGTERM)
+
+
 def test_a_handler_installed_on_top_stays_and_still_reaches_the_one_below(
     tmp_path: Path, received: Received
 ) -> None:
