@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import sys
@@ -212,6 +213,7 @@ class Job(Generic[T]):
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[T]) -> None:
+        self._task = None  # with the context variables of the caller
         if self.future.done():
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -420,7 +422,8 @@ class Engine:
         _live.add(self)
         try:
             _register_exit_hook()
-            loop = _new_loop()
+            # A loop of uvloop keeps the context variables with which it was made.
+            loop = contextvars.Context().run(_new_loop)
             thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
             thread.start()
             if self._thread is None:  # otherwise a signal handler has started one meanwhile

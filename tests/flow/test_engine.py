@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import errno
 import gc
 import logging
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError as FutureCancelledError
 from typing import Any
@@ -396,6 +398,24 @@ async def test_a_finished_engine_leaves_no_reference_to_what_it_ran(engine: Engi
     del big, job
     gc.collect()
     assert seen() is None
+
+
+def test_a_job_that_has_ended_keeps_no_context_variables_of_its_caller(engine: Engine) -> None:
+    class Big:
+        pass
+
+    variable = contextvars.ContextVar[Big]("variable")
+
+    def call() -> tuple[Job[int], weakref.ref[Big]]:
+        variable.set(big := Big())
+        job = engine.submit(answer)
+        job.result()
+        return job, weakref.ref(big)
+
+    jobs = [contextvars.Context().run(call) for _ in range(2)]  # the first one starts the engine
+    engine.submit(answer).result()
+    gc.collect()
+    assert [big() for _, big in jobs] == [None, None]
 
 
 def test_a_drained_engine_ends_within_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
