@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsIndex, TypeVar, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack, overload
 
 from asyncckpt.arguments import (
     Location,
@@ -49,6 +49,13 @@ class OpenRun:
 
     def __repr__(self) -> str:
         return f"Checkpointer{self._session!r}"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            f"{self!r} cannot be pickled or copied: its threads and saves in flight belong to this "
+            "process. Create a new Checkpointer in the other process, such as a worker of a data "
+            "loader, or pass the location"
+        )
 
     async def _enter(self) -> None:
         check_loop()

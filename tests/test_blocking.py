@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -598,3 +600,12 @@ async def test_a_blocked_thread_does_not_block_the_loops_of_others(tmp_path: Pat
         assert not saving.done()
         publish.go()
         assert (await saving).step == 1
+
+
+@pytest.mark.parametrize("kind", [asyncckpt.Checkpointer, blocking.Checkpointer])
+@pytest.mark.parametrize("to_copy", [pickle.dumps, copy.deepcopy])
+def test_what_holds_a_checkpointer_cannot_be_sent_to_another_process(
+    tmp_path: Path, kind: Callable[[Path], Any], to_copy: Callable[[object], object]
+) -> None:
+    with pytest.raises(UsageError, match=r"cannot be pickled or copied: .* a new Checkpointer in"):
+        to_copy({"dataset": kind(tmp_path)})
