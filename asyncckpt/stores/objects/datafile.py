@@ -20,6 +20,7 @@ from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import retried
+from asyncckpt.stores.objects.requests.sending import Landing
 
 ABORT_S = 20.0
 """Longest time for an abort, which delays the error of a save past its deadline; gc removes the
@@ -38,6 +39,7 @@ class Sending:
         stored: the last one that was stored and is no orphan.
         error: the first failure, which ends the attempt.
         ended: nothing more is sent.
+        landing: time for what is being sent when the attempt is cancelled.
     """
 
     context: Context
@@ -47,6 +49,7 @@ class Sending:
     stored: str | None = None
     error: AsyncCheckpointError | None = None
     ended: bool = False
+    landing: Landing = field(default_factory=Landing)
 
     @property
     def location(self) -> str:
@@ -111,7 +114,7 @@ class Sending:
             return this
 
         try:
-            sent = await self.context.requests.put(name, body)
+            sent = await self.context.requests.put(name, body, landing=self.landing)
         except RequestError as error:
             raise self.failed(f"writing {len(body)} bytes", key, error) from error
         self.orphans.update(sent.orphans)
@@ -125,7 +128,7 @@ class Sending:
         """
         self.keys.add(key)
         try:
-            await self.context.requests.replace(key, body)
+            await self.context.requests.replace(key, body, landing=self.landing)
         except RequestError as error:
             raise self.failed(f"writing {len(body)} bytes", key, error) from error
         self.stored = key

@@ -13,14 +13,54 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects import publish
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import READS_MAX, Context
+from asyncckpt.stores.objects.datafile import Sending
 from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.objects.requests.sending import LANDING_S
 from asyncckpt.testing.checkpoints import delete, epoch_of, expect, fill, identity, outline_of, save
 from tests.simulator import Fault, Gate, Simulator
-from tests.stores.objects.scripted import AT_ONCE, requests
+from tests.stores.objects.scripted import AT_ONCE, Clock, Hang, assert_at_rest, requests
 from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, UNRACED, names, of, opened, whole
 
+
+def uniform(data: bytes) -> str | None:
+    """The save id in a record that consists of one letter; None for anything else."""
+    return data[:1].decode() if len(set(data)) == 1 else None
+
+
+def context_of(store: Requests, workers: Workers) -> Context:
+    """The context of readers of such records."""
+    return Context(store, workers, uniform, outline_of, epoch_of)
+
+
 # --------------------------------------------------------------------------------- ended too early
+
+
+async def test_what_a_cancelled_save_is_sending_gets_a_second_whatever_was_cancelled_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that is sent for one save gets it together, though cancelled one after the other."""
+    clock, workers = Clock(monkeypatch), Workers(1, "test-clients")
+    store, client = requests(Hang(), Hang(), Hang(), Hang(), policy=replace(AT_ONCE, timeout_s=60))
+    context = context_of(store, workers)
+    before, after = Sending(context, "1"), Sending(context, "2")
+    earlier = asyncio.create_task(before.send("1/data", b"body"))
+    sends = after.send("2/data", b"body"), after.send_named("2/index", b"body")
+    data, index = map(asyncio.create_task, sends)
+    await clock.advance(0.0)
+    earlier.cancel()
+    await clock.advance(0.9 * LANDING_S)
+    assert not earlier.done()
+    data.cancel()
+    await clock.advance(0.2 * LANDING_S)
+    assert earlier.cancelled() and not data.done()
+    index.cancel()
+    await clock.advance(0.7 * LANDING_S)
+    assert not data.done() and not index.done()
+    await clock.advance(0.2 * LANDING_S)
+    assert data.cancelled() and index.cancelled()
+    assert_at_rest(store, client)
+    workers.shutdown()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -194,16 +234,6 @@ async def test_tidying_up_that_is_never_answered_holds_no_save_up(
 
 
 # ---------------------------------------------------------------------------------- records in two
-
-
-def uniform(data: bytes) -> str | None:
-    """The save id in a record that consists of one letter; None for anything else."""
-    return data[:1].decode() if len(set(data)) == 1 else None
-
-
-def context_of(store: Requests, workers: Workers) -> Context:
-    """The context of readers of such records."""
-    return Context(store, workers, uniform, outline_of, epoch_of)
 
 
 async def test_a_long_record_that_is_replaced_between_its_reads_is_read_again() -> None:

@@ -21,7 +21,7 @@ from asyncckpt.stores.objects.clients.client import (
     RequestError,
 )
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
-from asyncckpt.stores.objects.requests.sending import Sender, Try
+from asyncckpt.stores.objects.requests.sending import Landing, Sender, Try
 from asyncckpt.stores.paths import below
 
 
@@ -93,13 +93,16 @@ class Requests(Sender):
         """Return the URL of an object, for errors."""
         return below(self.url, key) if key else self.url
 
-    async def put(self, name: Callable[[int], str], body: Body) -> Sent:
+    async def put(
+        self, name: Callable[[int], str], body: Body, *, landing: Landing | None = None
+    ) -> Sent:
         """Store the body in a data object.
 
         Args:
             name: returns the key for request 0, 1, …: never the same twice. A slow request is
                 hedged by a second one.
             body: what to send.
+            landing: as in `send`.
         """
         failed: list[Try[Any]] = []
         keys: list[str] = []
@@ -121,7 +124,14 @@ class Requests(Sender):
         # The budget does not cover the copies of a second request.
         hedged = not self.traits.put_copies
         try:
-            key = await self.send(put, direction="put", nbytes=nbytes, hedged=hedged, failed=failed)
+            key = await self.send(
+                put,
+                direction="put",
+                nbytes=nbytes,
+                hedged=hedged,
+                failed=failed,
+                landing=landing,
+            )
         finally:
             held.clear()  # an error keeps these functions, also when its frames were cleared
         landed = tuple(other for other in keys if other != key and other not in refused)
@@ -161,10 +171,12 @@ class Requests(Sender):
         version: str | None = None,
         again: Callable[[], Awaitable[bool]] | None = None,
         wanted: Callable[[], bool] | None = None,
+        landing: Landing | None = None,
     ) -> None:
         """Put the body at the key, whatever was there before, or only if it had this version.
 
-        `again` and `wanted` as in `create`, but False of `again` raises `exists`.
+        `again` and `wanted` as in `create`, but False of `again` raises `exists`; `landing` as in
+        `send`.
         """
         conditional = version is not None
         put = partial(self.client.put, key, body)
@@ -177,6 +189,7 @@ class Requests(Sender):
             conditional=conditional,
             again=again,
             wanted=wanted,
+            landing=landing,
         )
 
     async def version(self, key: str) -> str:

@@ -6,9 +6,9 @@
 # Rule 4: `exists` and `conflict` answer a condition. To a request without one they are trouble of
 #   the server, like `unavailable`.
 # Rule 5: a service stores a body whose last byte it has, whether or not the client still listens.
-#   So tries that send bodies get LANDING_S in all to end when they are cancelled: what a failed
-#   save removes does not land after the removal. An engine that is ended does not wait so long.
-#   (test_a_body_on_its_way_lands_before_it_is_removed)
+#   So the tries of one save that send bodies get LANDING_S in all to end when they are cancelled:
+#   what a failed save removes does not land after the removal. An engine that is ended does not
+#   wait so long. (test_a_body_on_its_way_lands_before_it_is_removed)
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ LONGEST = 8
 """Times the deadline of the first try that a try gets at most, after others ran out of time."""
 
 LANDING_S = 1.0
-"""How long cancelled tries that send bodies may go on, together: a save that is given up cancels
-one after the other."""
+"""How long cancelled tries of one save that send bodies may go on, together: a save that is given
+up cancels one after the other."""
 
 LOOK_S = 0.1
 """Longest time between two looks at whether a transfer is slow: what others take is learned while
@@ -78,6 +78,20 @@ class Try(Generic[T]):
         return len(answer) if self.direction == "get" and isinstance(answer, Sized) else self.nbytes
 
 
+class Landing:
+    """The time that cancelled tries which send bodies get to end, all of one save together."""
+
+    def __init__(self) -> None:
+        self._end_s: float | None = None
+
+    def left_s(self) -> float:
+        """Return how long a try may go on that is cancelled now."""
+        now_s = asyncio.get_running_loop().time()
+        if self._end_s is None:
+            self._end_s = now_s + LANDING_S
+        return max(0.0, self._end_s - now_s)
+
+
 class Sender:
     """Sends the requests of one store.
 
@@ -99,7 +113,6 @@ class Sender:
         self.url = url
         self.policy = policy
         self._rng = rng
-        self._landing_end_s = -LANDING_S
 
     def fix_streams(self, direction: Direction, streams: int | None) -> None:
         """Set the transfers in flight in one direction; None lets the tuner decide again."""
@@ -144,6 +157,7 @@ class Sender:
         again: Callable[[], Awaitable[bool]] | None = None,
         wanted: Callable[[], bool] | None = None,
         failed: list[Try[T]] | None = None,
+        landing: Landing | None = None,
     ) -> T:
         """Return the result of the first try that succeeds.
 
@@ -158,6 +172,7 @@ class Sender:
             again: called before every try but the first; False ends them with `exists`.
             wanted: looked at while a try waits: False ends the tries with `timeout`.
             failed: receives the tries that failed.
+            landing: of the save that the request belongs to; by default it has its own.
         """
         failed = [] if failed is None else failed
         base_s = self.policy.deadline_s(nbytes) if deadline_s is None else deadline_s
@@ -169,7 +184,7 @@ class Sender:
             deadline_s = base_s * min(2**abandoned, LONGEST)
             this = Try(call, direction, nbytes, hedged, deadline_s)
             try:
-                return await self._tried(this)
+                return await self._tried(this, landing or Landing())
             except RequestError as error:
                 failed.append(this)
                 if not conditional and error.kind in ("exists", "conflict"):
@@ -205,7 +220,7 @@ class Sender:
                 "timeout", "the save was cancelled, or its deadline passed, before the next try"
             )
 
-    async def _tried(self, this: Try[T]) -> T:
+    async def _tried(self, this: Try[T], landing: Landing) -> T:
         """Send one try, once it has its permits."""
         if this.direction is None:
             with await self.limiter.acquire() as permit:
@@ -221,16 +236,9 @@ class Sender:
 
             def cancelled() -> float:
                 this.unwanted = True
-                return self._landing_s()
+                return landing.left_s()
 
             return await landed(sending, cancelled)
-
-    def _landing_s(self) -> float:
-        """Return how long a try may go on that is cancelled now."""
-        now_s = self._now()
-        if now_s > self._landing_end_s + LANDING_S:
-            self._landing_end_s = now_s + LANDING_S
-        return max(0.0, self._landing_end_s - now_s)
 
     async def _raced(self, this: Try[T], permit: Permit, controller: ConcurrencyController) -> T:
         """Send one try of a transfer, hedged where it is slow and another request is allowed."""

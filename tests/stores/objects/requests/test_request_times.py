@@ -12,7 +12,7 @@ from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.requests.estimate import LARGE_NBYTES
 from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
-from asyncckpt.stores.objects.requests.sending import LANDING_S, SILENT_S
+from asyncckpt.stores.objects.requests.sending import SILENT_S
 from tests.stores.objects.hasty import HASTY
 from tests.stores.objects.scripted import (
     AT_ONCE,
@@ -194,24 +194,6 @@ async def test_a_body_on_its_way_lands_before_it_is_removed() -> None:
     with pytest.raises(asyncio.CancelledError):
         await sending
     assert client.objects == {"a": b"body"} and client.requests == ["put a"]
-    assert_at_rest(store, client)
-
-
-async def test_bodies_that_are_cancelled_one_after_the_other_get_one_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    store, client = requests(Hang(), Hang(), policy=HASTY)
-    first, second = (asyncio.create_task(store.replace(key, b"body")) for key in "ab")
-    await clock.advance(0.0)
-    first.cancel()
-    await clock.advance(0.9 * LANDING_S)
-    assert not first.done()
-    await clock.advance(0.2 * LANDING_S)
-    assert first.cancelled()
-    second.cancel()
-    await clock.advance(0.0)
-    assert second.cancelled()
     assert_at_rest(store, client)
 
 
