@@ -178,6 +178,8 @@ def check_path(location: Location) -> None:
     """
     text = os.fsdecode(location)
     if (found := _LOST_SLASH.match(text)) is not None:
+        if set("@:%?#") & set(text[found.end() :]):  # possibly credentials
+            text = f"{found.group()}…"
         raise UsageError(
             f"{text}: looks like a URL ({found.group(1)}://) that has lost a slash, as "
             "a pathlib.Path loses it; pass the URL as a str, or an absolute path",

@@ -160,6 +160,15 @@ async def test_a_url_that_has_lost_a_slash_is_refused(url: str) -> None:
             await asyncckpt.restore(location)
 
 
+@pytest.mark.parametrize(
+    "url", ["s3://key:s3cr3t@bucket/x", "https://user%3As3cr3t/x", "az://c/x?sig=s3cr3t"]
+)
+def test_a_url_that_has_lost_a_slash_is_not_shown_with_credentials(url: str) -> None:
+    with pytest.raises(UsageError, match="lost a slash") as caught:
+        asyncckpt.Checkpointer(Path(url))
+    assert "s3cr3t" not in f"{caught.value} {caught.value.found}"
+
+
 @pytest.mark.parametrize("name", ["data/s3:/bucket", "run:7", "s3", "mys3:/x"])
 async def test_a_directory_with_a_colon_is_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -18,6 +18,9 @@ ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/))?", re.IGNORECASE)
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
+_SIGNED = re.compile(r"\?.*(?:sig=|signature|token=|x-amz-)", re.IGNORECASE)
+"""A query that grants access to whoever has the URL."""
+
 _ARN = re.compile(
     r"arn:aws[^/]*:s3(-outposts|-object-lambda)?:[^/]*(:accesspoint[:/][^/]+"
     r"|:outpost[/:][^/:]+[/:](bucket|accesspoint)[/:][^/:]+)"
@@ -44,6 +47,9 @@ class Url(NamedTuple):
 
 _BUCKETS = frozenset(("s3", "gs"))
 """Schemes whose hosts are buckets, which have neither user nor port."""
+
+_WEB = frozenset(("http", "https"))
+"""Schemes whose user part alone may be a credential, such as an access token."""
 
 
 def is_url(location: object) -> bool:
@@ -84,8 +90,12 @@ def parse_url(location: str) -> Url:
             "pass them by storage_options= or the environment",
             location=text,
         )
-    if scheme in ("http", "https") and "?" in rest:
-        raise UsageError(f"{text}: a URL with a query names no place for objects", location=text)
+    if scheme in _WEB and set(rest) & set("?#"):
+        raise UsageError(
+            f"{text}: a URL with a query or fragment names no place for objects; pass the part "
+            "before it",
+            location=text,
+        )
     if re.search(r"[\x00-\x1f\x7f]", rest):
         raise UsageError(f"{text!r}: control characters in a URL", location=text)
     host, parts = _divided(scheme, rest)
@@ -125,8 +135,8 @@ def location_text(location: str) -> str:
         return location
     if _is_chained(location) or _credentials(known, rest):
         return f"{known}://…"
-    if known in ("http", "https"):
-        rest = rest.partition("?")[0]
+    if known in _WEB:
+        rest = re.split("[?#]", rest)[0]
     return f"{known}://{rest}".rstrip("/") if rest.strip("/") else f"{known}://"
 
 
@@ -149,14 +159,20 @@ def _is_chained(location: str) -> bool:
 
 
 def _credentials(scheme: str, rest: str) -> bool:
-    host = rest.partition("/")[0]
+    if _SIGNED.search(rest):
+        return True
+    host = re.sub("%3a", ":", rest.partition("/")[0], flags=re.IGNORECASE)
     if scheme in _BUCKETS:
         return "@" in host or (":" in host and not host.startswith("arn:"))
     user, _, place = host.rpartition("@")
     # A password may contain slashes, so that the host seems to end early: then what follows a colon
     # is no port.
     _, colon, port = place.rpartition(":")
-    return ":" in user or bool(colon and not place.endswith("]") and port.strip("0123456789"))
+    return (
+        ":" in user
+        or (scheme in _WEB and bool(user))
+        or bool(colon and not place.endswith("]") and port.strip("0123456789"))
+    )
 
 
 def _divided(scheme: str, rest: str) -> tuple[str, tuple[str, ...]]:

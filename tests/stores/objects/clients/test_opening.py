@@ -116,6 +116,13 @@ def test_a_location_of_one_part_is_reported_as_it_can_be_opened_again() -> None:
         "sftp://user:s3cr/3t@host/run",
         "simplecache::s3://key:s3cr/3t@bucket/run",
         "https://host/run?token=s3cr3t",
+        "https://s3cr3t@host/run",
+        "https://user%3As3cr3t@host/run",
+        "webhdfs://user%3as3cr3t@host/run",
+        "http://host/run#s3cr3t",
+        "az://container/run?sv=1&sig=s3cr3t",
+        "s3://bucket/run?X-Amz-Credential=s3cr3t",
+        "gs://bucket/run?X-Goog-Signature=s3cr3t",
     ],
 )
 def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
