@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,3 +172,13 @@ async def test_a_one_shot_save_leaves_the_root_of_a_run_alone(sim: Simulator, cl
         assert await ckpt.steps() == [3, 20]
     await asyncckpt.save(url, {"w": np.zeros(3)}, storage_options=options, overwrite=True)
     assert (await asyncckpt.restore(url, storage_options=options))["w"].sum() == 0
+
+
+async def test_a_leaf_may_have_larger_chunks_than_the_save() -> None:
+    url = f"memory://saves/{uuid.uuid4().hex}"
+    options = SaveOptions(
+        chunk_nbytes=64 * KIB, leaf_options=lambda path, spec: LeafOptions(chunk_nbytes=256 * KIB)
+    )
+    await asyncckpt.save(url, {"a": noise(MIB)}, options=options)
+    assert (await asyncckpt.inspect(url))["a"].chunk_count == 4
+    assert (await asyncckpt.verify(url)).ok

@@ -37,7 +37,6 @@ from asyncckpt.stores.objects.requests.sizes import (
     PUT_THRESHOLD_NBYTES,
     Choice,
     choose,
-    fits_chunk_nbytes,
 )
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
 from asyncckpt.stores.paths import NOTE_NBYTES, check_name
@@ -119,8 +118,8 @@ class ObjectStore:
             choice.data_file_nbytes,
             choice.window_nbytes,
             choice.concurrency,
-            chunk_nbytes=fits_chunk_nbytes(chunk_nbytes, choice.data_file_nbytes),
-            # A file is one request, and a chunk is in one file.
+            # A file is one request, and a chunk with its trailer is in one file.
+            chunk_nbytes=choice.data_file_nbytes - PAGE_NBYTES,
             chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,
             notes=_clamped(data_file_nbytes, choice.window_nbytes),

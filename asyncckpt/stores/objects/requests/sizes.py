@@ -177,11 +177,6 @@ def choose(
     return min(at_once or close, key=lambda option: option.window_nbytes)
 
 
-def fits_chunk_nbytes(chunk_nbytes: int, window_nbytes: int) -> int:
-    """Return the target chunk size with which a chunk and its trailer fit one window."""
-    return min(chunk_nbytes, window_nbytes - PAGE_NBYTES)
-
-
 def _options(chunk_nbytes: int) -> Iterator[int]:
     """Yield sizes of files that the store takes, whatever the memory."""
     whole = chunk_nbytes + PAGE_NBYTES  # a chunk and its trailer, up to the next page

@@ -16,7 +16,6 @@ from asyncckpt.stores.objects.requests.sizes import (
     Choice,
     Traffic,
     choose,
-    fits_chunk_nbytes,
 )
 
 SLOT = 8 * MIB
@@ -97,8 +96,6 @@ def test_a_window_of_whole_chunks_has_room_for_their_trailers() -> None:
     choice = s3(16 * GIB, 8 * GIB)
     count, rest = divmod(choice.window_nbytes, DEFAULT_CHUNK_NBYTES)
     assert rest == count * PAGE_NBYTES
-    assert fits_chunk_nbytes(DEFAULT_CHUNK_NBYTES, choice.window_nbytes) == DEFAULT_CHUNK_NBYTES
-    assert fits_chunk_nbytes(DEFAULT_CHUNK_NBYTES, 8 * MIB) == 8 * MIB - PAGE_NBYTES
 
 
 def test_a_file_of_one_window_is_one_request() -> None:
