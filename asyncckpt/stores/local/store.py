@@ -5,6 +5,7 @@ Reading needs no right to write and creates nothing. POSIX only.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -290,7 +291,15 @@ class LocalStore:
             if unlisted:
                 await self._workers.clean_up(unlisted[0].held.close)
             raise
-        return partial(self._workers.run, unlisted[0].remove)
+        return partial(self._remove, unlisted[0])
+
+    async def _remove(self, unlisted: Unlisted) -> None:
+        try:
+            await self._workers.run(unlisted.remove)
+        except asyncio.CancelledError:
+            # The call may have been dropped, and would not have released the lock then.
+            await self._workers.clean_up(unlisted.held.close)
+            raise
 
     def _unlist(self, name: str, epoch: int, seal: bytes) -> Unlisted:
         target = self._layout.target(name)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,10 +18,34 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import Store
 from asyncckpt.stores.local import posix, publish
 from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.testing.checkpoints import save
 from asyncckpt.testing.conformance import StoreConformance
 from asyncckpt.testing.faults import FaultStore
 
 MEMORY = Path("/dev/shm" if sys.platform == "linux" else tempfile.gettempdir())
+
+
+async def test_a_removal_that_is_cancelled_before_it_begins_leaves_its_bytes_to_a_sweep(
+    tmp_path: Path,
+) -> None:
+    workers = Workers(1, "test-io")
+    store = LocalStore(tmp_path, workers)
+    await save(store, "1", "a")
+    before = sorted(os.listdir("/proc/self/fd"))
+    remove = await store.unlist("1")
+    go_on = threading.Event()
+    blocked = workers.submit(go_on.wait, 30)
+    removing = asyncio.create_task(remove())
+    await asyncio.sleep(0)  # its call is queued
+    removing.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await removing
+    assert blocked.result() and sorted(os.listdir("/proc/self/fd")) == before
+    assert len(await store.sweep()) == 1
+    await store.close()
+    workers.shutdown()
 
 
 @pytest.mark.usefixtures("leak_check")
