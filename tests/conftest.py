@@ -11,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
 from tests.watch import no_blocking_calls, nothing_left_behind
 
 # Before gcsfs is imported, or every call of it looks for the real service for up to a minute.
@@ -38,6 +39,12 @@ def no_blocking() -> Iterator[list[str]]:
     """Code of asyncckpt makes no blocking call on an event loop during the test."""
     with no_blocking_calls() as seen:
         yield seen
+
+
+@pytest.fixture
+def unraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is raced by a second one, which a busy machine may cause: for tests that count."""
+    monkeypatch.setattr(ConcurrencyController, "take_hedge", lambda controller: False)
 
 
 @pytest.fixture

@@ -35,8 +35,7 @@ HURRIED = RequestPolicy(
     floor_nbytes_per_s=64.0 * MIB,
     list_timeout_s=0.15,
     retry=RetryPolicy(tries=5, total_s=20.0, backoff_s=0.002, backoff_cap_s=0.02),
-    hedge_cold_s=5.0,
-    hedge_min_s=5.0,
+    hedges_at_once=0,
 )
 """For servers in this process that fail on purpose. A busy machine makes requests run out of their
 time that nobody meant to: they are tried again, and each try has longer than the one before.

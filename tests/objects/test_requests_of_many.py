@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from asyncckpt import Checkpointer, DirectoryCoordinator, ShardedArray
 from tests.simulator import LOOPBACK, Request, simulator
@@ -76,6 +77,7 @@ def kinds(found: list[Request]) -> tuple[Counter[tuple[str, str]], int]:
     return others, len(answered) - sum(others.values()) - len(data)
 
 
+@pytest.mark.usefixtures("unraced")
 def test_each_process_makes_three_requests_beside_data(tmp_path: Path) -> None:
     own = []
     for count in (2, 6):

@@ -22,7 +22,6 @@ from asyncckpt.errors import (
     SaveAbortedError,
     UnsupportedLeafError,
 )
-from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
 from tests.crash.scenarios import same
 from tests.objects.stores import CLIENTS, state
 from tests.simulator import Fault, Gate, Request, Simulator, simulator
@@ -228,9 +227,8 @@ def is_early(request: Request) -> bool:
     return request.key.endswith("-x-.begun") and request.status == 404
 
 
-def test_a_hit_makes_few_requests(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A busy machine answers late enough for second requests.
-    monkeypatch.setattr(ConcurrencyController, "take_hedge", lambda controller: False)
+@pytest.mark.usefixtures("unraced")
+def test_a_hit_makes_few_requests(job: Job) -> None:
     barrier = threading.Barrier(COUNT)
     seen: list[Counter[str]] = []
 

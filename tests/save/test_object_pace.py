@@ -20,6 +20,8 @@ from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Fault, Gate, Signal, Simulator, simulator
 
+pytestmark = pytest.mark.usefixtures("unraced")
+
 ROOT = "s3://bucket/run"
 OPTIONS = SaveOptions(target_data_file_nbytes=8 * MIB, concurrency=4)
 
@@ -88,8 +90,8 @@ async def test_the_index_follows_a_file_to_its_new_name_before_the_last_one_is_s
     async with asyncio.timeout(60), checkpointer(sim) as ckpt:
         sim.faults.extend(
             [
-                Fault(kind="put_object", key="*-0", hook=fail_late, status=500),
-                Fault(kind="put_object", key="*-1", gate=last),
+                Fault(kind="put_object", key="*/d/*-0", hook=fail_late, status=500),
+                Fault(kind="put_object", key="*/d/*-1", gate=last),
                 Fault(kind="put_object", key="*-index", hook=lambda _: indexed.set()),
                 Fault(kind="put_object", key="*-index1", hook=lambda _: again.set()),
             ]

@@ -99,6 +99,7 @@ async def test_the_newest_step_of_an_orbax_run_becomes_ours(
     assert again.equal
 
 
+@pytest.mark.usefixtures("unraced")
 async def test_a_part_reads_a_part(sim: Simulator, orbax: dict[str, Any]) -> None:
     before = len(sim.requests)
     found = await asyncckpt.restore(
@@ -208,6 +209,7 @@ async def test_safetensors_files_are_read_as_one_and_as_a_set(sim: Simulator, sc
     assert same(part, second)
 
 
+@pytest.mark.usefixtures("unraced")
 async def test_the_heads_of_a_set_take_one_read_each_and_all_at_once(sim: Simulator) -> None:
     names = [f"{number}.safetensors" for number in range(20)]
     index = {"metadata": {}, "weight_map": {name: name for name in names}}
@@ -269,6 +271,7 @@ async def test_a_truncated_object_of_another_library_is_damage(sim: Simulator, s
         )
 
 
+@pytest.mark.usefixtures("unraced")
 async def test_an_object_that_vanishes_in_the_middle_is_no_corruption(sim: Simulator) -> None:
     storage = sim.s3_options()
     await asyncckpt.save("s3://bucket/gone/3", {"w": tree()["w"]}, storage_options=storage)

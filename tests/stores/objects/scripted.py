@@ -23,8 +23,10 @@ from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from tests.stores.objects.hasty import HASTY
 
-AT_ONCE = replace(HASTY, retry=RetryPolicy(tries=4, backoff_s=0.0, backoff_cap_s=0.0))
-SHORT = replace(AT_ONCE, timeout_s=0.02, hedge_cold_s=60.0)
+AT_ONCE = replace(
+    HASTY, retry=RetryPolicy(tries=4, backoff_s=0.0, backoff_cap_s=0.0), hedge_cold_s=60.0
+)
+SHORT = replace(AT_ONCE, timeout_s=0.02)
 """Deadlines that a request without an answer reaches at once."""
 
 TURNS = 50

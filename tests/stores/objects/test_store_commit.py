@@ -23,7 +23,17 @@ from asyncckpt.testing.checkpoints import (
     save,
 )
 from tests.simulator import Fault, Simulator
-from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, names, of, opened, whole, writes
+from tests.stores.objects.stores import (
+    KINDS,
+    RECORD_PUT,
+    ROOT,
+    UNRACED,
+    names,
+    of,
+    opened,
+    whole,
+    writes,
+)
 
 # -------------------------------------------------------------------------------------- round trips
 
@@ -32,7 +42,7 @@ from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, names, of, open
 async def test_a_commit_is_one_round_trip_and_one_more_for_the_fixed_names(
     sim: Simulator, kind: str
 ) -> None:
-    async with opened(kind, sim) as store:
+    async with opened(kind, sim, policy=UNRACED) as store:
         await save(store, "0", "first")  # the store is known from here on
         attempt = await store.begin("1", identity("a"))
         await fill(attempt, identity("a"))
@@ -57,7 +67,7 @@ async def test_a_commit_is_one_round_trip_and_one_more_for_the_fixed_names(
 async def test_only_a_save_under_another_name_looks_for_steps_by_one_request(
     sim: Simulator,
 ) -> None:
-    async with opened("obstore", sim) as store:
+    async with opened("obstore", sim, policy=UNRACED) as store:
         await save(store, "0", "first")  # the store is known from here on
         for name, lists in (("1", 0), ("model", 1)):
             sim.reset()
@@ -108,7 +118,7 @@ async def test_a_save_needs_no_right_to_list_but_an_answer(sim: Simulator, statu
 
 
 async def test_a_step_is_unlisted_by_three_requests(sim: Simulator) -> None:
-    async with opened("obstore", sim) as store:
+    async with opened("obstore", sim, policy=UNRACED) as store:
         await save(store, "0", "first")
         await save(store, "1", "second")
         await delete(store, "0")  # the store is known from here on

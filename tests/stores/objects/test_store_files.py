@@ -19,7 +19,7 @@ from asyncckpt.stores.objects.files import RANGE_MAX_NBYTES, RANGE_NBYTES, range
 from asyncckpt.stores.objects.requests.tuner import LOOKS
 from asyncckpt.testing.checkpoints import PAGE, delete, expect, identity, pattern, record_of, save
 from tests.simulator import Fault, Simulator
-from tests.stores.objects.stores import ROOT, opened
+from tests.stores.objects.stores import ROOT, UNRACED, opened
 from tests.watch import no_blocking_calls
 
 
@@ -44,7 +44,7 @@ async def test_a_long_run_is_read_in_ranges_into_any_buffers(sim: Simulator, kin
     sim.put("bucket", f"{ROOT}/1/data", data.tobytes())
     random = np.random.default_rng(0)
     cuts = np.unique(random.integers(0, data.size - 5, 40)).tolist()
-    async with opened(kind, sim) as store:
+    async with opened(kind, sim, policy=UNRACED) as store:
         files = store.files("1")
         found = np.zeros(data.size - 5, np.uint8)
         buffers = [found[a:b] for a, b in zip([0, *cuts], [*cuts, found.size], strict=True)]
@@ -53,8 +53,7 @@ async def test_a_long_run_is_read_in_ranges_into_any_buffers(sim: Simulator, kin
             await files.read_into("data", 5, buffers)
         assert np.array_equal(found, data[5:])
         gets = [request for request in sim.requests if request.kind == "get_object"]
-        # On a busy machine any request may be repeated.
-        assert len({request.headers["range"] for request in gets}) == 3
+        assert len(gets) == 3
         await files.close()
 
 

@@ -206,7 +206,7 @@ async def test_nothing_is_written_after_a_cancelled_read(deadline: bool) -> None
             assert go_on.wait(30)
         inner(there)
 
-    policy = replace(AT_ONCE, timeout_s=0.05, hedge_cold_s=60.0) if deadline else AT_ONCE
+    policy = replace(AT_ONCE, timeout_s=0.05) if deadline else AT_ONCE
     client = Streaming(pieces, pieces)
     async with files_of(client, policy) as files:
         reading = asyncio.create_task(

@@ -15,7 +15,7 @@ from asyncckpt.stores.objects.repair import _wrong
 from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, fill, identity, put, save
 from tests.simulator import Fault, Simulator
-from tests.stores.objects.stores import KINDS, ROOT, age, names, opened, whole, writes
+from tests.stores.objects.stores import KINDS, ROOT, UNRACED, age, names, opened, whole, writes
 
 # --------------------------------------------------------------------------------- comparison
 
@@ -70,14 +70,14 @@ async def test_an_overwrite_whose_fixed_names_failed_keeps_the_old_bytes_and_is_
 
 
 async def test_looking_for_what_is_missing_downloads_no_contents(sim: Simulator) -> None:
-    async with opened("obstore", sim) as store:
+    async with opened("obstore", sim, policy=UNRACED) as store:
         attempt = await store.begin("1", identity("a"))
         await fill(attempt, identity("a"), 1)
         large = {"default/small": b"small 1", "default/_METADATA": bytes(60_000)}
         await attempt.publish(await put(attempt, identity("a"), large, 1))
         await store.settled()
         sim.put("bucket", f"{ROOT}/1/default/_METADATA", b"x" * (60_000))
-    async with opened("obstore", sim) as later:
+    async with opened("obstore", sim, policy=UNRACED) as later:
         sim.reset()
         await later.sweep()
         reads = [r for r in sim.requests if r.kind == "get_object" and "_METADATA" in r.key]

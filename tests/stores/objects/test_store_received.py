@@ -11,14 +11,14 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.options import MIB
 from asyncckpt.ports import Reading
 from tests.simulator import Simulator
-from tests.stores.objects.stores import ROOT, opened
+from tests.stores.objects.stores import ROOT, UNRACED, opened
 
 
 @pytest.mark.parametrize("nbytes", [1, 3 * MIB, 40 * MIB], ids=["byte", "range", "ranges"])
 async def test_it_is_told_once_that_all_ranges_have_come(sim: Simulator, nbytes: int) -> None:
     sim.put("bucket", f"{ROOT}/1/data", bytes(nbytes))
     told: list[int] = []
-    async with opened("obstore", sim) as store:
+    async with opened("obstore", sim, policy=UNRACED) as store:
         files = store.files("1")
         buffer = np.ones(nbytes, np.uint8)
         sim.reset()

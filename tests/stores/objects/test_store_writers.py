@@ -10,7 +10,7 @@ import pytest
 from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError
 from asyncckpt.testing.checkpoints import delete, fill, identity, put, save
 from tests.simulator import Fault, Gate, Request, Simulator
-from tests.stores.objects.stores import RECORD_PUT, ROOT, names, of, opened, whole
+from tests.stores.objects.stores import RECORD_PUT, ROOT, UNRACED, names, of, opened, whole
 
 
 def in_key(key: str, text: str) -> bool:
@@ -157,7 +157,10 @@ async def test_without_conditional_puts_a_loser_keeps_what_its_record_would_need
 ) -> None:
     """A try of its own that is still on its way could replace the record of the other one."""
     sim.faults.append(Fault(kind="put_object", number=0, hook=ignore_condition))
-    async with opened("obstore", sim) as first, opened("obstore", sim) as second:
+    async with (
+        opened("obstore", sim, policy=UNRACED) as first,
+        opened("obstore", sim, policy=UNRACED) as second,
+    ):
         for number, store in enumerate((first, second)):
             await save(store, f"0{number}", f"known{number}")
         late, asked = Gate(), Gate()
@@ -182,7 +185,7 @@ async def test_without_conditional_puts_a_loser_keeps_what_its_record_would_need
 async def test_the_experiment_is_made_once_and_beside_the_upload(sim: Simulator) -> None:
     gate = Gate()
     sim.faults.append(Fault(kind="put_object", key="*/.asyncckpt/probe-*", gate=gate))
-    async with opened("obstore", sim) as store:
+    async with opened("obstore", sim, policy=UNRACED) as store:
         attempt = await store.begin("1", identity("a"))
         record = await fill(attempt, identity("a"))
         await gate.reached.wait()
