@@ -16,7 +16,7 @@ ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 """Aliases of schemes; URLs are shown with the usual name."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
-_LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/))?", re.IGNORECASE)
+_LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/|$))?", re.IGNORECASE)
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
 _SIGNED = re.compile(r"\?.*(?:sig=|signature|token=|x-amz-)", re.IGNORECASE)
 """A query that grants access to whoever has the URL."""
@@ -62,8 +62,18 @@ def is_url(location: object) -> bool:
 
 
 def without_scheme(location: str) -> str:
-    """Return the path in a local file's URL; any other location unchanged."""
-    return _LOCAL.sub("", location)
+    """Return the path in a local file's URL; any other location unchanged.
+
+    Raises:
+        UsageError: the URL has no path, or only that of the root directory.
+    """
+    path = _LOCAL.sub("", location)
+    if path != location and not path.strip("/"):
+        raise UsageError(
+            f"{location}: names no directory; pass its whole path, like file:///data/run",
+            location=location,
+        )
+    return path
 
 
 def parse_url(location: str) -> Url:

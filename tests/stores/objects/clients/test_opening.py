@@ -172,6 +172,13 @@ def test_a_local_url_is_a_directory_in_any_letters(scheme: str, tmp_path: Path) 
     assert (tmp_path / "run" / "3").is_dir()
 
 
+@pytest.mark.parametrize("url", ["file://", "file:///", "LOCAL:////", "file://localhost/"])
+def test_a_local_url_without_a_directory_is_refused(url: str) -> None:
+    for call in (blocking.Checkpointer, blocking.restore):
+        with pytest.raises(UsageError, match=f"{url}: names no directory; pass its whole path"):
+            call(url)
+
+
 @pytest.mark.parametrize("host", ["localhost", "LocalHost"])
 def test_a_local_url_may_name_this_host(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
