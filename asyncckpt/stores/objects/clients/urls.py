@@ -17,6 +17,7 @@ ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/|$))?", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
 _SIGNED = re.compile(r"\?.*(?:sig=|signature|token=|x-amz-)", re.IGNORECASE)
 """A query that grants access to whoever has the URL."""
@@ -106,7 +107,7 @@ def parse_url(location: str) -> Url:
             "before it",
             location=text,
         )
-    if re.search(r"[\x00-\x1f\x7f]", rest):
+    if _CONTROL.search(rest):
         raise UsageError(f"{text!r}: control characters in a URL", location=text)
     host, parts = _divided(scheme, rest)
     if scheme in _BUCKETS and not host:
@@ -196,12 +197,25 @@ def _divided(scheme: str, rest: str) -> tuple[str, tuple[str, ...]]:
 
 
 def check_options(storage_options: object) -> None:
-    """Raise `UsageError` unless these options are a mapping or None; their values are not shown."""
+    """Check that options are a mapping or None, without control characters in credentials.
+
+    Raises:
+        UsageError: they are not; shows no value.
+    """
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise UsageError(
             f"storage_options={type(storage_options).__name__}(…): pass a dict of options",
             found=type(storage_options),
         )
+    for name in ("key", "secret", "token"):
+        value = (storage_options or {}).get(name)
+        # obstore panics on them in a header. gcsfs takes a token as JSON, of several lines.
+        if isinstance(value, str) and _CONTROL.search(value) and value.strip()[:1] != "{":
+            raise UsageError(
+                f"storage_options={{{name!r}: …}} contains a control character, such as a newline "
+                "at its end; pass the value without it",
+                found=name,
+            )
 
 
 def check_scheme(url: Url) -> None:

@@ -26,6 +26,7 @@ from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, MemoryC
 from asyncckpt.stores.objects.clients.obstore_client import ObstoreClient
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.clients.urls import (
+    check_options,
     is_url,
     location_text,
     parse_url,
@@ -177,6 +178,18 @@ def test_a_local_url_without_a_directory_is_refused(url: str) -> None:
     for call in (blocking.Checkpointer, blocking.restore):
         with pytest.raises(UsageError, match=f"{url}: names no directory; pass its whole path"):
             call(url)
+
+
+@pytest.mark.parametrize("name", ["key", "secret", "token"])
+@pytest.mark.parametrize("client", ["obstore", "fsspec"])
+def test_a_credential_with_a_control_character_is_refused_and_not_shown(
+    name: str, client: str
+) -> None:
+    options = {"client": client, name: "s3cr3t\n"}
+    with pytest.raises(UsageError, match=f"'{name}'.*contains a control character") as caught:
+        blocking.Checkpointer("s3://bucket/run", storage_options=options)
+    assert "s3cr3t" not in str(caught.value)
+    check_options({"token": '{\n"type": "service_account"}\n'})
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost"])
