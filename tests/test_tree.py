@@ -399,6 +399,36 @@ def test_registered_nodes_come_through_their_adapter() -> None:
     assert len(flatten({"b": Boxed([1])}).leaves) == 1
 
 
+class Delegating:
+    """Answers any name, as `nnx.Rngs` does with a stream of random numbers."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+def test_a_registered_type_is_stateful_only_if_it_defines_a_state_dict() -> None:
+    asked: list[str] = []
+
+    class Streams(Boxed):
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return print
+
+    class Registry:
+        def flatten(self, node: Any) -> Any:
+            return ([0], node.items) if isinstance(node, Boxed | Module) else None
+
+    nodes: Any = [Registry()]
+    assert flatten({"rngs": Streams([5])}, nodes).paths == ["rngs/0"]
+    assert not asked
+    assert flatten({"own": Module({"w": 1})}, nodes).paths == ["own/w"]
+    # A type that is not registered may delegate, as wrappers of modules do.
+    assert flatten({"wrapper": Delegating(Module({"w": 1}))}, nodes).paths == ["wrapper/w"]
+
+
 def test_what_a_registered_dataclass_leaves_out_is_static() -> None:
     flat = flatten(Partial(1, print), [Registry()])
     assert flat.paths == ["x"]

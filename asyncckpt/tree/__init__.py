@@ -8,7 +8,8 @@ same paths with and without JAX:
 * dataclasses by their fields. Fields marked ``pytree_node=False`` or ``static=True`` in their
   metadata (flax, equinox, JAX), and those that the class's registration with JAX leaves out, are
   configuration: they are not saved, and come from `like` on restore;
-* objects with `state_dict` and `load_state_dict` as their state dict;
+* objects with `state_dict` and `load_state_dict` as their state dict; if a `NodeAdapter` knows the
+  type, it must define `state_dict` itself;
 * every other type that a `NodeAdapter` knows, by that adapter's keys.
 
 Everything else is a leaf. A path joins its parts with ``/``. An int (dict key or index) is written

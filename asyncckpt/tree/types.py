@@ -51,9 +51,7 @@ class Types:
     def _classify(self, value: Any) -> str:
         if isinstance(value, type):
             return LEAF
-        if callable(getattr(value, "state_dict", None)) and callable(
-            getattr(value, "load_state_dict", None)
-        ):
+        if self._has_state_dict(value):
             return "stateful"
         if isinstance(value, dict):
             return "dict"
@@ -64,6 +62,17 @@ class Types:
         if dataclasses.is_dataclass(value) and self._fields_hold_children(value):
             return "dataclass"
         return LEAF if self.registered(value) is None else "registered"
+
+    def _has_state_dict(self, value: Any) -> bool:
+        """Return whether a value is saved as its state dict.
+
+        Wrappers that delegate by `__getattr__` have one too. A registered type must define it
+        itself: `nnx.Rngs` answers any name with a stream of random numbers, which is callable.
+        """
+        if not hasattr(type(value), "state_dict") and self.registered(value) is not None:
+            return False
+        methods = ("state_dict", "load_state_dict")
+        return all(callable(getattr(value, name, None)) for name in methods)
 
     def _fields_hold_children(self, value: Any) -> bool:
         """Return whether all registered children of a dataclass are in its fields.
