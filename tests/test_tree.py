@@ -22,6 +22,7 @@ from asyncckpt.tree import (
     flatten,
     match_glob,
     names_of_paths,
+    shared_leaves,
     unflatten,
     unflatten_like,
 )
@@ -397,6 +398,27 @@ def test_registered_nodes_come_through_their_adapter() -> None:
     assert unflatten(flat.structure, [3, 4]) == {"b": {"a/b": 3, 0: [4]}}
     assert unflatten_like(flat, [3, 4], [Registry()])["b"].items == [3, [4]]
     assert len(flatten({"b": Boxed([1])}).leaves) == 1
+
+
+def test_an_object_that_occurs_twice_is_made_once() -> None:
+    inner = Boxed([1, {"x": 2}])
+    model = Boxed([inner, 3])
+    flat = flatten({"inner": inner, "model": model, "opt": [model]}, [Registry()])
+    assert shared_leaves(flat) == {2: 0, 3: 1, 5: 0, 6: 1, 7: 4}
+    new = unflatten_like(flat, [5, 6, 5, 6, 7, 5, 6, 7], [Registry()])
+    assert new["model"] is new["opt"][0] is not model
+    assert new["inner"] is new["model"].items[0] is not inner
+    assert (new["inner"].items, new["model"].items[1]) == ([5, {"x": 6}], 7)
+    mutable = Partial(1, print)
+    assert shared_leaves(flatten([mutable, mutable])) == {2: 0, 3: 1}
+
+
+@pytest.mark.parametrize("value", [State(1, 2), Pair(1, 2), {"a": 1}, [1, 2], OrderedDict(a=1)])
+def test_a_value_that_occurs_twice_is_made_twice(value: Any) -> None:
+    flat = flatten([value, value])
+    assert not shared_leaves(flat)
+    new = unflatten_like(flat, [5, 6, 7, 8][: len(flat.leaves)])
+    assert new[0] is not new[1] and new[0] != new[1]
 
 
 class Delegating:

@@ -270,6 +270,26 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
     return twins
 
 
+def find_shared(
+    matching: Matching, first_rows: Sequence[int], shared: Mapping[int, int]
+) -> dict[int, int]:
+    """Return which leaves of an object that occurs several times must have equal values.
+
+    Each with an earlier one, by number in `Matching.leaves`; without those that the checkpoint
+    holds once, too. `shared` is as in `RestoreRequest`.
+    """
+    found: dict[int, int] = {}
+    earlier: dict[int, int] = {}
+    leaves = matching.leaves
+    for number, leaf in enumerate(leaves):
+        if leaf.want is None:
+            continue  # of `PerProcess.all`
+        first = earlier.setdefault(shared.get(leaf.number, leaf.number), number)
+        if first != number and not _tied(leaves[first], leaf, first_rows):
+            found[number] = first
+    return found
+
+
 def _alike(one: LeafRestore, other: LeafRestore) -> bool:
     """Return whether the same is wanted of two leaves that are stored alike."""
     a, b = one.target, other.target

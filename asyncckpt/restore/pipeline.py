@@ -24,7 +24,7 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
-from asyncckpt.restore.buffers import Buffers, Memory, allocate, find_twins, tied_key
+from asyncckpt.restore.buffers import Buffers, allocate, find_shared, find_twins, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_reads import share_reads
 from asyncckpt.restore.explain import explained
@@ -83,7 +83,8 @@ class RestorePipeline:
         self._arrived = asyncio.Event()
         self._tied: dict[Hashable, Any] = {}
         self._twins: dict[int, int] = {}
-        self._held: dict[int, Sequence[Memory]] = {}  # of twins and of those that they must equal
+        self._equal: dict[int, int] = {}  # leaves that must equal another one: twins, shared ones
+        self._held: dict[int, Sequence[Any]] = {}  # values of both
         self._done_nbytes = 0
         self._started = False
         self.results: list[Any] = [None] * (len(self._arrays) + len(self._scalars))
@@ -228,9 +229,10 @@ class RestorePipeline:
             recycled=self.runtime.recycled,
             twins=self._twins,
         )
-        for number in {*self._twins, *self._twins.values()}:
-            values = buffers.values[number]
-            self._held[number] = buffers.boxes[number] if values is None else (values,)
+        for number in {*self._equal, *self._equal.values()}:
+            if number < len(self._arrays):
+                values = buffers.values[number]
+                self._held[number] = buffers.boxes[number] if values is None else (values,)
         reads = self._plan(opened, extents, buffers.destinations)
         self._buffers, self.nbytes = buffers, buffers.nbytes
         self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
@@ -247,7 +249,9 @@ class RestorePipeline:
     def _check(self) -> None:
         """Check targets, and make the scalars that are no target: both can fail."""
         if self._into:
-            self._twins = find_twins(self.matching, self.opened.first_rows)
+            self._equal = self._twins = find_twins(self.matching, self.opened.first_rows)
+        elif self.request.shared:
+            self._equal = find_shared(self.matching, self.opened.first_rows, self.request.shared)
         self._place_scalars(writing=False)
 
     def _look_at_foreign(self, extents: Extents) -> None:
@@ -306,7 +310,7 @@ class RestorePipeline:
         """Write the targets of an atomic restore, then those of scalars."""
         if not self._started:
             self._check()
-        self._compare_twins()
+        self._compare()
         if self._atomic:
             for writing in (False, True):
                 for number, leaf in enumerate(self._arrays):
@@ -319,17 +323,18 @@ class RestorePipeline:
         assert want is not None
         return want.leaf
 
-    def _compare_twins(self) -> None:
+    def _compare(self) -> None:
         """Check that what was saved for one target by several names has one value.
 
         Raises:
             MismatchError: it has two; names both leaves.
         """
-        for number, first in self._twins.items():
-            pairs = zip(self._held[first], self._held[number], strict=True)
-            if all(np.array_equal(bits(a), bits(b)) for a, b in pairs):
+        leaves = [*self._arrays, *self._scalars] if self._equal else []
+        for number, first in self._equal.items():
+            pair = [self._held.get(n) or (leaves[n].scalar,) for n in (first, number)]
+            if all(map(_same, *pair)):
                 continue
-            path, other = self._arrays[first].path, self._arrays[number].path
+            path, other = leaves[first].path, leaves[number].path
             raise MismatchError(
                 f"{path} and {other}: the checkpoint holds different values for what is one array "
                 "in the target; pass a copy of one of them, or leave it out with include=",
@@ -343,3 +348,10 @@ class RestorePipeline:
         for number, leaf in enumerate(self._scalars, len(self._arrays)):
             if self._placement.writes(leaf) == writing:
                 self.results[number] = self._placement.place(leaf, ())
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two arrays or Python scalars are the same, bit by bit."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(bits(one), bits(other))
+    return repr(one) == repr(other)

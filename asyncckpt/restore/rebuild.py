@@ -31,10 +31,21 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
             values.get(path, leaf) if leaf is PerProcess.all else outcome.wanted.get(number, leaf)
             for number, (path, leaf) in enumerate(pairs)
         ]
+        _share(leaves, outcome)
         return unflatten_like(flat, leaves, adapters.nodes)
     restored = [outcome.saved.get(n, ABSENT) for n in range(outcome.structure.leaf_count)]
     tree = unflatten(outcome.structure, restored)
     return tree if outcome.request.include is None else _prune(tree)[0]
+
+
+def _share(leaves: list[Any], outcome: RestoreOutcome) -> None:
+    """Give all occurrences of an object the same leaves, those that were restored."""
+    shared, wanted = outcome.request.shared, outcome.wanted
+    for number, first in shared.items():
+        if number in wanted:
+            leaves[first] = wanted[number]
+    for number, first in shared.items():
+        leaves[number] = leaves[first]
 
 
 def _of_all(outcome: RestoreOutcome, paths: Sequence[str]) -> dict[str, list[Any]]:

@@ -21,7 +21,7 @@ from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, Target
 from asyncckpt.reports import Progress
 from asyncckpt.spec import DTYPES, ArraySpec
-from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths, where
+from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths, shared_leaves, where
 
 Mode = Literal["saved", "like", "into"]
 
@@ -156,6 +156,8 @@ class RestoreRequest:
         per_process: paths of the target at which every process has its own values.
         process_count: number of processes that restore.
         save_id: identity of the save that is wanted; empty for any.
+        shared: with mode `like`, the leaves of the target in further occurrences of an object, by
+            ordinal, and the same leaf in the first (`shared_leaves`).
     """
 
     mode: Mode
@@ -171,6 +173,7 @@ class RestoreRequest:
     per_process: Sequence[str] = ()
     process_count: int = 1
     save_id: str = ""
+    shared: Mapping[int, int] = field(default_factory=dict)
 
 
 def restore_request(
@@ -212,6 +215,7 @@ def restore_request(
         loaded=adapters.frameworks,
         per_process=() if flat is None else per_process_paths(flat.structure),
         process_count=process_count,
+        shared=shared_leaves(flat) if flat is not None and mode == "like" else {},
     )
     return request, flat, adapters
 

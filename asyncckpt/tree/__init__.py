@@ -27,7 +27,7 @@ from asyncckpt.tree.names import Key, array_names, escape, match_glob, names_of_
 from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeAdapter
-from asyncckpt.tree.unflatten import unflatten, unflatten_like
+from asyncckpt.tree.unflatten import shared_leaves, unflatten, unflatten_like
 from asyncckpt.tree.union import merge_trees
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "merge_trees",
     "names_of_paths",
     "per_process_paths",
+    "shared_leaves",
     "unflatten",
     "unflatten_like",
     "where",

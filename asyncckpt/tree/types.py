@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from asyncckpt.tree.names import Key
@@ -113,6 +114,21 @@ class Types:
                 names = tuple(name for name in names if name in registered[1])
             self._fields[type(value)] = names
         return names
+
+
+OBJECTS: Final = frozenset(("registered", "dataclass"))
+"""Kinds whose containers may be objects with an identity."""
+
+
+@lru_cache(maxsize=256)
+def has_identity(cls: type) -> bool:
+    """Return whether containers of a type of the kinds `OBJECTS` are objects, such as layers.
+
+    Mappings and frozen dataclasses are values, like plain dicts and tuples: a target may contain
+    one of them several times as the description of different parts.
+    """
+    parameters = getattr(cls, "__dataclass_params__", None)
+    return not issubclass(cls, Mapping) and (parameters is None or not parameters.frozen)
 
 
 def type_name(value: Any) -> str:

@@ -13,7 +13,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.tree.flatten import Flat
 from asyncckpt.tree.names import Key, where
 from asyncckpt.tree.structure import KEYED, Node, Structure
-from asyncckpt.tree.types import NodeAdapter, Types
+from asyncckpt.tree.types import OBJECTS, NodeAdapter, Types, has_identity
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
@@ -30,27 +30,60 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
 
     The containers of that tree are not changed. A stateful object becomes its state dict. A
     dataclass is made by its `__init__` if that takes exactly its fields (fields with ``init=False``
-    are set afterwards), else copied without running code of the class.
+    are set afterwards), else copied without running code of the class. An object that occurs
+    several times is made once, and all its occurrences must have the same leaves (`shared_leaves`).
 
     Raises:
         UsageError: a container cannot be made with its new children; names its path.
     """
     types = Types(nodes)
+    made: dict[int, Any] = {}  # new objects by the id of the old ones
 
     def like(index: int, node: Node, children: list[Any]) -> Any:
         old = flat.objects[index]
+        cls: type = type(old)
+        is_object = node.kind in OBJECTS and has_identity(cls)
+        if is_object and id(old) in made:
+            return made[id(old)]
         try:
-            return _like(node, old, children, types)
+            new = _like(node, old, children, types)
         except Exception as error:
             path = flat.structure.node_paths()[index]
             raise UsageError(
-                f"{where(path)}: making a {type(old).__name__} with the restored children failed: "
+                f"{where(path)}: making a {cls.__name__} with the restored children failed: "
                 f"{type(error).__name__}: {error}; restore without like=, or pass a dict of its "
                 "fields",
                 path=path,
             ) from error
+        if is_object:
+            made[id(old)] = new
+        return new
 
     return _built(flat.structure, leaves, like)
+
+
+def shared_leaves(flat: Flat) -> dict[int, int]:
+    """Return the leaves in further occurrences of an object, and the same leaf in the first one.
+
+    Both by ordinal. Values, such as tuples, are no objects (`has_identity`).
+    """
+    nodes = flat.structure.nodes
+    first: dict[int, int] = {}
+    shared: dict[int, int] = {}
+    for index, (node, value) in enumerate(zip(nodes, flat.objects, strict=True)):
+        cls: type = type(value)
+        if node.kind not in OBJECTS or not has_identity(cls):
+            continue
+        original = first.setdefault(id(value), index)
+        pairs = [] if original == index else [(index, original)]
+        while pairs:
+            one, two = pairs.pop()
+            for child, other in zip(nodes[one].children, nodes[two].children, strict=True):
+                if child >= 0:
+                    shared[child] = shared.get(other, other)
+                else:
+                    pairs.append((-child, -other))
+    return shared
 
 
 def _built(

@@ -44,6 +44,27 @@ class Schedule:
     name: Any = "cosine"
 
 
+@jax.tree_util.register_pytree_node_class
+class Layer:
+    """Registered and mutable, as modules of flax nnx."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+    def tree_flatten(self) -> Any:
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+def optimized(value: float, framework: Any = jnp, name: str = "cosine") -> dict[str, Any]:
+    """Return an object, and another one that refers to it."""
+    model = Layer(framework.full(3, value), Schedule(framework.full((), value), name))
+    return {"model": model, "opt": Layer(model, framework.zeros(2)), "free": framework.ones(1)}
+
+
 async def saved(tmp_path: Path, tree: Any, **options: Any) -> Path:
     await asyncckpt.save(tmp_path / "x", tree, **options)
     return tmp_path / "x"
@@ -447,6 +468,50 @@ async def test_a_jax_array_used_twice_comes_back_as_two_mutable_arrays(tmp_path:
     assert restored["b"].tobytes() == np.asarray(array).tobytes()
     assert np.shares_memory(restored["c"], restored["d"])
     assert restored["d"].tobytes() == mutable.tobytes()
+
+
+@pytest.mark.parametrize("framework", [np, jnp])
+@pytest.mark.parametrize("tied", [True, False])
+async def test_an_object_that_a_target_holds_twice_comes_back_as_one(
+    tmp_path: Path, tied: bool, framework: Any
+) -> None:
+    state = optimized(2.0, framework)
+    if not tied:  # as other libraries store it
+        state["opt"] = Layer(optimized(2.0, framework)["model"], framework.zeros(2))
+    place = await saved(tmp_path, state)
+    tied_to = (await asyncckpt.inspect(place))["opt/0/0"].tied_to
+    assert tied_to == ("model/0" if tied else None)
+    target = optimized(7.0, framework, "linear")
+    new = await asyncckpt.restore(place, like=target)
+    assert new["opt"].children[0] is new["model"] is not target["model"]
+    weights, schedule = new["model"].children
+    assert (weights.tolist(), schedule) == ([2, 2, 2], Schedule(2, "cosine"))
+    assert type(weights) is type(target["model"].children[0])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "name"), [("0/0", -0.0, "cosine"), ("0/1/name", 0.0, "linear")]
+)
+async def test_different_values_for_an_object_that_a_target_holds_twice_are_an_error(
+    tmp_path: Path, leaf: str, value: float, name: str
+) -> None:
+    other = optimized(value, name=name)["model"]
+    place = await saved(tmp_path, {**optimized(0.0), "opt": Layer(other, jnp.zeros(2))})
+    text = rf"model/{leaf[2:]} and opt/{leaf}: the checkpoint holds different values for"
+    with pytest.raises(MismatchError, match=text) as caught:
+        await asyncckpt.restore(place, like=optimized(1.0))
+    assert caught.value.path == f"opt/{leaf}"
+
+
+@pytest.mark.parametrize("include", ["model", "opt"])
+async def test_a_part_of_the_occurrences_of_an_object_is_enough(
+    tmp_path: Path, include: str
+) -> None:
+    other = optimized(5.0)["model"]
+    place = await saved(tmp_path, {**optimized(3.0), "opt": Layer(other, jnp.zeros(2))})
+    new = await asyncckpt.restore(place, like=optimized(1.0), include=include)
+    assert new["opt"].children[0] is new["model"]
+    assert new["model"].children[0].tolist() == [3 if include == "model" else 5] * 3
 
 
 @pytest.mark.parametrize("leaves", ["numpy", "torch", "jax"])
