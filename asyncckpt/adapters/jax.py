@@ -49,9 +49,9 @@ class JaxAdapter:
     """`jax.Array` with any sharding, over devices of this process and of others.
 
     Typed PRNG keys are stored as their uint32 key data, with the name of their implementation in
-    `extra`. Restored arrays on CPU adopt the restored memory; they are strongly typed, committed
-    where the `like` leaf is. A donated or deleted array is a fine `like`: its shape, dtype and
-    sharding are still known.
+    `extra`. Restored arrays on CPU adopt the restored memory; they are committed where the `like`
+    leaf is, and of weak type where it is so on one device. A donated or deleted array is a fine
+    `like`: its shape, dtype and sharding are still known.
 
     An array over several devices has one box per distinct shard. A box is read from one of its
     replicas in turn, so that reads are spread over the devices, and restored once for all of them.
@@ -196,10 +196,10 @@ class JaxAdapter:
         name, shape = target.spec.dtype, target.leaf.shape
         if division is None:
             array = _put(parts[0], name, target.device, sharding)
-            if shape == () and getattr(target.leaf, "weak_type", False):
-                # Only Python numbers become weakly typed arrays.
-                weak = _put(parts[0].item(), name, target.device, sharding)
-                if weak.dtype == array.dtype and not np.isnan(parts[0]):
+            if getattr(target.leaf, "weak_type", False):
+                values = _weakly_typed(parts[0], name, target.device)
+                weak = _put(values, name, target.device, sharding)
+                if weak.dtype == array.dtype:
                     array = weak
         else:
             assert sharding is not None
@@ -259,6 +259,18 @@ def _put(
             return jax.device_put(values, sharding)
         with jax.default_device(device):  # doubles the time that a small array takes
             return jax.device_put(values)
+
+
+def _weakly_typed(values: npt.NDArray[Any], name: str, device: jax.Device | None) -> Any:
+    """Return what `_put` makes an array of weak type of: a Python number, or such an array.
+
+    All bits stay as they are. Of a dtype that no Python number has, the values themselves.
+    """
+    if values.shape == () and not np.isnan(values):  # an item does not keep the bits of a NaN
+        return values.item()
+    with jax_memory.x64_for(name), jax.default_device(device):
+        zeros = jax.numpy.full(values.shape, np.zeros((), values.dtype).item())
+        return zeros.at[...].set(values) if zeros.dtype == values.dtype else values
 
 
 def _truncated(path: str, name: str) -> DtypeMismatchError:

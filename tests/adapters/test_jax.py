@@ -240,6 +240,34 @@ def test_scalars_of_weak_types_stay_weak(value: Any, worker: ThreadPoolExecutor)
     assert not adapter.place(strong, [data.copy()]).weak_type
 
 
+@pytest.mark.parametrize("shape", [(), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("place", ["default", "device", "sharding"])
+def test_arrays_of_weak_types_stay_weak_with_all_their_bits(
+    shape: tuple[int, ...], place: str, worker: ThreadPoolExecutor
+) -> None:
+    leaf = jnp.full(shape, 0.1)
+    if place == "device":
+        leaf = jax.device_put(leaf, jax.devices()[-1])
+    elif place == "sharding":
+        mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[-1:])
+        leaf = jax.device_put(leaf, NamedSharding(mesh, P()))
+    assert leaf.weak_type
+    size = int(np.prod(shape))
+    data = np.resize(np.array([0xFF812345, 0x80000000, 1], np.uint32), size).reshape(shape)
+    target = adapter.target("p", leaf, in_place=False)
+    restored = worker.submit(adapter.place, target, [data.view(np.float32)]).result()
+    assert restored.weak_type and restored.dtype == np.float32
+    assert (restored.sharding, restored.committed) == (leaf.sharding, leaf.committed)
+    np.testing.assert_array_equal(np.asarray(restored).view(np.uint32), data)
+
+
+def test_a_weak_type_that_no_python_number_has_is_not_kept() -> None:
+    leaf = jax.ShapeDtypeStruct((2,), jnp.bfloat16, weak_type=True)
+    target = adapter.target("p", leaf, in_place=False)
+    restored = adapter.place(target, [np.ones(2, jnp.bfloat16)])
+    assert (restored.weak_type, restored.dtype) == (False, jnp.bfloat16)
+
+
 @pytest.mark.parametrize("name", WIDE)
 def test_64_bit_leaves_need_x64_in_the_calling_thread(
     name: str, worker: ThreadPoolExecutor
