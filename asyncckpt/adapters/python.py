@@ -38,6 +38,15 @@ NUMBERS: Final[dict[str, Callable[[Any], Scalar]]] = {
 """Types of Python numbers, by name."""
 
 
+_TORCH_SETTING: Final = (
+    "store str(value); if a module or optimizer has it in its state dict, convert it there, with "
+    "register_state_dict_post_hook(), and back with register_load_state_dict_pre_hook()"
+)
+
+_ADVICE: Final = {"torch.dtype": _TORCH_SETTING, "torch.device": _TORCH_SETTING}
+"""What to do with leaves of some types, by name."""
+
+
 def scalar_kind(kind: type) -> ScalarKind | None:
     """Return the kind of scalar of values of exactly this type, or None."""
     return _KINDS.get(kind)
@@ -48,7 +57,9 @@ def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
     kind = type(leaf)
     name = f"{kind.__module__}.{kind.__qualname__}"
     base = next((base for base in _KINDS if isinstance(leaf, base)), None)
-    if isinstance(leaf, enum.Enum):
+    if name in _ADVICE:
+        advice = _ADVICE[name]
+    elif isinstance(leaf, enum.Enum):
         advice = "store its value (member.value), and make the member from it after restoring"
     elif base is not None:
         advice = f"it is a subclass of {base.__name__}: store {base.__name__}(value)"

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncckpt import errors
 from asyncckpt.adapters.python import (
@@ -34,6 +35,8 @@ class Metres(float):
         (bytearray(b"x"), "bytes(value)"),
         (print, "code is not stored"),
         (int, "classes are not stored"),
+        (torch.bfloat16, "register_state_dict_post_hook(), and back with"),
+        (torch.device("cpu"), "store str(value)"),
         (object(), "state_dict() and load_state_dict()"),
     ],
 )

@@ -387,6 +387,10 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         "cannot be stored",
         lambda where: blocking.save(where / "x", {"x": {1, 2}}),
     ),
+    "torch dtype": (
+        "a leaf of type torch.dtype cannot be stored",
+        lambda where: blocking.save(where / "x", {"x": torch.bfloat16}),
+    ),
     "key": (
         "keys are str or int: convert it, for example with str(key)",
         lambda where: blocking.save(where / "x", {1.5: 1}),

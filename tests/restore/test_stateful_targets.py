@@ -13,7 +13,13 @@ import safetensors.torch
 import torch
 
 import asyncckpt
-from asyncckpt.errors import RestoreError, RestoreWarning, TreeMismatchError, UsageError
+from asyncckpt.errors import (
+    RestoreError,
+    RestoreWarning,
+    TreeMismatchError,
+    UnsupportedLeafError,
+    UsageError,
+)
 from tests.restore.loader import Loader
 from tests.script import Script
 
@@ -545,3 +551,30 @@ async def test_an_object_that_takes_other_keys_is_no_mismatch(tmp_path: Path) ->
     loader = Loader(place=1)
     report = await asyncckpt.restore_into(place, {"l": loader}, strict=False)
     assert loader.state == {"position": 3} and report.notes == ()
+
+
+async def test_an_optimizer_with_a_dtype_in_its_groups_is_saved_by_hooks(tmp_path: Path) -> None:
+    def optimizer(dtype: torch.dtype) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(Net(1).parameters(), lr=0.5)
+        made.param_groups[0]["momentum_dtype"] = dtype
+        return made
+
+    with pytest.raises(UnsupportedLeafError, match="register_state_dict_post_hook") as caught:
+        await saved(tmp_path, {"opt": optimizer(torch.bfloat16)})
+    assert caught.value.path == "opt/param_groups/0/momentum_dtype"
+
+    def to_name(_: Any, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["momentum_dtype"] = str(group["momentum_dtype"]).removeprefix("torch.")
+
+    def from_name(_: Any, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["momentum_dtype"] = getattr(torch, group["momentum_dtype"])
+
+    made, fresh = optimizer(torch.bfloat16), optimizer(torch.float16)
+    for each in (made, fresh):
+        each.register_state_dict_post_hook(to_name)
+        each.register_load_state_dict_pre_hook(from_name)
+    place = await saved(tmp_path, {"opt": made})
+    await asyncckpt.restore_into(place, {"opt": fresh})
+    assert fresh.param_groups[0]["momentum_dtype"] == torch.bfloat16
