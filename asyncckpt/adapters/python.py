@@ -43,7 +43,14 @@ _TORCH_SETTING: Final = (
     "register_state_dict_post_hook(), and back with register_load_state_dict_pre_hook()"
 )
 
-_ADVICE: Final = {"torch.dtype": _TORCH_SETTING, "torch.device": _TORCH_SETTING}
+_ADVICE: Final = {
+    "torch.dtype": _TORCH_SETTING,
+    "torch.device": _TORCH_SETTING,
+    "torch._C.Generator": "store get_state(), a tensor, and pass it to set_state() after restoring",
+    "numpy.random._generator.Generator": (
+        "store bit_generator.state, a dict, and assign it to bit_generator.state after restoring"
+    ),
+}
 """What to do with leaves of some types, by name."""
 
 

@@ -105,6 +105,11 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
             answer = target.load_state_dict(state, **({"strict": False} if loose else {}))
         except Exception as error:
             what = f"{type(target).__name__}.load_state_dict refused the restored state"
+            if "to inference tensor" in str(error):  # "Inplace update to inference tensor …"
+                what += (
+                    " (it was made under torch.inference_mode(): restore under it too, or make it "
+                    "outside)"
+                )
             raise _refused(outcome, what, done, error) from error
         if loose:
             missing += _keys(path, answer, "missing_keys")

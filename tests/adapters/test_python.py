@@ -37,6 +37,8 @@ class Metres(float):
         (int, "classes are not stored"),
         (torch.bfloat16, "register_state_dict_post_hook(), and back with"),
         (torch.device("cpu"), "store str(value)"),
+        (torch.Generator(), "store get_state()"),
+        (np.random.default_rng(), "store bit_generator.state"),
         (object(), "state_dict() and load_state_dict()"),
     ],
 )

@@ -578,3 +578,11 @@ async def test_an_optimizer_with_a_dtype_in_its_groups_is_saved_by_hooks(tmp_pat
     place = await saved(tmp_path, {"opt": made})
     await asyncckpt.restore_into(place, {"opt": fresh})
     assert fresh.param_groups[0]["momentum_dtype"] == torch.bfloat16
+
+
+async def test_a_module_made_under_inference_mode_is_named_as_such(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"net": Net(2)})
+    with torch.inference_mode():
+        net = Net(1)
+    with pytest.raises(RestoreError, match=r"^net: Net\.load_state_dict .* restore under it too"):
+        await asyncckpt.restore_into(place, {"net": net})
