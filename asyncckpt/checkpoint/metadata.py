@@ -7,7 +7,6 @@ from those of other libraries, so that all callers handle one kind of checkpoint
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +49,6 @@ from asyncckpt.tree import Structure
 IMPLIED_NBYTES = 64 * MIB
 """Fill values that a foreign checkpoint does not store are allocated up to this size plus four
 times that of its files, or as the target of a restore asks for."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
@@ -22,6 +21,7 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
+from asyncckpt.log import logger
 from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
 
@@ -65,8 +65,6 @@ _MAGICS = (
     *((bytes((0x80, n)), "a pickle, which may execute code when loaded", _OTHER) for n in (4, 5)),
 )
 """First bytes of files that are not checkpoints, what they are, and what to do with them."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 async def open_any(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -41,6 +40,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.driver import check_loop
+from asyncckpt.log import logger
 from asyncckpt.options import GIB, MAX_ENTRIES, SaveOptions
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import ConvertReport, Progress, nbytes_text
@@ -49,8 +49,6 @@ from asyncckpt.stores.objects.clients.opening import fsspec_options
 
 LARGEST_CHUNK_NBYTES = 1 * GIB
 """Largest chunk that keeps the source's shape if another shape would need more reads."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 @documented

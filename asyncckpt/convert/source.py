@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -19,14 +18,13 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Us
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
+from asyncckpt.log import logger
 from asyncckpt.options import default_budget_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url
 
 R = TypeVar("R")
-
-logger = logging.getLogger("asyncckpt")
 
 
 class Runtimes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.service import CALL_LIMIT_S
 from asyncckpt.errors import StoreError
 from asyncckpt.flow.background import BackgroundTask
+from asyncckpt.log import logger
 
 BEAT_S = 5.0
 """Interval of beats."""
@@ -24,8 +24,6 @@ MANY_PROCESSES = 256
 
 SLOW_BEAT_S = 20.0
 """Interval of beats of many processes: 10,000 of them write 500 keys a second."""
-
-logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(slots=True)

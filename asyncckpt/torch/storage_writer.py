@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -25,13 +24,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from asyncckpt.arguments import Location, check_switch, typed
 from asyncckpt.coordinators.torch import TorchCoordinator, initialized_processes
 from asyncckpt.errors import UsageError
+from asyncckpt.log import logger
 from asyncckpt.options import SaveOptions
 from asyncckpt.torch.dcp_metadata import check_written, encode_layout
 from asyncckpt.torch.items import resolve
 from asyncckpt.torch.located import Located
 from asyncckpt.torch.saving import Saving
-
-logger = logging.getLogger("asyncckpt")
 
 
 class StorageWriter(Located, storage.StorageWriter):

@@ -120,7 +120,7 @@ async def test_names_that_could_not_be_written_are_logged_and_written_by_the_nex
     async with place("s3fs") as at:
         at.sim.faults.append(Fault(**NAMES, status=403))
         async with Checkpointer(at.store(), save_options=SAVE_OPTIONS) as ckpt:
-            with caplog.at_level(logging.WARNING, "asyncckpt.stores"):
+            with caplog.at_level(logging.WARNING, "asyncckpt"):
                 await ckpt.save(1, state(1))
             assert not named(at)
             assert "files for other programs could not be written" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import posixpath
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from asyncckpt.format.foreign.safetensors_set import (
 from asyncckpt.format.foreign.safetensors_tree import DEFAULT_KIND, SavedTree, decode_tree
 from asyncckpt.format.record_values import LeafTable, Piece
 from asyncckpt.format.scalars import JsonValue
+from asyncckpt.log import logger
 from asyncckpt.options import KIB, MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.tree import Node, Structure
@@ -45,8 +45,6 @@ _CONSOLIDATE = (
     "(HuggingFaceStorageWriter(enable_consolidation=True)), or load them with its "
     "HuggingFaceStorageReader"
 )
-
-logger = logging.getLogger("asyncckpt")
 
 
 async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import stat
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from typing import Literal
 
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
 from asyncckpt.format.record import STEP_NAME
+from asyncckpt.log import logger
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.local.epochs import fenced, writing
@@ -49,8 +49,6 @@ from asyncckpt.stores.local.posix import (
 )
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL
-
-log = logging.getLogger("asyncckpt.stores")
 
 Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
 
@@ -303,7 +301,7 @@ class Publication:
         if os.path.lexists(aside):
             raise FileExistsError(errno.EEXIST, "File exists", aside)
         landed(os.rename, self._target, aside)
-        log.warning(
+        logger.warning(
             "%s: a directory without a valid commit record was in the way; it was moved to %s "
             "and is kept until you remove it",
             self._target,
@@ -366,7 +364,7 @@ class Publication:
             remove_tree(path, first=RECORD_NAME)
             remove_owner(path)
         except OSError as error:
-            log.warning("%s: removing what was replaced failed: %s", path, error)
+            logger.warning("%s: removing what was replaced failed: %s", path, error)
 
     def _exists_error(self, found: Found) -> CheckpointExistsError:
         if found == "other":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import secrets
 import sys
@@ -22,6 +21,7 @@ from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.shield import cleaned_up
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.claim import Claim
+from asyncckpt.log import logger
 from asyncckpt.options import (
     DEFAULT_CHUNK_NBYTES,
     DEFAULT_DATA_FILE_NBYTES,
@@ -54,8 +54,6 @@ from asyncckpt.stores.local.publish import record_at
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, Layout, check_name, check_save_id
-
-logger = logging.getLogger("asyncckpt")
 
 JOIN_PAUSES_S = 0.001, 0.1
 """First and longest pause between two looks for an attempt to join: each is a few system calls."""
@@ -249,12 +247,11 @@ class LocalStore:
             return
         before, self._identity = self._identity, (found.st_dev, found.st_ino)
         if before not in (None, self._identity):
-            with contextlib.suppress(Exception):  # a log handler that fails
-                logger.warning(
-                    "%s is another directory than at the save before: a mount was lost, or it was "
-                    "moved or replaced; the steps saved until then are not in it",
-                    self.url,
-                )
+            logger.warning(
+                "%s is another directory than at the save before: a mount was lost, or it was "
+                "moved or replaced; the steps saved until then are not in it",
+                self.url,
+            )
 
     async def names(self) -> list[str]:
         """Return the names of all directories below the root; none if there is no root."""

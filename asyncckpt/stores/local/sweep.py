@@ -31,13 +31,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import time
 from collections.abc import Callable
 
 from asyncckpt.errors import StoreError, UsageError
+from asyncckpt.log import logger
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import (
     Machine,
@@ -66,8 +66,6 @@ from asyncckpt.stores.local.posix import (
     rename_noreplace,
 )
 from asyncckpt.stores.paths import FENCED, OWNER_SUFFIX, Layout, check_name
-
-log = logging.getLogger("asyncckpt.stores")
 
 _EPOCH = re.compile(r"epoch-[0-9]+")
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -298,7 +296,7 @@ def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
         landed(os.rename, old, target)
     flush_directory(layout.root)
     remove_owner(old)
-    log.warning(
+    logger.warning(
         "%s: replacing it was interrupted; the previous checkpoint is in place again", target
     )
     return True

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 
@@ -21,6 +20,7 @@ from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError, Usa
 from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.shield import cleaned_up, to_completion
 from asyncckpt.format.record import STEP_NAME
+from asyncckpt.log import logger
 from asyncckpt.options import MIB
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.objects.clients.client import PUT_MAX_NBYTES, Body
@@ -32,8 +32,6 @@ from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.requests.runs import refuse_run
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
-
-log = logging.getLogger("asyncckpt.stores")
 
 MAX_AGE_S = COLLECT_MIN_S / 2
 """Age after which an attempt does not publish: gc, rule 2."""
@@ -178,7 +176,7 @@ class ObjectAttempt(ObjectShare):
             while background.unnamed:
                 await repair_quietly(self._context, background.unnamed.pop())
         except Exception:  # in the background: no caller would see it
-            log.exception("%s: completing a committed checkpoint failed", self.location)
+            logger.exception("%s: completing a committed checkpoint failed", self.location)
 
     async def _check_claim(self) -> None:
         """Check that the claim was not taken over before the record was put."""

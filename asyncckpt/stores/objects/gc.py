@@ -27,9 +27,8 @@ Multipart uploads stay: only exports begin some, to names that may be foreign.
 
 from __future__ import annotations
 
-import logging
-
 from asyncckpt.format.record_values import Outline
+from asyncckpt.log import logger
 from asyncckpt.stores.claims import inherited_name
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context
@@ -47,8 +46,6 @@ from asyncckpt.stores.objects.layout import (
 from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
 from asyncckpt.stores.paths import CONTROL
-
-log = logging.getLogger("asyncckpt.stores")
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
 """Least age of what is removed: longer than any save, and twice the age at which an attempt refuses
@@ -100,7 +97,7 @@ async def _checkpoint(
     record, version = await read_version(context, name, wanted=True) if deletes else (None, None)
     listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     if len(listed) > LISTED_MAX:
-        log.warning(
+        logger.warning(
             "%s: more than %d objects, which no checkpoint has; skipped",
             requests.location(name),
             LISTED_MAX,
@@ -115,7 +112,7 @@ async def _checkpoint(
     for first in range(0, len(ours), KEYS_PER_DELETION):
         record = await context.read_record(name)
         if record is not None and record.save_id is None:
-            log.warning(
+            logger.warning(
                 "%s: its commit record is damaged or of a newer release; nothing was removed",
                 requests.location(name),
             )

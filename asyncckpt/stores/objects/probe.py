@@ -7,19 +7,17 @@ both be told that they have won.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from asyncckpt.flow.background import BackgroundTask
+from asyncckpt.log import logger
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import probe_key
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
-
-log = logging.getLogger("asyncckpt.stores")
 
 REMOVE_S = 120.0
 """Longest time for the removal of a probe; one that stays behind does no harm."""
@@ -107,7 +105,7 @@ class Probes:
                     raise
                 refused = False
         if not refused:
-            log.warning(
+            logger.warning(
                 "%s: %s says that it creates objects conditionally, and this server does not: if "
                 "two processes save one step at the same time, both will believe to have committed "
                 "it, and the later one has. Let only one process save a step",
@@ -155,7 +153,7 @@ class Probes:
                 async with self._requests.cleaning_up(REMOVE_S):
                     await self._remove(key)
             except (TimeoutError, RequestError) as error:
-                log.debug("%s is left behind: %r", self._requests.location(key), error)
+                logger.debug("%s is left behind: %r", self._requests.location(key), error)
 
     # The next two first go straight to the client: that a store takes one write of an object per
     # second says nothing about how many requests it takes.

@@ -66,13 +66,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
 from asyncckpt.flow.shield import together
+from asyncckpt.log import logger
 from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
 from asyncckpt.stores.objects.context import HEAD_NBYTES, Context, Record, shared_paths
 from asyncckpt.stores.objects.failures import reported, store_error
@@ -80,8 +80,6 @@ from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.repair import follow_record, write_fixed, write_marks
-
-log = logging.getLogger("asyncckpt.stores")
 
 TURNS_MAX = 10
 """Turns that a save with `overwrite` loses to other saves before it gives up."""
@@ -99,7 +97,7 @@ async def bounded(location: str, trouble: str) -> AsyncIterator[None]:
     except (RequestError, CorruptCheckpointError, TimeoutError) as error:
         late = isinstance(error, TimeoutError)
         why = f"not within {AFTER_S:g} s" if late else str(error)
-        log.warning("%s: %s", location, trouble % why)
+        logger.warning("%s: %s", location, trouble % why)
 
 
 @dataclass(eq=False, repr=False)
@@ -318,7 +316,9 @@ class Publication:
                 await delete_record(self.context, self.name, version)
             self.keep = False
         except RequestError as error:  # readers of the record report it as corrupt
-            log.warning("%s: a record without data could not be removed: %s", self._location, error)
+            logger.warning(
+                "%s: a record without data could not be removed: %s", self._location, error
+            )
         return self._failed(
             "the checkpoint was committed, and another process has deleted it before this one "
             "knew; nothing of it is visible"

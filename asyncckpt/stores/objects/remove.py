@@ -18,18 +18,16 @@ next `Checkpointer` repairs for others; or bytes that all carry a save id, which
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.log import logger
 from asyncckpt.ports import Removal
 from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context, Record, shared_paths
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import RECORD, join, marks
 from asyncckpt.stores.objects.repair import follow_record
-
-log = logging.getLogger("asyncckpt.stores")
 
 ROUNDS_MAX = 3
 """Removals of a record that comes back."""
@@ -116,10 +114,10 @@ async def _remove_bytes(
             record = await context.read_record(name)
             if record is None or record.save_id != save_id:
                 break
-            log.warning("%s: the record came back; removed again", location)
+            logger.warning("%s: the record came back; removed again", location)
             await context.delete_paths(name, [RECORD])
         try:
             # Another save may have been committed here meanwhile.
             await follow_record(context, name, None, names)
         except CorruptCheckpointError as error:
-            log.warning("%s", error)
+            logger.warning("%s", error)

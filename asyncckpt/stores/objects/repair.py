@@ -14,17 +14,15 @@ comparing listings with the record.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 
 from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record_values import FixedName, Outline
+from asyncckpt.log import logger
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks
-
-log = logging.getLogger("asyncckpt.stores")
 
 ROUNDS_MAX = 5
 """Changes of the record before a writer leaves the rest to the process that changes it."""
@@ -154,13 +152,13 @@ async def repair_quietly(context: Context, name: str) -> None:
     location = context.requests.location(name)
     try:
         if await repair(context, name):
-            log.info(
+            logger.info(
                 "%s: repaired: files for other programs were missing or old since a save was "
                 "interrupted",
                 location,
             )
     except (RequestError, StoreError, CorruptCheckpointError) as error:
-        level = logging.WARNING
+        tell = logger.warning
         if isinstance(error, RequestError) and error.kind in ("forbidden", "credentials"):
-            level = logging.DEBUG
-        log.log(level, "%s: files for other programs could not be completed: %s", location, error)
+            tell = logger.debug
+        tell("%s: files for other programs could not be completed: %s", location, error)

@@ -241,7 +241,7 @@ async def test_a_directory_without_record_is_moved_aside_and_kept(
     root = tmp_path / "root"
     (root / "1").mkdir(parents=True)
     (root / "1" / "thesis.txt").write_text("years of work")
-    with caplog.at_level(logging.WARNING, "asyncckpt.stores"):
+    with caplog.at_level(logging.WARNING, "asyncckpt"):
         await save(store, "1", "a")
     aside = root / ".asyncckpt" / "aside-1-a"
     assert f"it was moved to {aside}" in caplog.text

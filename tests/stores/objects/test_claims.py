@@ -113,7 +113,7 @@ async def test_damaged_claims_and_lists_hide_nothing(
         with pytest.raises(FencedError, match="another process, whose claim cannot be read"):
             await attempt.publish(record)
         async with opened("obstore", sim) as reader:
-            with caplog.at_level(logging.WARNING, "asyncckpt.stores"):
+            with caplog.at_level(logging.WARNING, "asyncckpt"):
                 await expect(reader, "1", 1)
                 await expect(reader, "2", 2)
             assert "inherited-2: not a valid list of checkpoints" in caplog.text

@@ -39,7 +39,6 @@ names it or one that it replaced. Every reader of a record checks that.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -53,6 +52,7 @@ from asyncckpt.format.claim import (
     decode_claim,
     decode_inherited,
 )
+from asyncckpt.log import logger
 from asyncckpt.stores.claims import (
     CLAIM,
     INHERITED,
@@ -66,8 +66,6 @@ from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.requests.listings import control_entries
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
-
-log = logging.getLogger("asyncckpt.stores")
 
 _REPLACES = re.compile(r"replaces-([0-9a-f]{32})-([0-9a-f]{32})")
 
@@ -175,7 +173,7 @@ class Claims:
             location = self._location(inherited_name(epoch))
             inherited = self._inherited[epoch] = decode_inherited(data, location=location)
             if inherited is None:
-                log.warning(
+                logger.warning(
                     "%s: not a valid list of checkpoints; it is ignored, so that steps of "
                     "processes that were taken over may be listed until the next takeover",
                     location,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.shield import mapped
+from asyncckpt.log import logger
 from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error
 from asyncckpt.stores.objects.clients.client import (
@@ -26,7 +26,6 @@ from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
 
 T = TypeVar("T")
 
-log = logging.getLogger("asyncckpt.stores")
 
 DELETES = 32
 """Deletions of one `delete` in flight, each of one object."""
@@ -80,7 +79,7 @@ class FsspecClient(ObjectClient):
             raise RequestError("invalid", f"{self.traits.name} offers no conditional creation")
         if not self._warned:
             self._warned = True
-            log.warning(
+            logger.warning(
                 "%s: %s cannot create objects conditionally: if two processes save one step at "
                 "the same time, both report success, and the later one replaces the earlier. Let "
                 "only one process save a step",

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from asyncckpt.flow.limiter import Limiter, Permit
+from asyncckpt.log import logger
 from asyncckpt.stores.objects.clients.client import RETRYABLE, Kind, RequestError
 from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
 from asyncckpt.stores.objects.requests.hedge import landed, race
@@ -30,7 +30,6 @@ T = TypeVar("T")
 
 Direction = Literal["put", "get"]
 
-logger = logging.getLogger(__name__)
 
 LONGEST = 8
 """Times the deadline of the first try that a try gets at most, after others ran out of time."""
