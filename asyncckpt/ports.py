@@ -473,7 +473,8 @@ class Store(Protocol):
     async def names(self) -> list[str]:
         """Return the names of all entries that may be checkpoints, valid or not, in no order.
 
-        They may include names that attempts have only begun to write.
+        They may include names that attempts have only begun to write. That of the commit record is
+        among them if the root is itself a checkpoint, so that callers can tell.
         """
         ...
 

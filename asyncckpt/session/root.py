@@ -82,7 +82,7 @@ class Root:
         return await function()
 
     async def refuse_checkpoint(self) -> None:
-        """Check that a local root without steps is not itself a checkpoint.
+        """Check that a local root, of which nothing was listed yet, is not itself a checkpoint.
 
         Raises:
             UsageError: it is one.
@@ -91,11 +91,15 @@ class Root:
             return
         record = os.path.join(self.url, RECORD_NAME)
         if await self._runtime.engine.io.run(os.path.isfile, record):
-            raise UsageError(
-                f"{self.url}: this is a checkpoint, not the root of a run; pass the directory "
-                f"above it to Checkpointer, or read it with restore({self.url!r})",
-                location=self.url,
-            )
+            raise self.checkpoint_error()
+
+    def checkpoint_error(self) -> UsageError:
+        """Return the error for a root that is itself a checkpoint."""
+        return UsageError(
+            f"{self.url}: this is a checkpoint, not the root of a run; pass the directory "
+            f"above it to Checkpointer, or read it with restore({self.url!r})",
+            location=self.url,
+        )
 
     async def sweep(self) -> None:
         """Remove leftovers of dead attempts; a failure is logged."""

@@ -146,8 +146,6 @@ class Steps:
                 await newest[1].close()
         if newest is not None and below is None:
             self._newest = newest[0]
-        if newest is None and not missing:
-            await self._root.refuse_checkpoint()
         self._without_record = missing if newest is None else set()
         return newest
 
@@ -205,9 +203,16 @@ class Steps:
             )
 
     async def candidates(self) -> list[int]:
-        """Return the names that may be steps, ascending."""
+        """Return the names that may be steps, ascending.
+
+        Raises:
+            UsageError: there is none, and the root is itself a checkpoint.
+        """
         names = await self._root.store.names()
-        return sorted([int(name) for name in names if STEP_NAME.fullmatch(name)])
+        steps = sorted([int(name) for name in names if STEP_NAME.fullmatch(name)])
+        if not steps and RECORD_NAME in names:
+            raise self._root.checkpoint_error()
+        return steps
 
     async def delete(self, name: str) -> None:
         """Delete the checkpoint; what has no record is none, and is left alone.

@@ -53,6 +53,7 @@ async def test_a_checkpoint_is_no_root_of_a_run(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     calls: list[Any] = [
         lambda ckpt: ckpt.latest_step(),
+        lambda ckpt: ckpt.steps(),
         lambda ckpt: ckpt.restore(),
         lambda ckpt: ckpt.save(1, tree(1)),
         lambda ckpt: ckpt.delete_after(0),
@@ -62,6 +63,15 @@ async def test_a_checkpoint_is_no_root_of_a_run(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match="this is a checkpoint, not the root of a run"):
                 await call(ckpt)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+async def test_a_checkpoint_on_an_object_store_is_no_root_of_a_run(tmp_path: Path) -> None:
+    location = f"memory://{tmp_path}/x"
+    await asyncckpt.save(location, tree(1))
+    for call in ("latest_step", "steps", "restore"):
+        async with asyncckpt.Checkpointer(location) as ckpt:
+            with pytest.raises(UsageError, match="this is a checkpoint, not the root of a run"):
+                await getattr(ckpt, call)()
 
 
 async def test_run_twice_against_the_same_root_continues(tmp_path: Path) -> None:

@@ -254,14 +254,21 @@ class LocalStore:
             )
 
     async def names(self) -> list[str]:
-        """Return the names of all directories below the root; none if there is no root."""
+        """Return the names of all directories below the root; none if there is no root.
+
+        And `RECORD_NAME`, if the root is itself a checkpoint. As `Store.names`.
+        """
         return await self._workers.run(self._names)
 
     def _names(self) -> list[str]:
         with reported("listing", self.url):
             try:
                 with os.scandir(self.url) as entries:
-                    return [e.name for e in entries if e.name != CONTROL and e.is_dir()]
+                    return [
+                        entry.name
+                        for entry in entries
+                        if entry.name == RECORD_NAME or (entry.name != CONTROL and entry.is_dir())
+                    ]
             except FileNotFoundError:
                 return []
 

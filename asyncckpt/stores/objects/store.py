@@ -216,7 +216,10 @@ class ObjectStore:
     # -------------------------------------------------------------------------------------- read
 
     async def names(self) -> list[str]:
-        """Return the prefixes below the root, in no order, including those of open attempts."""
+        """Return the prefixes below the root, in no order, including those of open attempts.
+
+        And `RECORD`, if the root is itself a checkpoint. As `Store.names`.
+        """
         with reported("listing", self.url):
             return await checkpoint_names(self._requests)
 

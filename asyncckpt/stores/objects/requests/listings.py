@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncckpt.errors import StoreError
 from asyncckpt.stores.objects.clients.client import Listed
-from asyncckpt.stores.objects.layout import LISTED_MAX
+from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
 
@@ -12,10 +12,16 @@ from asyncckpt.stores.paths import CONTROL
 async def checkpoint_names(requests: Requests) -> list[str]:
     """Return the prefixes below the root, in no order, including those of open attempts.
 
+    And `RECORD`, if the root is itself a checkpoint.
+
     Raises `RequestError`, and `StoreError` if there are too many.
     """
     listed = await _complete(requests, "", recursive=False)
-    return [e.key for e in listed if e.is_prefix and e.key not in ("", CONTROL)]
+    return [
+        entry.key
+        for entry in listed
+        if entry.key == RECORD or (entry.is_prefix and entry.key not in ("", CONTROL))
+    ]
 
 
 async def control_entries(requests: Requests) -> list[Listed]:
