@@ -1,7 +1,8 @@
 """`python -m benchmarks.publish`: write the figures of `benchmarks/results/` into README and docs.
 
-The README gets a few ratios, `docs/benchmarks.md` gets all tables, and `docs/images/training.png`
-is the plot of training with saves. `--check` changes nothing, and fails if a page differs.
+The README gets a few ratios, `docs/benchmarks.md` gets all tables, other pages get one of them, and
+`docs/images/training.png` is the plot of training with saves. `--check` changes nothing, and fails
+if a page differs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.remote.results import SAME
-from benchmarks.results import NO_SAVES, OURS, TRAINING
+from benchmarks.results import NO_SAVES, OURS, TRAINING, median
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -120,17 +121,24 @@ def readme(results: Path) -> str:
 
 
 def _training_row(data: dict[str, Any]) -> list[str]:
-    """Return how much longer a training takes with saves, ours and the other library's."""
-    medians = {
-        found["subject"]: found["median_s"]
+    """Return how much longer a training takes with saves, ours and the other library's.
+
+    As in the table: the median of the ratios of each round.
+    """
+    walls = {
+        found["subject"]: [sample["wall_s"] for sample in found["samples"]]
         for found in data.get("measurements", ())
         if found["scenario"] == TRAINING and found["column"] == "JAX loop"
     }
-    plain = medians.pop(NO_SAVES, None)
-    if plain is None or OURS not in medians:
+    plain = walls.pop(NO_SAVES, None)
+    if plain is None or OURS not in walls:
         return []
-    ours = f"{medians.pop(OURS) / plain:.2f} × with ours"
-    others = "".join(f", {taken / plain:.2f} × with {name}" for name, taken in medians.items())
+    longer = {
+        name: median([taken / base for taken, base in zip(found, plain, strict=False)])
+        for name, found in walls.items()
+    }
+    ours = f"{longer.pop(OURS):.2f} × with ours"
+    others = "".join(f", {ratio:.2f} × with {name}" for name, ratio in longer.items())
     text = "duration of a training with two saves, to one without saves (lower is better)"
     return [f"| {text} | {ours}{others} | | `{COMMANDS[SHORT]}` |"]
 
@@ -157,6 +165,12 @@ def sections(results: Path) -> str:
     return "\n".join(made)
 
 
+def table(path: Path) -> str:
+    """Return the table of one file of results."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return "".join(f"{line}\n" for line in lines if line.startswith("|"))
+
+
 def filled(text: str, name: str, content: str) -> str:
     """Return the page with other content between its marks of this name.
 
@@ -172,9 +186,12 @@ def filled(text: str, name: str, content: str) -> str:
 
 def pages(repository: Path = REPOSITORY, results: Path = RESULTS) -> dict[Path, str]:
     """Return what the pages are to say, by path."""
+    docs = repository / "docs"
     wanted = {
         repository / "README.md": ("figures", readme(results)),
-        repository / "docs" / "benchmarks.md": ("tables", sections(results)),
+        docs / "benchmarks.md": ("tables", sections(results)),
+        docs / "dcp.md": ("table", table(results / "dcp.md")),
+        docs / "reading-once.md": ("table", table(results / "read_once.md")),
     }
     return {path: filled(path.read_text(), *part) for path, part in wanted.items()}
 

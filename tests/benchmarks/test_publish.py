@@ -42,8 +42,17 @@ def test_rows_are_made_of_verdicts_and_trainings(tmp_path: Path) -> None:
         "status": "PASS",
     }
     trained = [
-        {"scenario": TRAINING, "column": "JAX loop", "subject": subject, "median_s": median_s}
-        for subject, median_s in ((NO_SAVES, 2.0), (OURS, 2.1), ("Orbax async", 3.0))
+        {
+            "scenario": TRAINING,
+            "column": "JAX loop",
+            "subject": subject,
+            "samples": [{"wall_s": wall_s} for wall_s in walls],
+        }
+        for subject, walls in (
+            (NO_SAVES, (1.0, 2.0, 4.0)),
+            (OURS, (1.05, 3.0, 4.0)),  # the ratio of medians would be 1.50
+            ("Orbax async", (1.5, 3.0)),  # fewer rounds
+        )
     ]
     data = {"verdicts": [verdict], "measurements": trained}
     (tmp_path / "short.json").write_text(json.dumps(data))
@@ -61,6 +70,14 @@ def test_sections_keep_tables_and_leave_pictures_out(tmp_path: Path) -> None:
     assert publish.sections(tmp_path) == (
         "## Local disk, short form\n\n- cores: 2\n\n### Targets\n\n| a |\n"
     )
+
+
+def test_pages_on_one_comparison_have_its_table(tmp_path: Path) -> None:
+    (tmp_path / "dcp.md").write_text(
+        "# Title\n\n- cores: 2\n\n## Two ranks\n\n| a |\n|---|\n| 1 |\n"
+    )
+    assert publish.table(tmp_path / "dcp.md") == "| a |\n|---|\n| 1 |\n"
+    assert publish.table(tmp_path / "nothing.md") == ""
 
 
 def test_page_without_marks_is_an_error() -> None:
