@@ -282,7 +282,8 @@ class Checkpointer(OpenRun):
             step: the step; None for the newest valid one.
             like: a tree whose types, dtypes and containers the result has; arrays, abstract
                 arrays (`jax.ShapeDtypeStruct`, meta tensors) or scalars.
-            include: globs on paths; other leaves are left out (with `like`: kept as they are).
+            include: globs on paths; other leaves are left out (with `like`: kept as they are). In a
+                list or tuple, `None` takes the place of what is left out; dicts lack its key.
             strict: leaves that only one side has are errors.
             cast: convert dtypes, in memory besides the budget; values out of range stay errors.
             options: replace the `Checkpointer`'s as a whole.
