@@ -18,6 +18,9 @@ from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.threads import finished, seen
 from asyncckpt.options import CLEANUP_S
 
+_FAILED = " failed: "
+"""What separates place and action from the reason in the errors of stores."""
+
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -103,7 +106,17 @@ async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:
     try:
         await cleanup
     except AsyncCheckpointError as failure:
-        error.add_note(f"cleaning up failed too: {failure}")
+        add_note(error, f"cleaning up failed too: {failure}")
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, without the reason of a failure that the error has stated already."""
+    said = _said(error)
+    what, failed, reason = note.partition(_FAILED)
+    if failed and reason in said:
+        note = f"{what} failed, for the same reason"
+    if note not in said:
+        error.add_note(note)
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +138,8 @@ async def within(seconds: float | None, late: Exception) -> AsyncIterator[None]:
 def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error of a task group that is not a cancellation, with notes on the rest.
 
-    A pipeline fails for one reason; failures that follow from it are context.
+    A pipeline fails for one reason; failures that follow from it are context, and those for the
+    same reason are left out.
     """
     errors: list[BaseException] = []
     notes: list[str] = []
@@ -133,10 +147,11 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     errors.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
     first = errors[0]
     for other in errors[1:]:
-        if not isinstance(other, asyncio.CancelledError) and str(other) not in str(first):
+        what, _, reason = str(other).partition(_FAILED)
+        if not isinstance(other, asyncio.CancelledError) and (reason or what) not in _said(first):
             first.add_note(f"at the same time: {type(other).__name__}: {other}")
     for note in notes:
-        first.add_note(note)
+        add_note(first, note)
     return first
 
 
@@ -157,6 +172,10 @@ def forget_frames(error: BaseException) -> None:
         waiting += [this.__cause__, this.__context__]
         if isinstance(this, BaseExceptionGroup):
             waiting += this.exceptions
+
+
+def _said(error: BaseException) -> str:
+    return "\n".join((str(error), *getattr(error, "__notes__", ())))
 
 
 def _flatten(error: BaseException, into: list[BaseException], notes: list[str]) -> None:

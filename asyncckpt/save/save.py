@@ -27,7 +27,7 @@ from asyncckpt.errors import (
     SaveAbortedError,
 )
 from asyncckpt.flow.recorder import Recorder
-from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
+from asyncckpt.flow.shield import add_note, forget_frames, leading_error, to_completion
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.format.record import RECORD_NAME, is_record
 from asyncckpt.log import logger
@@ -229,7 +229,7 @@ class Save:
                 raise leading_error(group) from None
         except BaseException as error:
             for note in self._clean_up_notes:
-                error.add_note(note)
+                add_note(error, note)
             logger.info("gave up saving %s: %s", self._location, error)
             # An error that is kept must not keep staging memory with it.
             forget_frames(error)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asyncckpt.errors import StoreError
-from asyncckpt.flow.shield import leading_error, to_completion, uninterrupted
+from asyncckpt.flow.shield import add_note, leading_error, to_completion, uninterrupted
 
 
 async def test_to_completion_ends_with_the_work_through_repeated_cancellations() -> None:
@@ -108,6 +108,20 @@ def test_the_leading_error_is_no_cancellation_and_the_others_are_its_notes() -> 
     )
     assert leading_error(group) is first
     assert first.__notes__ == ["at the same time: ValueError: bad"]
+
+
+def test_a_reason_is_stated_once() -> None:
+    hint = "there are no credentials (NoCredentialsError); give key and secret"
+    texts = [f"s3://b/{name}: writing failed: {hint}" for name in "abc"]
+    texts.insert(2, "s3://b/d: writing failed: the bucket is full")
+    first, *rest = map(StoreError, texts)
+    group = BaseExceptionGroup("all", [first, *rest])
+    group.add_note(f"cleaning up failed too: s3://b: removing failed: {hint}")
+    add_note(leading_error(group), f"cleaning up failed too: s3://b: removing failed: {hint}")
+    assert first.__notes__ == [
+        "at the same time: StoreError: s3://b/d: writing failed: the bucket is full",
+        "cleaning up failed too: s3://b: removing failed, for the same reason",
+    ]
 
 
 def test_a_group_of_cancellations_leads_with_one() -> None:
