@@ -224,7 +224,7 @@ class FencedError(AsyncCheckpointError):
 
 
 class SaveError(AsyncCheckpointError):
-    """A save failed.
+    """A save failed, or a call of several processes lost one of them.
 
     Attributes:
         visible: whether the step is listed nevertheless (it was published, but a later flush

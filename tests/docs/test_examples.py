@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from tests.simulator import Simulator, simulator
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text())]
 
@@ -75,6 +77,17 @@ def test_the_examples_of_a_page_run_in_order(
         of_claims = re.compile(r"\.asyncckpt|claim-[12]|epoch-2")  # which a run keeps
         left = [file for file in left if not of_claims.fullmatch(file.name)]
     assert left == []
+
+
+def test_the_layers_on_two_pages_are_those_that_are_checked() -> None:
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    (line,) = re.findall(r"^`(testing > [^`]+)`$", page("design.md"), re.M)
+    assert " ".join(line.split()).split(" > ") == layers
+    (diagram,) = re.findall(r"```text\n(testing\n.*?)```", CONTRIBUTING.read_text(), re.S)
+    names = [re.split(r"  +", row)[0] for row in diagram.splitlines()]
+    assert [name for name in names if name] == layers
 
 
 def test_readme_is_short_and_has_what_it_must() -> None:
