@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import html
 import inspect
 import re
 import typing
@@ -45,7 +46,8 @@ NAMES: dict[str, Any] = {
 
 
 def codes(cell: str) -> list[str]:
-    return [code.replace("\\|", "|").strip("| ") for code in re.findall(r"`([^`]+)`", cell)]
+    found = re.findall(r"`([^`]+)`|<code>(.+?)</code>", cell)
+    return [html.unescape(code or other).strip("| ") for code, other in found]
 
 
 def snippets() -> list[str]:

@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
 import asyncckpt
-from asyncckpt import blocking, errors
+from asyncckpt import blocking, cli, errors
 from asyncckpt.stores.local.failures import store_error
 from asyncckpt.stores.objects.clients.client import Kind, RequestError
 from asyncckpt.stores.objects.failures import store_error as request_failed
@@ -72,6 +72,10 @@ def test_the_examples_of_a_page_run_in_order(
         # Errors then name the page and the line in it.
         lines = "\n" * text.count("\n", 0, found.start(1))
         exec(compile(lines + found[1], str(path), "exec"), names)
+    if path.stem == "coming-from":
+        (block,) = re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        for command in re.findall(r"^asyncckpt ([^#\n]+)", block, re.MULTILINE):
+            assert cli.main(command.split()) == 0, command
     left = [file for file in tmp_path.rglob("*") if ".asyncckpt" in file.parts]
     if path.stem == "takeover":
         of_claims = re.compile(r"\.asyncckpt|claim-[12]|epoch-2")  # which a run keeps
@@ -104,6 +108,14 @@ def test_links_between_pages_lead_somewhere() -> None:
             # The site has nothing but docs/.
             inside = path.parent == REPOSITORY or found.is_relative_to(REPOSITORY / "docs")
             assert found.exists() and inside, f"{path.name} links to {target}"
+
+
+def test_no_code_in_a_table_has_a_bar() -> None:
+    """GitHub ends the cell there, and shows `\\|` as a bar; the site does neither."""
+    for path in [*PAGES, CONTRIBUTING]:
+        for row in re.findall(r"^\|.*$", path.read_text(), re.MULTILINE):
+            for code in re.findall(r"`([^`]*)`", row):
+                assert "|" not in code, f"{path.name}: write <code>…&#124;…</code> for {code}"
 
 
 def test_every_page_is_in_the_navigation() -> None:
