@@ -20,7 +20,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.format.record import RECORD_NAME
-from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nbytes_text
+from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, counted, nbytes_text
 from asyncckpt.reports.progress import progress_bar
 from asyncckpt.stores.claims import claim_text
 from asyncckpt.version import VERSION
@@ -196,7 +196,7 @@ def _summary(root: str, step: int, options: opening.Options) -> str:
     except CorruptCheckpointError:
         return "(damaged)"
     size = nbytes_text(info.stored_nbytes)
-    return f"{tables.time_text(info)}  {len(info.leaves)} leaves  {size}"
+    return f"{tables.time_text(info)}  {counted(len(info.leaves), 'leaf', 'leaves')}  {size}"
 
 
 def _verified(

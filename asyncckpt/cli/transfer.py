@@ -15,7 +15,7 @@ from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, complain, print_json
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.options import LeafOptions, RestoreOptions, SaveOptions
-from asyncckpt.reports import ConvertReport, progress_bar
+from asyncckpt.reports import ConvertReport, counted, progress_bar
 from asyncckpt.spec import DTYPES, ArraySpec
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -154,7 +154,7 @@ def diff(
         for note in report.notes:
             typer.echo(tables.printable(note))
         found = "equal" if report.equal else f"{len(report.changed)} differ"
-        typer.echo(f"{report.leaf_count} leaves in both, {found}")
+        typer.echo(f"{counted(report.leaf_count, 'leaf', 'leaves')} in both, {found}")
     if not report.equal:
         raise typer.Exit(1)
 

@@ -26,7 +26,11 @@ def tune(
     url: Annotated[str, typer.Argument(metavar="URL", help="Where checkpoints are to be kept.")],
     max_bytes: Annotated[
         str,
-        typer.Option("--max-bytes", metavar="SIZE", help="Bytes to move at most, both ways."),
+        typer.Option(
+            "--max-bytes",
+            metavar="SIZE",
+            help=f"Bytes to move at most, both ways ({nbytes_text(MAX_NBYTES)}).",
+        ),
     ] = "",
     max_seconds: Annotated[
         float,

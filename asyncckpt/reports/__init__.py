@@ -1,4 +1,4 @@
-"""Reports that the public functions return, and texts for sizes and rates.
+"""Reports that the public functions return, and texts for counts, sizes and rates.
 
 Not here: how the command line prints a report (`cli`).
 """
@@ -19,6 +19,7 @@ from asyncckpt.reports.outcomes import SaveReport as SaveReport
 from asyncckpt.reports.progress import Progress as Progress
 from asyncckpt.reports.progress import ProgressBar as ProgressBar
 from asyncckpt.reports.progress import progress_bar as progress_bar
+from asyncckpt.reports.texts import counted as counted
 from asyncckpt.reports.texts import nbytes_text as nbytes_text
 from asyncckpt.reports.texts import rate_text as rate_text
 from asyncckpt.reports.timeline import Span as Span

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncckpt.pickled import PickledByName
-from asyncckpt.reports.texts import nbytes_text
+from asyncckpt.reports.texts import counted, nbytes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class VerifyReport(PickledByName):
     def outcome(self) -> str:
         """The result, on one line."""
         if self.damages:
-            return f"damaged in {len(self.damages)} places"
-        read = f"{self.leaf_count} leaves, {nbytes_text(self.read_nbytes)}"
+            return f"damaged in {counted(len(self.damages), 'place', 'places')}"
+        read = f"{counted(self.leaf_count, 'leaf', 'leaves')}, {nbytes_text(self.read_nbytes)}"
         if not self.unverified:
             return f"{read} intact"
         return f"{read} readable, {len(self.unverified)} of them without checksums"
@@ -147,7 +147,8 @@ class DiffReport(PickledByName):
 
     def __str__(self) -> str:
         if self.equal:
-            return f"{self.first} and {self.second}: {self.leaf_count} leaves, all equal"
+            leaves = counted(self.leaf_count, "leaf", "leaves")
+            return f"{self.first} and {self.second}: {leaves}, all equal"
         lines = [f"{self.first} and {self.second} differ"]
         lines += [f"  only in the first: {path}" for path in self.only_first]
         lines += [f"  only in the second: {path}" for path in self.only_second]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.pickled import PickledByName
-from asyncckpt.reports.texts import nbytes_text, rate_text
+from asyncckpt.reports.texts import counted, nbytes_text, rate_text
 from asyncckpt.reports.timed import Timed
 from asyncckpt.reports.timeline import Timeline
 
@@ -103,9 +103,9 @@ class SaveReport(Timed):
         if self.skipped:
             return f"skipped {self.location}: another save was in flight"
         return (
-            f"saved {self.location}: {self.leaf_count} leaves, {nbytes_text(self.nbytes)} in "
-            f"{self.total_s:.2f} s ({rate_text(self.nbytes, self.total_s)}), "
-            f"blocked {self.blocked_s * 1e3:.1f} ms"
+            f"saved {self.location}: {counted(self.leaf_count, 'leaf', 'leaves')}, "
+            f"{nbytes_text(self.nbytes)} in {self.total_s:.2f} s "
+            f"({rate_text(self.nbytes, self.total_s)}), blocked {self.blocked_s * 1e3:.1f} ms"
         )
 
 
@@ -220,7 +220,7 @@ class RestoreReport(Timed):
                 f"{len(self.unexpected)} unexpected: "
             )
         return (
-            f"{found}restored {self.location}: {self.leaf_count} leaves, "
+            f"{found}restored {self.location}: {counted(self.leaf_count, 'leaf', 'leaves')}, "
             f"{nbytes_text(self.nbytes)} in {self.total_s:.2f} s "
             f"({rate_text(self.nbytes, self.total_s)})"
         )
@@ -267,6 +267,6 @@ class ConvertReport(PickledByName):
     def __str__(self) -> str:
         return (
             f"converted {self.source} ({self.source_format}) to {self.location} ({self.format}): "
-            f"{self.leaf_count} leaves, {nbytes_text(self.nbytes)} in {self.total_s:.2f} s "
-            f"({rate_text(self.nbytes, self.total_s)})"
+            f"{counted(self.leaf_count, 'leaf', 'leaves')}, {nbytes_text(self.nbytes)} in "
+            f"{self.total_s:.2f} s ({rate_text(self.nbytes, self.total_s)})"
         )

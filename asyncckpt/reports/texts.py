@@ -1,6 +1,11 @@
-"""Sizes and rates as text for people."""
+"""Counts, sizes and rates as text for people."""
 
 from __future__ import annotations
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """Return a number with its noun: `1 leaf`."""
+    return f"{number} {one if number == 1 else several}"
 
 
 def nbytes_text(nbytes: float) -> str:

@@ -198,7 +198,7 @@ def test_verify_names_the_damaged_leaves_and_exits_1(run: Run, root: Path) -> No
     done = run("verify", root / "20")
     assert done.status == 1
     head, titles, row = done.out.splitlines()
-    assert head == f"{root}/20: damaged in 1 places"
+    assert head == f"{root}/20: damaged in 1 place"
     assert titles.split() == ["damaged", "leaf", "file", "byte", "reason"]
     assert row.split()[:3] == ["params/w", str(file), "0"]
     assert run("verify", root).status == 1

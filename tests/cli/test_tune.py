@@ -48,6 +48,10 @@ def run(sim: Simulator, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return run
 
 
+def test_help_says_how_much_it_moves_at_most(run: Run) -> None:
+    assert "16.0 GiB" in run("--help").out
+
+
 def test_what_it_will_move_is_said_and_asked_first(run: Run, sim: Simulator) -> None:
     done = run(answer="n\n")
     assert done.status == 1

@@ -96,7 +96,7 @@ async def test_what_happens_to_steps_is_one_line_each(
         assert taken(lines)[1:] == [f"deleted {tmp_path}/1 (KeepLast(n=2))"]
         await ckpt.restore()
         (line,) = taken(lines)
-        assert line.startswith(f"restored {tmp_path}/3: 1 leaves")
+        assert line.startswith(f"restored {tmp_path}/3: 1 leaf, ")
         await ckpt.delete(2)
         assert taken(lines) == [f"deleted {tmp_path}/2"]
         await ckpt.save(4, TREE)
