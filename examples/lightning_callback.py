@@ -34,7 +34,10 @@ class BackgroundCheckpointIO(CheckpointIO):
         self._ckpt = ckpt
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        self._ckpt.start_save(int(Path(path).name), checkpoint)
+        step = int(Path(path).name)
+        # With gradient accumulation, the first batch after resuming ends within the resumed step.
+        if step not in self._ckpt.steps():
+            self._ckpt.start_save(step, checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
         self._ckpt.wait()
