@@ -409,11 +409,37 @@ def test_an_object_that_occurs_twice_is_made_once() -> None:
     assert new["model"] is new["opt"][0] is not model
     assert new["inner"] is new["model"].items[0] is not inner
     assert (new["inner"].items, new["model"].items[1]) == ([5, {"x": 6}], 7)
-    mutable = Partial(1, print)
+    mutable, watched = Partial(1, print), Watched(1)
     assert shared_leaves(flatten([mutable, mutable])) == {2: 0, 3: 1}
+    assert shared_leaves(flatten([watched, watched])) == {1: 0}
 
 
-@pytest.mark.parametrize("value", [State(1, 2), Pair(1, 2), {"a": 1}, [1, 2], OrderedDict(a=1)])
+@dataclasses.dataclass(init=False)
+class Immutable:
+    """Refuses assignment by itself, as the modules of Equinox do."""
+
+    x: Any
+
+    def __init__(self, x: Any) -> None:
+        object.__setattr__(self, "x", x)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+@dataclasses.dataclass
+class Watched:
+    """Assigns in its own way, as the modules of NNX do."""
+
+    x: Any
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+@pytest.mark.parametrize(
+    "value", [State(1, 2), Pair(1, 2), {"a": 1}, [1, 2], OrderedDict(a=1), Immutable(1)]
+)
 def test_a_value_that_occurs_twice_is_made_twice(value: Any) -> None:
     flat = flatten([value, value])
     assert not shared_leaves(flat)

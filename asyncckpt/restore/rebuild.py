@@ -110,17 +110,17 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
                     " (it was made under torch.inference_mode(): restore under it too, or make it "
                     "outside)"
                 )
-            raise _refused(outcome, what, done, error) from error
+            raise _refused(outcome, path, what, done, error) from error
         if loose:
             missing += _keys(path, answer, "missing_keys")
             unexpected += _keys(path, answer, "unexpected_keys")
     for path, holder, value in outcome.replaced:
-        done.append(path)
         try:
             holder.put(value)
         except Exception as error:
             what = f"this {type(holder.container).__name__} refused the restored leaf"
-            raise _refused(outcome, what, done, error) from error
+            raise _refused(outcome, path, what, done, error) from error
+        done.append(path)
     report = dataclasses.replace(
         report,
         replaced=tuple([path for path, _, _ in outcome.replaced]),
@@ -179,9 +179,8 @@ def _keys(path: str, answer: Any, name: str) -> list[str]:
 
 
 def _refused(
-    outcome: RestoreOutcome, what: str, done: Sequence[str], error: Exception
+    outcome: RestoreOutcome, path: str, what: str, done: Sequence[str], error: Exception
 ) -> RestoreError:
-    path = done[-1]
     refusal = RestoreError(
         f"{where(path)}: {what}: {type(error).__name__}: {error}",
         path=path,

@@ -21,7 +21,16 @@ from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, Target
 from asyncckpt.reports import Progress
 from asyncckpt.spec import DTYPES, ArraySpec
-from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths, shared_leaves, where
+from asyncckpt.tree import (
+    Flat,
+    Key,
+    PerProcess,
+    flatten,
+    is_frozen,
+    per_process_paths,
+    shared_leaves,
+    where,
+)
 
 Mode = Literal["saved", "like", "into"]
 
@@ -354,7 +363,7 @@ def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:
         is_dataclass = node.kind == "dataclass"
         if node.kind not in ("dict", "list") and not is_dataclass:
             continue
-        if is_dataclass and type(container).__dataclass_params__.frozen:
+        if is_dataclass and is_frozen(container):
             continue
         keys: Sequence[Key] = range(len(node.children)) if node.kind == "list" else node.keys
         for key, child in zip(keys, node.children, strict=True):

@@ -26,7 +26,7 @@ from asyncckpt.tree.flatten import Flat, flatten
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, names_of_paths, where
 from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
-from asyncckpt.tree.types import NodeAdapter
+from asyncckpt.tree.types import NodeAdapter, is_frozen
 from asyncckpt.tree.unflatten import shared_leaves, unflatten, unflatten_like
 from asyncckpt.tree.union import merge_trees
 
@@ -43,6 +43,7 @@ __all__ = [
     "array_names",
     "escape",
     "flatten",
+    "is_frozen",
     "match_glob",
     "merge_trees",
     "names_of_paths",

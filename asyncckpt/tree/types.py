@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from asyncckpt.tree.names import Key
@@ -120,15 +119,23 @@ OBJECTS: Final = frozenset(("registered", "dataclass"))
 """Kinds whose containers may be objects with an identity."""
 
 
-@lru_cache(maxsize=256)
-def has_identity(cls: type) -> bool:
-    """Return whether containers of a type of the kinds `OBJECTS` are objects, such as layers.
+def is_frozen(container: Any) -> bool:
+    """Return whether a dataclass refuses assignment to its fields.
 
-    Mappings and frozen dataclasses are values, like plain dicts and tuples: a target may contain
-    one of them several times as the description of different parts.
+    Modules of Equinox do, and only their `__setattr__` says so: a class with its own is asked to
+    assign the present value of a field.
     """
-    parameters = getattr(cls, "__dataclass_params__", None)
-    return not issubclass(cls, Mapping) and (parameters is None or not parameters.frozen)
+    cls: Any = type(container)
+    if cls.__setattr__ is object.__setattr__ or not dataclasses.is_dataclass(cls):
+        return False
+    for field in dataclasses.fields(cls):
+        if hasattr(container, field.name):
+            try:
+                setattr(container, field.name, getattr(container, field.name))
+            except Exception as error:
+                return isinstance(error, AttributeError)
+            return False
+    return False
 
 
 def type_name(value: Any) -> str:

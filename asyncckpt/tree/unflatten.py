@@ -13,7 +13,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.tree.flatten import Flat
 from asyncckpt.tree.names import Key, where
 from asyncckpt.tree.structure import KEYED, Node, Structure
-from asyncckpt.tree.types import OBJECTS, NodeAdapter, Types, has_identity
+from asyncckpt.tree.types import OBJECTS, NodeAdapter, Types, is_frozen
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
@@ -42,7 +42,7 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
     def like(index: int, node: Node, children: list[Any]) -> Any:
         old = flat.objects[index]
         cls: type = type(old)
-        is_object = node.kind in OBJECTS and has_identity(cls)
+        is_object = _has_identity(node, old)
         if is_object and id(old) in made:
             return made[id(old)]
         try:
@@ -65,14 +65,13 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
 def shared_leaves(flat: Flat) -> dict[int, int]:
     """Return the leaves in further occurrences of an object, and the same leaf in the first one.
 
-    Both by ordinal. Values, such as tuples, are no objects (`has_identity`).
+    Both by ordinal. Values, such as tuples, are no objects (`_has_identity`).
     """
     nodes = flat.structure.nodes
     first: dict[int, int] = {}
     shared: dict[int, int] = {}
     for index, (node, value) in enumerate(zip(nodes, flat.objects, strict=True)):
-        cls: type = type(value)
-        if node.kind not in OBJECTS or not has_identity(cls):
+        if not _has_identity(node, value):
             continue
         original = first.setdefault(id(value), index)
         pairs = [] if original == index else [(index, original)]
@@ -84,6 +83,16 @@ def shared_leaves(flat: Flat) -> dict[int, int]:
                 else:
                     pairs.append((-child, -other))
     return shared
+
+
+def _has_identity(node: Node, value: Any) -> bool:
+    """Return whether a container is an object, such as a layer.
+
+    Mappings and frozen dataclasses are values, like plain dicts and tuples: a target may contain
+    one of them several times as the description of different parts.
+    """
+    is_object = node.kind in OBJECTS and not issubclass(type(value), Mapping)
+    return is_object and not is_frozen(value)
 
 
 def _built(

@@ -146,7 +146,7 @@ def test_a_refusal_says_what_has_been_written(refusing: str) -> None:
         assert error.path == "b" and error.written == ("deep/w", "a", "b")
     else:
         assert str(error).startswith("n: this dict refused the restored leaf: TypeError: read only")
-        assert error.path == "n" and error.written == ("deep/w", "a", "b", "n")
+        assert error.path == "n" and error.written == ("deep/w", "a", "b")
     assert error.location == LOCATION
     assert "targets have been written" in error.__notes__[0]
 

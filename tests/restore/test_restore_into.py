@@ -154,6 +154,19 @@ class Frozen:
     epoch: int
 
 
+@dataclasses.dataclass(init=False)
+class Module:
+    """Refuses assignment by itself, as the modules of Equinox do."""
+
+    epoch: Any
+
+    def __init__(self, epoch: Any) -> None:
+        object.__setattr__(self, "epoch", epoch)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -203,10 +216,11 @@ async def test_immutable_leaves_are_replaced_in_what_holds_them(tmp_path: Path) 
         ({"w": np.ones(3), "t": (5, 6)}, {"w": np.zeros(3), "t": (5, 7)}, "t/1"),
         ({"w": np.ones(3), "p": Pair(1, 2)}, {"w": np.zeros(3), "p": Pair(0, 2)}, "p/first"),
         ({"w": np.ones(3), "f": Frozen(1)}, {"w": np.zeros(3), "f": Frozen(0)}, "f/epoch"),
+        ({"w": np.ones(3), "m": Module(1)}, {"w": np.zeros(3), "m": Module(0)}, "m/epoch"),
         ({"w": np.ones(3), "j": (jnp.ones(2),)}, {"w": np.zeros(3), "j": (jnp.ones(2),)}, "j/0"),
         (5, 4, "the tree itself"),
     ],
-    ids=["tuple", "namedtuple", "frozen dataclass", "array in a tuple", "root"],
+    ids=["tuple", "namedtuple", "frozen dataclass", "module", "array in a tuple", "root"],
 )
 @pytest.mark.parametrize("strict", [True, False])
 async def test_what_can_be_neither_filled_nor_replaced_is_an_error_before_anything_is_read(
@@ -259,7 +273,7 @@ async def test_a_dict_that_refuses_a_leaf_is_named(tmp_path: Path) -> None:
     place = await saved(tmp_path, {"d": {"n": 1, "w": np.ones(2)}})
     with pytest.raises(RestoreError, match=r"d/n: this Refusing refused .*read only") as caught:
         await asyncckpt.restore_into(place, {"d": Refusing(n=0, w=np.zeros(2))})
-    assert set(caught.value.written) == {"d/w", "d/n"}
+    assert caught.value.written == ("d/w",)
 
 
 async def test_targets_that_overlap_are_an_error_unless_they_are_one_array(
