@@ -17,6 +17,8 @@ from asyncckpt.format.orbax import (
 from asyncckpt.format.scalars import SCALAR_KINDS
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.save.snapshot import Snapshot
+from asyncckpt.tree import Node
+from asyncckpt.tree.per_process import TYPE_NAME as PER_PROCESS
 
 _EMPTY: Mapping[str, Kind] = {
     "none": "None",
@@ -24,6 +26,9 @@ _EMPTY: Mapping[str, Kind] = {
     "tuple": "Tuple",
     "namedtuple": "NamedTuple",
 }
+
+_INT_KEYED = frozenset((PER_PROCESS, "flax.nnx.statelib.State"))
+"""Registered types whose int keys are those of a mapping: the state of an nnx.List has some."""
 
 
 def orbax_files(
@@ -76,6 +81,16 @@ def key_devices(snapshot: Snapshot) -> dict[int, str]:
     return devices
 
 
+def _is_sequence(node: Node) -> bool:
+    """Return whether the keys of the children are indices to Orbax.
+
+    Those of a type that is registered with `jax.tree_util` without keys are indices, too.
+    """
+    if node.kind == "registered" and node.type_name not in _INT_KEYED:
+        return node.keys == tuple(range(len(node.keys)))
+    return node.kind in ("list", "tuple")
+
+
 class _Walk:
     """Orbax's view of a tree; `name_of` has the name of each leaf's array."""
 
@@ -103,7 +118,7 @@ class _Walk:
                 else:
                     found.append(self._leaf(base, child))
                 continue
-            sequence = node.kind in ("list", "tuple")
+            sequence = _is_sequence(node)
             keys = list(map(str, node.keys or range(len(node.children))))
             own: Sequence[int] = node.children
             if min(own) < 0:

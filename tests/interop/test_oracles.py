@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 import torch
+from flax import nnx
 from orbax.checkpoint.experimental import v1 as ocp_v1
 
 import asyncckpt
@@ -229,6 +230,41 @@ async def test_orbax_and_we_read_the_small_dtypes_of_each_other(tmp_path: Path) 
         for value, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(saved), strict=True):
             assert value.dtype == expected.dtype
             assert np.asarray(value).tobytes() == np.asarray(expected).tobytes()
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    """A node whose children have no keys in the registry of JAX."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Keyless:
+        return cls(*children)
+
+
+async def test_orbax_restores_registered_nodes_without_keys_and_mappings_with_int_keys(
+    tmp_path: Path,
+) -> None:
+    a, b = jnp.ones(2), jnp.zeros(3)
+    saved = {
+        "keyless": Keyless(a, Keyless(b, {"x": [a]})),
+        "partial": jax.tree_util.Partial(print, a, b, flush=a),
+        "state": nnx.state(nnx.List([nnx.Param(a), nnx.Param(b)])),
+        "dict": {0: a, 1: b},
+    }
+    assert (await asyncckpt.save(tmp_path / "x", saved)).orbax
+    await asyncckpt.export(tmp_path / "x", tmp_path / "y", to="orbax")
+    for name in ("x", "y"):
+        found = ocp.PyTreeCheckpointer().restore(tmp_path / name / "default", item=saved)
+        assert jax.tree.structure(found) == jax.tree.structure(saved)
+        assert jax.tree.all(jax.tree.map(np.array_equal, found, saved))
+    assert (await asyncckpt.save(tmp_path / "own", {"n": asyncckpt.PerProcess(5)})).orbax
+    assert ocp.PyTreeCheckpointer().restore(tmp_path / "own" / "default") == {"n": {"0": 5}}
 
 
 async def test_what_orbax_cannot_restore_is_said_and_not_offered(tmp_path: Path) -> None:
