@@ -78,8 +78,9 @@ def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
         advice = "store bytes(value) or np.frombuffer(value, np.uint8)"
     elif callable(leaf):
         advice = (
-            "code is not stored; take it out of the tree, or mark the dataclass field with "
-            "metadata={'static': True}"
+            "code is not stored; take it out of the tree, mark the dataclass field with "
+            "metadata={'static': True}, or save only the arrays, as eqx.filter(tree, eqx.is_array) "
+            "of Equinox does"
         )
     else:
         advice = (
