@@ -128,6 +128,8 @@ def is_frozen(container: Any) -> bool:
     cls: Any = type(container)
     if cls.__setattr__ is object.__setattr__ or not dataclasses.is_dataclass(cls):
         return False
+    if cls.__dataclass_params__.frozen:
+        return True  # an exception for each of many would take longer
     for field in dataclasses.fields(cls):
         if hasattr(container, field.name):
             try:
