@@ -126,9 +126,10 @@ def is_frozen(container: Any) -> bool:
     assign the present value of a field.
     """
     cls: Any = type(container)
-    if cls.__setattr__ is object.__setattr__ or not dataclasses.is_dataclass(cls):
+    parameters = getattr(cls, "__dataclass_params__", None)
+    if parameters is None or cls.__setattr__ is object.__setattr__:
         return False
-    if cls.__dataclass_params__.frozen:
+    if parameters.frozen:
         return True  # an exception for each of many would take longer
     for field in dataclasses.fields(cls):
         if hasattr(container, field.name):
