@@ -25,13 +25,6 @@ AT_ONCE = 8
 
 
 @pytest.fixture
-def workers() -> Iterator[Workers]:
-    threads = Workers(2, "test-io")
-    yield threads
-    threads.shutdown()
-
-
-@pytest.fixture
 async def store(tmp_path: Path, workers: Workers) -> AsyncIterator[LocalStore]:
     opened = LocalStore(tmp_path, workers)
     yield opened

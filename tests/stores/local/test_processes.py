@@ -23,13 +23,6 @@ ROUNDS = 50
 
 
 @pytest.fixture
-def workers() -> Iterator[Workers]:
-    threads = Workers(2, "test-io")
-    yield threads
-    threads.shutdown()
-
-
-@pytest.fixture
 async def store(tmp_path: Path, workers: Workers) -> AsyncIterator[LocalStore]:
     opened = LocalStore(tmp_path, workers)
     yield opened

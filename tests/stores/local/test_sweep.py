@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +18,6 @@ from asyncckpt.testing.checkpoints import save
 
 WEEK_S = 7 * 24 * 3600.0
 HERE = Machine("here", "boot")
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    threads = Workers(2, "test-io")
-    yield threads
-    threads.shutdown()
 
 
 @pytest.fixture
