@@ -1,5 +1,5 @@
 """Stores of checkpoints, behind the `Store` port.
 
-`local` is POSIX directories, `objects` is object stores; `paths`, `claims` and `exchange` are for
-both. Not here: the contents of the files (`format`).
+`local` is POSIX directories, `objects` is object stores; both use `paths`, `claims` and `exchange`.
+Not here: the contents of the files (`format`).
 """

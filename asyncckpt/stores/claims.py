@@ -16,7 +16,7 @@ CLAIM = re.compile(r"claim-([1-9][0-9]{0,18})")
 """Name of a claim in the control directory."""
 
 INHERITED = re.compile(r"inherited-([1-9][0-9]{0,18})")
-"""Name of the list of a claim."""
+"""Name of a claim's list of inherited checkpoints."""
 
 
 def claim_name(epoch: int) -> str:
@@ -25,7 +25,7 @@ def claim_name(epoch: int) -> str:
 
 
 def inherited_name(epoch: int) -> str:
-    """Return the name of the list of a claim."""
+    """Return the name of a claim's list of inherited checkpoints."""
     return f"inherited-{epoch}"
 
 
@@ -36,14 +36,14 @@ def check_epoch(epoch: int) -> None:
 
 
 def new_claim(epoch: int) -> Claim:
-    """Return a claim of this process."""
+    """Return a new claim by this process."""
     return Claim(
         epoch, secrets.token_hex(16), socket.gethostname()[:255], os.getpid(), time.time_ns()
     )
 
 
 def claim_text(claim: Claim) -> str:
-    """Return who made a claim and when, as text."""
+    """Describe who made a claim, and when."""
     made = datetime.datetime.fromtimestamp(claim.created_ns / 1e9, datetime.UTC)
     return f"process {claim.pid} on {claim.host} at {made:%Y-%m-%d %H:%M:%S} UTC by its clock"
 
@@ -60,9 +60,9 @@ def fenced_error(
 
     Args:
         root: path or URL of the run.
-        epoch: the claim that was taken over.
-        successor: the claim that took it over; None if it cannot be read.
-        location: the checkpoint that was being saved or deleted, if any.
+        epoch: claim of this process.
+        successor: claim that took over; None if it cannot be read.
+        location: checkpoint that was being saved or deleted, if any.
         visible: whether the checkpoint is part of the run; None if unknown.
     """
     if successor is None:
@@ -70,14 +70,13 @@ def fenced_error(
     else:
         who = f"claim {successor.epoch}, made by {claim_text(successor)}"
     what = {
-        False: f"this process changed nothing of {location or root} after that",
+        False: f"this process has not changed {location or root} since",
         True: f"{location} was published before that and is part of the run",
-        None: f"whether {location} is part of the run is decided by that claim: look at "
-        "latest_step()",
+        None: f"that claim decides whether {location} is part of the run: look at latest_step()",
     }[visible]
     return FencedError(
         f"{root}: the claim of this process (epoch {epoch}) has ended: the run was taken over by "
-        f"{who}; {what}. End this process; to continue the run here instead, start it anew",
+        f"{who}; {what}. End this process; to continue the run here instead, restart it",
         epoch=epoch,
         claimed_by=None if successor is None else f"{successor.host}, pid {successor.pid}",
         claimed_ns=None if successor is None else successor.created_ns,
@@ -87,11 +86,11 @@ def fenced_error(
 
 
 def lost_error(root: str, epoch: int, winner: Claim | None) -> FencedError:
-    """Return the error of a process that made a claim too late."""
+    """Return the error of a process that lost the race for a claim."""
     who = "another process" if winner is None else claim_text(winner)
     return FencedError(
         f"{root}: claim {epoch} was made by {who} while this process was about to make it: "
-        "another job saves to this root. End one of them; start the one that is to continue anew",
+        "another job saves to this root. End both, then restart the one that is to continue",
         epoch=epoch,
         claimed_by=None if winner is None else f"{winner.host}, pid {winner.pid}",
         claimed_ns=None if winner is None else winner.created_ns,

@@ -1,4 +1,4 @@
-"""The mark of an attempt that several processes share, and the names of files that they pass on.
+"""Mark of a shared attempt, and names of the files that its processes exchange.
 
 Process 0 writes the mark once the attempt can be joined. The other processes read it through the
 store before their first write, which detects a root that is not shared.
@@ -15,27 +15,27 @@ from collections.abc import Awaitable, Callable
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 
 MARK = ".begun"
-"""Name of the mark, which no passed-on file may have."""
+"""Name of the mark; exchanged files cannot have it."""
 
 MARK_NBYTES = 4096
-"""Longest mark that is read."""
+"""Maximum size of a mark that is read."""
 
 # Hidden names are the mark and files being written.
 _PASSED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
 
 def mark_of(save_id: str, host: str) -> bytes:
-    """Return the content of an attempt's mark; the host is for people."""
+    """Return the content of an attempt's mark; the host is for human readers."""
     return f"{save_id} {host}\n".encode()
 
 
 def is_mark_of(save_id: str, data: bytes | None) -> bool:
-    """Return whether this is the content of the mark of this attempt."""
+    """Return whether `data` is the mark of this attempt."""
     return data is not None and data.startswith(f"{save_id} ".encode())
 
 
 def check_process(process: int) -> None:
-    """Raise `UsageError` for the number of a process that cannot join."""
+    """Raise `UsageError` unless a process of this number can join an attempt."""
     if process < 1:
         raise UsageError(
             f"process={process}: pass a number above zero; process 0 begins the attempt",
@@ -44,7 +44,7 @@ def check_process(process: int) -> None:
 
 
 def check_passed(path: str, location: str, *, shared: bool) -> None:
-    """Raise `UsageError` if an attempt is not shared or cannot pass on a file of this name."""
+    """Raise `UsageError` if the attempt is not shared or the name cannot be exchanged."""
     if not _PASSED.fullmatch(path):
         raise UsageError(
             f"{path!r} cannot be passed on: pass 1 to 64 of the characters A-Z a-z 0-9 . _ -, "
@@ -60,7 +60,7 @@ def check_passed(path: str, location: str, *, shared: bool) -> None:
 
 
 def too_large(path: str, location: str, nbytes: int, max_nbytes: int) -> CorruptCheckpointError:
-    """Return the error for a file that is too large, passed on by another process."""
+    """Return the error for an exchanged file that is too large."""
     return CorruptCheckpointError(
         f"{location}: {nbytes} bytes were passed on as {path!r}, expected at most {max_nbytes}; "
         "the processes disagree about what they save: run one version of the library everywhere",
@@ -79,17 +79,10 @@ async def find_mark(
     timeout_s: float,
     pauses_s: tuple[float, float],
 ) -> None:
-    """Look until the attempt can be joined.
-
-    Args:
-        look: returns whether it was found.
-        location: of the checkpoint.
-        save_id: of the attempt.
-        timeout_s: how long to look.
-        pauses_s: first and longest pause between two looks.
+    """Poll `look` until it finds the mark of the attempt, with a first and a longest pause.
 
     Raises:
-        CheckpointNotFoundError: it was not found in time.
+        CheckpointNotFoundError: the mark was not found within `timeout_s`.
     """
     end = time.monotonic() + timeout_s
     pause_s, longest_s = pauses_s
@@ -99,8 +92,8 @@ async def find_mark(
             host = socket.gethostname()
             raise CheckpointNotFoundError(
                 f"{location}: no attempt with save id {save_id} was found here from host {host} "
-                f"within {timeout_s:g} s; either process 0 has not begun it or has given it up, "
-                "or the two do not see the same storage: pass a root that all processes share",
+                f"within {timeout_s:g} s; either process 0 has not begun it or has abandoned it, "
+                "or the two see different storage: pass a root that all processes share",
                 location=location,
                 expected=save_id,
                 found=host,

@@ -3,25 +3,22 @@
 ::
 
     <root>/<name>/                                  a published checkpoint
-    <root>/.asyncckpt/lock                          held while something published is replaced
-    <root>/.asyncckpt/claim-<e>                     the right to write in epoch e; epoch 0 needs
-                                                    none
-    <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt, and next to it
+    <root>/.asyncckpt/lock                          held while a published checkpoint is replaced
+    <root>/.asyncckpt/claim-<e>                     the right to write in epoch e (epoch 0: none)
+    <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner-<p>
-                                                    one for each of several processes that write
-                                                    in it
+                                                    owner file of each further writing process
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>/.asyncckpt-exchange/
-                                                    what these pass on; never published
-    <root>/.asyncckpt/fenced-<e>-<token>/           what was in epoch-<e> when it was taken over
+                                                    files exchanged by processes; never published
+    <root>/.asyncckpt/fenced-<e>-<token>/           contents of epoch-<e> when it was taken over
     <root>/.asyncckpt/trash-<name>-<token>/         deleted, being removed; with .owner
-    <root>/.asyncckpt/old-<name>-<save id>/         being replaced, where two directories cannot
-                                                    change places in one step; with .owner. Both
-                                                    are in epoch-<e> where their writer has a claim
-    <root>/.asyncckpt/error-<p>                     the last error of process p, for the job that
-                                                    continues the run
-    <root>/.asyncckpt/aside-<name>-<save id>/       no checkpoint, moved out of the way of a save;
-                                                    kept until a person removes it
+    <root>/.asyncckpt/old-<name>-<save id>/         being replaced, if two directories cannot be
+                                                    exchanged atomically; with .owner. A writer
+                                                    with a claim keeps both in epoch-<e>
+    <root>/.asyncckpt/error-<p>                     last error of process p, for the next job
+    <root>/.asyncckpt/aside-<name>-<save id>/       not a checkpoint, moved aside by a save; kept
+                                                    until a person removes it
 """
 
 from __future__ import annotations
@@ -35,18 +32,18 @@ from asyncckpt.errors import CorruptCheckpointError, UsageError
 from asyncckpt.ports import RECORD_NAME
 
 CONTROL = ".asyncckpt"
-"""Directory below the root for everything outside of checkpoints."""
+"""Directory below the root for everything but checkpoints."""
 
 OWNER_SUFFIX = ".owner"
 
 FENCED = "fenced-"
-"""Prefix of directories with what was taken from a writer."""
+"""Prefix of directories that hold the files of a fenced writer."""
 
 NOTE_NBYTES = 64 << 10
-"""Longest note of a process that is read."""
+"""Maximum size of a note that is read."""
 
 NOTE = re.compile(r"error-[0-9]{1,9}")
-"""Name of the note of a process, in the control directory."""
+"""Name of a process's note in the control directory."""
 
 # A file name has at most 255 bytes; the prefix, the save id and the suffix need the rest.
 _NAME_NBYTES = 120
@@ -78,30 +75,30 @@ class Layout:
         return os.path.join(self.control, f"epoch-{epoch}")
 
     def attempt(self, epoch: int, name: str, save_id: str) -> str:
-        """Return the path of an attempt's directory, to which a number may have been added."""
+        """Return the path of an attempt's directory; callers may append a number."""
         return os.path.join(self.epoch(epoch), f"{clipped(name)}-{save_id}")
 
     def leftover(self, kind: str, name: str, token: str, epoch: int = 0) -> str:
-        """Return a path for something that is no longer a checkpoint.
+        """Return a path for a former checkpoint, in the epoch's directory if there is a claim.
 
-        With a claim it is in the directory of the epoch: stores/local/epochs.py, rule 1.
+        See stores/local/epochs.py, rule 1.
         """
         directory = self.epoch(epoch) if epoch else self.control
         return os.path.join(directory, f"{kind}-{clipped(name)}-{token}")
 
 
 def below(root: str, name: str) -> str:
-    """Return the path or URL of a name below a root, which may end with a slash, as `memory://`."""
+    """Join a root, which may end with a slash like `memory://`, and a name."""
     return f"{root}{name}" if root.endswith("/") else f"{root}/{name}"
 
 
 def note_name(process: int) -> str:
-    """Return the name of the note of a process."""
+    """Return the name of a process's note."""
     return f"error-{process}"
 
 
 def clipped(name: str) -> str:
-    """Return the name, cut so that a suffix still fits into a file name."""
+    """Return the name, truncated so that a suffix still fits in a file name."""
     return os.fsencode(name)[:_NAME_NBYTES].decode("utf-8", "ignore")
 
 
@@ -126,7 +123,7 @@ def check_save_id(save_id: str) -> None:
 
 
 def path_parts(path: str) -> tuple[str, ...] | None:
-    """Return the parts of a relative path, or None if it could leave its directory."""
+    """Return the parts of a relative path, or None if it could escape its directory."""
     parts = tuple(path.split("/"))
     return None if "\0" in path or not {"", ".", ".."}.isdisjoint(parts) else parts
 
@@ -135,7 +132,7 @@ def check_file(path: str, location: str) -> None:
     """Check that a path can be a file of the checkpoint or export at `location`.
 
     Raises:
-        UsageError: it leads out of it, or is the record's.
+        UsageError: the path escapes the directory, or is the record's.
     """
     if path_parts(path) is None or path == RECORD_NAME:
         raise UsageError(
@@ -150,7 +147,7 @@ def read_parts(path: str, location: str) -> tuple[str, ...]:
     """Return the parts of a path in the checkpoint at `location`.
 
     Raises:
-        CorruptCheckpointError: it leads out of the checkpoint.
+        CorruptCheckpointError: the path escapes the checkpoint.
     """
     parts = path_parts(path)
     if parts is None:

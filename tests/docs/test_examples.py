@@ -556,7 +556,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         lambda where: blocking.restore("gdrive://folder/run"),
     ),
     "credentials in a URL": (
-        "holds credentials, or what looks like them",
+        "seems to hold credentials",
         lambda where: blocking.restore("s3://key:secret@bucket/run"),
     ),
     "in the way": ("a directory exists here", in_the_way),

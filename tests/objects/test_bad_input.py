@@ -352,10 +352,10 @@ async def test_a_store_that_ignores_conditions(
             await told.error(ckpt.save(1, state(2)), CheckpointExistsError, "already exists here")
             assert_equal(await ckpt.restore(1), state(1))
         warned = [
-            r.getMessage() for r in caplog.records if "creates objects cond" in r.getMessage()
+            r.getMessage() for r in caplog.records if "ignores the condition" in r.getMessage()
         ]
         assert len(warned) == 1
-        assert "both will believe to have committed it" in warned[0]
+        assert "both report success, and the later one replaces" in warned[0]
 
 
 def test_a_scheme_that_nobody_knows() -> None:

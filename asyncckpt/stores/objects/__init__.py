@@ -1,5 +1,5 @@
 """Checkpoints on object stores: S3, Google Cloud Storage and fsspec filesystems.
 
-Attempts, publishing by conditional creation, repair and garbage collection are here. Requests and
-their limits are in `requests`, client libraries in `clients`.
+Attempts, publication by conditional creation, repair and garbage collection are here, requests and
+their limits in `requests`, client libraries in `clients`.
 """

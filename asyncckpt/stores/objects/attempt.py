@@ -2,14 +2,16 @@
 
 # Rule 1: before the record, an attempt writes only names that carry its save id. The content of
 #   every other file is in such an object, or in the record, until the attempt has won.
-# Rule 2: it ends with exactly one of `publish` and `abort`; both finish, however often the caller
-#   is cancelled.
+# Rule 2: an attempt ends with exactly one of `publish` and `abort`; both finish, however often the
+#   caller is cancelled.
 # Rule 3: after a failure every further call raises it.
 # Rule 4: `publish` returns when the record is written. The fixed names follow in the background.
 #   The store's next record waits for them, so that at most one checkpoint lacks them.
-# Rule 5: with a claim, one look for a higher claim follows the record. If there is one, the save is
-#   not acknowledged, and nothing of it is removed (claims/counting.py, rule 1).
-# Rule 6: the look for a run's steps, at names that are no step, is ended by `publish` or `abort`.
+# Rule 5: with a claim, the attempt looks for a higher claim after writing the record. If there is
+#   one, the save is not acknowledged, and none of its objects is removed (claims/counting.py,
+#   rule 1).
+# Rule 6: `publish` and `abort` end `_refusal`, the check that a one-shot save is not at a run's
+#   root.
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class ObjectAttempt(ObjectShare):
     """An attempt, made by `ObjectStore.begin`.
 
     Args:
-        epoch: the claim under which it writes, 0 for none.
+        epoch: claim under which it writes, 0 for none.
         shared: other processes may join it once `mark` has returned.
     """
 
@@ -61,9 +63,9 @@ class ObjectAttempt(ObjectShare):
         self._begun = time.monotonic(), time.time()
         self._sources: dict[str, str] = {}
         self._fixed: dict[str, bytes] = {}
-        self._look: BackgroundTask[None] | None = None
+        self._refusal: BackgroundTask[None] | None = None
         if not overwrite and not STEP_NAME.fullmatch(name):
-            self._look = BackgroundTask(refuse_run(context.requests, name))
+            self._refusal = BackgroundTask(refuse_run(context.requests, name))
 
     async def mark(self) -> None:
         """Let other processes join the attempt."""
@@ -75,8 +77,7 @@ class ObjectAttempt(ObjectShare):
         """Return the object in which `put` stores the content of a fixed name."""
         if self._save_id in path:
             return None
-        number = len(self._sources)
-        return self._sources.setdefault(path, fixed_path(self._save_id, number))
+        return self._sources.setdefault(path, fixed_path(self._save_id, len(self._sources)))
 
     async def put(self, path: str, *blocks: Body, in_record: bool = False) -> None:
         """Make the content of a file durable.
@@ -85,7 +86,7 @@ class ObjectAttempt(ObjectShare):
         its content is in the object `source(path)`, or with `in_record` only in the record.
 
         Raises:
-            UsageError: it is too long for one request.
+            UsageError: the content is too long for one request.
         """
         self._sending.check()
         check_file(path, self.location)
@@ -109,29 +110,24 @@ class ObjectAttempt(ObjectShare):
         """Write the record, after everything else. As `Attempt.publish`.
 
         Raises:
-            CheckpointExistsError: the name is taken, by a checkpoint or the root of a run, which
-                was not touched.
-            FencedError: another process took over the claim; the record may count or not.
-            SaveOutcomeUnknownError: whether the claim was taken over is unknown.
+            CheckpointExistsError: a checkpoint, or the root of a run, already exists here; it was
+                left untouched.
+            FencedError: another process took over the claim; the record may or may not count.
+            SaveOutcomeUnknownError: it is unknown whether the claim was taken over.
             SaveError: the attempt is too old, or it is unknown whether the record arrived.
             StoreError: an earlier step failed; nothing is visible.
         """
         try:
             await self._context.background.named()
-            publication = await self._publication_of(record)
+            self._sending.check_sealed(self._files)
+            conditions = await self._context.probes.conditions(versions=self._overwrite)
+            if self._refusal is not None:
+                await self._refusal.result()
+            self._check_age()
         except BaseException as error:
             await to_completion(cleaned_up(self.abort(), error))
             raise
-        await to_completion(self._conclude(publication))
-
-    async def _publication_of(self, record: bytes) -> Publication:
-        """Find out which conditions the store obeys, and return the publication."""
-        self._sending.check_sealed(self._files)
-        conditions = await self._context.probes.conditions(versions=self._overwrite)
-        if self._look is not None:
-            await self._look.result()
-        self._check_age()
-        return Publication(
+        publication = Publication(
             self._context,
             self._name,
             self._save_id,
@@ -141,25 +137,24 @@ class ObjectAttempt(ObjectShare):
             self._sending.stored,
             self._epoch,
         )
+        await to_completion(self._conclude(publication))
 
     async def _conclude(self, publication: Publication) -> None:
+        """Write the record, and begin the background tasks that follow it."""
         try:
-            await self._publish(publication)
+            replaced = await publication.commit(overwrite=self._overwrite)
+            await self._check_claim()
         except BaseException as error:
             if publication.keep:
-                self._sending.ended = True  # and everything stays where it is
+                self._sending.ended = True  # without removing anything
             else:
                 await cleaned_up(self.abort(), error)
             raise
-
-    async def _publish(self, publication: Publication) -> None:
-        replaced = await publication.commit(overwrite=self._overwrite)
-        await self._check_claim()
         self._sending.ended = True
-        background = self._context.background
-        background.begin(self._finish(publication, replaced), naming=self._name)
-        passed = "the checkpoint is committed; what its processes have passed on"
-        self._remove_later(self._exchanged, passed)
+        self._context.background.begin(self._finish(publication, replaced), naming=self._name)
+        self._remove_later(
+            self._exchanged, "the checkpoint is committed; files exchanged by its processes"
+        )
 
     async def _finish(self, publication: Publication, replaced: Record | None) -> None:
         """Write the fixed names, then those that earlier saves could not write."""
@@ -175,18 +170,18 @@ class ObjectAttempt(ObjectShare):
                 await publication.settle(replaced)
             while background.unnamed:
                 await repair_quietly(self._context, background.unnamed.pop())
-        except Exception:  # in the background: no caller would see it
+        except Exception:  # no caller would see it
             logger.exception("%s: completing a committed checkpoint failed", self.location)
 
     async def _check_claim(self) -> None:
-        """Check that the claim was not taken over before the record was put."""
+        """Check that the claim was not taken over before the record was written."""
         try:
             await self._context.claims.check(self._epoch, self.location, visible=None)
         except StoreError as error:
             raise SaveOutcomeUnknownError(
-                f"{self.location}: the record is written, but whether another process has taken "
-                f"the run over before could not be found out: {error}. Look at latest_step(): if "
-                "it is this step, it is saved",
+                f"{self.location}: the record is written, but whether another process took over "
+                f"the run before that is unknown: {error}. Look at latest_step(): if it is this "
+                "step, it is saved",
                 stage="commit",
                 location=self.location,
             ) from error
@@ -197,10 +192,9 @@ class ObjectAttempt(ObjectShare):
         age_s = max(time.monotonic() - monotonic, time.time() - wall)
         if age_s > MAX_AGE_S:
             raise SaveError(
-                f"{self.location}: this save began {age_s / 3600:.1f} hours ago, and one that is "
-                f"older than {MAX_AGE_S / 3600:.1f} hours is not committed, because "
-                "'asyncckpt gc' may have removed its data as leftovers; nothing of it is visible. "
-                "Save again",
+                f"{self.location}: this save began {age_s / 3600:.1f} hours ago; saves older than "
+                f"{MAX_AGE_S / 3600:.1f} hours are not committed, because 'asyncckpt gc' may have "
+                "removed their data as leftovers. Nothing of it is visible; save again",
                 stage="commit",
                 location=self.location,
                 expected=MAX_AGE_S,
@@ -208,8 +202,8 @@ class ObjectAttempt(ObjectShare):
             )
 
     async def _remove(self) -> None:
-        if self._look is not None:
-            await self._look.stop()
+        if self._refusal is not None:
+            await self._refusal.stop()
         await super()._remove()
 
     async def _removable(self) -> set[str]:

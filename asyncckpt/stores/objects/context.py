@@ -1,4 +1,4 @@
-"""State shared by all parts of an object store, and reads of records and of fixed-name contents."""
+"""State shared by all parts of an object store; reads of records and of fixed-name contents."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ READS_MAX = 3
 """Reads of a long invalid record before it counts as damaged."""
 
 HEAD_NBYTES = 4 * KIB
-"""Beginning of a record, with its save id and usually all of its fixed names."""
+"""Size of a record's head, which holds its save id and usually all of its fixed names."""
 
 INLINE_NBYTES = 64 * KIB
-"""Up to this size bytes are copied and checked on the event loop (about 5 µs)."""
+"""Data up to this size are copied and checked on the event loop (about 5 µs)."""
 
 
 class Background:
     """Background tasks of a store, which begin once a record is written.
 
     Attributes:
-        unnamed: checkpoints whose fixed names still have to be written.
+        unnamed: checkpoints whose fixed names have not been written yet.
     """
 
     def __init__(self) -> None:
@@ -43,23 +43,18 @@ class Background:
         self._tasks: list[tuple[BackgroundTask[None], str | None]] = []
 
     def begin(self, work: Coroutine[Any, Any, None], *, naming: str | None = None) -> None:
-        """Begin work, for which `ended` waits.
-
-        Args:
-            work: what to run.
-            naming: the checkpoint whose fixed names it writes: `named` waits for it, too.
-        """
+        """Begin a task, which may write the fixed names of the checkpoint `naming`."""
         self._tasks = [other for other in self._tasks if not other[0].done]
         self._tasks.append((BackgroundTask(work), naming))
 
     async def named(self, name: str | None = None) -> None:
-        """Wait until no fixed names are being written, of this checkpoint or of any."""
+        """Wait until no fixed names of this checkpoint, or of any, are being written."""
         for task, naming in tuple(self._tasks):
             if naming is not None and name in (None, naming):
                 await task.settled()
 
     async def ended(self) -> None:
-        """Wait until all work has ended, including what it begins."""
+        """Wait until all tasks have ended, including those that they begin."""
         while self._tasks:
             await self._tasks[0][0].settled()
             self._tasks = [other for other in self._tasks if not other[0].done]
@@ -72,15 +67,12 @@ class Context:
     Attributes:
         requests: makes every request; closed with the store.
         workers: threads for copies and checks of more than `INLINE_NBYTES`.
-        save_id_of: returns the save id in a commit record, or None for anything else, as
-            `asyncckpt.format.record.save_id_of`.
-        outline_of: returns the outline of a commit record, or None for anything else, as
-            `asyncckpt.format.record.outline_of`; with ``head=True``, from the beginning of a
-            record, unchecked. It and `save_id_of` are called in `workers` for long records.
-        epoch_of: returns the epoch in a commit record or its beginning, or None.
+        save_id_of: `asyncckpt.format.record.save_id_of`, or the same for another format.
+        outline_of: likewise; long records are parsed in `workers`.
+        epoch_of: likewise.
         google: write `commit_success.txt` last, which Orbax expects on Google's store.
-        claims: decide which records count.
-        probes: know which conditional requests work.
+        claims: decides which records count.
+        probes: finds out which conditional requests work.
         background: background tasks.
     """
 
@@ -99,9 +91,10 @@ class Context:
         self.probes = Probes(self.requests, google=self.google)
 
     async def read_record(self, name: str, *, max_nbytes: int = MAX_RECORD_NBYTES) -> Record | None:
-        """Return what is at the record's key now; None if nothing is. Raises `RequestError`.
+        """Return the object at the record's key, or None. Raises `RequestError`.
 
-        A record that takes several requests may be replaced between them; it is then read again.
+        Reading a long record takes several requests: if it is replaced in between, it is read
+        again.
         """
         with unless_missing():
             for _ in range(READS_MAX):
@@ -116,22 +109,22 @@ class Context:
         return None
 
     async def counts(self, record: Record) -> bool:
-        """Return whether its writer had not been taken over; true if it is not a valid record.
+        """Return whether a record counts, or is not a valid record. Raises `StoreError`.
 
-        Raises `StoreError`.
+        A record does not count if its writer was fenced before it wrote the record.
         """
         return record.save_id is None or await self.claims.counts(record.save_id, record.epoch)
 
     async def outline(self, record: Record | None) -> Outline:
-        """Return the outline of a record, which is empty if there is none or it is not valid."""
+        """Return the outline of a record; empty if it is missing or not valid."""
         if record is None or record.data is None or record.save_id is None:
             return Outline("")
         return await self.run_sized(self.outline_of, record.data) or Outline(record.save_id)
 
     async def read_head(self, name: str) -> bytes | None:
-        """Return the first `HEAD_NBYTES` of the record, None if it is missing.
+        """Return the first `HEAD_NBYTES` of the record, which identify its save.
 
-        They differ between saves. Raises `RequestError`.
+        None if it is missing. Raises `RequestError`.
         """
         with unless_missing():
             return bytes(await self.requests.get(join(name, RECORD), 0, HEAD_NBYTES))
@@ -153,8 +146,8 @@ class Context:
         """Return the contents of these fixed names, from the record and the attempt's objects.
 
         Raises:
-            CorruptCheckpointError: one is missing or damaged.
-            RequestError: one could not be read.
+            CorruptCheckpointError: a content is missing or damaged.
+            RequestError: a content could not be read.
         """
         location = self.requests.location(name)
 
@@ -179,13 +172,13 @@ class Context:
         return dict(await together(load(fixed) for fixed in names))
 
     async def run_sized(self, work: Callable[[SizedT], T], data: SizedT) -> T:
-        """Return `work(data)`, run in a worker thread if the data are large."""
+        """Return `work(data)`, computed in a worker thread if the data are large."""
         if len(data) <= INLINE_NBYTES:
             return work(data)
         return await self.workers.run(work, data)
 
     async def owned(self, *blocks: Body) -> bytes:
-        """Return the bytes of these blocks in one piece that never changes."""
+        """Return the bytes of these blocks as one immutable object."""
         if len(blocks) == 1 and isinstance(blocks[0], bytes):
             return blocks[0]
         if sum(map(len, blocks)) <= INLINE_NBYTES:
@@ -198,9 +191,9 @@ class Record:
     """An object at a record's key.
 
     Attributes:
-        data: its bytes; None if there are more than the reader allows.
-        save_id: identity of the save that it commits; None if it is not a valid record.
-        epoch: the claim under which it was written, 0 for none.
+        data: its bytes; None if it is larger than the reader allows.
+        save_id: save that it commits; None if it is not a valid record.
+        epoch: claim under which it was written, 0 for none.
     """
 
     data: bytes | None
@@ -209,5 +202,5 @@ class Record:
 
 
 def shared_paths(outline: Outline) -> frozenset[str]:
-    """Return the files of a checkpoint that have no save id in their names."""
+    """Return the files of a checkpoint whose names carry no save id."""
     return frozenset(path for path in outline.paths if owner(path) is None)

@@ -1,11 +1,11 @@
 """Data files of an attempt on an object store, each sent by one request.
 
-A file is one window: `write` sends it without a copy, under another name for every try, and it is
-stored when `write` returns.
+A file is one window: `write` sends it without a copy, under a new name for every try, and returns
+once it is stored.
 """
 
-# Rule 1: an abandoned request may still be sending its body: `write` says so, and nothing here
-#   sends from memory that it fills again.
+# Rule 1: an abandoned request may still be sending its body. `write` reports that, and nothing here
+#   refills memory that it has sent.
 # Rule 2: every key is noted before a request for it is made.
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from asyncckpt.stores.objects.layout import retried
 from asyncckpt.stores.objects.requests.sending import Landing
 
 ABORT_S = 20.0
-"""Longest time for an abort, which delays the error of a save past its deadline; gc removes the
-rest later."""
+"""Time limit of an abort, which delays a save's error past its deadline; gc removes the rest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,14 +31,13 @@ class Sending:
     """The objects that an attempt has sent.
 
     Attributes:
-        context: of the store.
         prefix: key of the checkpoint.
         keys: every object that may exist because of this attempt.
-        orphans: those to which no file of it refers.
-        stored: the last one that was stored and is no orphan.
+        orphans: objects of lost or abandoned tries, which no file of the attempt uses.
+        stored: the object that was stored last, orphans excluded.
         error: the first failure, which ends the attempt.
         ended: nothing more is sent.
-        landing: time for what is being sent when the attempt is cancelled.
+        landing: time that requests in flight get when the attempt is cancelled.
     """
 
     context: Context
@@ -64,7 +62,7 @@ class Sending:
             raise UsageError(f"{self.location}: this attempt has ended", location=self.location)
 
     def check_sealed(self, files: Iterable[ObjectDataFile]) -> None:
-        """Check that the attempt can be continued and its data files are whole."""
+        """Check that the attempt can continue and its data files are sealed."""
         self.check()
         for file in files:
             if not file.sealed:
@@ -78,7 +76,7 @@ class Sending:
         Cancellation: finishes, then raises.
 
         Raises:
-            StoreError: `removal` failed; `later` says what becomes of the rest.
+            StoreError: `removal` failed; `later` says who removes the rest.
         """
         if self.ended:
             return
@@ -99,14 +97,14 @@ class Sending:
         await uninterrupted(remove())
 
     def failed(self, action: str, key: str, error: RequestError) -> AsyncCheckpointError:
-        """Return the error to raise; every later call raises one like the first."""
+        """Return the error to raise; later calls raise an equal one."""
         location = self.context.requests.location(key)
-        # Not the same one: with its traceback it would keep the body of the request alive.
+        # A separate object: the traceback of the first would keep the request's body alive.
         self.error = self.error or store_error(action, location, error, stage="upload")
         return store_error(action, location, error, stage="upload")
 
     async def send(self, key: str, body: Body) -> tuple[str, bool]:
-        """Store an object; return its key, and whether the body may be reused."""
+        """Store an object; return its key, and whether the body's memory may be reused."""
 
         def name(attempt: int) -> str:
             this = retried(key, attempt)
@@ -124,7 +122,7 @@ class Sending:
     async def send_named(self, key: str, body: Body) -> None:
         """Store an object under exactly this key.
 
-        The body must never change again: a late earlier try then writes the same bytes.
+        The body must never change again: if an earlier try lands late, it writes the same bytes.
         """
         self.keys.add(key)
         try:
@@ -141,7 +139,7 @@ class ObjectDataFile:
 
     Attributes:
         path: its path; final once it is sealed.
-        sealed: whether it is whole and durable.
+        sealed: whether it is complete and durable.
     """
 
     def __init__(self, sending: Sending, path: str) -> None:
@@ -185,7 +183,7 @@ class WindowFile(ObjectDataFile):
     """A file of one window.
 
     Raises:
-        UsageError: it is longer than one window.
+        UsageError: the file is longer than one window.
     """
 
     def __init__(self, sending: Sending, path: str, nbytes: int, window_nbytes: int) -> None:
@@ -224,5 +222,5 @@ class WindowFile(ObjectDataFile):
 
 
 def cut(data: Bytes | bytearray, nbytes: int) -> Bytes | bytearray:
-    """Return the first `nbytes`, without padding; a slice of a `bytearray` is a copy."""
+    """Return the first `nbytes`, without padding; slicing a `bytearray` copies."""
     return data if len(data) == nbytes else data[:nbytes]

@@ -1,16 +1,14 @@
 """Files for other programs, as objects under their final names: one file, or a set.
 
-An object appears whole or not at all, so that one file needs nothing else. The files of a set
-appear one after the other once all of them are uploaded, and last the index, without which readers
-do not see a set.
+An object appears completely or not at all, so a single file is atomic. The files of a set appear
+one after the other once all are uploaded, and last the index, without which readers ignore the set.
 """
 
-# Rule 1: nothing is visible before `publish_files`: files are sent as parts of open uploads, or are
-#   held in memory where they are short or the client has no such uploads.
+# Rule 1: nothing is visible before `publish_files`: files are sent as parts of open uploads, or
+#   buffered in memory if they are short or the client has no multipart uploads.
 # Rule 2: an object is replaced only with `overwrite`, and only by one of its kind. Without it, each
-#   object, including one made by completing an upload, is created on condition that there is none,
-#   where the store obeys that.
-# Rule 3: an abort ends uploads and deletes nothing: others use these names too.
+#   object (also by completing an upload) is created conditionally, if the store supports that.
+# Rule 3: an abort ends uploads and deletes nothing: other programs use these names too.
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from asyncckpt.stores.objects.uploads import ExportFile, abort_pending
 from asyncckpt.stores.paths import check_file
 
 ENTRIES_MAX = 100_000
-"""Entries of a directory that a set may replace."""
+"""Maximum number of entries in a directory that a set may replace."""
 
 
 class ObjectExport:
@@ -36,7 +34,7 @@ class ObjectExport:
 
     Args:
         name: the object to publish, or the prefix of a set.
-        overwrite: replace what is of the same kind.
+        overwrite: replace an object or a set of the same kind.
         conditional: the store creates objects conditionally.
     """
 
@@ -57,7 +55,7 @@ class ObjectExport:
     async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> ExportFile:
         """Open a new file for writing, in windows.
 
-        A file whose path is the export's name becomes that object itself, and is the only one.
+        A file whose path is the export's name becomes that object itself, the only one.
 
         Raises:
             UsageError: the path is refused, or the client cannot send such a file.
@@ -71,7 +69,7 @@ class ObjectExport:
         return file
 
     async def put(self, path: str, *blocks: Body, in_record: bool = False) -> None:
-        """Keep a small file, which appears after all others."""
+        """Keep a small file until it is published, after all others."""
         self._sending.check()
         check_file(path, self.location)
         check_key(self.location, path)
@@ -80,19 +78,19 @@ class ObjectExport:
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path`, or with ``""`` all files, under their names, durably.
 
-        If it fails before the first object has appeared, it leaves nothing.
+        Leaves nothing if it fails before the first object has appeared.
 
         Cancellation: shielded; the outcome is returned or raised instead.
 
         Raises:
-            CheckpointExistsError: something exists there that may not be replaced.
+            CheckpointExistsError: an existing object or directory may not be replaced.
             StoreError: names the object.
         """
         single = path == self._name
         if [file.path for file in self._files if (file.path == self._name) != single]:
             raise UsageError(
-                f"{self.location}: one file is created and published under the export's name, and "
-                "a set under other names",
+                f"{self.location}: create and publish a single file under the export's name, and "
+                "the files of a set under other names",
                 location=self.location,
                 found=path,
             )
@@ -113,7 +111,7 @@ class ObjectExport:
         self._sending.ended = True
 
     async def _replaced(self, single: bool) -> list[str]:
-        """Return the keys of a set that this one replaces, to be deleted."""
+        """Return the keys of the replaced set, to be deleted."""
         with reported("looking at what exists there", self.location, stage="commit"):
             below = await self._requests.list(self._name, recursive=False, limit=ENTRIES_MAX)
             is_object = False
@@ -147,7 +145,7 @@ class ObjectExport:
         return CheckpointExistsError(f"{self.location}: {what}{advice}", location=self.location)
 
     async def abort(self) -> None:
-        """Abort every open upload of the export; do nothing if it has ended. Raises `StoreError`.
+        """Abort every open upload, unless the export has ended. Raises `StoreError`.
 
         Cancellation: finishes, then raises.
         """
@@ -162,10 +160,10 @@ class ObjectExport:
                 for file in self._files:
                     try:
                         await file.abort()
-                    except RequestError as error:  # which keeps no other upload open
+                    except RequestError as error:  # abort the other uploads first
                         failed.append(error)
                 await abort_pending(self._requests, self._sending.keys)
                 if failed:
                     raise failed[0]
         finally:
-            failed.clear()  # a cycle of error and frame would stay until it is collected
+            failed.clear()  # breaks the reference cycle of error and frame

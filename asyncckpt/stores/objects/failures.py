@@ -1,6 +1,6 @@
 """Public errors for failed requests: the action, the location, and what to do next."""
 
-# Rule: of a request only `RequestError.detail` is shown, which its client has cleaned.
+# Rule: errors show only `RequestError.detail`, from which the client has removed credentials.
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asyncckpt.stores.objects.clients.client import Kind, RequestError
 from asyncckpt.stores.objects.clients.urls import ALIASES
 
 _MEANINGS: dict[Kind, str] = {
-    "exists": "something is there already",
-    "conflict": "another writer of the same object was at work all the time",
+    "exists": "an object already exists there",
+    "conflict": "another process kept writing the same object",
     "throttled": "the store asked for fewer requests until the last try",
     "unavailable": "the store failed until the last try",
     "timeout": "the store did not answer in time",
@@ -60,22 +60,16 @@ _RIGHTS = {
 def store_error(
     action: str, location: str, error: RequestError, *, stage: str | None = None
 ) -> AsyncCheckpointError:
-    """Return the public error for a request that failed: where, what, why, what next.
+    """Return the public error for a failed request: where, what, why, what next.
 
-    Args:
-        action: what was being done, like ``"writing"``.
-        location: URL of the object or prefix.
-        error: of the request.
-        stage: stage of the pipeline.
-
-    Returns:
-        `CheckpointNotFoundError` where the object is missing, else `StoreError`.
+    A `CheckpointNotFoundError` if the object is missing, else a `StoreError`. `action` says what
+    was being done, like ``"writing"``.
     """
     kind = error.kind
     if kind == "missing":
         return CheckpointNotFoundError(
             f"{location}: {action} failed: there is no such object ({error.detail}); check the "
-            "location, and whether somebody has deleted the checkpoint",
+            "location, and whether the checkpoint was deleted",
             location=location,
             stage=stage,
             expected="an object",
@@ -93,7 +87,7 @@ def store_error(
 
 @contextlib.contextmanager
 def reported(action: str, location: str, *, stage: str | None = None) -> Iterator[None]:
-    """Turn a `RequestError` of the block into the public error with action and location."""
+    """Convert a `RequestError` of the block to the public error with action and location."""
     try:
         yield
     except RequestError as error:

@@ -1,13 +1,13 @@
 """Read access to one checkpoint on an object store."""
 
 # Rule 1: nothing is opened or cached: the store answers every read. Only one save writes the names
-#   of its data, so that bytes of two saves never mix; a reader that finds them missing asks
+#   of its data, so bytes of two saves never mix; a reader that finds data missing asks
 #   `ObjectFiles.changed` whether the checkpoint was deleted or replaced.
 # Rule 2: the task that made a request, which the caller awaits, copies the response into the
 #   caller's buffers: nothing writes to a buffer after the read has returned or raised.
 #   (test_nothing_is_written_after_a_cancelled_read)
-# Rule 3: every byte of a buffer is written once, in the order of its range, before it is checked,
-#   however many requests bring it: what lost a race cannot replace what was checked.
+# Rule 3: every byte of a buffer is written once, in order within its range, and then checked,
+#   however many requests deliver it: the loser of a race cannot overwrite checked bytes.
 #   (test_requests_that_race_write_every_byte_once)
 # Rule 4: a fixed name that does not exist yet is read from the object or record with its content.
 
@@ -32,17 +32,17 @@ from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.paths import path_parts, read_parts
 
 RANGE_NBYTES = 16 * MIB
-"""Size of the even ranges that a long run is cut into; none is shorter than half of it."""
+"""Maximum size of the equal ranges into which a long run is cut; the minimum is half of it."""
 
 RANGE_MAX_NBYTES = RANGE_NBYTES + RANGE_NBYTES // 8
-"""Runs up to this length are not cut, so that a run of whole chunks leaves no short rest."""
+"""Runs up to this length are not cut, so that a run of whole chunks leaves no short range."""
 
 RANGES_AT_ONCE = 16
 """Ranged reads of one run in flight: 256 MiB, more than a store sends one reader in a second."""
 
 
 class ObjectFiles:
-    """Files of one checkpoint. Made by `ObjectStore.files`; nothing is read yet.
+    """Files of one checkpoint. Made by `ObjectStore.files`.
 
     Attributes:
         location: URL of the checkpoint.
@@ -77,8 +77,8 @@ class ObjectFiles:
                 data = content if len(content) <= max_nbytes else None
         if data is None:
             raise CorruptCheckpointError(
-                f"{self._full(path)}: more than {max_nbytes} bytes, expected at most that; "
-                "the object is damaged or something else: use another checkpoint",
+                f"{self._full(path)}: more than {max_nbytes} bytes, the limit for this file; it "
+                "is damaged or not part of a checkpoint: use another checkpoint",
                 file=path,
                 location=self.location,
                 expected=max_nbytes,
@@ -89,7 +89,7 @@ class ObjectFiles:
         """Return the record, or None if it is longer than `max_nbytes`.
 
         Raises:
-            CheckpointNotFoundError: there is none, or its writer had been taken over before.
+            CheckpointNotFoundError: there is no record, or it does not count.
             StoreError: the read failed for another reason.
         """
         with reported("reading", self._full(RECORD)):
@@ -99,19 +99,19 @@ class ObjectFiles:
         if not await self._context.counts(record):
             raise CheckpointNotFoundError(
                 f"{self.location}: the record here does not count: its writer (epoch "
-                f"{record.epoch}) had been taken over before. A save of this step replaces it",
+                f"{record.epoch}) had already been fenced. The next save of this step replaces it",
                 location=self.location,
                 found=record.save_id,
             )
-        # A record that is damaged now may only have been damaged in transit: `changed` ignores it.
+        # A damaged record may only have been damaged in transit: `changed` ignores it.
         if self._head is None and record.save_id is not None and record.data is not None:
             self._head = record.data[:HEAD_NBYTES]
         return record.data
 
-    def _missing(self, path: str) -> CheckpointNotFoundError:
+    def _missing(self, path: str, what: str = "no such object") -> CheckpointNotFoundError:
         return CheckpointNotFoundError(
-            f"{self._full(path)}: no such object; there is no checkpoint here, or it was deleted "
-            "while it was being read",
+            f"{self._full(path)}: {what}; there is no checkpoint here, or it was deleted while it "
+            "was being read",
             location=self.location,
             found=path,
         )
@@ -121,8 +121,8 @@ class ObjectFiles:
     ) -> None:
         """Fill the buffers from a run of the object. As `CheckpointFiles.read_into`.
 
-        Runs longer than `RANGE_MAX_NBYTES` are read in concurrent ranges; they are not checked
-        here, since their ranges arrive in any order.
+        Runs longer than `RANGE_MAX_NBYTES` are read in concurrent ranges, which arrive in any
+        order: `how.check` is not called for these.
         """
         key = self._key(path)
         nbytes = sum(buffer.size for buffer in buffers)
@@ -158,8 +158,8 @@ class ObjectFiles:
         """Return the content of a fixed name that does not exist yet.
 
         Raises:
-            CheckpointNotFoundError: the record does not list it.
-            CorruptCheckpointError: its copy is damaged.
+            CheckpointNotFoundError: the record does not list this name.
+            CorruptCheckpointError: the copy of its content is damaged.
             StoreError: the read failed for another reason.
         """
         if error.kind != "missing":
@@ -184,16 +184,11 @@ class ObjectFiles:
             if not listed:
                 return [Entry("", await self._requests.size(key), False)]
         if not listed:
-            raise CheckpointNotFoundError(
-                f"{self._full(path)}: nothing is stored there; there is no checkpoint here, or it "
-                "was deleted while it was being read",
-                location=self.location,
-                found=path,
-            )
+            raise self._missing(path, "nothing is stored there")
         if len(listed) > max_entries:
             raise CorruptCheckpointError(
                 f"{self._full(path)}: more than {max_entries} entries; this is not a checkpoint, "
-                "or a hostile one",
+                "or it is hostile",
                 file=path,
                 location=self.location,
                 expected=max_entries,
@@ -205,15 +200,15 @@ class ObjectFiles:
         return sorted(entry for entry in found if path_parts(entry.name) == (entry.name,))
 
     def reads(self, wanted: int | None) -> int:
-        """Return the reads to keep in flight: `wanted`, which then holds for the store, or default.
+        """Return how many reads to keep in flight: `wanted`, or the tuner's current number.
 
-        The default is the tuner's present number.
+        Applies to the whole store from now on.
         """
         self._requests.fix_streams("get", wanted)
         return self._requests.controllers["get"].gate.ceiling
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return how the record that was read here has changed; None if it has not, or none was."""
+        """Return how the record has changed since it was read here; None if it has not."""
         if self._head is None:
             return None
         with reported("reading the record", self._full(RECORD)):
@@ -229,7 +224,7 @@ class ObjectFiles:
     def _key(self, path: str) -> str:
         if self.closed:
             raise ClosedError(
-                f"{self.location}: these files were closed; ask the store for them again",
+                f"{self.location}: these files are closed; get them from the store again",
                 location=self.location,
             )
         if path:
@@ -241,7 +236,7 @@ class ObjectFiles:
 
 
 class _Destination:
-    """Destination buffers of one run of an object."""
+    """Destination buffers of one run of an object, which arrives in `count` ranges."""
 
     def __init__(
         self,
@@ -263,7 +258,7 @@ class _Destination:
             self._received()
 
     def copy(self, start: int, source: Bytes) -> None:
-        """Copy bytes of the object from `start` on into their buffers."""
+        """Copy bytes of the object, beginning at `start`, to their buffers."""
         number = bisect_right(self._begins, start) - 1
         done = 0
         while done < source.size:
@@ -277,8 +272,8 @@ class _Destination:
 class _Part:
     """A range of a run, as a `Sink`.
 
-    With `check`, bytes are copied in steps that stay in the cache, and it is called with those of
-    the run that are there. Few bytes are copied on the loop, and left unchecked.
+    Bytes are copied in steps that stay in the cache; after each, `check` is called with the number
+    of bytes of the run so far. A short range is copied on the event loop, without `check`.
     """
 
     def __init__(
@@ -325,7 +320,7 @@ class _Part:
 
 
 def ranges(start: int, stop: int) -> list[tuple[int, int]]:
-    """Cut a run evenly into ranges, at multiples of a page, if it is too long for one."""
+    """Cut a run that is too long for one request into equal ranges of whole pages."""
     if stop - start <= RANGE_MAX_NBYTES:
         return [(start, stop)]
     count = -(-(stop - start) // RANGE_NBYTES)

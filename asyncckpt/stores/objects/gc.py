@@ -1,27 +1,26 @@
 """Garbage collection: removal of leftovers of saves that will never finish.
 
-The following is removed if it is older, by the store's own clock, than the caller says (a week at
-least):
+The following are removed if they are older, by the store's own clock, than the caller's limit (at
+least a week):
 
-- an object below a checkpoint whose name carries the save id of an attempt that no valid record
-  commits;
+- objects below a checkpoint that carry the save id of an attempt that no valid record commits;
 - objects that processes of an attempt exchanged, even if its record is valid;
-- a data object with the save id of a valid record that does not list it: the loser of a race, or
-  from an earlier try;
-- an experiment (`.asyncckpt/probe-…`), or the last error of a process (`.asyncckpt/error-…`);
-- a record that does not count, because its writer had been taken over, with its objects, where the
-  store has conditional deletion;
-- the list of a claim, except the highest list.
+- data objects with the save id of a valid record that does not list them: the loser of a race, or
+  an earlier try;
+- probes (`.asyncckpt/probe-…`), and the last error of a process (`.asyncckpt/error-…`);
+- records that do not count because their writer was fenced, with their objects, if the store has
+  conditional deletion;
+- the lists of all claims but the highest one.
 
-Multipart uploads stay: only exports begin some, to names that may be foreign.
+Multipart uploads stay: only exports begin them, to names that may be foreign.
 """
 
-# Rule 1: everything else is foreign, whatever it looks like. A prefix whose record is damaged or of
-#   a newer release is left untouched.
-# Rule 2: no attempt publishes once it is half as old, so no living one needs what is removed. Ages
+# Rule 1: everything else is foreign. A prefix whose record is damaged or of a newer release is left
+#   untouched.
+# Rule 2: no attempt publishes once it is half as old, so no live one needs these objects. Ages
 #   count from when an object was written, which is after its attempt began.
-# Rule 3: ages are differences of the store's own times; its "now" is the time of an object that was
-#   just written.
+# Rule 3: ages are differences of the store's own times; "now" is the time of an object just
+#   written.
 # Rule 4: the record is read after the listing and before the deletion.
 # Rule 5: claims stay: stores/objects/claims/counting.py, rule 7.
 
@@ -48,31 +47,25 @@ from asyncckpt.stores.objects.requests.listings import checkpoint_names, control
 from asyncckpt.stores.paths import CONTROL
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Least age of what is removed: longer than any save, and twice the age at which an attempt refuses
-to publish."""
+"""Minimum age of leftovers: longer than any save, and twice the maximum age at publication."""
 
 KEYS_PER_DELETION = 1000
 """Keys per deletion request of S3; the record is read again before each."""
 
 
 async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool) -> list[str]:
-    """Remove leftovers; return their keys, sorted.
-
-    Args:
-        context: of the store.
-        older_than_s: minimum age in seconds.
-        dry_run: remove nothing.
+    """Remove leftovers older than `older_than_s`, unless `dry_run`; return their keys, sorted.
 
     Raises:
-        RequestError, StoreError: a request failed, or the store does not tell when objects were
-            written or has too many; removals until then are not undone.
+        RequestError, StoreError: a request failed, or listings have no times or are too long;
+            earlier removals are not undone.
     """
     requests = context.requests
     lists = (await context.claims.seen()).lists
     deletes = bool(lists) and (await context.probes.conditions(create=False, versions=True)).delete
     before_s = await _store_now_s(context) - older_than_s
     listed = await control_entries(requests)
-    # The highest list alone decides.
+    # Only the highest list decides.
     unused = {join(CONTROL, inherited_name(epoch)) for epoch in lists[:-1]}
     removed = [
         entry.key
@@ -93,12 +86,12 @@ async def _checkpoint(
     """Remove a record that does not count, and objects to which no record refers."""
     requests = context.requests
     removed: list[str] = []
-    # The version is read before the listing, so what replaces the record later stays.
+    # The version is read before the listing, so a later record stays.
     record, version = await read_version(context, name, wanted=True) if deletes else (None, None)
     listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     if len(listed) > LISTED_MAX:
         logger.warning(
-            "%s: more than %d objects, which no checkpoint has; skipped",
+            "%s: skipped: more than %d objects, so not a checkpoint",
             requests.location(name),
             LISTED_MAX,
         )
@@ -129,10 +122,10 @@ async def _checkpoint(
 
 
 def _is_dead(path: str, outline: Outline) -> bool:
-    """Return whether this object of an attempt is garbage beside this outline."""
+    """Return whether this object of an attempt is garbage, given the outline of the record."""
     if owner(path) != outline.save_id or is_exchange(path):
         return True
-    # A record of a newer release does not tell its files.
+    # The outline of a newer release's record has no paths.
     return bool(outline.paths) and path not in outline.paths and not is_fixed(path)
 
 
@@ -147,7 +140,7 @@ async def _store_now_s(context: Context) -> float:
     finally:
         await requests.delete([key])
     if now_s <= 0:
-        raise RequestError("invalid", "the listing does not tell when an object was written")
+        raise RequestError("invalid", "the listing lacks the time at which objects were written")
     return now_s
 
 

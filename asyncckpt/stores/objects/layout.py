@@ -1,24 +1,23 @@
-"""Keys of an object store, and the recognition of our own.
+"""Keys of an object store, and recognition of our own.
 
 ::
 
     <root>/<name>/checkpoint.json                        commit record
     <root>/<name>/default/d/<save id>-<n>[.r<k>]         data, sent by the k-th try
     <root>/<name>/.asyncckpt-<save id>-fixed-<n>         content of one fixed name
-    <root>/<name>/.asyncckpt-<save id>-x-<path>          mark of a shared attempt, and what its
-                                                         processes pass on; removed after the record
+    <root>/<name>/.asyncckpt-<save id>-x-<path>          mark of a shared attempt, exchanged file;
+                                                         removed after the record is written
     <root>/<name>/default/manifest.ocdbt, …              fixed names, written after the record
     <root>/<name>/commit_success.txt                     Orbax's mark on Google's store, last
-    <root>/.asyncckpt/probe-<token>                      an experiment; removed at once
-    <root>/.asyncckpt/error-<p>                          the last error of process p, for the job
-                                                         that continues the run
+    <root>/.asyncckpt/probe-<token>                      a probe; removed at once
+    <root>/.asyncckpt/error-<p>                          last error of process p, for the next job
 
-The contents of fixed names are not in a directory beside `default`, because Orbax takes every
-directory of a step for an item to restore.
+The contents of fixed names have no directory of their own, because Orbax treats every directory of
+a step as an item to restore.
 """
 
-# Rule 1: only one attempt writes a name with its save id, and never two contents to one name.
-#   Deletion by save id therefore removes no other attempt's bytes.
+# Rule 1: only one attempt writes a name with its save id, and only one content to each name. So
+#   deletion by save id removes no other attempt's bytes.
 # Rule 2: a name without a save id belongs to no attempt. It is deleted only if the record of the
 #   deleted save lists it.
 
@@ -35,32 +34,32 @@ from asyncckpt.stores.paths import CONTROL, NOTE, note_name
 RECORD = RECORD_NAME
 
 LISTED_MAX = 1 << 20
-"""Objects listed at most: of a checkpoint, below the control prefix, or names below a root."""
+"""Maximum entries of a listing: of a checkpoint, the control prefix, or the names below a root."""
 
 SUCCESS = "commit_success.txt"
 """Mark that Orbax requires on Google's store, where it does not trust renames."""
 
 KEY_MAX_NBYTES = 1024
-"""Longest key of an object on S3 and Google Cloud Storage, in bytes of UTF-8."""
+"""Maximum length of a key on S3 and Google Cloud Storage, in bytes of UTF-8."""
 
 KEY_TAIL_NBYTES = 128
-"""Longest path of our own below a checkpoint, generously: `<database>/d/<save id>-<n>.r<k>`."""
+"""Upper bound for our own paths below a checkpoint: `<database>/d/<save id>-<n>.r<k>`."""
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _PROBE = re.compile(r"probe-[0-9a-f]{32}")
 _FIXED = re.compile(r"\.asyncckpt-([0-9a-f]{32})-fixed-[0-9]{1,9}")
 _EXCHANGE = re.compile(r"\.asyncckpt-([0-9a-f]{32})-x-[A-Za-z0-9._-]{1,64}")
-# One directory for the database: data that lie deeper belong to a checkpoint of another root.
+# One directory for the database: deeper data belong to a checkpoint of another root.
 _DATA = re.compile(r"[^/]+/d/([0-9a-f]{32})-[0-9a-z-]{1,64}(\.r[0-9]{1,9})?")
 
 
 def join(name: str, path: str) -> str:
-    """Return the key of a path of a checkpoint; with ``""`` the checkpoint itself."""
+    """Return the key of a checkpoint's path; with ``""`` of the checkpoint itself."""
     return f"{name}/{path}" if path else name
 
 
 def check_save_id(save_id: str) -> None:
-    """Raise `UsageError` unless the save id is 32 lower-case hex digits, unlike other names."""
+    """Raise `UsageError` unless the save id is 32 lower-case hex digits."""
     if not _SAVE_ID.fullmatch(save_id):
         raise UsageError(
             f"save id {save_id!r}: on object stores pass 32 lower-case hex digits "
@@ -70,14 +69,9 @@ def check_save_id(save_id: str) -> None:
 
 
 def check_key(url: str, path: str = "") -> None:
-    """Check that an object's key, and those below it, are short enough for the store.
+    """Raise `UsageError` if the key of `path` below `url` is too long for the store.
 
-    Args:
-        url: URL of the object or checkpoint.
-        path: longest path below it; the library's own by default.
-
-    Raises:
-        UsageError: the key would exceed `KEY_MAX_NBYTES`.
+    By default, of the longest path that the library writes below a checkpoint.
     """
     scheme, _, rest = url.partition("://")
     nbytes = len(rest.partition("/")[2].encode()) + (len(path.encode()) or KEY_TAIL_NBYTES)
@@ -102,12 +96,12 @@ def is_fixed(path: str) -> bool:
 
 
 def exchange_path(save_id: str, path: str) -> str:
-    """Return the path of the object that a process of an attempt passes on as `path`."""
+    """Return the path of the object that holds the exchanged file `path`."""
     return f"{CONTROL}-{save_id}-x-{path}"
 
 
 def is_exchange(path: str) -> bool:
-    """Return whether a path of a checkpoint was exchanged by processes of an attempt."""
+    """Return whether a path of a checkpoint holds an exchanged file."""
     return _EXCHANGE.fullmatch(path) is not None
 
 
@@ -129,22 +123,22 @@ def marks(paths: Iterable[str]) -> list[str]:
 
 
 def probe_key() -> str:
-    """Return a unique key for an experiment."""
+    """Return a unique key for a probe."""
     return f"{CONTROL}/probe-{uuid.uuid4().hex}"
 
 
 def is_probe(key: str) -> bool:
-    """Return whether an object is the leftover of an experiment."""
+    """Return whether an object is the leftover of a probe."""
     control, _, name = key.partition("/")
     return control == CONTROL and _PROBE.fullmatch(name) is not None
 
 
 def note_key(process: int) -> str:
-    """Return the key of the last error of a process."""
+    """Return the key of a process's last error."""
     return f"{CONTROL}/{note_name(process)}"
 
 
 def is_note(key: str) -> bool:
-    """Return whether an object is the last error of a process."""
+    """Return whether an object is a process's last error."""
     control, _, name = key.partition("/")
     return control == CONTROL and NOTE.fullmatch(name) is not None

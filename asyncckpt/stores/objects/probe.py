@@ -1,6 +1,6 @@
-"""Probes of conditional requests: tried once per process, on an object of our own.
+"""Probes of conditional requests, made once per process on an object of our own.
 
-Some servers ignore the condition of a request and carry it out. Two writers of one step would then
+Some servers ignore the condition of a request and execute it. Two writers of one step would then
 both be told that they have won.
 """
 
@@ -20,7 +20,7 @@ from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
 
 REMOVE_S = 120.0
-"""Longest time for the removal of a probe; one that stays behind does no harm."""
+"""Time limit for the removal of a probe's object, which is harmless if it stays."""
 
 WRITE_SPACING_S = 1.1
 """Time between writes of one object on Google's store, which accepts one per second."""
@@ -31,7 +31,7 @@ class Conditions:
     """The conditional requests that a store and its client honour.
 
     Attributes:
-        create: of several creations of one object exactly one succeeds.
+        create: exactly one of several creations of an object succeeds.
         replace: an object is replaced only if it has the expected version.
         delete: an object is deleted only if it has the expected version.
     """
@@ -58,12 +58,12 @@ class Probes:
         self._lock = asyncio.Lock()
 
     def begin(self) -> None:
-        """Begin the probe of conditional creation in the background, unless it was begun."""
+        """Begin the probe of conditional creation in the background. Idempotent."""
         if self._creates is None and self._begun is None:
             self._begun = BackgroundTask(self._probe_create())
 
     async def conditions(self, *, create: bool = True, versions: bool) -> Conditions:
-        """Return which conditional requests work, of the kinds asked for.
+        """Return which of the requested kinds of conditions work.
 
         Raises:
             StoreError: a probe failed.
@@ -77,7 +77,7 @@ class Probes:
                         assert self._begun is not None
                         self._creates = await self._begun.result()
                     except RequestError:
-                        # Once more, and now an error is raised.
+                        # Try again; a second error is raised.
                         self._creates = await self._probe_create()
                 if versions and self._versions is None:
                     self._versions = await self._probe_versions()
@@ -93,11 +93,11 @@ class Probes:
         """Return whether the second of two conditional creations is refused. Leaves nothing.
 
         Raises:
-            RequestError: the store does not answer, or allows no writing; nothing is known.
+            RequestError: the store does not answer or does not allow writing; nothing is known.
         """
         requests = self._requests
         async with self._object() as key:
-            # "exists" to the first one is an answer too: it refuses what an earlier try created.
+            # The first creation may be refused, too, because of what an earlier try created.
             try:
                 refused = not await requests.create(key, b"1") or await self._refuses_second(key)
             except RequestError as error:
@@ -106,18 +106,18 @@ class Probes:
                 refused = False
         if not refused:
             logger.warning(
-                "%s: %s says that it creates objects conditionally, and this server does not: if "
-                "two processes save one step at the same time, both will believe to have committed "
-                "it, and the later one has. Let only one process save a step",
+                "%s: %s supports conditional creation, but this server ignores the condition: if "
+                "two processes save one step at the same time, both report success, and the later "
+                "one replaces the earlier. Let only one process save a step",
                 requests.url,
                 requests.traits.name,
             )
         return refused
 
     async def _probe_versions(self) -> tuple[bool, bool]:
-        """Return whether stale versions are refused: by replacement, and by deletion.
+        """Return whether replacement and deletion refuse stale versions.
 
-        Leaves nothing. Errors as of `_probe_create`.
+        Leaves nothing. Raises as `_probe_create`.
         """
         requests, traits = self._requests, self._requests.traits
         if not (traits.conditional_replace or traits.conditional_delete):
@@ -131,7 +131,7 @@ class Probes:
                 try:
                     await requests.replace(key, b"2", version=stale)
                 except RequestError as error:
-                    # "exists": perhaps refused because of what an earlier try wrote.
+                    # "exists": an earlier try may have replaced it, which the version tells.
                     replaces = error.kind == "exists" and await requests.version(key) != stale
                 else:
                     replaces = True
@@ -144,7 +144,7 @@ class Probes:
 
     @asynccontextmanager
     async def _object(self) -> AsyncIterator[str]:
-        """Yield the key of an experiment, and remove its object at the end."""
+        """Yield the key of a probe, and remove its object at the end."""
         key = probe_key()
         try:
             yield key
@@ -155,8 +155,8 @@ class Probes:
             except (TimeoutError, RequestError) as error:
                 logger.debug("%s is left behind: %r", self._requests.location(key), error)
 
-    # The next two first go straight to the client: that a store takes one write of an object per
-    # second says nothing about how many requests it takes.
+    # The first try of the next two bypasses `Requests`: being limited to one write of an object per
+    # second must not lower the limit of requests in flight.
 
     async def _refuses_second(self, key: str) -> bool:
         requests = self._requests

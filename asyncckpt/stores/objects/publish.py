@@ -1,4 +1,4 @@
-"""The last step of a save on an object store: one conditional PUT of the record.
+"""Publication, the last step of a save on an object store: one conditional PUT of the record.
 
 Creation (`If-None-Match: *`, `ifGenerationMatch=0`):
 
@@ -6,9 +6,9 @@ Creation (`If-None-Match: *`, `ifGenerationMatch=0`):
 response to the record's PUT         meaning
 ===================================  ===========================================================
 200                                  committed
-412, and our record is there         committed: an earlier try had landed, its response was lost
-412, and another valid one is        another save won: `CheckpointExistsError`
-412, and something else is           `CheckpointExistsError` that says so; left untouched, because
+412, our record is there             committed: an earlier try landed, its response was lost
+412, another valid record            another save won: `CheckpointExistsError`
+412, another object                  `CheckpointExistsError` that says so; left untouched, because
                                      a valid record could take its place in between
 409                                  another conditional write is in progress: retried
 lost, timeout, 5xx, 429              retried behind a guard, see below; after the last try the
@@ -20,47 +20,47 @@ Conditional replacement (`If-Match`, generation), where the probe found that it 
 
 ===================================  ===========================================================
 200                                  committed
-412 or 404 to the first try          another save or a deletion was faster: look again; but treated
-                                     as a retry where the library below may have repeated it
+412 or 404 to the first try          another save or a deletion was faster: read again; as for a
+                                     retry if the client library may have repeated the request
 412 or 404 to a retry                read back: ours, committed. Otherwise an earlier try may have
-                                     landed and been replaced, and its data be gone: failed. No
-                                     try can arrive later, since the version is gone for good
-anything else, after the last try    read back: ours, committed; still the old one, unknown;
+                                     landed and been replaced, and its data deleted: failed. No
+                                     try can land later, since the version is gone for good
+other, after the last try            read back: ours, committed; still the old one, unknown;
                                      another, failed as above
 ===================================  ===========================================================
 
-Unknown means that the request may still arrive. The error says so, and everything written is kept,
-so that the checkpoint is then whole.
+Unknown means that the request may still land. The error says so, and all objects are kept, so that
+the checkpoint is then complete.
 
-The guard of a retried creation: the first try may have landed, its response been lost, and another
-process have deleted the step; a second try would bring back a record without data. So each retry is
-preceded by a look for the record and for one of our objects (the witness), and the PUT is
-followed by another look for the witness. A deletion removes the record, then the data, then looks
-for the record again. In every order, one of the two sees the other:
+The guard of a retried creation: the first try may have landed, its response may have been lost, and
+another process may have deleted the step; a second try would restore a record without data. So each
+retry first checks for the record and for one of our objects (the witness), and after the PUT the
+witness is checked again. A deletion removes the record, then the data, then checks for the record
+again. In every order, one of the two sees the other:
 
-    PUT  <  deletion's last look      the deletion finds the record and removes it again
-    deletion's last look  <  PUT      the data are gone: we find no witness and remove the record
+    PUT  <  deletion's last check     the deletion finds the record and removes it again
+    deletion's last check  <  PUT     the data are gone: we find no witness and remove the record
 
-A save that is cancelled, or whose deadline passes, is not tried again: after the try that is on its
-way the record is read back, as after the last try.
+When a save is cancelled or its deadline passes, the request in flight is the last try: the record
+is read back after it.
 
 The fixed names follow in the background. A failure there does not fail the save: the record exists,
 our own restore needs none of them, and the next save, `Checkpointer` or gc writes them.
 """
 
-# Rule 1: the record's PUT is issued once everything that it refers to was acknowledged, and no
-#   other attempt writes any name that it refers to.
-# Rule 2: once it is issued, the attempt's objects are removed only if no try can still land: after
-#   a conditional PUT another object was seen at the record's key. Everything else is left to gc,
-#   long after the last request died.
+# Rule 1: the record is PUT only after all objects that it refers to were acknowledged, and no other
+#   attempt writes their names.
+# Rule 2: from then on, the attempt's objects are removed only if no try can still land: another
+#   object was seen at the record's key after a conditional PUT. Otherwise gc removes them, long
+#   after the last request died.
 # Rule 3: the save that replaced a checkpoint removes its bytes, by save id, and only once the new
 #   fixed names are written: until then other programs read the old ones. Without conditional
 #   replacement, only after a record other than the old one was seen in its place.
 # Rule 4: an attempt older than half of the age that gc requires does not publish.
 #
-# Known limit: a request cannot be withdrawn. A creation, or an unconditional replacement, that the
-# network holds back until its process has died and its checkpoint was deleted brings back a record
-# without data; reading it is a `CorruptCheckpointError`, never wrong values.
+# Known limit: a request cannot be withdrawn. If the network delays a creation, or an unconditional
+# replacement, until its process has died and its checkpoint was deleted, it restores a record
+# without data; reading that raises `CorruptCheckpointError` and never returns wrong values.
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ from functools import partial
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
 from asyncckpt.flow.shield import together
 from asyncckpt.log import logger
-from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
+from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import HEAD_NBYTES, Context, Record, shared_paths
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
@@ -82,33 +82,34 @@ from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.repair import follow_record, write_fixed, write_marks
 
 TURNS_MAX = 10
-"""Turns that a save with `overwrite` loses to other saves before it gives up."""
+"""How often a save with `overwrite` may lose to other saves before it gives up."""
 
 AFTER_S = 120.0
-"""Longest time for each step on which no save depends: repair or gc finishes the rest."""
+"""Time limit of each step after the commit; repair or gc finishes the rest."""
 
 
 @contextlib.asynccontextmanager
 async def bounded(location: str, trouble: str) -> AsyncIterator[None]:
-    """Bound the block, on which no save depends, and log that it failed as `trouble`."""
+    """Limit the time of a block on which no save depends; log a failure as `trouble`."""
     try:
         async with asyncio.timeout(AFTER_S):
             yield
     except (RequestError, CorruptCheckpointError, TimeoutError) as error:
         late = isinstance(error, TimeoutError)
-        why = f"not within {AFTER_S:g} s" if late else str(error)
-        logger.warning("%s: %s", location, trouble % why)
+        logger.warning(
+            "%s: %s", location, trouble % (f"not within {AFTER_S:g} s" if late else error)
+        )
 
 
 @dataclass(eq=False, repr=False)
 class Publication:
-    """One publication of one attempt, run once, on behalf of the task that makes it.
+    """The publication of one attempt, run once, on behalf of the task that creates it.
 
     Attributes:
         fixed: contents of the fixed names.
         witness: key of an object of the attempt, which a deletion of the checkpoint removes.
-        epoch: the claim under which it writes, 0 for none.
-        keep: the record may still arrive: nothing that it refers to may be removed.
+        epoch: claim under which it writes, 0 for none.
+        keep: the record may still land, so the objects that it refers to must stay.
     """
 
     context: Context
@@ -132,14 +133,14 @@ class Publication:
     # ------------------------------------------------------------------------------------ commit
 
     async def commit(self, *, overwrite: bool) -> Record | None:
-        """Put the record in its place; return the one that it replaced.
+        """Write the record; return the one that it replaced, if any.
 
         Without `overwrite`, it replaces only a record that does not count.
 
         Raises:
-            CheckpointExistsError: the record that is there stays.
+            CheckpointExistsError: a checkpoint exists; it was left untouched.
             FencedError: the claim of this process was taken over.
-            StoreError: the present record could not be read; nothing was replaced.
+            StoreError: the existing record could not be read; nothing was replaced.
             SaveError: the outcome is unknown, or another process was faster.
         """
         if not overwrite:
@@ -151,10 +152,10 @@ class Publication:
         return await self._replace(overwrite)
 
     async def create(self) -> Record | None:
-        """Create the record; return the object that was there instead, or None.
+        """Create the record; return the object that was there already, or None.
 
-        Without conditional creation, two attempts that look at the same time may both believe that
-        they have won; the later one has.
+        Without conditional creation, two attempts that check at the same time may both report
+        success; the later one has won.
         """
         if self.conditions.create:
             return await self._create()
@@ -169,11 +170,11 @@ class Publication:
         return found
 
     async def _replace(self, overwrite: bool) -> Record | None:
-        """Put the record in place of what is there; return what it replaced."""
+        """Replace what is at the record's key; return what was replaced."""
         for _ in range(TURNS_MAX):
             old, version = await self._read_before()
             if old is not None and old.data == self.record:
-                return None  # from an earlier try of ours, whose response was lost
+                return None  # an earlier try landed, whose response was lost
             if old is not None and not overwrite:
                 await self._check_fenced(old)
             if old is not None and old.save_id is not None:
@@ -193,14 +194,14 @@ class Publication:
         )
 
     async def _check_fenced(self, found: Record) -> None:
-        """Raise if the record that is there counts: it stays."""
+        """Raise if the existing record counts."""
         if await self.context.counts(found):
-            # A process that was taken over must learn that first.
+            # A fenced process must get the `FencedError` instead.
             await self.context.claims.check(self.epoch, self._location)
             raise self._exists(found)
 
     async def _create(self) -> Record | None:
-        """Create the record; return the object that was there instead, or None."""
+        """Create the record conditionally; return the object that was there already, or None."""
         self.keep = True  # it may have landed, unless a response says otherwise
         self._retried = False
         error: RequestError | None = None
@@ -220,14 +221,14 @@ class Publication:
                     raise await self._undo_deleted()
                 raise self._unresolved(error, "there is none so far") from error
             if found.data != self.record:
-                self.keep = False  # a try still in flight finds it, too
+                self.keep = False  # tries still in flight find it, too
                 return found
         if self._retried and not await self._has_witness():
             raise await self._undo_deleted()
         return None
 
     async def _replace_version(self, version: str, old: Record | None) -> bool:
-        """Replace the version that `old` is; return False if another save was faster."""
+        """Replace `old`, which has this version; return False if another save was faster."""
         self.keep = True
         self._retried = self._requests.traits.repeats
 
@@ -282,7 +283,7 @@ class Publication:
         """Return whether the old record and our data are still there.
 
         If not, an earlier try landed. It may have been replaced or deleted since, and our data
-        removed: another try would bring back a record without data.
+        removed: another try would restore a record without data.
         """
         self._retried = True
         found = await self.context.read_record(self.name)
@@ -292,9 +293,9 @@ class Publication:
         return not self._deleted
 
     def _is_wanted(self) -> bool:
-        """Return whether another try may begin: the caller was not cancelled, as by its deadline.
+        """Return whether another try may begin: the caller was not cancelled (by its deadline).
 
-        A try that is on its way is waited for, since its outcome must be known.
+        Tries in flight are awaited, since their outcome must be known.
         """
         return self._caller is None or not self._caller.cancelling()
 
@@ -308,20 +309,20 @@ class Publication:
         return True
 
     async def _undo_deleted(self) -> SaveError:
-        """Remove the record that came back after a deletion; return the error to raise."""
+        """Remove a record that landed after a deletion; return the error to raise."""
         try:
             deletes = self.conditions.delete
             found, version = await read_version(self.context, self.name, wanted=deletes)
             if found is not None and found.data == self.record:
                 await delete_record(self.context, self.name, version)
             self.keep = False
-        except RequestError as error:  # readers of the record report it as corrupt
+        except RequestError as error:  # readers report the record as corrupt
             logger.warning(
                 "%s: a record without data could not be removed: %s", self._location, error
             )
         return self._failed(
-            "the checkpoint was committed, and another process has deleted it before this one "
-            "knew; nothing of it is visible"
+            "the checkpoint was committed, but another process deleted it before this one knew; "
+            "nothing of it is visible"
         )
 
     # ------------------------------------------------------------------------------------- reads
@@ -341,7 +342,7 @@ class Publication:
         return SaveError(text, location=self._location, stage="commit")
 
     def _exists(self, found: Record) -> CheckpointExistsError:
-        """Return the error for an object that is there and stays."""
+        """Return the error for an existing object."""
         if found.save_id is not None:
             return CheckpointExistsError(
                 f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
@@ -353,8 +354,8 @@ class Publication:
         data = found.data or b""
         size = f"{len(data)} bytes" if data else "an object"
         return CheckpointExistsError(
-            f"{url}: {size} that are not a valid commit record, damaged or not ours, are here; "
-            "left untouched. Look at them, then remove them or pass overwrite=True",
+            f"{url}: holds {size}, not a valid commit record; left untouched. It may be damaged or "
+            "belong to another program: remove it or pass overwrite=True",
             location=self._location,
             expected="nothing, or a commit record",
             found=data[:64],
@@ -370,13 +371,13 @@ class Publication:
             what = str(store_error(action, url, error))
         state = (
             "the checkpoint is not visible"
-            if error is not None and error.kind not in RETRYABLE
+            if error is not None and not error.retryable
             else "whether the checkpoint is or will be visible and durable is unknown"
         )
         return SaveError(
-            f"{what}; read back, {why}. So {state}; what was written is kept, so that the "
-            "checkpoint is whole if its record still arrives, and 'asyncckpt gc' removes it "
-            "otherwise. Check whether the step is listed before you save it again",
+            f"{what}; read back, {why}. So {state}; its data are kept, so that the checkpoint is "
+            "complete if its record still arrives, and 'asyncckpt gc' removes them otherwise. "
+            "Check whether the step is listed before you save it again",
             visible=False,
             durable=False,
             stage="commit",
@@ -387,7 +388,7 @@ class Publication:
     # ------------------------------------------------------------------------------ second round
 
     async def finish(self, orphans: set[str]) -> bool:
-        """Write the fixed names and remove `orphans`; return whether all of that succeeded.
+        """Write the fixed names and remove `orphans`; return whether both succeeded.
 
         Logs failures of the store: the checkpoint is committed.
         """
@@ -411,21 +412,20 @@ class Publication:
 
         Logs failures of the store: repair or gc finishes the rest.
         """
-        trouble = "the checkpoint is committed; tidying up after it failed: %s"
+        trouble = "the checkpoint is committed, but cleaning up after it failed: %s"
         async with bounded(self._location, trouble):
             written = set(self.fixed)
             if replaced is not None and replaced.save_id not in (None, self.save_id):
                 written |= await self._remove(replaced)
-                claims, old = self.context.claims, replaced.save_id
-                await claims.end_replacing(old, self.save_id, self.epoch)
+                await self.context.claims.end_replacing(replaced.save_id, self.save_id, self.epoch)
             head = await self.context.read_head(self.name)
             if head != self.record[:HEAD_NBYTES]:
                 await follow_record(self.context, self.name, self.save_id, written)
 
     async def _remove(self, replaced: Record) -> set[str]:
-        """Remove the objects of a replaced save; return its fixed names that ours lacks."""
+        """Remove the objects of a replaced save; return its fixed names that this one lacks."""
         context, name = self.context, self.name
-        stale = shared_paths(await context.outline(replaced)) - set(self.fixed)
+        stale = shared_paths(await context.outline(replaced)) - self.fixed.keys()
         dead = await context.paths_of(name, replaced.save_id)
         if not self.conditions.replace:
             present = await context.read_record(name)

@@ -1,20 +1,20 @@
 """Deletion of one checkpoint, in the reverse order of its publication.
 
-First what other programs look for (Orbax's marks, then the other fixed names), then the record,
-then the bytes. A deletion that ends early leaves a checkpoint that is whole for us, and that the
-next `Checkpointer` repairs for others; or bytes that all carry a save id, which gc removes.
+First the files for other programs (Orbax's marks, then the other fixed names), then the record,
+then the bytes. A deletion that ends early leaves a checkpoint that is complete for us, and that the
+next `Checkpointer` repairs for other programs; or bytes that carry a save id, which gc removes.
 """
 
-# Rule 1: the deletion of the record was acknowledged before any byte that it refers to is removed.
-# Rule 2: bytes are removed by the save id that the record carried, and fixed names if it lists
-#   them: neither another attempt at the name nor a person who put files there loses anything.
+# Rule 1: the deletion of the record is acknowledged before any byte that it refers to is removed.
+# Rule 2: bytes are removed if they carry the record's save id, and fixed names if it lists them:
+#   other attempts at the name, and people who put files there, lose nothing.
 # Rule 3: with conditional deletion, only the version that was read is deleted: a checkpoint that
 #   has replaced it meanwhile stays, and its fixed names are written again.
-# Rule 4: the last request before the deletion of the record looks for a higher claim: a process
-#   that was stopped and taken over deletes nothing when it wakes up. No store has a condition for
-#   that: one that is stopped between these two requests deletes what it had decided to delete.
-# Rule 5: after the bytes the record is looked for once more: a save whose response was lost may
-#   have tried it again (see `publish`). A record of the same save is then removed again.
+# Rule 4: the last request before the deletion of the record checks for a higher claim: a process
+#   that was stopped and fenced deletes nothing when it wakes up. No store has a condition for
+#   that, so a process that is stopped between these two requests still deletes the record.
+# Rule 5: after the bytes, the record is read once more: a save whose response was lost may have
+#   written it again (see `publish`). A record of the same save is then removed again.
 
 from __future__ import annotations
 
@@ -30,18 +30,16 @@ from asyncckpt.stores.objects.layout import RECORD, join, marks
 from asyncckpt.stores.objects.repair import follow_record
 
 ROUNDS_MAX = 3
-"""Removals of a record that comes back."""
+"""Maximum removals of a record that comes back."""
 
 
 async def read_version(
     context: Context, name: str, *, wanted: bool
 ) -> tuple[Record | None, str | None]:
-    """Return the record, and its version where one is `wanted` for a condition.
+    """Return the record, and its version if one is `wanted` for a condition.
 
-    The version is read first: if the record changes in between, the condition fails.
-
-    Raises:
-        RequestError: it could not be read.
+    Reads the version first: if the record changes in between, the condition fails. Raises
+    `RequestError`.
     """
     version = None
     if wanted:
@@ -54,10 +52,9 @@ async def read_version(
 
 
 async def delete_record(context: Context, name: str, version: str | None) -> bool:
-    """Delete the record; return False if it has another version than this one (None: any).
+    """Delete the record if it has this version (None: any); return whether it did.
 
-    Raises:
-        RequestError: it could not be deleted.
+    Raises `RequestError`.
     """
     key = join(name, RECORD)
     if version is None:
@@ -72,15 +69,15 @@ async def delete_record(context: Context, name: str, version: str | None) -> boo
     return True
 
 
-async def unlist(context: Context, name: str, epoch: int, seal: bytes = b"") -> Removal:
-    """Delete the record, after what other programs look for; the result removes the bytes.
+async def unlist(context: Context, name: str, epoch: int, seal: bytes) -> Removal:
+    """Delete the files for other programs, then the record; the result removes the bytes.
 
-    What belonged to a damaged record is unknown: gc removes that by its age.
+    The bytes of a damaged record are unknown: gc removes them by age.
 
     Raises:
-        CheckpointNotFoundError: there was none, or one whose record does not end with `seal`.
-        FencedError: the claim of this process was taken over; the checkpoint is still there.
-        StoreError: the error says whether the checkpoint is still there.
+        CheckpointNotFoundError: there is no checkpoint, or its record does not end with `seal`.
+        FencedError: the claim of this process was taken over; the checkpoint still exists.
+        StoreError: the error says whether the checkpoint still exists.
     """
     location = context.requests.location(name)
     await context.background.named(name)
@@ -97,7 +94,7 @@ async def unlist(context: Context, name: str, epoch: int, seal: bytes = b"") -> 
             await context.delete_paths(name, marks(names))
         await context.delete_paths(name, sorted(names))
         await context.claims.check(epoch, location)
-        # If another version is there now, ours was replaced, and its bytes are of no use either.
+        # If the version has changed, this record was replaced, and its bytes are garbage, too.
         await delete_record(context, name, version)
     return partial(_remove_bytes, context, name, record.save_id, names)
 

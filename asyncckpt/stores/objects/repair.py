@@ -1,16 +1,16 @@
 """Repair of fixed names: the next process completes what a committed save left unfinished.
 
-A fixed name has no owner: a writer that was stopped for an hour may overwrite those of the
-checkpoint that replaced its own. Every writer of fixed names therefore reads the record again after
-its last write, and if that is of another save now, writes (or removes) the names once more, until
-the record was the same before and after. So the last writer has seen the final record, and the
-names are those of that record. What a crash leaves behind, the next `Checkpointer` finds by
-comparing listings with the record.
+A fixed name has no owner: a writer that was stopped for an hour may overwrite the fixed names of
+the checkpoint that replaced its own. So every writer of fixed names reads the record again after
+its last write. If the record is of another save now, it writes (or removes) the names once more,
+until the record did not change in between. The last writer has then seen the final record and
+written its names. The next `Checkpointer` finds what a crash left unfinished by comparing listings
+with the record.
 """
 
-# Rule 1: nothing here writes or deletes a record, nor a name with a save id.
-# Rule 2: nothing is written without a record that counts; an unreadable record stops everything.
-# Rule 3: the check downloads no contents, only a few KiB of the record, and listings.
+# Rule 1: nothing here writes or deletes a record, or a name with a save id.
+# Rule 2: nothing is written without a record that counts; an unreadable record stops the repair.
+# Rule 3: the check reads only listings and a few KiB of the record, no contents.
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks
 
 ROUNDS_MAX = 5
-"""Changes of the record before a writer leaves the rest to the process that changes it."""
+"""Changes of the record after which a writer leaves the rest to the process that changes it."""
 
 ENTRIES_MAX = 1000
-"""Entries listed of each directory of a checkpoint, which has a few."""
+"""Maximum entries listed per directory of a checkpoint, which has only a few."""
 
 SUCCESS_TEXT = b"Checkpoint commit was successful to %s"
 
@@ -48,16 +48,13 @@ async def write_marks(context: Context, name: str, paths: Iterable[str]) -> None
 async def follow_record(
     context: Context, name: str, save_id: str | None, paths: Collection[str]
 ) -> None:
-    """Make the fixed names those of the present record, or remove them if there is none.
+    """Write the fixed names of the current record, or remove them if there is no record.
 
-    Args:
-        context: of the store.
-        name: the checkpoint.
-        save_id: save whose contents the caller wrote last, or None if it removed them.
-        paths: names that it wrote or removed.
+    The caller has just written `paths` with the contents of the save `save_id`, or removed them if
+    that is None.
 
     Raises:
-        CorruptCheckpointError: the contents of the record's save are damaged.
+        CorruptCheckpointError: the contents are damaged.
         RequestError: a request failed.
     """
     for _ in range(ROUNDS_MAX):
@@ -80,10 +77,10 @@ async def follow_record(
 
 
 async def repair(context: Context, name: str) -> bool:
-    """Write the fixed names that are missing or not the record's; return whether there were any.
+    """Write the fixed names that are missing or outdated; return whether there were any.
 
-    Costs two listings and one small read if there is nothing to do. Leaves checkpoints of version 1
-    as they are.
+    Costs two listings and one small read if there is nothing to do. Ignores checkpoints of
+    version 1.
 
     Raises:
         CorruptCheckpointError: the contents are damaged.
@@ -105,7 +102,7 @@ async def repair(context: Context, name: str) -> bool:
     wrong = {fixed.path for fixed in _wrong(outline, here)}
     if not wrong and not (context.google and SUCCESS not in here):
         return False
-    # That was the unchecked beginning of a record; what is written comes from all of it.
+    # The head of the record is unchecked, so the contents come from the whole record.
     record = await context.read_record(name)
     if record is None or record.save_id != outline.save_id or not await context.counts(record):
         return False
@@ -127,10 +124,10 @@ async def _listed(context: Context, name: str, directory: str) -> dict[str, List
 def _wrong(outline: Outline, here: Mapping[str, Listed]) -> Iterable[FixedName]:
     """Yield the fixed names that are missing, or whose contents are not the record's.
 
-    Most stores list the MD5 of an object's content, but not all, or not always (S3 with KMS keys):
-    then a different checksum proves nothing. If the copy of the same content (for the manifest: all
-    copies) is listed with another checksum too, a name counts as right if it has the right size and
-    was written after the record.
+    Most stores list the MD5 of an object, but not all, and not always (S3 with KMS keys): there a
+    different checksum proves nothing. That is the case if the attempt's copy of the content (for
+    the manifest: every copy) has another checksum too. Then a fixed name counts as correct if it
+    has the right size and was written after the record.
     """
 
     def is_md5(path: str | None, fixed: FixedName) -> bool:
@@ -148,17 +145,12 @@ def _wrong(outline: Outline, here: Mapping[str, Listed]) -> Iterable[FixedName]:
 
 
 async def repair_quietly(context: Context, name: str) -> None:
-    """Repair as `repair` does, and log failures; a lack of rights to write only for debugging."""
+    """Repair as `repair` does, and log failures; missing write permission only at debug level."""
     location = context.requests.location(name)
     try:
         if await repair(context, name):
-            logger.info(
-                "%s: repaired: files for other programs were missing or old since a save was "
-                "interrupted",
-                location,
-            )
+            logger.info("%s: repaired missing or outdated files for other programs", location)
     except (RequestError, StoreError, CorruptCheckpointError) as error:
-        tell = logger.warning
-        if isinstance(error, RequestError) and error.kind in ("forbidden", "credentials"):
-            tell = logger.debug
-        tell("%s: files for other programs could not be completed: %s", location, error)
+        denied = isinstance(error, RequestError) and error.kind in ("forbidden", "credentials")
+        log = logger.debug if denied else logger.warning
+        log("%s: files for other programs could not be completed: %s", location, error)

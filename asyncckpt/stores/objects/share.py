@@ -1,7 +1,7 @@
-"""The share of one process in an attempt on an object store: what it writes and passes on."""
+"""The share of one process in an attempt on an object store: files that it writes and exchanges."""
 
 # Rule 1: nothing is written under a name without the save id.
-# Rule 2: each name gets one content only, so that a request that lands late changes nothing.
+# Rule 2: each name only ever gets one content, so a request that lands late changes nothing.
 # Rule 3: only process 0 writes fixed names and the record, and removes exchanged objects.
 # Rule 4: nothing that a record may refer to is removed while the record may still arrive.
 
@@ -19,7 +19,7 @@ from asyncckpt.stores.paths import check_file
 
 
 class ObjectShare:
-    """What every process of an attempt does, including process 0. Subclasses end it."""
+    """The part of an attempt that all processes have in common. Subclasses end it."""
 
     def __init__(self, context: Context, name: str, save_id: str, *, shared: bool) -> None:
         self.location = context.requests.location(name)
@@ -37,7 +37,7 @@ class ObjectShare:
     # ------------------------------------------------------------------------------------- files
 
     async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> WindowFile:
-        """Open a new data file, of at most one window; no request is made. As `Attempt.create`.
+        """Open a new data file of at most one window; makes no request. As `Attempt.create`.
 
         Raises:
             UsageError: the path lacks the save id, or the file is too long for one request.
@@ -52,7 +52,7 @@ class ObjectShare:
     def _check_own(self, path: str) -> None:
         if self._save_id not in path:
             raise UsageError(
-                f"{path!r}: another attempt could write this name too; put the save id "
+                f"{path!r}: another attempt could write this name; put the save id "
                 f"{self._save_id} into it",
                 location=self.location,
                 found=path,
@@ -68,10 +68,8 @@ class ObjectShare:
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
         """Return what a process has passed on, or None. As `AttemptFiles.taken`."""
         self._check_exchange(path)
-        key = self._exchange_key(path)
-        requests = self._context.requests
-        location = requests.location(key)
-        with reported("reading what was passed on", location), unless_missing():
+        key, requests = self._exchange_key(path), self._context.requests
+        with reported("reading what was passed on", requests.location(key)), unless_missing():
             data = await requests.read(key, max_nbytes=max_nbytes)
             if data is None:
                 raise too_large(path, self.location, await requests.size(key), max_nbytes)
@@ -94,18 +92,15 @@ class ObjectShare:
     # ------------------------------------------------------------------------------------- abort
 
     async def abort(self) -> None:
-        """Remove everything that this process wrote; do nothing if the attempt has ended.
+        """Remove everything that this process wrote, unless the attempt has ended.
 
         Cancellation: finishes, then raises.
 
         Raises:
-            StoreError: something could not be removed; gc removes it later.
+            StoreError: an object could not be removed; gc removes it later.
         """
-        await self._sending.end(
-            self._remove,
-            "removing what an aborted save has written",
-            "'asyncckpt gc' removes it later",
-        )
+        action, later = "removing the objects of an aborted save", "'asyncckpt gc' removes the rest"
+        await self._sending.end(self._remove, action, later)
 
     async def _remove(self) -> None:
         async with self._context.requests.cleaning_up(ABORT_S):
@@ -116,7 +111,7 @@ class ObjectShare:
         return self._sending.keys
 
     def _remove_later(self, keys: set[str], what: str) -> None:
-        """Remove objects in the background; failures of the store are logged."""
+        """Remove objects in the background; log failures of the store."""
 
         async def remove() -> None:
             trouble = f"{what} could not be removed: %s; 'asyncckpt gc' does so later"
@@ -128,14 +123,12 @@ class ObjectShare:
 
 
 class ObjectJoinedAttempt(ObjectShare):
-    """A share in an attempt, made by `ObjectStore.join`."""
+    """The share of a process other than process 0. Made by `ObjectStore.join`."""
 
     async def look(self) -> bool:
-        """Return whether the attempt's mark is there. Raises `StoreError`."""
-        key = self._exchange_key(MARK)
-        requests = self._context.requests
-        location = requests.location(key)
-        with reported("looking for the attempt to join", location), unless_missing():
+        """Return whether the attempt's mark exists. Raises `StoreError`."""
+        key, requests = self._exchange_key(MARK), self._context.requests
+        with reported("looking for the attempt to join", requests.location(key)), unless_missing():
             return is_mark_of(self._save_id, await requests.read(key, max_nbytes=MARK_NBYTES))
         return False
 
@@ -143,7 +136,7 @@ class ObjectJoinedAttempt(ObjectShare):
         """Make a file durable. As `AttemptFiles.put`.
 
         Raises:
-            UsageError: its path lacks the save id: only process 0 writes such files.
+            UsageError: the path lacks the save id: only process 0 writes such files.
         """
         self._sending.check()
         check_file(path, self.location)
@@ -151,17 +144,17 @@ class ObjectJoinedAttempt(ObjectShare):
         await self._sending.send_named(join(self._name, path), await self._context.owned(*blocks))
 
     async def settle(self) -> None:
-        """Check that every own file is sealed, and so durable. As `JoinedAttempt.settle`."""
+        """Check that all own files are sealed, and so durable. As `JoinedAttempt.settle`."""
         self._sending.check_sealed(self._files)
 
     async def leave(self) -> None:
         """End the share without waiting for requests. As `JoinedAttempt.leave`."""
         if not self._sending.ended:
             self._sending.ended = True
-            self._remove_later(self._sending.orphans, "objects that were sent twice")
+            self._remove_later(self._sending.orphans, "orphaned data objects")
 
     async def _removable(self) -> set[str]:
-        # Process 0 should not publish, but a mistake about that would cost a checkpoint.
+        # Process 0 should not have published, but if it has, this would destroy the checkpoint.
         record = await self._context.read_record(self._name)
         committed = record is not None and record.save_id == self._save_id
         return set() if committed else self._sending.keys

@@ -1,11 +1,10 @@
 """Checkpoints on an object store: committed by one conditional PUT, safe against other writers."""
 
-# Rule 1: the record makes a checkpoint exist, together with claims: see
-#   stores/objects/claims/counting.py.
-# Rule 2: a deletion removes the record before the bytes that it refers to, and finds those by the
-#   record's save id, so that another attempt at the same name loses nothing.
-# Rule 3: between calls only the results of probes are kept, and for repairs the checkpoints that
-#   this process could not complete.
+# Rule 1: a checkpoint exists if its record counts: stores/objects/claims/counting.py.
+# Rule 2: a deletion removes the record first, then the bytes that carry its save id, so that
+#   another attempt at the same name loses nothing.
+# Rule 3: the only state kept between calls is the results of probes, and the checkpoints that this
+#   process has yet to repair.
 
 from __future__ import annotations
 
@@ -33,25 +32,21 @@ from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, n
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
-from asyncckpt.stores.objects.requests.sizes import (
-    PUT_THRESHOLD_NBYTES,
-    Choice,
-    choose,
-)
+from asyncckpt.stores.objects.requests.sizes import PUT_THRESHOLD_NBYTES, Choice, choose
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
 from asyncckpt.stores.paths import NOTE_NBYTES, check_name
 
 REPAIRED_STEPS = 3
-"""Newest steps that `sweep` repairs: a crash leaves these unfinished, and people look at them."""
+"""Number of newest steps that `sweep` repairs: those that a crash may leave unfinished."""
 
 READ_GAP_NBYTES = 512 * KIB
-"""What a stream of 85 MB/s reads in 6 ms, a fifth of the latency of a request."""
+"""A stream of 85 MB/s reads this in 6 ms, a fifth of the latency of a request."""
 
 READS = 16
 """Ranged reads in flight by default; `Requests` adapts the actual number."""
 
 JOIN_PAUSES_S = 0.02, 1.0
-"""First and longest pause between two looks for an attempt to join: each look is a request."""
+"""First and longest pause between polls for an attempt to join; each poll is a request."""
 
 CHOICES_MAX = 16
 """State sizes with a remembered choice: one `Checkpointer` saves one or a few states."""
@@ -98,15 +93,14 @@ class ObjectStore:
         """Choose sizes for a save from the measurements so far. As `Store.sizes`.
 
         For a state of the same size the last choice is kept unless another is much faster, so that
-        plans and buffers can be reused. `concurrency` holds from now on.
+        plans and buffers can be reused. `concurrency` applies from now on.
         """
-        traits, requests = self._requests.traits, self._requests
-        requests.fix_streams("put", concurrency)
+        self._requests.fix_streams("put", concurrency)
         choice = choose(
             nbytes,
-            requests.controllers["put"].traffic,
+            self._requests.controllers["put"].traffic,
             budget_nbytes=budget_nbytes,
-            copies=traits.put_copies,
+            copies=self.capabilities.client_copies,
             chunk_nbytes=chunk_nbytes,
             data_file_nbytes=data_file_nbytes,
             last=self._choices.pop(nbytes, None),
@@ -118,7 +112,7 @@ class ObjectStore:
             choice.data_file_nbytes,
             choice.window_nbytes,
             choice.concurrency,
-            # A file is one request, and a chunk with its trailer is in one file.
+            # A data file is one request, and holds whole chunks with their trailers.
             chunk_nbytes=choice.data_file_nbytes - PAGE_NBYTES,
             chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,
@@ -141,18 +135,13 @@ class ObjectStore:
         ignored: the bucket's policy decides.
 
         Raises:
-            UsageError: the name is not one path part or is too long, or the save id is wrong.
+            UsageError: the name is not one path part or is too long, or the save id is invalid.
         """
         self._check(name, save_id)
         check_epoch(epoch)
         self._context.probes.begin()
         attempt = ObjectAttempt(
-            self._context,
-            name,
-            save_id,
-            epoch=epoch,
-            overwrite=overwrite,
-            shared=shared,
+            self._context, name, save_id, epoch=epoch, overwrite=overwrite, shared=shared
         )
         if shared:
             try:
@@ -171,10 +160,10 @@ class ObjectStore:
         timeout_s: float,
         private: bool = False,
     ) -> ObjectJoinedAttempt:
-        """Take part in an attempt that another process begins. As `Store.join`.
+        """Join an attempt that another process begins. As `Store.join`.
 
         Raises:
-            UsageError: the name is not one path part or is too long, or the save id is wrong.
+            UsageError: as `begin`.
             CheckpointNotFoundError: no such attempt appeared within `timeout_s`.
             StoreError: a request failed.
         """
@@ -216,15 +205,12 @@ class ObjectStore:
     # -------------------------------------------------------------------------------------- read
 
     async def names(self) -> list[str]:
-        """Return the prefixes below the root, in no order, including those of open attempts.
-
-        And `RECORD`, if the root is itself a checkpoint. As `Store.names`.
-        """
+        """Return the names below the root, as `checkpoint_names`. As `Store.names`."""
         with reported("listing", self.url):
             return await checkpoint_names(self._requests)
 
     def files(self, name: str) -> ObjectFiles:
-        """Return read access to one checkpoint; nothing is requested yet."""
+        """Return read access to one checkpoint; makes no request."""
         return ObjectFiles(self._context, check_name(name), self.capabilities)
 
     # ------------------------------------------------------------------------------------ claims
@@ -239,7 +225,7 @@ class ObjectStore:
         return await self._context.claims.read()
 
     async def check_claim(self, epoch: int) -> None:
-        """Raise if a higher claim was made. As `Store.check_claim`."""
+        """Check that no higher claim was made. As `Store.check_claim`."""
         await self._context.claims.check(epoch)
 
     # ------------------------------------------------------------------------------------ remove
@@ -247,7 +233,7 @@ class ObjectStore:
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """Unlist a checkpoint, in the order of stores/objects/remove.py. As `Store.unlist`.
 
-        Foreign objects below its prefix and those of other attempts stay.
+        Keeps foreign objects below its prefix and objects of other attempts.
 
         Cancellation: finishes, then raises.
         """
@@ -256,21 +242,21 @@ class ObjectStore:
         return await uninterrupted(unlist(self._context, name, epoch, seal))
 
     async def sweep(self) -> Sequence[str]:
-        """Repair fixed names that a committed save could not write; remove nothing.
+        """Repair fixed names of the newest steps; remove nothing.
 
-        Looks at the newest steps. Leftovers stay, since a living attempt looks like a dead one: see
-        `collect`.
+        A live attempt looks like a dead one, so only `collect` removes leftovers, by age.
         """
-        steps = sorted((n for n in await self.names() if STEP_NAME.fullmatch(n)), key=int)
+        steps = sorted(filter(STEP_NAME.fullmatch, await self.names()), key=int)
         async with asyncio.TaskGroup() as group:
             for name in steps[-REPAIRED_STEPS:]:
                 group.create_task(repair_quietly(self._context, name))
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers at least a week old, as stores/objects/gc.py defines them.
+        """Remove leftovers (see stores/objects/gc.py), then repair all checkpoints.
 
-        Then write missing fixed names of all checkpoints.
+        Raises:
+            UsageError: `older_than_s` is less than `COLLECT_MIN_S`.
         """
         if older_than_s < COLLECT_MIN_S:
             raise UsageError(
@@ -303,7 +289,7 @@ class ObjectStore:
             keys = [e.key for e in await control_entries(requests) if is_note(e.key)]
             notes = []
             for key in keys:
-                with unless_missing():  # another process takes them, too
+                with unless_missing():  # another process may take them at the same time
                     notes.append(await requests.read(key, max_nbytes=NOTE_NBYTES))
             await requests.delete(keys)
         return [note for note in notes if note is not None]
@@ -328,6 +314,6 @@ def _clamped(wanted: int | None, chosen: int) -> tuple[str, ...]:
     if wanted > PUT_THRESHOLD_NBYTES and chosen == PUT_THRESHOLD_NBYTES:
         why = "a data file is one request here, which sends no more"
     return (
-        f"data files have at most {nbytes_text(chosen)}, and not target_data_file_nbytes="
+        f"data files have at most {nbytes_text(chosen)} instead of target_data_file_nbytes="
         f"{nbytes_text(wanted)}: {why}",
     )

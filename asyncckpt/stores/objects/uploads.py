@@ -1,12 +1,12 @@
-"""Files of an export while they are written: multipart uploads, or memory.
+"""Open files of an export: multipart uploads, or buffers in memory.
 
-Every window is sent as a part of one upload; the object appears when that is completed. Where the
-client has no multipart uploads, or does not accept the windows as parts, the whole file is held in
+Every window is sent as a part of one upload; the object appears when that is completed. If the
+client has no multipart uploads, or the windows are no valid parts, the whole file is buffered in
 memory, up to `COLLECTED_MAX_NBYTES`.
 """
 
-# Rule: from the moment that an upload may have begun until it was completed or aborted, the export
-#   knows its key, even if its id was lost with the response.
+# Rule: from before an upload begins until it was completed or aborted, the export knows its key,
+#   even if its id was lost with the response.
 
 from __future__ import annotations
 
@@ -24,24 +24,17 @@ from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, cut
 from asyncckpt.stores.objects.requests.requests import Requests
 
 COLLECTED_MAX_NBYTES = 512 * MIB
-"""Longest file that is held whole, for clients that cannot send parts."""
+"""Maximum size of a file that is buffered, for clients that cannot send parts."""
 
 
 class ExportFile(ObjectDataFile):
     """An open file of an export, which appears when the export is published.
 
-    It is sent in windows if the client can do that, else whole; no request is made yet.
-
-    Args:
-        sending: of the export.
-        path: of the file.
-        key: of the object.
-        nbytes: its length.
-        window_nbytes: length of its windows.
-        new: create the object; replace none.
+    It is sent in windows if the client can do that, else whole. With `new`, the object must not
+    exist. Construction makes no request.
 
     Raises:
-        UsageError: the client can send neither its windows as parts, nor all of it at once.
+        UsageError: the client cannot send the windows as parts, and the file is too long to buffer.
     """
 
     def __init__(
@@ -120,7 +113,7 @@ class ExportFile(ObjectDataFile):
                     )
             async with self._turn:
                 if not requests.traits.parallel_parts:
-                    # Windows are written in plan order: the next part is always in flight.
+                    # Windows are written in plan order, so an earlier part always finishes.
                     await self._turn.wait_for(lambda: len(self._tags) == number)
             tag, reusable = await requests.put_part(self._key, self._upload, number, offset, body)
             async with self._turn:
@@ -144,11 +137,25 @@ class ExportFile(ObjectDataFile):
         """Make the object appear.
 
         Raises:
-            CheckpointExistsError: it must be new, and another object was created meanwhile.
+            CheckpointExistsError: it must be new, but another object was created meanwhile.
             StoreError: it could not be written.
         """
+        requests, key = self._requests, self._key
+        body: bytes | bytearray = self._buffer
+        self._buffer = bytearray()
         try:
-            await self._publish()
+            if self._upload is not None:
+                tags = [self._tags[number] for number in sorted(self._tags)]
+                await requests.complete_parts(key, self._upload, tags, create=self._new)
+                self._upload = None
+                if self._doubled:
+                    await abort_pending(requests, [key])
+            elif not self._new:
+                await requests.replace(key, body)
+            elif not await requests.create(key, body):
+                # An earlier try, whose response was lost, may have created it.
+                if await requests.read(key, max_nbytes=len(body)) != body:
+                    raise RequestError("exists", "another object was created first", status=412)
         except RequestError as error:
             if self._new and error.kind == "exists":
                 location = self._requests.location(self._key)
@@ -159,24 +166,6 @@ class ExportFile(ObjectDataFile):
                 ) from error
             raise self._sending.failed(f"writing {self._nbytes} bytes", self._key, error) from error
 
-    async def _publish(self) -> None:
-        requests, key = self._requests, self._key
-        if self._upload is not None:
-            tags = [self._tags[number] for number in sorted(self._tags)]
-            await requests.complete_parts(key, self._upload, tags, create=self._new)
-            self._upload = None
-            if self._doubled:
-                await abort_pending(requests, [key])
-            return
-        body: bytes | bytearray = self._buffer
-        self._buffer = bytearray()
-        if not self._new:
-            await requests.replace(key, body)
-        elif not await requests.create(key, body):
-            # Perhaps created by an earlier try of ours, whose response was lost.
-            if await requests.read(key, max_nbytes=len(body)) != body:
-                raise RequestError("exists", "another object was created first", status=412)
-
     async def abort(self) -> None:
         """Abort the upload, if one was begun. Raises `RequestError`."""
         if self._upload is not None:
@@ -184,10 +173,7 @@ class ExportFile(ObjectDataFile):
 
 
 async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
-    """Abort every upload to these keys, including those whose ids were lost with a response.
-
-    Raises `RequestError`.
-    """
+    """Abort every upload to these keys, even if its id was lost. Raises `RequestError`."""
     for prefix in sorted({posixpath.dirname(key) for key in keys}):
         for pending in await requests.pending_parts(prefix):
             if pending.key in keys:

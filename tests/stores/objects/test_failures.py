@@ -16,10 +16,10 @@ S3 = "s3://bucket/run/7/checkpoint.json"
 GS = "gs://bucket/run/7/checkpoint.json"
 
 MESSAGES: dict[Kind, str] = {
-    "exists": "something is there already (412, said so); choose another name, or overwrite what "
-    "is there",
-    "conflict": "another writer of the same object was at work all the time (412, said so); make "
-    "sure that one job at a time saves there, and try again",
+    "exists": "an object already exists there (412, said so); choose another name, or overwrite "
+    "what is there",
+    "conflict": "another process kept writing the same object (412, said so); make sure that one "
+    "job at a time saves there, and try again",
     "throttled": "the store asked for fewer requests until the last try (412, said so); lower "
     "concurrency=, raise target_data_file_nbytes=, or have the rate limit of the bucket raised, "
     "and try again",
@@ -62,7 +62,7 @@ def test_what_is_missing_is_a_checkpoint_that_is_not_there() -> None:
     assert isinstance(error, CheckpointNotFoundError)
     assert str(error) == (
         f"{S3}: reading failed: there is no such object (NoSuchKey); check the location, and "
-        "whether somebody has deleted the checkpoint"
+        "whether the checkpoint was deleted"
     )
     assert error.location == S3
 

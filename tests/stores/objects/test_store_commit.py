@@ -248,7 +248,7 @@ async def test_what_is_no_record_is_reported_and_only_replaced_when_asked(
     async with opened(kind, sim) as store:
         sim.put("bucket", f"{ROOT}/1/checkpoint.json", b"torn")
         with pytest.raises(
-            CheckpointExistsError, match="4 bytes that are not a valid commit record"
+            CheckpointExistsError, match="holds 4 bytes, not a valid commit record"
         ) as caught:
             await save(store, "1", "a")
         assert caught.value.found == b"torn" and "overwrite=True" in str(caught.value)
@@ -295,6 +295,6 @@ async def test_an_abort_that_cannot_remove_says_so_and_where(sim: Simulator) -> 
         attempt = await store.begin("1", identity("a"))
         await fill(attempt, identity("a"))
         sim.faults.append(Fault(kind=("delete_objects", "delete_object"), number=0, status=403))
-        with pytest.raises(StoreError, match="removing what an aborted save has written"):
+        with pytest.raises(StoreError, match="removing the objects of an aborted save"):
             await attempt.abort()
         sim.faults.clear()

@@ -104,7 +104,7 @@ async def test_an_abort_that_cannot_read_the_record_removes_nothing(sim: Simulat
         attempt, share = await shared(store, other)
         await share.put(data_path(SAVE_ID, "p1"), b"x")
         sim.faults.append(Fault(kind="get_object", key="*/checkpoint.json", number=0, status=403))
-        with pytest.raises(StoreError, match="removing what an aborted save has written"):
+        with pytest.raises(StoreError, match="removing the objects of an aborted save"):
             await share.abort()
         sim.faults.clear()
         assert f"1/{data_path(SAVE_ID, 'p1')}" in names(sim)
@@ -168,7 +168,7 @@ async def test_orphans_that_cannot_be_removed_are_logged(
         with caplog.at_level(logging.WARNING):
             await share.leave()
             await other.close()
-        assert "objects that were sent twice could not be removed" in caplog.text
+        assert "orphaned data objects could not be removed" in caplog.text
         sim.faults.clear()
         await attempt.abort()
 
@@ -188,7 +188,7 @@ async def test_what_cannot_be_removed_after_the_commit_is_logged(
         with caplog.at_level(logging.WARNING):
             await attempt.publish(record)
             await store.close()
-        assert "what its processes have passed on could not be removed" in caplog.text
+        assert "files exchanged by its processes could not be removed" in caplog.text
         sim.faults.clear()
     assert exchanged(sim) == [MARK]
     async with opened("obstore", sim) as again:
@@ -232,7 +232,9 @@ async def test_an_attempt_that_cannot_be_marked_nor_cleaned_up_fails_for_the_mar
         with pytest.raises(StoreError, match=r"-x-\.begun: writing .* failed") as caught:
             await store.begin("1", SAVE_ID, shared=True)
         (note,) = caught.value.__notes__
-        assert "cleaning up failed too: " in note and "removing what an aborted save" in note
+        assert (
+            "cleaning up failed too: " in note and "removing the objects of an aborted save" in note
+        )
         sim.faults.clear()
 
 

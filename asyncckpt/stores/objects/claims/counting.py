@@ -1,8 +1,7 @@
 """Claims of a root on an object store: which records count, and which writers are fenced.
 
-On an object store no directory can be taken away from a stopped writer: when it wakes up, it makes
-the request that it was about to make. A takeover does not prevent that. It decides which records
-count::
+A stopped writer cannot be locked out of an object store: when it wakes up, it makes the request
+that it was about to make. A takeover does not prevent that. It decides which records count::
 
     .asyncckpt/claim-<e>              created on condition that there is none
     .asyncckpt/inherited-<e>          save ids of the records that counted when claim e was made
@@ -12,29 +11,27 @@ A record of epoch k counts if k is 0, or if no claim above k has a list, or if t
 names it or one that it replaced. Every reader of a record checks that.
 """
 
-# Rule 1: the order of a takeover is claim, listing, list, and only then its first record. The order
-#   of a save is record, then a look for the next claim; without one, the save is acknowledged. In
-#   every interleaving, either the listing comes after the record, and the list names it, or the
-#   writer sees the claim and acknowledges nothing.
-#   (test_a_writer_that_was_stopped_anywhere_is_fenced)
-# Rule 2: by induction, every later list names all that was acknowledged before its claim: at its
-#   listing, the highest list names it, or there is no list above it. Which list was the highest at
-#   that moment does not matter.
-#   (test_any_sequence_of_saves_and_takeovers_is_one_history)
+# Rule 1: the order of a takeover is claim, listing, list, first record. The order of a save is
+#   record, check for the next claim, acknowledgement. In every interleaving, either the listing
+#   comes after the record, so the list names it, or the writer sees the claim and does not
+#   acknowledge. (test_a_writer_that_was_stopped_anywhere_is_fenced)
+# Rule 2: by induction, every later list names all records acknowledged before its claim: at its
+#   listing, the highest list names them, or there is no list above them. It does not matter which
+#   list was the highest then. (test_any_sequence_of_saves_and_takeovers_is_one_history)
 # Rule 3: only the highest list decides. A process that was stopped between claim and list may write
-#   its list an hour later, and would otherwise hide all that was saved since.
+#   its list an hour later, and would otherwise hide all later checkpoints.
 #   (test_a_list_that_comes_late_hides_nothing)
-# Rule 4: a claim without a list, or with a damaged one, decides nothing about records. A crash in a
-#   takeover hides no checkpoint. (test_a_claim_without_its_list_hides_nothing)
+# Rule 4: a claim without a list, or with a damaged one, does not affect which records count. A
+#   crash in a takeover hides no checkpoint. (test_a_claim_without_its_list_hides_nothing)
 # Rule 5: claims are read after the record was read or written. An earlier answer would miss a
-#   takeover in between.
-#   (test_a_reader_asks_for_the_claims_after_it_has_read_the_record)
-# Rule 6: a writer that was stopped while it replaced a record replaces it when it wakes up: its
-#   condition is the old record, which no takeover changes. The list names the old one, and the step
-#   would be lost. So the writer first notes what it is about to replace, and the new record counts
-#   in its place. (test_a_replacement_that_comes_late_takes_the_place_of_what_it_replaced)
-# Rule 7: claims and lists never change, and claims are never removed. So the next claim after e, if
-#   any, is e + 1, and one request finds it.
+#   takeover in between. (test_a_reader_asks_for_the_claims_after_it_has_read_the_record)
+# Rule 6: a writer that was stopped before replacing a record still does so when it wakes up: its
+#   condition is the old record, which no takeover changes. The list names only the old record, so
+#   the step would be lost. So the writer first notes what it is about to replace, and the new
+#   record counts as the old one.
+#   (test_a_replacement_that_comes_late_takes_the_place_of_what_it_replaced)
+# Rule 7: claims and lists never change, and claims are never removed. So the claim after e, if any,
+#   is e + 1, and one request finds it.
 
 from __future__ import annotations
 
@@ -53,13 +50,7 @@ from asyncckpt.format.claim import (
     decode_inherited,
 )
 from asyncckpt.log import logger
-from asyncckpt.stores.claims import (
-    CLAIM,
-    INHERITED,
-    claim_name,
-    fenced_error,
-    inherited_name,
-)
+from asyncckpt.stores.claims import CLAIM, INHERITED, claim_name, fenced_error, inherited_name
 from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import join
@@ -72,13 +63,13 @@ _REPLACES = re.compile(r"replaces-([0-9a-f]{32})-([0-9a-f]{32})")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one listing showed.
+    """Result of one listing.
 
     Attributes:
         claims: epochs of the claims, ascending.
         lists: epochs of the claims with a list, ascending.
-        replaced: save ids of replaced records by those of the records that replaced them; several
-            where other saves were faster.
+        replaced: for the save id of a record, those of the records that it replaced, or wanted to
+            replace when another save was faster.
     """
 
     claims: tuple[int, ...] = ()
@@ -87,10 +78,10 @@ class Seen:
 
 
 class Claims:
-    """The claims of one root, as they are at each call.
+    """The claims of one root, read anew by each call.
 
-    All methods raise `StoreError` where the store fails, and `UnsupportedFormatError` where a list
-    that decides is of a newer release.
+    All methods raise `StoreError` if the store fails, and `UnsupportedFormatError` if the deciding
+    list is of a newer release.
 
     Args:
         requests: of the store.
@@ -104,7 +95,7 @@ class Claims:
         self._seen = Seen()
 
     async def seen(self) -> Seen:
-        """Return the result of a listing that begins after this call. Waiting calls share one."""
+        """Return the result of a listing that begins after this call. Waiting calls share it."""
         wanted = self._begun + 1
         async with self._lock:
             if self._done < wanted:
@@ -127,19 +118,19 @@ class Claims:
         return True
 
     async def check(self, epoch: int, location: str = "", *, visible: bool | None = False) -> None:
-        """Raise `FencedError` (see `fenced_error`) for a higher claim; epoch 0 is below none."""
+        """Raise `FencedError` (see `fenced_error`) if there is a higher claim than `epoch` > 0."""
         if epoch and (data := await self._read(claim_name(epoch + 1), CLAIM_NBYTES)) is not None:
             successor = decode_claim(data)
             url = self._requests.url
             raise fenced_error(url, epoch, successor, location=location, visible=visible)
 
     async def begin_replacing(self, old: str, new: str, epoch: int, location: str) -> None:
-        """Check the claim, if any, and note that the record with the save id `old` is replaced."""
+        """Check the claim, if any, and note that the save `new` is about to replace `old`."""
         if epoch:
             await self.check(epoch, location)
-            key = join(CONTROL, _replaces(new, old))
-            with reported("noting what is replaced", self._requests.location(key)):
-                await self._requests.replace(key, b"")
+            name = _replaces(new, old)
+            with reported("noting what is replaced", self._location(name)):
+                await self._requests.replace(join(CONTROL, name), b"")
 
     async def end_replacing(self, old: str, new: str, epoch: int) -> None:
         """Remove the note of a replacement that was acknowledged. Raises `RequestError`."""
@@ -174,8 +165,8 @@ class Claims:
             inherited = self._inherited[epoch] = decode_inherited(data, location=location)
             if inherited is None:
                 logger.warning(
-                    "%s: not a valid list of checkpoints; it is ignored, so that steps of "
-                    "processes that were taken over may be listed until the next takeover",
+                    "%s: not a valid list of checkpoints; ignored, so steps of fenced processes "
+                    "may be listed until the next takeover",
                     location,
                 )
         return self._inherited[epoch]
@@ -196,7 +187,7 @@ def _replaces(new: str, old: str) -> str:
 
 
 def _line(save_id: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
-    """Return a save id and all that it replaced, directly or indirectly."""
+    """Return a save id and all save ids that it replaced, directly or indirectly."""
     line, found = {save_id}, [save_id]
     while found:
         older = set(replaced.get(found.pop(), ())) - line

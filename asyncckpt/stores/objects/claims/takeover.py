@@ -1,4 +1,4 @@
-"""Takeover of a root on an object store: the claim, then the list that it inherits."""
+"""Takeover of a root on an object store: the claim, then its list of inherited checkpoints."""
 
 # Rule 1: the listing begins once the claim exists, and nothing is committed under the claim before
 #   its list exists: stores/objects/claims/counting.py, rule 1.
@@ -6,13 +6,7 @@
 from __future__ import annotations
 
 from asyncckpt.flow.shield import mapped
-from asyncckpt.format.claim import (
-    CLAIM_NBYTES,
-    Claim,
-    decode_claim,
-    encode_claim,
-    encode_inherited,
-)
+from asyncckpt.format.claim import CLAIM_NBYTES, Claim, decode_claim, encode_claim, encode_inherited
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.stores.claims import claim_name, inherited_name, lost_error, new_claim
 from asyncckpt.stores.objects.context import Context, Record
@@ -39,8 +33,7 @@ async def take_over(context: Context) -> Claim:
     with reported("making a claim", requests.location(key)):
         if not await requests.create(key, data):
             found = await requests.read(key, max_nbytes=CLAIM_NBYTES)
-            # Otherwise an earlier try made it, and its response was lost.
-            if found != data:
+            if found != data:  # else an earlier try made it, and its response was lost
                 raise lost_error(requests.url, made.epoch, decode_claim(found or b""))
     with reported("listing what the claim inherits", requests.url):
         inherited = encode_inherited(made.epoch, await _committed(context))
@@ -66,11 +59,11 @@ async def _committed(context: Context) -> list[str]:
 
 
 async def _record(context: Context, name: str) -> Record | None:
-    """Return the record, if possible from its unchecked beginning."""
+    """Return the record, from its unchecked head if possible."""
     head = await context.read_head(name)
     if head is None:
         return None
-    # A list may name too much: readers check whether a record is valid.
+    # A list may name too many records: readers check whether a record is valid.
     outline, epoch = context.outline_of(head, head=True), context.epoch_of(head)
     if outline is None or epoch is None:
         return await context.read_record(name)

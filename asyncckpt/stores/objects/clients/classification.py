@@ -1,4 +1,4 @@
-"""Classification of client-library errors: one table for all libraries, and what may be shown.
+"""Classification of client-library errors by one table, and removal of credentials from their text.
 
 No library is imported: errors are recognized by their class names and attributes.
 """
@@ -7,7 +7,7 @@ No library is imported: errors are recognized by their class names and attribute
 #   OSError whose cause has status and code; obstore gives only text: one line for people, then the
 #   whole response, then a dump of the layers below.
 # Rule 2: no text of an error is shown before `one_line` has removed possible credentials. Messages
-#   about keys and signatures may repeat them, so those in obstore's text are left out.
+#   about keys and signatures may repeat them, so those in obstore's text are omitted.
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 from asyncckpt.stores.objects.clients.client import Kind, RequestError
 
-# HTTP statuses, codes, class names and errnos. Codes of S3:
-# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html, and what compatible stores
-# add; of GCS, the `reason` of https://cloud.google.com/storage/docs/json_api/v1/status-codes.
-# Of an error's classes the most derived one in the table decides.
+# HTTP statuses, codes, class names and errnos. Codes of S3 and compatible stores:
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html; of GCS, the `reason` in
+# https://cloud.google.com/storage/docs/json_api/v1/status-codes. Of an error's classes, the most
+# derived one in the table decides.
 _TABLE: dict[Kind, str] = {
     "missing": """
         404 410 NoSuchKey NoSuchUpload NoSuchVersion notFound FileNotFoundError NotFoundError
@@ -43,7 +43,7 @@ _TABLE: dict[Kind, str] = {
     "timeout": """
         408 RequestTimeout RequestTimeoutException ReadTimeoutError ConnectTimeoutError
         ServerTimeoutError Timeout TimeoutError ETIMEDOUT""",
-    # A digest that does not match: the body was damaged in transit and can be sent again.
+    # A wrong digest: the body was damaged in transit and can be sent again.
     "connection": """
         BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch EndpointConnectionError
         ConnectionClosedError HTTPClientError ProxyConnectionError ClientConnectionError
@@ -127,14 +127,14 @@ _DUMPED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
 )
 
 DETAIL_LENGTH = 300
-"""Longest detail, in characters."""
+"""Maximum length of a detail, in characters."""
 
 HIDDEN_MIN_LENGTH = 4
 """Shorter option values are no credentials, and hiding them would cut common words."""
 
 
 def request_error(error: BaseException, hidden: Collection[str] = ()) -> RequestError:
-    """Classify a library's error; show neither the texts in `hidden` nor other credentials."""
+    """Classify a library's error; its detail shows neither texts in `hidden` nor credentials."""
     if isinstance(error, RequestError):
         return error
     chain = list(_chain(error))
@@ -143,7 +143,7 @@ def request_error(error: BaseException, hidden: Collection[str] = ()) -> Request
         if "GoogleAuthError" in _names(link) and getattr(link, "retryable", False):
             return RequestError("connection", one_line(_text(link), hidden))
         if str(link).startswith("Cannot follow redirect"):
-            # aiohttp does not send a body again; botocore takes that for a closed connection.
+            # aiohttp cannot send a body again; botocore reports that as a closed connection.
             return RequestError("endpoint", "the server redirects the upload")
     for link in chain:
         if (found := _response(link, hidden)) is not None:
@@ -167,7 +167,7 @@ def status_error(
     if code is not None and code.isdigit() and not 100 <= status < 600:
         status = int(code)
     kind = KINDS.get(code or "")
-    # Some codes say less than their status or message.
+    # Some codes are less specific than the status or message.
     if 300 <= status < 400:
         kind = "endpoint"
     if status in (401, 408, 507):
@@ -185,29 +185,21 @@ def status_error(
         one_line(f"HTTP {status}, {said}", hidden),
         status=status or None,
         # Object stores do not use the other form of the header, a date.
-        retry_after_s=float(retry_after or 0)
-        if re.fullmatch("[0-9]+", retry_after or "")
-        else None,
+        retry_after_s=float(retry_after) if retry_after and retry_after.isdecimal() else None,
     )
     failure.hint = _HINTS.get(code or "")
     return failure
 
 
 def foreign_answer(kind: Kind, status: int, headers: Mapping[str, str]) -> RequestError:
-    """Return the error for a success that no object store has sent, like a login page.
+    """Return the error for a success that is not an object store's answer, like a login page.
 
-    Args:
-        kind: `endpoint`; for a write `connection`, because it is like a lost answer: the store may
-            have got the request or not.
-        status: of the answer.
-        headers: of the answer, whose names may be in any case.
+    Its `kind` is `endpoint`, or `connection` for a write: as after a lost answer, the store may or
+    may not have received the request.
     """
     content_type = headers.get("Content-Type") or headers.get("content-type") or "no content type"
-    return RequestError(
-        kind,
-        one_line(f"HTTP {status}, {content_type}: {FOREIGN}"),
-        status=status,
-    )
+    detail = one_line(f"HTTP {status}, {content_type}: {FOREIGN}")
+    return RequestError(kind, detail, status=status)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -251,7 +243,7 @@ def _names(error: BaseException) -> list[str]:
 def _kind(error: BaseException) -> Kind | None:
     names, text = _names(error), str(error).lower()
     if not _TLS_CLASSES.isdisjoint(names):
-        # An interrupted handshake may succeed later; a wrong certificate will not.
+        # An interrupted handshake may succeed later, unlike a wrong certificate.
         wrong = "certificate" in text or "wrong_version_number" in text or "wrong version" in text
         return "endpoint" if wrong else "connection"
     if type(error) is OSError and text.startswith("forbidden: "):
@@ -285,7 +277,7 @@ _SYSTEM = re.compile(r'kind: \w+,\s+message: "([^"]{1,100})"')
 
 
 def obstore_error(error: BaseException, hidden: Collection[str] = ()) -> RequestError:
-    """Classify an error of obstore by its text; its status is 416 past the object's end."""
+    """Classify an error of obstore by its text, with status 416 past the object's end."""
     text, _, dump = str(error).partition(_DUMP)
     status, code = _STATUS.search(text), _CODE.search(text)
     verb = f"{found[1]}: " if (found := _VERB.search(text)) is not None else ""
@@ -294,7 +286,7 @@ def obstore_error(error: BaseException, hidden: Collection[str] = ()) -> Request
         past_the_end = 416 if "StartTooLarge" in dump else None
         return RequestError(kind, one_line(verb + detail, hidden), status=past_the_end)
     said, name = _MESSAGE.search(text), (code[1] or code[2]) if code is not None else None
-    # Without a status it is about one of many keys, in a response with status 200.
+    # An error without a status concerns one of many keys, in a response with status 200.
     failure = status_error(
         int(status[1]) if status else 200, name, html.unescape(said[1]) if said else "", hidden
     )
@@ -341,7 +333,7 @@ _SECRETS = re.compile(
 
 
 def one_line(text: str, hidden: Collection[str] = ()) -> str:
-    """Return the text as one short line, without `hidden` and possible credentials."""
+    """Return the text as one short line, without `hidden` texts and possible credentials."""
     names: set[str] = set(hidden)
     for value in hidden:
         # Errors may name only the host of an endpoint.
@@ -356,7 +348,7 @@ def one_line(text: str, hidden: Collection[str] = ()) -> str:
 
 
 def hidden_values(options: Mapping[str, Any]) -> frozenset[str]:
-    """Return every text in the options at any depth: none of it may be shown."""
+    """Return every text in the options at any depth, none of which may be shown."""
     found: set[str] = set()
     pending: list[Any] = list(options.values())
     while pending:

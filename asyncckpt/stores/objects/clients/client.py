@@ -1,6 +1,6 @@
 """The protocol of an object-store client, and the failures that a client reports.
 
-One call of an `ObjectClient` is one request, or as few as its library needs. A client neither
+One call of an `ObjectClient` is one request, or as few as its library allows. A client neither
 retries nor limits requests; `Requests` adds retries, deadlines and limits for all clients.
 """
 
@@ -27,12 +27,12 @@ Body = bytes | bytearray | memoryview | Bytes
 """A contiguous one-dimensional buffer of bytes."""
 
 Take = Callable[[Sequence[Body]], Awaitable[None]]
-"""Takes the next bytes of a response, which lie in these buffers."""
+"""Consumer of the next bytes of a response, which are in these buffers."""
 
 STEP_NBYTES = 1 * MIB
-"""Bytes of a response that are passed on at a time. Their copy and check in a worker thread take
-twice as long as the hops there and back, and the allocator uses their memory again: the first touch
-of fresh memory would take longer than both."""
+"""Bytes of a response that are passed on at a time. Copying and checking them in a worker thread
+takes twice as long as switching there and back, and the allocator reuses their memory: the first
+touch of fresh memory would take longer than both."""
 
 PUT_MAX_NBYTES = 4 * GIB
 """Largest body of one `put`; Azure takes 5,000 MiB, others more."""
@@ -64,12 +64,12 @@ class RequestError(Exception):
     """One request failed.
 
     Attributes:
-        kind: what a caller can do about it.
+        kind: category, which determines what a caller can do.
         detail: one line from the server or the library, without credentials.
         status: HTTP status, or None.
-        retry_after_s: seconds that the server asks to wait, or None.
-        left: after a deletion of several keys, those that may still exist; None: all of them.
-        hint: what to do, where it does not follow from the kind.
+        retry_after_s: wait requested by the server in seconds, or None.
+        left: after a deletion of several keys, those that may still exist; None for all.
+        hint: what to do, if the kind does not imply it.
     """
 
     left: Sequence[str] | None = None
@@ -99,37 +99,37 @@ class RequestError(Exception):
 
     @property
     def concerns_one_object(self) -> bool:
-        """Whether one object was changed too often, which says nothing about other requests.
+        """Whether only one object was changed too often, so that other requests need not slow down.
 
-        Google Cloud Storage allows one change per object and second and answers more with 429, as
-        any excess; for the words see https://cloud.google.com/storage/docs/gcs429.
+        Google Cloud Storage allows one change per object and second, and rejects more with 429 and
+        these words: https://cloud.google.com/storage/docs/gcs429.
         """
         return self.kind == "throttled" and "object mutation operations" in self.detail
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTraits:
-    """What a client can do, and what it costs.
+    """Capabilities and costs of a client.
 
     The client declares these; the store also probes the conditional requests.
 
     Attributes:
         name: the library, for errors and reports: ``"s3fs"``, ``"gcsfs"``, ``"obstore"``, …
-        put_copies: copies of a body that exist beside it while it is being sent.
-        get_copies: copies of a response in memory until `get` returns, the returned one included.
+        put_copies: additional copies of a body while it is being sent.
+        get_copies: copies of a response in memory until `get` returns, including the returned one.
         receive_nbytes: memory that `receive` needs for a response of any length; None if it passes
-            on all at once.
-        conditional_create: of several `put(create=True)` of one key exactly one succeeds; the
-            server decides, or for a filesystem inside this process a lock.
+            the response on all at once.
+        conditional_create: exactly one of several `put(create=True)` of a key succeeds, decided by
+            the server, or by a lock for a filesystem inside this process.
         conditional_replace: `replace` is available.
         conditional_delete: `delete_version` is available.
         repeats: the library may repeat a PUT whose response was lost, so that a refused
             conditional PUT may have been written.
         multipart: the client can send objects in parts.
         parallel_parts: parts may be sent in any order and concurrently.
-        part_min_nbytes: smallest part other than the last; parts are multiples of
+        part_min_nbytes: minimum size of all parts but the last; parts are multiples of
             `part_multiple_nbytes`.
-        part_max_count: most parts of an object.
+        part_max_count: maximum number of parts of an object.
     """
 
     name: str
@@ -149,7 +149,7 @@ class ClientTraits:
 
 @contextlib.contextmanager
 def unless_missing() -> Iterator[None]:
-    """End the block if a request finds no such object; raise all other errors."""
+    """Suppress the error of a request that found no such object, which ends the block."""
     try:
         yield
     except RequestError as error:
@@ -161,10 +161,10 @@ class Listed(NamedTuple):
     """One entry of a listing.
 
     Attributes:
-        key: relative to the client's prefix; a common prefix comes without the `/` at its end.
+        key: relative to the client's prefix, without the `/` at the end of a common prefix.
         nbytes: size of the object; 0 for a common prefix.
         is_prefix: whether the entry is a common prefix.
-        modified_s: seconds since 1970 when the object was written, by the server's clock; 0.0
+        modified_s: when the object was written, in seconds since 1970 by the server's clock; 0.0
             if unknown.
         checksum: the server's tag of the contents (S3: ETag, GCS: MD5), equal for objects of one
             bucket with equal bytes that were sent by one PUT each; "" if unknown.
@@ -187,8 +187,8 @@ class PendingParts(NamedTuple):
 class ObjectClient(Protocol):
     """A prefix of a bucket, through one client library. Bound to one event loop.
 
-    Clients override conditional changes and multipart uploads as their traits say; the defaults
-    refuse them.
+    The defaults refuse conditional changes and multipart uploads; clients override what their
+    traits declare.
     """
 
     url: str
@@ -201,12 +201,12 @@ class ObjectClient(Protocol):
         """Store `body` as the object, durable and visible; with `create`, only if there is none.
 
         Raises:
-            RequestError: with `create` `exists` if there is one, `conflict` as in `replace`.
+            RequestError: with `create`, `exists` if there is one, `conflict` as in `replace`.
         """
         ...
 
     async def get(self, key: str, start: int, stop: int) -> Body:
-        """Return bytes `start` to `stop` of the object: fewer, or none, where it ends before.
+        """Return bytes `start` to `stop` of the object; fewer, or none, if it ends earlier.
 
         One request with both bounds; `0 <= start < stop`.
 
@@ -218,10 +218,10 @@ class ObjectClient(Protocol):
     async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
         """Pass on the bytes that `get` would return, in order, as they arrive.
 
-        One call of `take` at a time; its errors are raised.
+        Calls `take` once at a time, and raises its errors.
 
         Raises:
-            RequestError: as `get`; bytes may have been passed on before.
+            RequestError: as `get`, possibly after some bytes were passed on.
         """
         await take([await self.get(key, start, stop)])
 
@@ -232,15 +232,15 @@ class ObjectClient(Protocol):
     async def version(self, key: str) -> str:
         """Return the version of the object's contents: an ETag (S3) or generation (GCS).
 
-        To read and then replace, ask for the version first: a change in between then makes the
-        replacement fail. Raises `RequestError`: `missing`.
+        To replace an object that you read, get the version before reading: a change in between
+        then makes the replacement fail. Raises `RequestError`: `missing`.
         """
         ...
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """Replace the object with `body`, only if it still has this version.
 
-        A retry after a lost response fails with `exists` if the first try succeeded: then read the
+        A retry after a lost response fails with `exists` if the first try succeeded: read the
         object back.
 
         Raises:
@@ -250,7 +250,7 @@ class ObjectClient(Protocol):
         raise _lacking(self, "conditional replacement")
 
     async def delete_version(self, key: str, *, version: str) -> None:
-        """Delete the object, only if it still has this version. A missing one is no error.
+        """Delete the object, only if it still has this version. A missing object is no error.
 
         Raises:
             RequestError: `exists` if it has another version, `conflict` as in `replace`.
@@ -258,15 +258,15 @@ class ObjectClient(Protocol):
         raise _lacking(self, "conditional deletion")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
-        """Return the entries below `prefix` (without `/` at its end) by key, never from a cache.
+        """Return the entries below `prefix` (without a final `/`), by key, never from a cache.
 
-        If not `recursive`, objects and common prefixes of one level. Leaves out the marker objects
-        of "directories". Stops after `limit` + 1 entries; empty if nothing exists.
+        If not `recursive`, the objects and common prefixes of one level. Omits the marker objects
+        of "directories". Returns at most `limit` + 1 entries.
         """
         ...
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete the objects. A missing one is no error."""
+        """Delete the objects. Missing ones are no error."""
         ...
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:

@@ -1,12 +1,12 @@
-"""The clients of s3fs and gcsfs: what they add to other fsspec filesystems.
+"""Clients of s3fs and gcsfs, with conditional requests and uploads in parts.
 
-fsspec has no methods for conditional replacement and deletion, nor for uploads in parts. They go
-through `_call_s3` and `_call`, which make one request of the S3 and JSON APIs.
+fsspec has no methods for these. They use `_call_s3` and `_call`, which make one request to the S3
+and JSON APIs.
 """
 
 # Rule 1: anyone with the URL of an upload session can write to it: no error shows it.
-# Rule 2: GCS accepts unfinished objects in multiples of 256 KiB, so the rest of a part is kept here
-#   until `complete_parts`, which alone finishes the object.
+# Rule 2: GCS accepts unfinished objects in multiples of 256 KiB, so the remainder of the last part
+#   is kept here until `complete_parts`, which finishes the object.
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ PART_UNIT_NBYTES = 256 * KIB
 """Unfinished uploads to GCS grow by multiples of this."""
 
 CONNECTIONS = 128
-"""Most connections of a session; botocore's default of 10 is below the limit of `Requests`."""
+"""Maximum connections of a session; botocore's default of 10 is below the limit of `Requests`."""
 
 SLICE_NBYTES = 256 * KIB
-"""Bytes handed to a connection at a time, which it may copy."""
+"""Bytes given to a connection at a time, which it may copy."""
 
 RECEIVE_NBYTES = 2 * MIB
-"""Memory of a response in transit: a step, and what its connection received meanwhile."""
+"""Memory of a response in transit: a step, and the data that its connection receives meanwhile."""
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
-"""Longest time without a byte on a connection; `Requests` sets the deadline of a whole request."""
+"""Maximum time without a byte on a connection; `Requests` sets the deadline of a whole request."""
 
 REFRESH_AHEAD = timedelta(minutes=10)
 """Google tokens that expire sooner are renewed in a thread: gcsfs would renew them 5 minutes before
-their end, and block the event loop."""
+they expire, and block the event loop."""
 
 _CANCELLED = 499
 """Status of a deleted upload: a success."""
 
 
 class SlicedBody:
-    """A body that aiohttp sends from where it is, only once, and that botocore takes for a file.
+    """A body that aiohttp sends without a copy, only once, and that botocore treats as a file.
 
-    Of `bytes` botocore makes a file, which is another copy, and keeps both beyond their request.
-    aiohttp repeats a PUT on a connection that was closed, if it can read the body again. A record
-    sent twice could replace what another writer put there in between.
+    botocore would copy `bytes` to a file, and keep both beyond the request. aiohttp repeats a PUT
+    on a closed connection if it can read the body again: a record sent twice could replace the
+    record that another writer put there in between.
     """
 
     def __init__(self, data: Body) -> None:
@@ -79,7 +79,7 @@ class SlicedBody:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the memory: libraries keep this object beyond its request."""
+        """Release the memory: libraries keep this object beyond its request."""
         self._view = memoryview(b"")
 
     def __len__(self) -> int:
@@ -95,11 +95,11 @@ class SlicedBody:
         return bytes(self._view[start : start + nbytes])
 
     def tell(self) -> int:
-        """Return where `read` goes on."""
+        """Return the position of `read`."""
         return self._at
 
     def seek(self, offset: int) -> None:
-        """Let `read` go on at `offset`."""
+        """Set the position of `read`."""
         self._at = offset
 
 
@@ -109,7 +109,7 @@ class SlicedBody:
 def s3_options(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `S3FileSystem`: the user's, with defaults for the rest.
 
-    Neither botocore nor s3fs retries. Checksums that not every store understands are off.
+    Turns off botocore's retries, and checksums that some stores do not support.
     """
     config: dict[str, Any] = {
         "max_pool_connections": CONNECTIONS,
@@ -129,7 +129,7 @@ def s3_options(storage_options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def s3_filesystem(storage_options: Mapping[str, Any]) -> Any:
-    """Return a connected filesystem of our own. Blocks; for a thread."""
+    """Return a connected filesystem of our own. Blocks; call it in a thread."""
     from s3fs import S3FileSystem  # type: ignore[import-untyped]
 
     filesystem = S3FileSystem(**s3_options(storage_options))
@@ -138,22 +138,21 @@ def s3_filesystem(storage_options: Mapping[str, Any]) -> Any:
 
 
 def connected(filesystem: Any) -> Any:
-    """Return the filesystem with a session for the loop that makes the first request.
+    """Return the filesystem with a session; the first request binds that to its event loop.
 
-    Blocks; for a thread: botocore reads its descriptions of S3, configuration and credentials. The
-    first request makes aiohttp's session, which belongs to a loop.
+    Blocks; call it in a thread: botocore reads its data about S3, configuration and credentials.
     """
     asyncio.run(_connect(filesystem))
     return filesystem
 
 
 async def _connect(filesystem: Any) -> None:
-    # botocore sends `Expect: 100-continue` with every body, and aiohttp waits for the response
-    # without limit: a round trip, and on some stores for ever.
+    # botocore sends `Expect: 100-continue` with every body, and aiohttp waits for the response: a
+    # round trip, and on some stores forever.
     client = await filesystem.set_session()
     client.meta.events.register("before-send.s3", _not_expecting)
     client.meta.events.register("response-received.s3", _check_answer)
-    # Bodies protected by TLS, or that never leave the machine, are not hashed for the signature:
+    # Bodies that are protected by TLS, or stay on this machine, are not hashed for the signature:
     # that would take 0.7 CPU-seconds per GiB on the event loop.
     config = client.meta.config
     settings = config.s3 or {}
@@ -170,10 +169,10 @@ _DOCUMENT = re.compile(rb"<(?:\w+:)?(?:List\w*Result|Error)\b")
 
 
 def _check_answer(response_dict: Mapping[str, Any] | None, event_name: str, **_: Any) -> None:
-    """Raise for a page in place of a listing or of a range of an object, and for status 300.
+    """Raise for a web page instead of a listing or of a range of an object, and for status 300.
 
-    To botocore any document without entries is an empty listing, one that it cannot parse a failure
-    of S3, and 300 a success.
+    botocore takes any document without entries for an empty listing, one that it cannot parse for a
+    failure of S3, and status 300 for a success.
     """
     if response_dict is None:
         return
@@ -191,16 +190,13 @@ def _check_answer(response_dict: Mapping[str, Any] | None, event_name: str, **_:
 
 
 def is_protected(endpoint: str) -> bool:
-    """Return whether bodies are safe from changes in transit: by TLS, or on this machine."""
+    """Return whether TLS protects bodies in transit, or they stay on this machine."""
     url = urlsplit(endpoint)
     return url.scheme == "https" or url.hostname in ("127.0.0.1", "::1", "localhost")
 
 
 async def passed_on(response: Any, take: Take) -> None:
-    """Pass on what aiohttp receives, in steps, of the pieces in which it comes.
-
-    A response that is not taken to its end closes its connection.
-    """
+    """Pass the response on in steps, as aiohttp receives it; on failure close its connection."""
     pieces: list[Body] = []
     nbytes = 0
     try:
@@ -218,7 +214,7 @@ async def passed_on(response: Any, take: Take) -> None:
 
 
 class S3Client(FsspecClient):
-    """Objects in a bucket of S3, or of a store that speaks its protocol."""
+    """Objects in a bucket of S3 or a compatible store."""
 
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
         traits = ClientTraits(
@@ -239,16 +235,16 @@ class S3Client(FsspecClient):
 
     @contextlib.asynccontextmanager
     async def _sendable(self, body: Body) -> AsyncIterator[SlicedBody | bytearray]:
-        """Give what botocore sends for the body."""
+        """Yield the object for botocore to send."""
         if self._session.ours:
             with SlicedBody(body) as data:
                 yield data
         else:
-            # From files botocore sends `Expect: 100-continue`; see `_connect`.
+            # With files, botocore sends `Expect: 100-continue`; see `_connect`.
             yield await self._session.in_thread(bytearray, body)
 
     async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
-        """See `ObjectClient`; a filesystem on another loop passes all on at once."""
+        """See `ObjectClient`; a filesystem on another loop passes everything on at once."""
         if not self._session.ours:
             return await super().receive(key, start, stop, take)
         try:
@@ -262,13 +258,13 @@ class S3Client(FsspecClient):
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         async with self._sendable(body) as data:
-            await self._tagged("put_object", key, Body=data, **_condition(create))
+            await self._confirmed("ETag", "put_object", key, Body=data, **_s3_condition(create))
         (await self._request(self._session.filesystem())).invalidate_cache(self._path(key))
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
         async with self._sendable(body) as data:
-            await self._tagged("put_object", key, Body=data, IfMatch=version)
+            await self._confirmed("ETag", "put_object", key, Body=data, IfMatch=version)
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
@@ -276,13 +272,13 @@ class S3Client(FsspecClient):
             await self._s3("delete_object", key, IfMatch=version)
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
-        return await self._told("UploadId", "create_multipart_upload", key)
+        return await self._confirmed("UploadId", "create_multipart_upload", key)
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
         """See `ObjectClient`; returns the part's ETag."""
         part = {"UploadId": upload, "PartNumber": number + 1}
         async with self._sendable(body) as data:
-            return await self._tagged("upload_part", key, **part, Body=data)
+            return await self._confirmed("ETag", "upload_part", key, **part, Body=data)
 
     async def complete_parts(
         self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
@@ -294,8 +290,8 @@ class S3Client(FsspecClient):
                 response was lost completed it.
         """
         parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(tags, 1)]
-        whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
-        await self._tagged("complete_multipart_upload", key, **whole, **_condition(create))
+        whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **_s3_condition(create)}
+        await self._confirmed("ETag", "complete_multipart_upload", key, **whole)
 
     async def abort_parts(self, key: str, upload: str) -> None:
         with unless_missing():
@@ -318,11 +314,8 @@ class S3Client(FsspecClient):
             if marker := page.get("NextUploadIdMarker"):
                 where["UploadIdMarker"] = marker
 
-    async def _tagged(self, method: str, key: str, **arguments: Any) -> str:
-        return await self._told("ETag", method, key, **arguments)
-
-    async def _told(self, name: str, method: str, key: str, **arguments: Any) -> str:
-        """Return what every S3 answers to this write: without it, the answer is another's."""
+    async def _confirmed(self, name: str, method: str, key: str, **arguments: Any) -> str:
+        """Return a value that every object store includes in its answer to this write."""
         found = await self._s3(method, key, **arguments)
         if value := found.get(name):
             return str(value)
@@ -334,7 +327,7 @@ class S3Client(FsspecClient):
         return await self._call("_call_s3", method, Bucket=self._bucket, Key=path, **arguments)
 
 
-def _condition(create: bool) -> dict[str, str]:
+def _s3_condition(create: bool) -> dict[str, str]:
     return {"IfNoneMatch": "*"} if create else {}
 
 
@@ -360,24 +353,24 @@ def gcs_options(storage_options: Mapping[str, Any], hidden: Collection[str]) -> 
 
 
 def gcs_filesystem(storage_options: Mapping[str, Any], hidden: Collection[str]) -> Any:
-    """Return a filesystem of our own. Blocks; for a thread: it may ask the metadata server."""
-    # The class itself: that of the registry asks every bucket over gRPC for its kind.
+    """Return a filesystem of our own. Blocks: it may query the metadata server."""
+    # The class of fsspec's registry would query the kind of every bucket over gRPC.
     from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
 
     return GCSFileSystem(**gcs_options(storage_options, hidden))
 
 
 _TAKE: ContextVar[Take | None] = ContextVar("_TAKE", default=None)
-"""What takes the response to the present task's request."""
+"""Consumer of the response to the current task's request."""
 
 
 class _Checked:
     """A middleware of aiohttp that makes errors final and keeps the server's reasons.
 
     gcsfs (2026.10) retries up to six times, with pauses, and drops the reason of a refusal, but
-    raises a `RequestError` at once. For aiohttp some redirections of uploads are reads, which
-    succeed, though nothing is stored. Any JSON object without entries is an empty listing for
-    gcsfs.
+    raises a `RequestError` at once. aiohttp follows some redirections of uploads with reads, which
+    succeed although nothing is stored. gcsfs takes any JSON object without entries for an empty
+    listing.
     """
 
     def __init__(self, hidden: Collection[str]) -> None:
@@ -392,18 +385,18 @@ class _Checked:
             ranged = answer.status == 206 or "Content-Range" in answer.headers
             if take is not None and ranged and answer.status < 300:
                 await passed_on(answer, take)
-            content = await answer.read()  # kept by the response, for gcsfs
+            content = await answer.read()  # which the response keeps for gcsfs
         except ClientError as error:
             failure = request_error(error, self._hidden)
         else:
             if answer.status == 308 and "Location" not in answer.headers:
-                answer.status = 200  # an upload goes on; aiohttp would look for a redirection
+                answer.status = 200  # an upload continues; aiohttp expects a redirection
             if answer.status < 300 or answer.status == _CANCELLED:
                 known = ranged if "Range" in request.headers else b'"storage#' in content
                 if request.method == "GET" and not known:
                     raise foreign_answer("endpoint", answer.status, answer.headers)
                 return answer
-            code, message = _said(content)
+            code, message = _reason(content)
             retry_after = answer.headers.get("Retry-After")
             failure = status_error(
                 answer.status, code, message, self._hidden, retry_after=retry_after
@@ -411,7 +404,7 @@ class _Checked:
         raise failure
 
 
-def _said(content: bytes) -> tuple[str | None, str]:
+def _reason(content: bytes) -> tuple[str | None, str]:
     """Return the reason and message of an error of the JSON API."""
     text = content[: 64 * KIB].decode("utf-8", "replace")
     try:
@@ -449,7 +442,7 @@ class GcsClient(FsspecClient):
         return await super()._call(name, *args, **kwargs)
 
     async def _renew_token(self) -> None:
-        """Renew a token that ends soon in a worker thread: Google's library blocks."""
+        """Renew a token that expires soon, in a worker thread: Google's library blocks."""
         renewable = (await self._session.filesystem()).credentials
         token = renewable.credentials
         expiry = getattr(token, "expiry", None)
@@ -458,7 +451,7 @@ class GcsClient(FsspecClient):
             await self._session.in_thread(renewable.maybe_refresh)
 
     async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
-        """See `ObjectClient`; gcsfs reads all, so `_Checked` passes it on before."""
+        """See `ObjectClient`; gcsfs reads whole responses, so `_Checked` passes them on before."""
         if not self._session.ours:
             return await super().receive(key, start, stop, take)
         before = _TAKE.set(take)
@@ -469,8 +462,7 @@ class GcsClient(FsspecClient):
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `_pipe_file` would copy the body twice, on the event loop."""
-        where = {"ifGenerationMatch": "0"} if create else {}
-        await self._put_media(key, body, **where)
+        await self._put_media(key, body, **_gcs_condition(create))
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by generation."""
@@ -484,29 +476,27 @@ class GcsClient(FsspecClient):
                 await self._call(*request, ifGenerationMatch=version)
             except RequestError as error:
                 if error.kind == "exists":
-                    # For GCS a missing object has another generation.
-                    await self.size(key)
+                    await self.size(key)  # GCS answers the same for a missing object
                 raise
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         """See `ObjectClient`; the id is the URL of the session."""
-        condition = {"ifGenerationMatch": "0"} if create else {}
-        headers, _ = await self._upload(key, "resumable", **condition)
+        headers, _ = await self._upload(key, "resumable", **_gcs_condition(create))
         if "Location" not in headers:
             raise foreign_answer("connection", 200, headers)
         return str(headers["Location"])
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
-        """See `ObjectClient`; parts are sent in order, each after the one before it."""
+        """See `ObjectClient`; parts are sent one after the other, in order."""
         data = memoryview(body)
         end = offset + len(data) // PART_UNIT_NBYTES * PART_UNIT_NBYTES
         self._tails[upload] = (end, bytes(data[end - offset :]))
         at = offset
-        while at < end:  # the server may store less than it was sent
+        while at < end:  # the server may store less than was sent
             rest = data[at - offset : end - offset]
             stored = await self._chunk(upload, rest, f"bytes {at}-{end - 1}/*")
             if stored is None or stored <= at:
-                raise RequestError("short", "the store has stored nothing of a part")
+                raise RequestError("short", "the store has stored none of a part")
             at = stored
         return ""
 
@@ -527,9 +517,9 @@ class GcsClient(FsspecClient):
             await self._call("_call", "DELETE", upload)
 
     def _sendable(self, body: Body) -> contextlib.AbstractContextManager[Any]:
-        """Give what aiohttp sends for the body."""
-        # Without `_Checked` it looks for a redirection, which needs a body that it can send again;
-        # before Python 3.12.9 it joins that with the headers.
+        """Return the object for aiohttp to send, as a context manager."""
+        # Without `_Checked`, aiohttp follows redirections and needs a body that it can send again;
+        # before Python 3.12.9 it joins the body with the headers.
         return SlicedBody(body) if self._session.ours else contextlib.nullcontext(memoryview(body))
 
     async def _put_media(self, key: str, body: Body, **condition: str) -> None:
@@ -549,7 +539,7 @@ class GcsClient(FsspecClient):
         )
 
     async def _chunk(self, upload: str, body: bytes | memoryview, span: str) -> int | None:
-        """Send a chunk; return the number of bytes stored so far, or None for a finished object."""
+        """Send a chunk; return the number of bytes stored so far, or None if that completes it."""
         headers = {"Content-Range": span, "Content-Length": str(len(body))}
         with self._sendable(body) as data:
             found, content = await self._call("_call", "PUT", upload, headers=headers, data=data)
@@ -558,6 +548,10 @@ class GcsClient(FsspecClient):
             _check_stored(found, content, int(total))
             return None
         return int(found.get("Range", "bytes=0--1").partition("-")[2]) + 1
+
+
+def _gcs_condition(create: bool) -> dict[str, str]:
+    return {"ifGenerationMatch": "0"} if create else {}
 
 
 def _check_stored(headers: Mapping[str, str], content: bytes, nbytes: int) -> None:

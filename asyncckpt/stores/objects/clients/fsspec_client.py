@@ -1,4 +1,4 @@
-"""The client of any fsspec filesystem, through the methods common to all."""
+"""Client of any fsspec filesystem, through the methods that all have in common."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 DELETES = 32
-"""Deletions of one `delete` in flight, each of one object."""
+"""Requests of one `delete` in flight, each for one object."""
 
 INLINE_NBYTES = 64 * KIB
 """Bodies up to this size are copied on the event loop; a thread would cost more."""
@@ -37,14 +37,14 @@ LOCATED: frozenset[Kind] = frozenset(("connection", "timeout", "endpoint"))
 """Failures whose detail names the endpoint."""
 
 _MEMORY_LOCK = threading.Lock()
-"""Held by every write to a memory filesystem: all of them share one dictionary."""
+"""Held by every write to a memory filesystem: all share one dictionary."""
 
 
 class FsspecClient(ObjectClient):
     """Objects below a path of an fsspec filesystem.
 
-    Methods of an async filesystem run on its loop, those of others in worker threads. Libraries
-    send `bytes`; other bodies are copied in a worker thread.
+    Methods of an async filesystem run on its loop, those of other filesystems in worker threads.
+    Libraries send `bytes`; other bodies are copied in a worker thread.
 
     Args:
         session: of the filesystem.
@@ -92,7 +92,7 @@ class FsspecClient(ObjectClient):
         try:
             found: Body = await self._call("_cat_file", self._path(key), start=start, end=stop)
         except RequestError as error:
-            # Past the end a server answers 416; other filesystems are less specific.
+            # Past the end, a server answers 416; other filesystems are less specific.
             if error.status != 416 and (error.kind != "invalid" or await self.size(key) > start):
                 raise
             return b""
@@ -106,7 +106,7 @@ class FsspecClient(ObjectClient):
         return str(info.get("generation") or info.get("ETag") or "")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
-        """See `ObjectClient`; libraries read all pages, whatever the limit."""
+        """See `ObjectClient`; libraries read all pages, regardless of the limit."""
         path = self._path(prefix)
         entries: Iterable[Mapping[str, Any]] = ()
         with unless_missing():
@@ -118,7 +118,7 @@ class FsspecClient(ObjectClient):
         return sorted(_entries(entries, path, root, recursive=recursive))[: limit + 1]
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """See `ObjectClient`; one request for each object, several at once."""
+        """See `ObjectClient`; one request per object, several at once."""
         await each(self._delete, keys)
 
     async def close(self) -> None:
@@ -129,7 +129,7 @@ class FsspecClient(ObjectClient):
     async def _pipe(self, path: str, data: bytes | bytearray) -> None:
         try:
             await self._session.call("_pipe_file", path, data)
-        except FileNotFoundError:  # the directory of the object has to be made first
+        except FileNotFoundError:  # the object's directory is missing
             await self._session.call("_makedirs", path.rpartition("/")[0], exist_ok=True)
             await self._session.call("_pipe_file", path, data)
 
@@ -142,7 +142,7 @@ class FsspecClient(ObjectClient):
         return await self._session.in_thread(bytes, view)
 
     async def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a method of the filesystem; its errors become `RequestError`."""
+        """Return the result of a filesystem method; convert its errors to `RequestError`."""
         return await self._request(self._session.call(name, *args, **kwargs))
 
     async def _request(self, call: Awaitable[T]) -> T:
@@ -152,7 +152,7 @@ class FsspecClient(ObjectClient):
             raise
         except Exception as error:
             failure = request_error(error, self._hidden)
-            # Frames of the library hold the body, and s3fs keeps its error in one.
+            # Frames of the library hold the body; s3fs keeps its error in one.
             clear_frames(error.__traceback__)
         # Outside of `except`: the library's error must not be the context of ours.
         if failure.kind in LOCATED and self._endpoint:
@@ -160,7 +160,7 @@ class FsspecClient(ObjectClient):
         try:
             raise failure
         finally:
-            del failure  # a cycle of error and frame would hold the body until it is collected
+            del failure  # breaks the reference cycle of error and frame, which holds the body
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root or "/"
@@ -170,7 +170,7 @@ class FsspecClient(ObjectClient):
             info: Mapping[str, Any] = await self._uncached("_info", self._path(key))
         except RequestError as error:
             if error.kind in ("forbidden", "invalid") and error.status is not None:
-                # S3 gives the reason in the body, which the response to a HEAD lacks.
+                # S3 gives the reason in the response body, which a HEAD lacks.
                 await self._call("_cat_file", self._path(key), start=0, end=1)
             raise
         if info["type"] == "directory":
@@ -178,7 +178,7 @@ class FsspecClient(ObjectClient):
         return info
 
     async def _uncached(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # The user may have left a listings cache on, which does not see other writers.
+        # The user may have a listings cache, which misses other writers.
         (await self._request(self._session.filesystem())).invalidate_cache()
         return await self._call(name, *args, **kwargs)
 
@@ -197,16 +197,16 @@ class MemoryClient(FsspecClient):
             with _MEMORY_LOCK:
                 if create and filesystem.isfile(path):
                     raise FileExistsError(path)
-                # The filesystem keeps `bytes` as they are, and a bytearray may change.
+                # The filesystem keeps the object that it is given, and a bytearray may change.
                 filesystem.pipe_file(path, bytes(body))
 
         await self._request(self._session.in_thread(store))
 
 
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
-    """Call `delete` for each key, `DELETES` at a time.
+    """Call `delete` for each key, `DELETES` at a time, until an error.
 
-    After an error no further call begins. Raises the first error, with the keys that are `left`.
+    Raises the first error, with the remaining keys as `left`.
     """
     left = dict.fromkeys(keys)
     failed: list[RequestError] = []
@@ -226,7 +226,7 @@ async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) ->
             failed[0].left = tuple(left)
             raise failed[0]
     finally:
-        failed.clear()  # a cycle of error and frame would stay until it is collected
+        failed.clear()  # breaks the reference cycle of error and frame
 
 
 def _entries(
@@ -235,8 +235,8 @@ def _entries(
     below = path.strip("/") + "/" if path.strip("/") else ""
     for info in found:
         name, is_prefix = info["name"].lstrip("/"), info["type"] == "directory"
-        # A listing of a file contains the file, and of some directories the directory. A file with
-        # `/` at its end is the marker of a directory.
+        # The listing of a file contains the file, and that of some directories the directory. A
+        # file whose name ends with `/` is the marker of a directory.
         if (is_prefix and recursive) or (not is_prefix and name.endswith("/")):
             continue
         name = name.rstrip("/")
@@ -253,7 +253,7 @@ def _entries(
 
 
 def modified(info: Mapping[str, Any]) -> float:
-    """Return when an entry of a listing was written, under any of the names in use."""
+    """Return when an entry of a listing was written, from whichever field the library uses."""
     for name in ("LastModified", "mtime", "updated", "last_modified", "modified", "created"):
         if (value := info.get(name)) is not None:
             return seconds(value)
@@ -261,7 +261,7 @@ def modified(info: Mapping[str, Any]) -> float:
 
 
 def seconds(value: object) -> float:
-    """Return a library's time in seconds since 1970; 0.0 if it is none."""
+    """Return a library's time in seconds since 1970; 0.0 if it is not a time."""
     if isinstance(value, str):
         try:
             value = datetime.fromisoformat(value)

@@ -2,11 +2,11 @@
 
 # Rule 1: a filesystem of our own is async if possible, has its own session on the loop that uses
 #   it, and is in no cache of instances or listings.
-# Rule 2: a filesystem of the user is used where it lives: on the loop of its sync methods, or in
-#   threads. It is not closed. One made for coroutines (`asynchronous=True`) does not tell its loop,
-#   so it is made again, with the same arguments, for ours.
+# Rule 2: a filesystem of the user runs on the loop of its sync methods, or in threads, and is not
+#   closed. The loop of one made for coroutines (`asynchronous=True`) is unknown, so an equal one is
+#   made for our loop.
 # Rule 3: a cancelled call in a thread or on another loop ends at once for its caller; the thread
-#   may go on with its arguments.
+#   may continue to use its arguments.
 
 from __future__ import annotations
 
@@ -31,13 +31,7 @@ class FilesystemSession:
         ours: the filesystem is not the user's; `close` closes its session.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        workers: Workers,
-        *,
-        ours: bool = True,
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], workers: Workers, *, ours: bool = True) -> None:
         self._make = make
         self._workers = workers
         self.ours = ours
@@ -48,9 +42,8 @@ class FilesystemSession:
         """Return the result of a coroutine method, or of its sync twin without the underscore."""
         filesystem = await self.filesystem()
         if not is_async(filesystem):
-            return await self.in_thread(
-                getattr(filesystem, name.removeprefix("_")), *args, **kwargs
-            )
+            method = getattr(filesystem, name.removeprefix("_"))
+            return await self.in_thread(method, *args, **kwargs)
         coroutine = getattr(filesystem, name)(*args, **kwargs)
         loop = filesystem.loop
         if loop is None or loop is asyncio.get_running_loop():
@@ -69,7 +62,7 @@ class FilesystemSession:
             raise
 
     async def in_thread(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Return the result of the call, made in a worker thread."""
+        """Return the result of a call in a worker thread."""
         future = self._workers.submit(function, *args, **kwargs)
         try:
             return await asyncio.wrap_future(future)
@@ -84,18 +77,17 @@ class FilesystemSession:
             raise RequestError("invalid", "the client is closed")
         made = self._made = self._made or self._workers.submit(self._make)
         if not made.done():
-            # Outlives a cancelled wait: looking for credentials may take longer than the first
-            # request's deadline.
+            # A cancelled wait does not cancel `make`: looking for credentials may take longer than
+            # the first request's deadline.
             waiter = asyncio.wrap_future(made)
-            # Otherwise asyncio (in later releases also its `shield`) would log an error that no
-            # caller awaits any more, unabridged.
+            # Without `seen`, asyncio would log an error that no caller awaits, with all its text.
             waiter.add_done_callback(seen)
             await asyncio.wait((waiter,))
         try:
             return made.result()
         except Exception:
             if made is self._made:
-                self._made = None  # for the next request
+                self._made = None  # the next request tries again
             raise
 
     async def close(self) -> None:
@@ -104,7 +96,7 @@ class FilesystemSession:
         made, self._made = self._made, None
         if made is None or made.cancel():
             return
-        self._workers.abandon(made)  # if it still looks for credentials, perhaps for ever
+        self._workers.abandon(made)  # it may look for credentials forever
         if not made.done() or made.exception() is not None or not self.ours:
             return
         filesystem = made.result()
@@ -122,9 +114,9 @@ class FilesystemSession:
 
 
 def is_async(filesystem: Any) -> bool:
-    """Return whether the filesystem's methods have working async twins.
+    """Return whether the filesystem has working async methods.
 
-    A wrapper like `DirFileSystem` is async by its class, but works like what it wraps.
+    A wrapper like `DirFileSystem` has an async class, but works like the filesystem it wraps.
     """
     inner = getattr(filesystem, "fs", None)
     return getattr(filesystem, "async_impl", False) and (inner is None or is_async(inner))

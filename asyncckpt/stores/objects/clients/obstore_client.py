@@ -1,16 +1,16 @@
-"""The client of obstore, a library in Rust that makes requests in its own threads.
+"""Client of obstore, a Rust library that makes requests in its own threads.
 
-It is the extra ``fast``. Bodies are sent from where they are, and responses are returned in the
-buffer that received them, without copies; a request costs microseconds on the event loop.
+It is the extra ``fast``. Bodies and responses are not copied; a request costs microseconds on the
+event loop.
 """
 
 # Rule 1: one call is one request: obstore's own retries are off, and its timeout never expires.
-# Rule 2: obstore holds the body object that it was passed, and so its memory, until it drops it:
-#   after a cancellation that is later than the end of the call.
+# Rule 2: obstore holds the body object, and so its memory, until it drops it: after a cancellation,
+#   later than the end of the call.
 # Rule 3: errors are raised outside of the handlers of the library's errors, so that no traceback
-#   shows the text of those, which may contain what was signed.
+#   shows their text, which may contain signed data.
 # Rule 4: obstore's threads touch Python objects for some microseconds after a call has ended. If
-#   the interpreter ends meanwhile, the process aborts (PyO3/pyo3-async-runtimes#40), so its end
+#   the interpreter exits meanwhile, the process aborts (PyO3/pyo3-async-runtimes#40), so its exit
 #   waits. (test_a_process_that_ends_right_after_a_request_is_not_aborted)
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ if TYPE_CHECKING:
 Entries = list[Listed]
 
 TIMEOUT = timedelta(days=1)
-"""For a whole request; the default of 30 s ends large ones. `Requests` sets deadlines."""
+"""Timeout of a whole request; the default of 30 s is too short for large ones. `Requests` sets
+deadlines."""
 
 RETRIES_OFF = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
 """`Requests` retries; obstore's ten retries would hide throttling from its limiter."""
 
 DROP_POLL_S = 0.02
-"""Time between two checks for bodies that obstore dropped."""
+"""Interval of checks for bodies that obstore dropped."""
 
 DROP_WAIT_S = 1.0
-"""How long `delete` and `close` wait for that: a cancelled request was seen to sign 512 MiB for
-0.7 s, and if it were sent after all it would bring back a deleted object."""
+"""How long `delete` and `close` wait for obstore to drop bodies: a cancelled request was seen to
+sign 512 MiB for 0.7 s; if it were then sent, it would restore a deleted object."""
 
 EXIT_WAIT_S = 0.05
-"""How long the end of the process waits for threads that need microseconds, or a busy core."""
+"""How long the exit of the process waits for threads, which need microseconds, or a busy core."""
 
 LIST_CHUNK = 1000
 """Entries of a listing per page, as S3."""
@@ -67,14 +68,14 @@ NO_OBJECT = ".asyncckpt-no-object"
 """A name that no object has."""
 
 REGION_TIMEOUT_S = 10.0
-"""For one HEAD request without a body."""
+"""Timeout of a HEAD request without a body."""
 
 _SCHEMES = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az", "HTTPStore": "https"}
 _BUCKETS = {"S3Store": "bucket", "GCSStore": "bucket", "AzureStore": "container_name"}
 
 
 def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
-    """Return a store object of obstore with these options, or in another region."""
+    """Return an obstore store with these options, in another region if given."""
     from obstore import store
 
     make: Any = getattr(store, options.kind)
@@ -89,16 +90,16 @@ def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
 
 
 def bucket_of(store: Backend) -> str:
-    """Return the bucket of a store object; empty if unknown."""
+    """Return the bucket of a store; empty if unknown."""
     config = getattr(store, "config", None) or {}
     return str(config.get(_BUCKETS.get(type(store).__name__, ""), ""))
 
 
 def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
-    """Return a client of a user's store object and a prefix in it.
+    """Return a client of a user's store and a prefix in it.
 
     The store keeps its options, except that retries are off and a default timeout is replaced. The
-    client's URL contains only bucket and prefix; that of an HTTPStore may contain a password.
+    client's URL contains only bucket and prefix, since the URL of an HTTPStore may hold a password.
     """
     name = type(store).__name__
     prefix = prefix.strip("/")
@@ -117,13 +118,13 @@ def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
 
 
 def bucket_region(endpoint: str, bucket: str) -> str | None:
-    """Return the bucket's region as an S3 server names it. Blocks; needs no credentials."""
+    """Return the bucket's region according to an S3 server. Blocks; needs no credentials."""
     request = urllib.request.Request(f"{endpoint}/{bucket}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
             return str(answer.headers.get("x-amz-bucket-region") or "") or None
     except urllib.error.HTTPError as error:
-        # Redirections and refusals name it too.
+        # Redirections and refusals name it, too.
         return error.headers.get("x-amz-bucket-region")
     except OSError:
         return None
@@ -138,15 +139,15 @@ class ObstoreClient(ObjectClient):
     """An `ObjectClient` on the native API of obstore.
 
     Each object is sent in one request: obstore cannot send a single part of an upload, and leaves
-    the parts of a cancelled one behind.
+    the parts of a cancelled upload behind.
 
     Args:
-        store: the store object.
+        store: obstore's store.
         url: the client's name; holds no credentials.
         prefix: of all keys, without `/` at its ends.
         hidden: texts that no error repeats.
-        options: what our own `store` was made with: then the bucket's region is found, and errors
-            name the endpoint.
+        options: options of a `store` that we made: the client then finds the bucket's region, and
+            errors name the endpoint.
         in_thread: runs a blocking function in a worker thread.
         other: returns another library's client of the same objects, for listings that obstore
             refuses.
@@ -194,8 +195,8 @@ class ObstoreClient(ObjectClient):
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`.
 
-        Cancellation: ends at once. obstore may read `body` until the connection is closed, usually
-        for some milliseconds; it holds the passed object, whose collection frees the memory.
+        Cancellation: ends at once. obstore holds `body`, and may read it until the connection is
+        closed, usually for some milliseconds.
         """
         await self._put(key, body, "create" if create else "overwrite")
 
@@ -203,17 +204,15 @@ class ObstoreClient(ObjectClient):
         """See `ObjectClient`; returns the read-only buffer in which obstore received the bytes."""
         path = self._path(key)
         try:
-            found = memoryview(
-                await self._ask(
-                    lambda store: self._api.get_range_async(store, path, start=start, end=stop)
-                )
+            found = await self._ask(
+                lambda store: self._api.get_range_async(store, path, start=start, end=stop)
             )
-            self._is_store = True
-            return found
         except RequestError as error:
             if error.status != 416:
                 raise
             return b""
+        self._is_store = True
+        return memoryview(found)
 
     async def size(self, key: str) -> int:
         return int((await self._meta(key))["size"])
@@ -226,10 +225,10 @@ class ObstoreClient(ObjectClient):
         await self._put(key, body, {"version" if self._is_gcs else "e_tag": version})
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
-        """See `ObjectClient`; all pages of one level are read, whatever the limit.
+        """See `ObjectClient`; reads all pages of one level, regardless of the limit.
 
         obstore refuses a listing with an empty or dot part in a key, like `run//x`. The other
-        library reads that and all later ones.
+        library then reads this and all later listings.
         """
         below = "/".join(part for part in (self._prefix, prefix) if part)
         if self._other is None:
@@ -240,7 +239,7 @@ class ObstoreClient(ObjectClient):
                 return sorted(found)[: limit + 1]
             except RequestError as error:
                 if error.kind == "missing":
-                    error.kind = "no_bucket"  # no object was asked for
+                    error.kind = "no_bucket"  # no object was requested
                 if "InvalidPathError" not in error.detail:
                     raise
                 if self._make_other is None:
@@ -250,7 +249,7 @@ class ObstoreClient(ObjectClient):
         return await self._other.list(prefix, recursive=recursive, limit=limit)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """See `ObjectClient`; by one request for 1,000 objects where the server has it.
+        """See `ObjectClient`; one request deletes 1,000 objects if the server supports that.
 
         Waits up to `DROP_WAIT_S` for bodies of cancelled requests to be dropped.
         """
@@ -259,17 +258,16 @@ class ObstoreClient(ObjectClient):
             paths = [self._path(key) for key in keys]
             try:
                 await self._ask(lambda store: self._api.delete_async(store, paths))
+                return
             except RequestError as error:
                 if error.kind not in ("missing", "invalid"):
                     raise
-            else:
-                return
-        # Other stores stop at the first missing object, or delete one by one themselves without
-        # telling which deletion failed.
+        # On other stores obstore stops at the first missing object, or deletes one by one without
+        # reporting which deletion failed.
         await each(self._delete, keys)
 
     async def close(self) -> None:
-        """Drop the store object, and with the last reference its connections. Idempotent.
+        """Drop the store, and with the last reference its connections. Idempotent.
 
         Waits up to `DROP_WAIT_S` for bodies of cancelled requests to be dropped.
         """
@@ -284,7 +282,7 @@ class ObstoreClient(ObjectClient):
     # ------------------------------------------------------------------------------------ requests
 
     async def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the answer of a call with the store; turn its errors into `RequestError`."""
+        """Return the answer of a call with the store; convert its errors to `RequestError`."""
         while True:
             if self._store is None:
                 raise RequestError("invalid", "the client is closed")
@@ -302,10 +300,10 @@ class ObstoreClient(ObjectClient):
             try:
                 raise failure
             finally:
-                del failure  # a cycle of error and frame would hold the body until it is collected
+                del failure  # breaks the reference cycle of error and frame, which holds the body
 
     async def _found_region(self) -> bool:
-        """Make the store anew if the bucket is in another region; return whether it was."""
+        """Recreate the store if the bucket is in another region; return whether it was."""
         options, in_thread = self._options, self._in_thread
         if self._region_known or options is None or in_thread is None:
             return False
@@ -321,7 +319,7 @@ class ObstoreClient(ObjectClient):
         held: list[weakref.ref[memoryview]] = []
 
         def put(store: Any) -> Any:
-            view = memoryview(bodies[0])  # ends when obstore has dropped it
+            view = memoryview(bodies[0])  # collected when obstore has dropped it
             held.append(weakref.ref(view))
             return self._api.put_async(store, path, view, mode=mode, use_multipart=False)
 
@@ -329,15 +327,15 @@ class ObstoreClient(ObjectClient):
             await self._ask(put)
             self._is_store = True
         finally:
-            bodies.clear()  # a traceback keeps `put`
+            bodies.clear()  # a traceback may keep `put` alive
             if kept := [view for view in held if view() is not None]:
                 self._held += kept
                 self._look()
 
     async def _meta(self, key: str) -> Any:
-        """Return an object's metadata, by a read of its first byte.
+        """Return an object's metadata, by reading its first byte.
 
-        The response to a HEAD lacks the body, which tells a missing object from a missing bucket.
+        A HEAD has no response body, which distinguishes a missing object from a missing bucket.
         """
         path = self._path(key)
 
@@ -360,10 +358,9 @@ class ObstoreClient(ObjectClient):
             await asyncio.sleep(DROP_POLL_S)
 
     def _look(self) -> None:
-        """Forget bodies that obstore dropped, and look again later for the others.
+        """Forget bodies that obstore dropped, and check for the others again later.
 
-        When a Rust thread drops a Python object, the next call of the library from Python may have
-        to release it; without a call a body would never be freed.
+        An object that a Rust thread drops may only be released by the next call into the library.
         """
         repr(self._store)
         self._held = [held for held in self._held if held() is not None]
@@ -403,9 +400,10 @@ class ObstoreClient(ObjectClient):
         return found
 
     async def _check_nothing(self, below: str) -> None:
-        """Raise unless a store answers: obstore takes any page for an empty listing.
+        """Raise unless a store answers, since obstore takes any web page for an empty listing.
 
-        Asked once: of writes and reads of ranges obstore takes no page for an answer.
+        Needed only until the first success, or if a ranged read or a write has succeeded: obstore
+        does not take a web page for the answer to these.
         """
         path = f"{below}/{NO_OBJECT}" if below else NO_OBJECT
         try:

@@ -1,12 +1,12 @@
 """Options, environment and configuration for which obstore opens the same store as fsspec.
 
-A small set of simple cases; all others are left to fsspec.
+Covers a few simple cases; fsspec handles the rest.
 """
 
 # Rule 1: a URL with these options leads to the same objects, as the same user, as with s3fs or
 #   gcsfs. An unknown option, variable or setting may mean anything, so it is not simple.
-# Rule 2: keys reach obstore through a provider, never as options: it would add a session token of
-#   the environment to them, and show them as `store.config`.
+# Rule 2: keys reach obstore through a provider, never as options: obstore would combine them with a
+#   session token of the environment, and show them as `store.config`.
 # Rule 3: a refusal names the option, never its value, and nothing here shows a value.
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INERT = frozenset(
         "use_listings_cache",
     )
 )
-"""Options of fsspec about caching, splitting and waiting, which have no effect here."""
+"""Options of fsspec for caching, splitting and waiting, which have no effect here."""
 
 VARIABLES = frozenset(
     (
@@ -56,7 +56,7 @@ VARIABLES = frozenset(
         "AWS_SHARED_CREDENTIALS_FILE",
     )
 )
-"""Variables of AWS that are understood here; any other leaves the URL to botocore."""
+"""Variables of AWS that are supported here; with any other, botocore opens the URL."""
 
 SETTINGS = frozenset(
     ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "output", "region")
@@ -64,13 +64,13 @@ SETTINGS = frozenset(
 """Settings of the default profile that are irrelevant if keys are given."""
 
 DEFAULT_REGION = "us-east-1"
-"""Region for which s3fs signs without another; the client finds out the bucket's."""
+"""Region for which s3fs signs by default; the client finds out the bucket's."""
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 class NotSimple(Exception):
-    """obstore might not do what fsspec does; `str` names the option or setting."""
+    """obstore might behave differently from fsspec; `str` names the option or setting."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -80,7 +80,7 @@ class StoreOptions:
     Attributes:
         kind: name of the class.
         bucket: name of the bucket.
-        config: options of the store; without keys, except a service account's.
+        config: options of the store, without keys except those of a service account.
         client_options: options of its connections.
         credentials: returns keys; None if the store needs none or finds them itself.
         endpoint: URL of the server.
@@ -97,15 +97,10 @@ class StoreOptions:
 def store_options(
     url: Url, options: Mapping[str, Any], environ: Mapping[str, str], *, alone: bool = False
 ) -> StoreOptions:
-    """Return the options of a store of obstore for `url` with these options of s3fs or gcsfs.
+    """Return the options of an obstore store for `url` with these options of s3fs or gcsfs.
 
-    Reads at most two small files.
-
-    Args:
-        url: of `s3://` or `gs://`.
-        options: of the filesystem, including those of fsspec's configuration.
-        environ: the process's environment, which s3fs and gcsfs read, too.
-        alone: obstore is the only choice, and may look for keys itself.
+    Reads at most two small files. The options include those of fsspec's configuration. If obstore
+    is the only choice (`alone`), it may look for keys itself.
 
     Raises:
         NotSimple: names the option, variable or setting.
@@ -174,7 +169,7 @@ def _s3(url: Url, left: dict[str, Any], environ: Mapping[str, str], alone: bool)
 
 
 def _keys(left: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return what a credential provider of obstore returns, None without keys."""
+    """Return the result of an obstore credential provider, or None without keys."""
     key, secret = left.pop("key", None), left.pop("secret", None)
     key, secret = key or left.pop("username", None), secret or left.pop("password", None)
     token = left.pop("token", None)
@@ -203,7 +198,7 @@ def _checked_endpoint(endpoint: Any) -> str:
 
 
 def _profile_region(environ: Mapping[str, str]) -> str | None:
-    """Return the region of the default profile, which may have no settings beyond `SETTINGS`."""
+    """Return the region of the default profile; refuse settings beyond `SETTINGS`."""
     region = None
     for variable, path in (
         ("AWS_CONFIG_FILE", "~/.aws/config"),
@@ -243,7 +238,7 @@ def _gcs(url: Url, left: dict[str, Any], environ: Mapping[str, str]) -> StoreOpt
 
 
 def _service_account(token: Any) -> str:
-    """Return the JSON of a service account, given as a mapping or as the path of a file."""
+    """Return the JSON of a service account, given as a mapping or a file's path."""
     if isinstance(token, str | os.PathLike):
         try:
             with open(token, encoding="utf-8") as file:

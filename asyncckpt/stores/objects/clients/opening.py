@@ -1,6 +1,6 @@
-"""Opening the client of an object store from a URL and `storage_options`.
+"""Opening of the client of an object store from a URL and `storage_options`.
 
-Two keys of `storage_options` are our own, all others are arguments of the fsspec filesystem:
+Two keys of `storage_options` are our own; all others are arguments of the fsspec filesystem:
 
 - ``"client"``: ``"auto"`` (the default: obstore for `s3://` and `gs://` where it is installed and
   the other options are simple, else fsspec), ``"fsspec"``, ``"obstore"``, or an object: a store of
@@ -43,7 +43,7 @@ from asyncckpt.stores.objects.clients.urls import (
 )
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}
-"""Extras of this package that install what a scheme needs."""
+"""Extras of this package that install the libraries of a scheme."""
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
 
@@ -53,13 +53,13 @@ CLIENTS = ("auto", "fsspec", "obstore")
 def open_client(
     location: str, *, storage_options: Mapping[str, Any] | None = None, workers: Workers
 ) -> ObjectClient:
-    """Return the client for the URL of a root; makes no request yet.
+    """Return the client for the URL of a root; makes no request.
 
     Blocks: it may import libraries for half a second, and reads small configuration files.
 
     Args:
         location: `scheme://bucket/prefix`.
-        storage_options: see the module.
+        storage_options: see the module's docstring.
         workers: threads for filesystems that are not async, and for finding credentials.
 
     Raises:
@@ -73,8 +73,8 @@ def open_client(
     if filesystem is not None:
         if chosen not in ("auto", "fsspec") or options:
             raise UsageError(
-                f'{url}: storage_options={{"filesystem": …}} leaves nothing else to choose: '
-                "the filesystem has its options; leave the others out",
+                f'{url}: storage_options={{"filesystem": …}} excludes all other options, which '
+                "the filesystem has already; leave them out",
                 location=str(url),
             )
         return _borrowed(url, filesystem, workers)
@@ -89,7 +89,7 @@ def open_client(
 
 
 def configured(url: Url, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with those of fsspec's configuration (`~/.config/fsspec`, `FSSPEC_…`)."""
+    """Add the options of fsspec's configuration (`~/.config/fsspec`, `FSSPEC_…`)."""
     if not _has("fsspec"):
         return dict(options)
     from fsspec.config import conf
@@ -103,8 +103,8 @@ def configured(url: Url, options: Mapping[str, Any]) -> dict[str, Any]:
 def _chosen(url: Url, options: dict[str, Any]) -> Any:
     """Remove our own `client` from the options, and return it.
 
-    An object that is no client may be an option of the filesystem, but not of s3fs and gcsfs, which
-    have none of that name.
+    Any other object may be an option of the filesystem, except that s3fs and gcsfs have none of
+    that name.
     """
     value = options.get("client")
     named = isinstance(value, str)
@@ -137,7 +137,7 @@ def _is_obstore(value: object) -> bool:
 def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
     if options:
         raise UsageError(
-            f"{url}: a client object has its options; leave the other storage_options out",
+            f"{url}: a client object has its own options; leave the other storage_options out",
             location=str(url),
         )
     if _is_ours(client):
@@ -148,8 +148,7 @@ def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
     elsewhere = scheme != url.scheme or bucket_of(client) not in ("", url.host)
     if elsewhere and {scheme, url.scheme} <= LIBRARIES.keys():
         raise UsageError(
-            f'{url}: the store that was given as "client" leads to {found.url}; pass the URL of '
-            "its bucket",
+            f'{url}: the store passed as "client" is for {found.url}; pass the URL of its bucket',
             location=str(url),
             expected=f"{url.scheme}://{url.host}",
             found=found.url,
@@ -202,7 +201,7 @@ def _obstore(
 
 def _own(url: Url, options: dict[str, Any], workers: Workers) -> ObjectClient:
     """Return a client with its own filesystem, which its first request makes."""
-    kind = _filesystem_class(url)  # imported here, within no request's deadline
+    kind = _filesystem_class(url)  # imported here, outside of any request's deadline
     library = _library(kind)
     if library == "s3fs":
         make = partial(fsspec_apis.s3_filesystem, options)
@@ -217,7 +216,7 @@ def _own(url: Url, options: dict[str, Any], workers: Workers) -> ObjectClient:
 
 
 def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
-    """Return a client of a filesystem of the user."""
+    """Return a client of the user's filesystem."""
     from fsspec import AbstractFileSystem
 
     if not isinstance(filesystem, AbstractFileSystem):
@@ -285,15 +284,15 @@ def _opened(make: Callable[[], Any], url: Url, options: Mapping[str, Any]) -> An
         return make()
     except Exception as error:
         failure = _not_opened(url, options, error)
-    raise failure  # whose context is not the library's error, which may hold credentials
+    raise failure  # outside of `except`: its context must not be the library's error
 
 
 def _not_opened(url: Url, options: Mapping[str, Any], error: Exception) -> Exception:
-    """Return the error for options from which no filesystem or store could be made."""
+    """Return the error for options with which no filesystem or store could be opened."""
     failure = request_error(error, hidden_values(options))
     text = str(error)
     if url.scheme == "gs" and failure.kind in ("invalid", "unavailable") and "access" not in text:
-        # A token that is malformed, expired, of another project, or rejected by Google.
+        # The token is malformed, expired, of another project, or rejected by Google.
         failure.kind = "credentials"
     if failure.kind != "invalid":
         return failure
@@ -346,7 +345,7 @@ def _filesystem_class(url: Url) -> Any:
 
 
 def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
-    """Return the error that says what to install; `known` for schemes without an extra."""
+    """Return the error that says what to install: an extra, or else `known`."""
     extra = EXTRAS.get(url.scheme) or ("" if known else "s3")
     hint = f'pip install "asyncckpt[{extra}]"' if extra else known
     return UsageError(
@@ -357,9 +356,9 @@ def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
 
 
 def _uncached(kind: Any, /, **arguments: Any) -> Any:
-    """Return a new filesystem that keeps no listings.
+    """Return a new filesystem that caches no listings.
 
-    Without an argument: some filesystems pass those that they do not know on to their library.
+    Not by an argument: some filesystems pass unknown arguments on to their library.
     """
     from fsspec.dircache import DirCache
 
@@ -379,10 +378,9 @@ def _library(kind: type) -> str | None:
 def fsspec_options(
     location: object, storage_options: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the options, with a client that sends objects in parts and deletes conditionally.
+    """Return the options, with fsspec as the client if it is installed and the user chose none.
 
-    obstore, the first choice, does neither: this chooses fsspec if it is installed, unless the user
-    chose a client.
+    Unlike obstore, the default, fsspec sends objects in parts and deletes conditionally.
     """
     if not is_url(location) or (url := parse_url(str(location))).scheme not in LIBRARIES:
         return storage_options

@@ -1,7 +1,7 @@
-"""URLs of object stores: their normal form, their parts, and what may be shown of them."""
+"""URLs of object stores: normal form, parts, and removal of credentials."""
 
 # Rule 1: keys are literal. Nothing in a URL is an escape, a query or a pattern.
-# Rule 2: a URL is shown only after a check that it contains no credential.
+# Rule 2: a URL is shown only after a check that it contains no credentials.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/|$))?", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
 _SIGNED = re.compile(r"\?.*(?:sig=|signature|token=|x-amz-)", re.IGNORECASE)
-"""A query that grants access to whoever has the URL."""
+"""A query that grants access to anyone with the URL."""
 
 _ARN = re.compile(
     r"arn:aws[^/]*:s3(-outposts|-object-lambda)?:[^/]*(:accesspoint[:/][^/]+"
@@ -33,8 +33,8 @@ class Url(NamedTuple):
 
     Attributes:
         scheme: in lower case, without aliases.
-        host: between `//` and the next `/`: a bucket, a host, or empty.
-        parts: the rest, without empty parts.
+        host: text between `//` and the next `/`: a bucket, a host, or empty.
+        parts: path parts, without empty ones.
     """
 
     scheme: str
@@ -50,11 +50,11 @@ _BUCKETS = frozenset(("s3", "gs"))
 """Schemes whose hosts are buckets, which have neither user nor port."""
 
 _WEB = frozenset(("http", "https"))
-"""Schemes whose user part alone may be a credential, such as an access token."""
+"""Schemes whose user part alone may be a credential, like an access token."""
 
 
 def is_url(location: object) -> bool:
-    """Return whether the location is a URL of anything but a local file."""
+    """Return whether the location is a URL, but not of a local file."""
     return (
         isinstance(location, str)
         and re.match(rf"(?:[\w+.\-]+::)*{_SCHEME.pattern}", location) is not None
@@ -63,10 +63,10 @@ def is_url(location: object) -> bool:
 
 
 def without_scheme(location: str) -> str:
-    """Return the path in a local file's URL; any other location unchanged.
+    """Return the path in a local file's URL; return other locations unchanged.
 
     Raises:
-        UsageError: the URL has no path, or only that of the root directory.
+        UsageError: the URL's path is empty or the root directory.
     """
     path = _LOCAL.sub("", location)
     if path != location and not path.strip("/"):
@@ -78,16 +78,17 @@ def without_scheme(location: str) -> str:
 
 
 def parse_url(location: str) -> Url:
-    """Return the URL in its normal form: no doubled `/`, none at the end, the usual scheme.
+    """Return the URL in its normal form: no doubled or final `/`, the usual scheme.
 
     Raises:
-        UsageError: it is no URL, is chained, or contains credentials or parts like ``..``.
+        UsageError: the location is no URL, is chained, or contains credentials or parts like
+            ``..``.
     """
     text = location_text(location)
     if _is_chained(location):
         raise UsageError(
-            f"{text}: chained URLs are not supported: a cache between checkpoints and their store "
-            "would hold what others have replaced; pass the last URL of the chain alone",
+            f"{text}: chained URLs are not supported: a cache in front of the store would return "
+            "replaced checkpoints; pass only the last URL of the chain",
             location=text,
         )
     if (found := _SCHEME.match(location)) is None:
@@ -97,26 +98,31 @@ def parse_url(location: str) -> Url:
     rest = location[found.end() :]
     if _credentials(scheme, rest):
         raise UsageError(
-            f"{text}: the URL holds credentials, or what looks like them, and URLs are logged; "
-            "pass them by storage_options= or the environment",
+            f"{text}: the URL seems to hold credentials, and URLs are logged; pass them by "
+            "storage_options= or the environment",
             location=text,
         )
     if scheme in _WEB and set(rest) & set("?#"):
         raise UsageError(
-            f"{text}: a URL with a query or fragment names no place for objects; pass the part "
+            f"{text}: a URL with a query or fragment is no prefix of objects; pass the part "
             "before it",
             location=text,
         )
     if _CONTROL.search(rest):
         raise UsageError(f"{text!r}: control characters in a URL", location=text)
-    host, parts = _divided(scheme, rest)
+    if scheme == "memory":  # has no host
+        host, path = "", rest
+    elif scheme in _BUCKETS:
+        host, path = split_bucket(rest)
+    else:
+        host, _, path = rest.partition("/")
+    parts = tuple(filter(None, path.split("/")))
     if scheme in _BUCKETS and not host:
         raise UsageError(f"{text}: names no bucket; pass {scheme}://bucket/run", location=text)
     for part in parts:
         if part in (".", ".."):
             raise UsageError(
-                f"{text}: {part!r} is part of the key here and goes nowhere; "
-                "pass the place it should lead to",
+                f"{text}: {part!r} does not navigate in a key; pass the URL that it should lead to",
                 location=text,
                 found=part,
             )
@@ -127,7 +133,7 @@ def split_url(location: str) -> tuple[str, str]:
     """Split the location of one checkpoint into the URL of its root and its name there.
 
     Raises:
-        UsageError: as `parse_url`, or it names a bucket alone.
+        UsageError: as `parse_url`, or the URL names only a bucket.
     """
     url = parse_url(location)
     if not url.parts:
@@ -139,7 +145,7 @@ def split_url(location: str) -> tuple[str, str]:
 
 
 def location_text(location: str) -> str:
-    """Return the URL as errors and logs show it, without possible credentials."""
+    """Return the URL for errors and logs, without possible credentials."""
     scheme, separator, rest = location.partition("://")
     known = ALIASES.get(scheme.lower(), scheme.lower())
     if not separator:
@@ -152,7 +158,7 @@ def location_text(location: str) -> str:
 
 
 def split_bucket(path: str) -> tuple[str, str]:
-    """Return bucket (or the ARN of an access point) and key of a path."""
+    """Split a path into bucket (or the ARN of an access point) and key."""
     if found := _ARN.match(path):
         return found.group(), path[found.end() :].strip("/")
     bucket, _, key = path.partition("/")
@@ -160,7 +166,7 @@ def split_bucket(path: str) -> tuple[str, str]:
 
 
 def _is_chained(location: str) -> bool:
-    """Return whether fsspec would take this for a chain of URLs, such as `zip://a::s3://b/c`."""
+    """Return whether fsspec would treat this as a chain of URLs, such as `zip://a::s3://b/c`."""
     scheme, _, rest = location.partition("://")
     # The second link of a chain may be a path. In a host, "::" is part of an address or password.
     host = rest.partition("/")[0]
@@ -176,8 +182,8 @@ def _credentials(scheme: str, rest: str) -> bool:
     if scheme in _BUCKETS:
         return "@" in host or (":" in host and not host.startswith("arn:"))
     user, _, place = host.rpartition("@")
-    # A password may contain slashes, so that the host seems to end early: then what follows a colon
-    # is no port.
+    # A password may contain slashes, so the host seems to end early: then the text after a colon is
+    # no port.
     _, colon, port = place.rpartition(":")
     return (
         ":" in user
@@ -186,21 +192,11 @@ def _credentials(scheme: str, rest: str) -> bool:
     )
 
 
-def _divided(scheme: str, rest: str) -> tuple[str, tuple[str, ...]]:
-    if scheme == "memory":  # begins with the path
-        host, path = "", rest
-    elif scheme in _BUCKETS:
-        host, path = split_bucket(rest)
-    else:
-        host, _, path = rest.partition("/")
-    return host, tuple(filter(None, path.split("/")))
-
-
 def check_options(storage_options: object) -> None:
     """Check that options are a mapping or None, without control characters in credentials.
 
     Raises:
-        UsageError: they are not; shows no value.
+        UsageError: the options are not; it shows no value.
     """
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise UsageError(
@@ -209,7 +205,7 @@ def check_options(storage_options: object) -> None:
         )
     for name in ("key", "secret", "token"):
         value = (storage_options or {}).get(name)
-        # obstore panics on them in a header. gcsfs takes a token as JSON, of several lines.
+        # obstore panics on them in a header. For gcsfs, a token may be JSON of several lines.
         if isinstance(value, str) and _CONTROL.search(value) and value.strip()[:1] != "{":
             raise UsageError(
                 f"storage_options={{{name!r}: …}} contains a control character, such as a newline "

@@ -1,5 +1,5 @@
 """Requests to an object store: deadlines, retries, hedges, limits and sizes.
 
-Not here: what a request does for a checkpoint (`stores.objects`) and how a client library sends it
-(`stores.objects.clients`).
+Not here: the use of requests by checkpoints (`stores.objects`) and their transmission by client
+libraries (`stores.objects.clients`).
 """

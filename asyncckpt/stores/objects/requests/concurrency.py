@@ -1,6 +1,7 @@
 """Concurrency controller of one direction: number of transfers, slowness, hedges."""
 
-# Rule 1: hedges are a fixed share of all requests, so that a slow server does not get double load.
+# Rule 1: hedges are a fixed share of all requests, so that a slow server does not get twice the
+#   load.
 # Rule 2: only answered requests are measured, without their time in the queue.
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ class ConcurrencyController:
     """Limit, latency estimate and hedges of the transfers in one direction.
 
     Attributes:
-        gate: permits for transfers, as many as the tuner or the caller decides.
-        fixed: streams that the caller asked for; None while the tuner decides.
+        gate: permits for transfers; their number is set by the tuner or the caller.
+        fixed: number of streams set by the caller; None while the tuner decides.
         estimate: latency and bandwidth of one stream.
-        tuner: how many streams the link rewards.
-        hedges_in_flight: second requests in flight.
+        tuner: finds the number of streams.
+        hedges_in_flight: hedges in flight.
     """
 
     def __init__(self, policy: RequestPolicy) -> None:
@@ -33,23 +34,19 @@ class ConcurrencyController:
         self.hedges_in_flight = 0
 
     def fix(self, streams: int | None) -> None:
-        """Set the caller's number of streams; with None the tuner decides again."""
+        """Fix the number of streams; None lets the tuner decide again."""
         self.fixed = streams
         self.gate.ceiling = self.tuner.streams if streams is None else streams
 
     @property
     def traffic(self) -> Traffic:
-        """Measurements, from which sizes are chosen."""
+        """Measurements for the choice of sizes."""
         return Traffic(
             self.estimate.latency_s,
             self.estimate.nbytes_per_s,
             self.tuner.full_nbytes_per_s,
             self.gate.ceiling,
         )
-
-    def began(self, now_s: float) -> None:
-        """Note that a transfer began."""
-        self.tuner.began(now_s)
 
     def ended(self, now_s: float, nbytes: int) -> None:
         """Note that a transfer ended after it moved `nbytes`; the gate may widen or narrow."""
@@ -58,10 +55,10 @@ class ConcurrencyController:
             self.gate.ceiling = self.tuner.streams
 
     def slow_s(self, nbytes: int) -> float:
-        """Return the seconds after which a transfer of `nbytes` is slow, as far as is known now.
+        """Return the seconds after which a transfer of `nbytes` is slow.
 
-        Large ones are slow earlier if hardly any other is in flight: the whole save waits for its
-        last transfer, and a second one takes no bandwidth from others.
+        The limit of a large transfer is lower when few others are in flight: the whole save waits
+        for it, and its hedge takes no bandwidth from others.
         """
         policy = self._policy
         usual_s = self.estimate.quantile_s(nbytes, policy.hedge_quantile)
@@ -72,11 +69,11 @@ class ConcurrencyController:
         return max(policy.hedge_min_s, policy.hedge_factor * usual_s)
 
     def earn_hedge(self) -> None:
-        """Note that one more request was made."""
+        """Add one request's share of a hedge to the allowance."""
         self._tokens = min(self._policy.hedge_burst, self._tokens + self._policy.hedge_share)
 
     def take_hedge(self) -> bool:
-        """Return whether a second request may be made now; `end_hedge` must follow."""
+        """Return whether a hedge may be sent now; if so, `end_hedge` must follow."""
         if self._tokens < 1.0 or self.hedges_in_flight >= self._policy.hedges_at_once:
             return False
         self._tokens -= 1.0
@@ -84,5 +81,5 @@ class ConcurrencyController:
         return True
 
     def end_hedge(self) -> None:
-        """Note that a second request has ended."""
+        """Note that a hedge has ended."""
         self.hedges_in_flight -= 1

@@ -1,9 +1,9 @@
 """Latency and bandwidth of one direction of a link, estimated from its requests."""
 
 # Rule 1: no clock. Callers pass how long a request took.
-# Rule 2: medians of windows: one request in a hundred takes ten times as long and means nothing.
-# Rule 3: a stream's bandwidth falls when streams share a link. It determines the size of requests,
-#   never their number; that is the job of the concurrency tuner.
+# Rule 2: medians of windows, since one request in a hundred takes ten times as long.
+# Rule 3: a stream's bandwidth falls when streams share a link. It determines the size of requests;
+#   the concurrency tuner determines their number.
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ENOUGH = 5
 """Requests of a class before its median counts."""
 
 REFRESH = 8
-"""Requests between two computations of medians: sorting costs as much as a small request."""
+"""Requests between computations of the medians: sorting costs as much as a small request."""
 
 CLOCK_S = 1e-4
-"""Shortest time of a request: clocks of event loops may tick in milliseconds."""
+"""Minimum time of a request: clocks of event loops may tick in milliseconds."""
 
 
 class StreamEstimate:
@@ -37,8 +37,8 @@ class StreamEstimate:
 
     Attributes:
         count: requests observed.
-        latency_s: seconds of a request beside its transfer.
-        nbytes_per_s: bytes per second of one of the streams.
+        latency_s: seconds of a request without its transfer.
+        nbytes_per_s: bandwidth of one stream.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StreamEstimate:
         self._small: deque[float] = deque(maxlen=WINDOW)
         self._large: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._all: deque[tuple[int, float]] = deque(maxlen=2 * WINDOW)
-        self._ratios: list[float] = []  # of seconds to those expected, in order
+        self._ratios: list[float] = []  # of actual to expected seconds, ascending
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Add a request of `nbytes` that was answered after `seconds`."""
@@ -70,7 +70,7 @@ class StreamEstimate:
     def quantile_s(self, nbytes: int, share: float) -> float | None:
         """Return the seconds within which this share of requests of `nbytes` ended.
 
-        Requests of all sizes count, relative to the time expected for their size. None if there
+        Requests of all sizes count, relative to the expected time for their size. None if there
         were too few.
         """
         if len(self._all) < 4 * ENOUGH:
@@ -84,7 +84,7 @@ class StreamEstimate:
         known = len(self._small) >= ENOUGH
         self.latency_s = statistics.median(self._small) if known else ASSUMED_LATENCY_S
         if len(self._large) >= ENOUGH:
-            if not known:  # bounded by what the fastest large request leaves for it
+            if not known:  # at most half of the fastest large request
                 fastest_s = min(seconds for _, seconds in self._large)
                 self.latency_s = min(self.latency_s, fastest_s / 2)
             self.nbytes_per_s = statistics.median(

@@ -1,6 +1,6 @@
-"""Hedged requests: a second request races a slow one, and neither is left behind.
+"""Hedged requests: a second request races a slow one, and neither is left running.
 
-A body that is on its way when nobody wants it any more may land first.
+A cancelled request gets time for its body to land.
 """
 
 # Rule: both tasks have ended when `race` returns or raises, even if it is cancelled repeatedly.
@@ -23,14 +23,9 @@ async def race(
 ) -> T:
     """Return the result of the request that succeeds first.
 
-    `start()` runs at once. If it has not ended after a delay, `second()` is called for the same
-    request again, to run in parallel; if it returns None, it is called again after the next delay.
-    The first success cancels the other request; after a failure, the other one is awaited.
-
-    Args:
-        start: makes the coroutine of the first request.
-        delays_s: seconds before each call of `second`.
-        second: makes the coroutine of the second request, or declines.
+    Runs `start()` at once. If it has not ended after a delay, calls `second()` for another request
+    to run in parallel; if that returns None, calls it again after the next delay. The first success
+    cancels the other request; after a failure, the other one is awaited.
 
     Cancellation: cancels both requests and waits for their ends, through repeated cancellations.
 
@@ -53,14 +48,13 @@ async def race(
         return next((task for task in tasks if _succeeded(task)), tasks[0]).result()
     finally:
         await _end(tasks)
-        tasks.clear()  # an error holds this frame by its traceback: it would be a cycle
+        tasks.clear()  # breaks the reference cycle of error, traceback and frame
 
 
 async def landed(sending: Coroutine[Any, Any, T], cancelled: Callable[[], float]) -> T:
-    """Return the coroutine's result; one whose caller is cancelled gets some time to end.
+    """Return the coroutine's result; if the caller is cancelled, give it some time to finish.
 
-    Cancellation: calls `cancelled`, waits for as many seconds as it returns, cancels the coroutine
-    and waits for its end.
+    Cancellation: waits for `cancelled()` seconds, then cancels the coroutine and waits for its end.
     """
     task = asyncio.create_task(sending)
     try:
@@ -72,7 +66,7 @@ async def landed(sending: Coroutine[Any, Any, T], cancelled: Callable[[], float]
         seen(task)  # the caller gets the cancellation instead
         raise
     finally:
-        del task  # an error holds this frame by its traceback: it would be a cycle
+        del task  # breaks the reference cycle of error, traceback and frame
 
 
 def _succeeded(task: asyncio.Task[Any]) -> bool:
@@ -80,7 +74,7 @@ def _succeeded(task: asyncio.Task[Any]) -> bool:
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel all tasks and wait for them; raise a cancellation of the caller only then."""
+    """Cancel all tasks and wait for them; raise a cancellation of the caller afterwards."""
     for task in tasks:
         task.cancel()
     cancelled = False

@@ -1,4 +1,4 @@
-"""Listings of a root that are complete, or an error: a name that is missed may be a claim."""
+"""Complete listings of a root: one that is cut off raises, since it might lack a claim."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from asyncckpt.stores.paths import CONTROL
 async def checkpoint_names(requests: Requests) -> list[str]:
     """Return the prefixes below the root, in no order, including those of open attempts.
 
-    And `RECORD`, if the root is itself a checkpoint.
-
-    Raises `RequestError`, and `StoreError` if there are too many.
+    Includes `RECORD` if the root is itself a checkpoint. Raises `RequestError`, and `StoreError` if
+    there are too many.
     """
     listed = await _complete(requests, "", recursive=False)
     return [
@@ -35,7 +34,7 @@ async def _complete(requests: Requests, prefix: str, *, recursive: bool) -> list
         location = requests.location(prefix)
         raise StoreError(
             f"{location}: more than {LISTED_MAX} names; checkpoints need a prefix of their own: "
-            "remove what other programs have put here, or choose another root",
+            "remove the objects of other programs, or choose another root",
             location=location,
             expected=LISTED_MAX,
         )

@@ -13,10 +13,10 @@ class RetryPolicy:
     """How often, and for how long, one request is tried.
 
     Attributes:
-        tries: most requests in all.
+        tries: maximum number of tries.
         total_s: seconds after which no further try begins, without time in the queue.
-        backoff_s: bound of the first wait; it doubles with every further wait.
-        backoff_cap_s: bound of every wait, unless the server asks for more.
+        backoff_s: upper bound of the first wait, doubled for every further wait.
+        backoff_cap_s: upper bound of every wait, unless the server asks for more.
     """
 
     tries: int = 10
@@ -39,11 +39,11 @@ class RetryPolicy:
         ("Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
 
         Args:
-            failed: tries that have failed, at least 1.
-            spent_s: seconds that they and the waits between them took.
+            failed: number of failed tries, at least 1.
+            spent_s: seconds spent on these tries and the waits between them.
             rng: source of the jitter.
-            asked_s: how long the server asks to wait at least.
-            deadline_s: deadline of one try. After a try that used all of it there is another one,
+            asked_s: minimum wait requested by the server.
+            deadline_s: deadline of one try; after a first try that used all of it there is another,
                 even beyond `total_s`.
         """
         if failed >= self.tries:
@@ -58,30 +58,30 @@ class RequestPolicy:
     """Deadlines, tries, streams and hedges of requests.
 
     Attributes:
-        timeout_s: deadline of any request in seconds: stores answer after tens of seconds when they
-            repartition.
-        floor_nbytes_per_s: a body gets at least the time that it takes at this rate: sixteen such
-            streams are a 32 Mbit/s uplink. After a timeout the next try gets twice as long.
+        timeout_s: minimum deadline of a request in seconds: stores may take tens of seconds to
+            answer while they repartition.
+        floor_nbytes_per_s: a body gets at least its time at this rate: sixteen such streams are a
+            32 Mbit/s uplink. After a timeout the next try gets twice as long.
         per_key_s: additional seconds per key of a deletion, which a client may send one by one.
         list_timeout_s: deadline of a listing, which is one request for every 1,000 keys.
         retry: tries and waits between them. Ten tries that fail at once take half a minute, enough
             for S3 to split a partition under load.
         streams: initial transfers in flight in each direction: at the 85 MB/s of a stream to S3,
             32 fill a link of 20 Gbit/s; on a slower link each is merely slower.
-        max_streams: most transfers in flight in each direction.
-        ceiling: most requests in flight in all: the size of the clients' connection pools.
+        max_streams: maximum transfers in flight in each direction.
+        ceiling: maximum requests in flight in all: the size of the clients' connection pools.
         hedge_quantile: a transfer is slow when it takes longer than this share of all …
-        hedge_factor: … times this, so that uniform transfers are not hedged. Large ones do without
-            it when hardly any other is in flight.
-        hedge_min_s: no hedge is earlier, because it would cost more than it can win.
+        hedge_factor: … times this factor, so that uniform transfers are not hedged. The factor does
+            not apply to large transfers when few others are in flight.
+        hedge_min_s: earliest hedge; an earlier one would cost more than it can gain.
         hedge_cold_s: without measurements a transfer is hedged after this many seconds …
-        hedge_cold_nbytes_per_s: … and the time of its bytes at this rate.
-        hedge_share: most hedges per transfer.
-        hedge_burst: hedges that may be saved up.
-        hedges_at_once: most hedges in flight in each direction; the memory of a hedged read is
+        hedge_cold_nbytes_per_s: … plus the time of its bytes at this rate.
+        hedge_share: hedges allowed per transfer, on average.
+        hedge_burst: maximum allowance of hedges that may accumulate.
+        hedges_at_once: maximum hedges in flight in each direction; the memory of a hedged read is
             counted only once.
-        first_read_nbytes: size of the first ranged read of an object of unknown size: most
-            records fit.
+        first_read_nbytes: size of the first ranged read of an object of unknown size; most records
+            fit.
         next_read_nbytes: size of further ranged reads.
     """
 

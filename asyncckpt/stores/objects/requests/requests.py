@@ -1,7 +1,7 @@
 """Requests of one object store, with deadlines, retries and hedges."""
 
-# Rule: a try that was given up may still arrive. So a data object gets a new name for every try,
-#   everything else is idempotent, and the caller learns of a body that such a try was sending.
+# Rule: an abandoned try may still arrive. So a data object gets a new name for every try, all other
+#   requests are idempotent, and the caller learns whether an abandoned try may be sending its body.
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from asyncckpt.stores.paths import below
 
 
 class Sent(NamedTuple):
-    """A data object that is stored.
+    """A stored data object.
 
     Attributes:
         key: the object that holds the body.
-        reusable: whether the body's memory may be used again: no try of it was cancelled or timed
-            out, so no request can still be sending it.
-        orphans: names of other tries that may have landed.
+        reusable: whether the body's memory may be reused: no try was cancelled or timed out, so no
+            request can still be sending it.
+        orphans: keys of other tries that may have landed.
     """
 
     key: str
@@ -41,10 +41,10 @@ class Sent(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where a range of an object goes, in order.
+    """Consumer of a range of an object, in order.
 
     Attributes:
-        at: byte of the object up to which it has come.
+        at: offset in the object of the next byte.
         stop: end of the range.
     """
 
@@ -52,9 +52,9 @@ class Sink(Protocol):
     stop: int
 
     async def put(self, start: int, pieces: Sequence[Body]) -> None:
-        """Take the bytes from `start` on, but not again those before `at`.
+        """Take bytes that begin at `start`; skip those before `at`.
 
-        Cancellation: waits until nothing is being copied; `at` then says what was.
+        Cancellation: waits until nothing is being copied; `at` then says how much was.
         """
         ...
 
@@ -62,10 +62,10 @@ class Sink(Protocol):
 class Requests(Sender):
     """Every request of one store.
 
-    Belongs to the event loop of its client. All methods raise `RequestError`, after the last try
-    where trying again could help; its `detail` then says how often and how long it was tried. A
-    cancelled call has ended all of its requests when it raises `CancelledError`; its body must not
-    be used again.
+    Bound to the event loop of its client. All methods raise `RequestError`, for retryable failures
+    after the last try; its `detail` then says how often and how long the request was tried. When a
+    cancelled call raises `CancelledError`, all of its requests have ended; its body must not be
+    reused.
 
     Attributes:
         client: client that makes the requests.
@@ -99,8 +99,7 @@ class Requests(Sender):
         """Store the body in a data object.
 
         Args:
-            name: returns the key for request 0, 1, …: never the same twice. A slow request is
-                hedged by a second one.
+            name: returns the key for request 0, 1, … (retries and hedges), all different.
             body: what to send.
             landing: as in `send`.
         """
@@ -115,25 +114,19 @@ class Requests(Sender):
             try:
                 await self.client.put(key, held[0])
             except RequestError as error:
-                # A request that was refused for its rate was not carried out.
-                if error.kind == "throttled":
+                if error.kind == "throttled":  # so it was not executed
                     refused.append(key)
                 raise
             return key
 
-        # The budget does not cover the copies of a second request.
+        # The byte budget does not cover the client's copies for a hedge.
         hedged = not self.traits.put_copies
         try:
             key = await self.send(
-                put,
-                direction="put",
-                nbytes=nbytes,
-                hedged=hedged,
-                failed=failed,
-                landing=landing,
+                put, direction="put", nbytes=nbytes, hedged=hedged, failed=failed, landing=landing
             )
         finally:
-            held.clear()  # an error keeps these functions, also when its frames were cleared
+            held.clear()  # an error keeps these functions, even if its frames were cleared
         landed = tuple(other for other in keys if other != key and other not in refused)
         raced = len(keys) > len(failed) + 1
         return Sent(key, not raced and not any(this.abandoned for this in failed), landed)
@@ -146,11 +139,11 @@ class Requests(Sender):
         again: Callable[[], Awaitable[bool]] | None = None,
         wanted: Callable[[], bool] | None = None,
     ) -> bool:
-        """Create an object; return whether the answer said that this call created it.
+        """Create an object; return whether the store said that this call created it.
 
-        False means that an object exists there, perhaps from an earlier try of this call whose
-        answer was lost: the caller reads it back; or that `again` forbade another try. Once another
-        is no longer `wanted`, the tries end with `timeout`.
+        False means that an object exists, perhaps from an earlier try whose answer was lost (so
+        read it back), or that `again` forbade another try. The tries end with `timeout` once
+        another is not `wanted`.
         """
         put = partial(self.client.put, key, body, create=True)
         try:
@@ -173,12 +166,10 @@ class Requests(Sender):
         wanted: Callable[[], bool] | None = None,
         landing: Landing | None = None,
     ) -> None:
-        """Put the body at the key, whatever was there before, or only if it had this version.
+        """Store the body at the key; with `version`, only if the object has this version.
 
-        `again` and `wanted` as in `create`, but False of `again` raises `exists`; `landing` as in
-        `send`.
+        `again`, `wanted` and `landing` as in `send`.
         """
-        conditional = version is not None
         put = partial(self.client.put, key, body)
         if version is not None:
             put = partial(self.client.replace, key, body, version=version)
@@ -186,7 +177,7 @@ class Requests(Sender):
             put,
             direction="put",
             nbytes=len(body),
-            conditional=conditional,
+            conditional=version is not None,
             again=again,
             wanted=wanted,
             landing=landing,
@@ -197,11 +188,11 @@ class Requests(Sender):
         return await self.send(partial(self.client.version, key))
 
     async def delete_version(self, key: str, version: str) -> None:
-        """Delete the object if it has this version; a missing one is no error."""
+        """Delete the object if it has this version; a missing object is no error."""
         await self.send(partial(self.client.delete_version, key, version=version), conditional=True)
 
     async def get(self, key: str, start: int, stop: int) -> Body:
-        """Return bytes `start` to `stop` of the object, fewer only where it ends before."""
+        """Return bytes `start` to `stop` of the object, fewer only if it ends earlier."""
         nbytes = stop - start
 
         async def read() -> Body:
@@ -214,14 +205,13 @@ class Requests(Sender):
         return await self.send(read, direction="get", nbytes=nbytes, hedged=True)
 
     async def fill(self, key: str, sink: Sink) -> None:
-        """Pass the sink's range of the object on as it arrives; less only where the object ends.
+        """Pass the sink's range of the object on as it arrives; less only if the object ends.
 
-        The sink gets every byte once, from whichever request has it first, and never two at a
-        time: a hedge of a slow request asks for the bytes that are missing when it begins, as does
-        the next try after one that failed.
+        The sink gets every byte once, from the request that has it first, in one call at a time. A
+        hedge or retry requests only the bytes that are still missing.
         """
         if self.traits.receive_nbytes is None:
-            # The whole response has come, and the next request begins while this one is copied.
+            # The request has ended, so the next one begins while this response is copied.
             body = await self.get(key, sink.at, sink.stop)
             await sink.put(sink.at, [body])
             return
@@ -258,7 +248,7 @@ class Requests(Sender):
         try:
             await self.send(read, direction="get", nbytes=nbytes, hedged=True)
         except BaseException:
-            # A thread that was abandoned goes before the cancellation that it did not obey.
+            # The error of an abandoned thread takes precedence over the cancellation.
             if not failed:
                 raise
         if failed:
@@ -266,10 +256,10 @@ class Requests(Sender):
             try:
                 raise error
             finally:
-                del error  # a cycle of error and frame would stay until it is collected
+                del error  # breaks the reference cycle of error and frame
 
     async def read(self, key: str, *, max_nbytes: int) -> bytes | None:
-        """Return the whole of a small object, or None if it is longer than `max_nbytes`."""
+        """Return the content of a small object, or None if it is longer than `max_nbytes`."""
         parts: list[Body] = []
         stop, wanted = 0, self.policy.first_read_nbytes
         while True:
@@ -286,7 +276,7 @@ class Requests(Sender):
         return await self.send(partial(self.client.size, key))
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
-        """List what is below `prefix`, as `ObjectClient.list` does."""
+        """List the entries below `prefix`, as `ObjectClient.list`."""
         return await self.send(
             partial(self.client.list, prefix, recursive=recursive, limit=limit),
             deadline_s=self.policy.list_timeout_s,
@@ -295,7 +285,7 @@ class Requests(Sender):
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete the objects; missing ones are no error.
 
-        Where the store throttles, what is left is tried again for as long as it becomes less.
+        If the store throttles, tries continue as long as the number of remaining keys shrinks.
         """
         left = tuple(keys)
 
@@ -304,7 +294,8 @@ class Requests(Sender):
             try:
                 await self.client.delete(left)
             except RequestError as error:
-                # Some stores count deleting a missing object as a change: delete the rest only.
+                # Some stores count the deletion of a missing object as a change, so delete only
+                # the remaining keys.
                 left = left if error.left is None else tuple(error.left)
                 raise
 
@@ -320,7 +311,7 @@ class Requests(Sender):
                     raise
 
     async def begin_parts(self, key: str, *, create: bool = False) -> tuple[str, bool]:
-        """Begin a multipart upload; return its id, and whether there may be another one.
+        """Begin a multipart upload; return its id, and whether there may be a second upload.
 
         A try whose answer was lost may have begun one, which `pending_parts` lists. With `create`
         the object must be new, as in `complete_parts`.
@@ -332,7 +323,7 @@ class Requests(Sender):
     async def put_part(
         self, key: str, upload: str, number: int, offset: int, body: Body
     ) -> tuple[str, bool]:
-        """Store part `number`; return its tag, and whether the body's memory may be used again."""
+        """Store part `number`; return its tag, and whether the body's memory may be reused."""
         failed: list[Try[Any]] = []
         held, nbytes = [body], len(body)
         del body
@@ -349,10 +340,9 @@ class Requests(Sender):
     async def complete_parts(
         self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
     ) -> None:
-        """Make the object of the parts with these tags, in order; with `create` it must be new.
+        """Make the object from the parts with these tags, in order; with `create` it must be new.
 
-        Where the next try finds no such upload because an answer was lost, the object is looked
-        up instead.
+        If an answer was lost and the next try finds no such upload, checks for the object instead.
         """
         failed: list[Try[Any]] = []
 
@@ -373,7 +363,7 @@ class Requests(Sender):
                 except RequestError as second:
                     raise (error if second.kind == "missing" else second) from None
 
-        # After a conflict S3 wants all parts anew.
+        # After a conflict, S3 requires all parts to be sent again.
         retried = RETRYABLE - {"conflict"}
         await self.send(complete, conditional=create, retried=retried, failed=failed)
 

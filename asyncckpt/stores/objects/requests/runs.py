@@ -1,6 +1,6 @@
 """Refusal to save a single checkpoint onto the root of a run.
 
-With a record of its own, the root would be read as that checkpoint, and its steps be overlooked.
+With a record of its own, the root would be read as that checkpoint, and its steps ignored.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join
 from asyncckpt.stores.objects.requests.requests import Requests
 
 STEPS_MAX = 16
-"""Newest step names whose records are looked for; saves that died leave a few without one."""
+"""Newest step names that are checked for a record; failed saves leave a few without one."""
 
 NAMED_STEPS = 3
 """Steps that the error names."""
 
 
 async def refuse_run(requests: Requests, name: str) -> None:
-    """Check that there are no steps below this name; one request unless there are.
+    """Check that there are no steps below this name, by one request if there are none.
 
-    Credentials that may not list find none.
+    Passes if the credentials may not list.
 
     Raises:
-        CheckpointExistsError: there are.
+        CheckpointExistsError: there are steps.
         StoreError: a request failed.
     """
     location = requests.location(name)
@@ -39,7 +39,7 @@ async def refuse_run(requests: Requests, name: str) -> None:
             raise
         below = {entry.key.removeprefix(f"{name}/"): entry.is_prefix for entry in listed}
         if RECORD in below:
-            return  # a checkpoint, which the creation of the record finds
+            return  # a checkpoint: the creation of the record reports it
         found = (path for path, is_prefix in below.items() if is_prefix)
         newest = sorted(filter(STEP_NAME.fullmatch, found), key=int)[-STEPS_MAX:]
         committed = await together(_is_committed(requests, join(name, step)) for step in newest)

@@ -1,14 +1,14 @@
-"""Sending of one request: its permit, its deadline, its tries, and what is learned from it."""
+"""Sending of one request: permit, deadline, tries, and measurements."""
 
 # Rule 1: a request that waits before its next try holds no permit.
 # Rule 2: the coroutine that takes a permit releases it, not a task that may never have run.
-# Rule 3: only tries that were answered are measured, and time in the queue does not count.
-# Rule 4: `exists` and `conflict` answer a condition. To a request without one they are trouble of
-#   the server, like `unavailable`.
-# Rule 5: a service stores a body whose last byte it has, whether or not the client still listens.
-#   So the tries of one save that send bodies get LANDING_S in all to end when they are cancelled:
-#   what a failed save removes does not land after the removal. An engine that is ended does not
-#   wait so long. (test_a_body_on_its_way_lands_before_it_is_removed)
+# Rule 3: only answered tries are measured, without their time in the queue.
+# Rule 4: `exists` and `conflict` answer a condition. A server that gives these answers to a request
+#   without a condition is treated as `unavailable`.
+# Rule 5: a service stores a body once it has its last byte, whether or not the client still
+#   listens. So when a save is cancelled, its tries that send bodies get LANDING_S in all to finish:
+#   objects that a failed save removes must not land after the removal. An engine that is shut down
+#   does not wait that long. (test_a_body_on_its_way_lands_before_it_is_removed)
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ Direction = Literal["put", "get"]
 
 
 LONGEST = 8
-"""Times the deadline of the first try that a try gets at most, after others ran out of time."""
+"""Maximum deadline of a try after timeouts, as a multiple of the first try's deadline."""
 
 LANDING_S = 1.0
-"""How long cancelled tries of one save that send bodies may go on, together: a save that is given
-up cancels one after the other."""
+"""Total time that cancelled tries of one save may continue to send bodies, since a save that fails
+cancels one after the other."""
 
 LOOK_S = 0.1
-"""Longest time between two looks at whether a transfer is slow: what others take is learned while
-it runs, above all in the first transfers of a process. Also between two at whether a try is still
-wanted."""
+"""Longest interval between checks of whether a transfer is slow (the estimate changes while it
+runs, above all in a process's first transfers), and of whether another try is still wanted."""
 
 SILENT_S = 5.0
-"""Longest time that cleaning up goes on without an answer from the store. A caller who set a
-deadline does not wait for minutes; garbage collection removes the rest later."""
+"""Time limit of a cleanup without any answer from the store: a caller who set a deadline does not
+wait for minutes, and garbage collection removes the rest later."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,12 +53,12 @@ class Try(Generic[T]):
 
     Attributes:
         call: makes the request.
-        direction: of a transfer, which is measured; None if it moves no data worth measuring.
+        direction: of a transfer, which is measured; None for requests without such data.
         nbytes: length of the body or of the range.
-        hedged: a slow transfer may be raced by a second one, made by another `call()`.
+        hedged: a slow transfer may be hedged by another `call()`.
         deadline_s: seconds that it may take once it has its permit.
         begun_s: when it got the permit.
-        abandoned: it ran out of time, and the client may still be sending its body.
+        abandoned: it timed out, and the client may still be sending its body.
         unwanted: its caller was cancelled.
     """
 
@@ -73,18 +72,18 @@ class Try(Generic[T]):
     unwanted: bool = False
 
     def moved_nbytes(self, answer: T) -> int:
-        """Return the bytes of the body: what a read asks for may end past the object's end."""
+        """Return the length of the body, which for a read may be less than was requested."""
         return len(answer) if self.direction == "get" and isinstance(answer, Sized) else self.nbytes
 
 
 class Landing:
-    """The time that cancelled tries which send bodies get to end, all of one save together."""
+    """The time that a save's cancelled tries get together to finish sending bodies."""
 
     def __init__(self) -> None:
         self._end_s: float | None = None
 
     def left_s(self) -> float:
-        """Return how long a try may go on that is cancelled now."""
+        """Return how long a try that is cancelled now may continue."""
         now_s = asyncio.get_running_loop().time()
         if self._end_s is None:
             self._end_s = now_s + LANDING_S
@@ -95,11 +94,11 @@ class Sender:
     """Sends the requests of one store.
 
     Attributes:
-        limiter: window of requests in flight, which the server's refusals cut.
+        limiter: window of requests in flight, which shrinks when the server throttles.
         url: URL of the client's root.
         policy: deadlines, tries, streams and hedges.
         controllers: concurrency controller of each direction.
-        answers: requests that were answered so far, in whatever way.
+        answers: number of requests answered so far, with success or error.
     """
 
     def __init__(self, url: str, policy: RequestPolicy, rng: random.Random) -> None:
@@ -114,17 +113,17 @@ class Sender:
         self._rng = rng
 
     def fix_streams(self, direction: Direction, streams: int | None) -> None:
-        """Set the transfers in flight in one direction; None lets the tuner decide again."""
+        """Fix the number of transfers in one direction; None lets the tuner decide again."""
         self.controllers[direction].fix(streams)
         fixed = sum(controller.fixed or 0 for controller in self.controllers.values())
         self.limiter.ceiling = max(self.policy.ceiling, fixed)
 
     @contextlib.asynccontextmanager
     async def cleaning_up(self, usual_s: float) -> AsyncIterator[None]:
-        """Bound the block: `usual_s` in all, and `SILENT_S` without any answer from the store.
+        """Limit the block to `usual_s`, and to `SILENT_S` without any answer from the store.
 
         Raises:
-            TimeoutError: the block was cancelled because one of the bounds was reached.
+            TimeoutError: the block was cancelled at one of these limits.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(usual_s) as scope:
@@ -168,10 +167,10 @@ class Sender:
             deadline_s: seconds that the first try gets.
             conditional: the request has a condition, which may not hold.
             retried: failures after which there is another try.
-            again: called before every try but the first; False ends them with `exists`.
-            wanted: looked at while a try waits: False ends the tries with `timeout`.
+            again: called before every try but the first; False ends the tries with `exists`.
+            wanted: polled while a try waits; False ends the tries with `timeout`.
             failed: receives the tries that failed.
-            landing: of the save that the request belongs to; by default it has its own.
+            landing: of the save that the request belongs to; by default its own.
         """
         failed = [] if failed is None else failed
         base_s = self.policy.deadline_s(nbytes) if deadline_s is None else deadline_s
@@ -220,7 +219,7 @@ class Sender:
             )
 
     async def _tried(self, this: Try[T], landing: Landing) -> T:
-        """Send one try, once it has its permits."""
+        """Send one try, as soon as it has its permits."""
         if this.direction is None:
             with await self.limiter.acquire() as permit:
                 this.begun_s = self._now()
@@ -240,7 +239,7 @@ class Sender:
             return await landed(sending, cancelled)
 
     async def _raced(self, this: Try[T], permit: Permit, controller: ConcurrencyController) -> T:
-        """Send one try of a transfer, hedged where it is slow and another request is allowed."""
+        """Send one try of a transfer, hedged if it is slow and a hedge is allowed."""
         extra: Permit | None = None
         answered: set[Permit] = set()
 
@@ -277,8 +276,8 @@ class Sender:
                 extra.release()
                 controller.end_hedge()
         if permit not in answered:
-            # It would have taken longer still; without it slow requests would seem not to exist,
-            # and ever faster ones be hedged.
+            # The slow request would have taken even longer. If it did not count, the estimate
+            # would lack slow requests, and ever faster ones would be hedged.
             controller.estimate.observe(this.moved_nbytes(answer), self._now() - this.begun_s)
         return answer
 
@@ -286,7 +285,7 @@ class Sender:
         """Return the answer to one request of a transfer, and measure it."""
         begun_s = self._now()
         moved = 0
-        controller.began(begun_s)
+        controller.tuner.began(begun_s)
         try:
             answer = await self._sent(this, permit)
             moved = this.moved_nbytes(answer)
@@ -312,8 +311,8 @@ class Sender:
                 self.limiter.throttled(permit)
             raise
         if late:
-            # Not inside `except`: a TimeoutError holds its timeout, and that the task of this
-            # request, which holds the error that it has ended with.
+            # Raised outside of `except` to avoid a reference cycle: TimeoutError, its timeout, the
+            # task of this request, the task's error.
             raise RequestError("timeout", f"no answer within {this.deadline_s:g} s")
         self.answers += 1
         self.limiter.succeeded(permit)

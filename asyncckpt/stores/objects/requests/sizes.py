@@ -1,16 +1,16 @@
-"""Sizes of data files and requests, and requests in flight, from the measured link.
+"""Sizes of data files and requests, and number of requests in flight, from the measured link.
 
-The model: `streams` requests are in flight, each takes the latency and its bytes at the bandwidth
-of one stream, and together they carry no more than the link. Of all sizes that fit the budget, the
-smallest one that comes within `NEAR` of the fastest is chosen: larger ones only cost memory. Among
-these, sizes at which each stream sends one file come first.
+The model: `streams` requests are in flight; each takes the latency plus its bytes at one stream's
+bandwidth; together they do not exceed the link. Of all sizes that fit the budget, the smallest
+within a factor `NEAR` of the fastest is chosen, since larger ones only cost memory. Sizes at which
+each stream sends a single file are preferred.
 """
 
 # Rule 1: the budget wins over every other rule: (streams + 1) data files with the client's copies
 #   fit.
-# Rule 2: a data file is one window and one request, which has no other to wait for.
-# Rule 3: sizes come from a short list, and the last choice is kept while nothing is much faster, so
-#   that neither the plan of a state nor the pool of its windows is rebuilt at every save.
+# Rule 2: a data file is one window and one request, so it waits for no other request.
+# Rule 3: sizes come from a short list, and the last choice is kept unless another is much faster,
+#   so that saves reuse the plan of a state and the pool of its windows.
 
 from __future__ import annotations
 
@@ -21,65 +21,63 @@ from asyncckpt.options import DEFAULT_CHUNK_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.planning.pack import SPARE, WAVES, even_count
 
 WINDOWS_MIB = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Sizes of windows smaller than a chunk."""
+"""Window sizes below one chunk."""
 
 WINDOW_CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Chunks in larger windows: room for part of a chunk would be padding."""
+"""Chunks per larger window: room for part of a chunk would be padding."""
 
 LEAST_WINDOW_NBYTES = 1 * MIB
-"""Smallest unit that is staged at once."""
+"""Smallest window."""
 
 LEAST_NBYTES = 8 * MIB
-"""Smaller requests spend most of their time on latency, and small files cost a request each in
-every listing and deletion; only a budget that leaves half of the streams idle makes them."""
+"""Smallest data file, unless the budget would leave half of the streams idle: smaller requests are
+mostly latency, and every file costs a request in listings and deletions."""
 
 PUT_THRESHOLD_NBYTES = 128 * MIB
-"""Largest file sent by one request: at 85 MB/s it takes one and a half seconds, which is what a
-retry costs."""
+"""Largest file sent by one request: it takes 1.5 s at 85 MB/s, which is the cost of a retry."""
 
 FEW_FILES = 8192
-"""Data files that a state may have for free; more are a burden for every listing and deletion."""
+"""Data files that a state may have without a penalty for slower listings and deletions."""
 
 NEAR = 1.07
-"""A size counts as fast if it takes this much longer than the fastest one: half of the memory for
-the last 7 % of what latency costs, and a margin below the tenth that may be lost."""
+"""A size counts as fast if it takes up to this much longer than the fastest: saves half of the
+memory for 7 % of the time, and leaves a margin below the 10 % that may be lost."""
 
 AT_ONCE_NBYTES = 34 * MIB
-"""Files of up to two chunks are sent by one request of each stream, where that is enough for the
-state and about as fast: every further request may be a slow one. Larger files, when slow, would
-hold up a save for longer than others gain."""
+"""Largest file (two chunks) for which one request per stream is preferred, if that suffices for the
+state and is about as fast: every further request may be a slow one. A slow request with a larger
+file would delay a save by more than that gains."""
 
 GAIN = 1.10
-"""How much longer the last choice may take than the best before it is dropped."""
+"""How much longer than the fastest choice the last one may take before it is dropped."""
 
 ASSUMED_LATENCY_S = 0.05
-"""Time to the first byte of object stores, until it was measured."""
+"""Time to the first byte of object stores, until it is measured."""
 
 ASSUMED_STREAM_NBYTES_PER_S = 85e6
-"""What one connection to S3 carries (AWS's own figure for ranged reads), until it was measured."""
+"""Bandwidth of one connection to S3 (AWS's own figure for ranged reads), until it is measured."""
 
 STAGING_NBYTES_PER_S = 5e9
-"""What two cores copy and checksum: the last stream begins when the first of all its files is
-staged, so that large files keep streams waiting."""
+"""Copy and checksum rate of two cores: the last stream begins only when the first file of every
+stream is staged, so large files keep streams waiting."""
 
 STRETCH = 1.125
-"""How much longer files may be than what the caller asks for, where all streams then send one file
-less."""
+"""How much larger than requested files may be, if every stream then sends one file less."""
 
 REQUEST_S = 0.001
-"""What every request costs a client in processor time, which no concurrency hides (s3fs: 0.8 to
-1.1 ms; others less)."""
+"""Processor time of a request, which concurrency does not hide (s3fs: 0.8 to 1.1 ms; others
+less)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Measurements of a link, and how many streams it rewards.
+    """Measurements of a link.
 
     Attributes:
-        latency_s: seconds of a request beside its transfer.
+        latency_s: seconds of a request without its transfer.
         stream_nbytes_per_s: bandwidth of one stream.
-        link_nbytes_per_s: bandwidth of all streams together; None while it is unknown.
-        streams: requests in flight, at most.
+        link_nbytes_per_s: bandwidth of all streams together; None if unknown.
+        streams: maximum number of requests in flight.
     """
 
     latency_s: float
@@ -94,10 +92,10 @@ class Choice:
 
     Attributes:
         data_file_nbytes: size at which a data file is sealed.
-        window_nbytes: size of the buffer that holds one, a multiple of the page.
+        window_nbytes: size of its buffer, a multiple of the page size.
         concurrency: requests in flight.
-        expected_s: seconds that the model expects the upload to take.
-        asked_nbytes: data-file size that the caller asked for, or None.
+        expected_s: upload time according to the model, in seconds.
+        asked_nbytes: data-file size requested by the caller, or None.
         even_streams: as `ports.Sizes.even_streams`.
     """
 
@@ -110,7 +108,7 @@ class Choice:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Sizes of files and windows: what the plan of a save depends on."""
+        """Sizes of files and windows, on which the plan of a save depends."""
         return self.data_file_nbytes, self.window_nbytes
 
 
@@ -129,13 +127,12 @@ def choose(
     Args:
         nbytes: bytes to be saved.
         traffic: measurements of the link.
-        budget_nbytes: staging memory, copies by the client included.
+        budget_nbytes: staging memory, including copies by the client.
         copies: copies of a body that the client makes.
         chunk_nbytes: target size of a chunk; windows that hold whole chunks are preferred.
-        data_file_nbytes: data-file size that the caller asks for; files are shorter, or longer by
-            up to `STRETCH`, where all streams then send equally many. Larger than one request may
-            be, it is clamped.
-        last: the previous choice, kept unless something is a tenth faster.
+        data_file_nbytes: data-file size requested by the caller, clamped to the largest request.
+            Files are smaller, or larger by up to `STRETCH`, if all streams then send equally many.
+        last: the previous choice, kept unless another is 10 % faster.
     """
 
     def room(window_nbytes: int) -> int:
@@ -178,7 +175,7 @@ def choose(
 
 
 def _options(chunk_nbytes: int) -> Iterator[int]:
-    """Yield sizes of files that the store takes, whatever the memory."""
+    """Yield file sizes that the store takes, regardless of the budget."""
     whole = chunk_nbytes + PAGE_NBYTES  # a chunk and its trailer, up to the next page
     whole *= max(1, DEFAULT_CHUNK_NBYTES // whole)
     sizes = {size * MIB for size in WINDOWS_MIB if size * MIB < whole}
@@ -188,7 +185,7 @@ def _options(chunk_nbytes: int) -> Iterator[int]:
 
 
 def _shares(nbytes: int, streams: int) -> Iterator[int]:
-    """Yield sizes of files with which every stream sends just so many."""
+    """Yield file sizes at which every stream sends the same number of files."""
     for waves in range(1, WAVES + 1):
         size = _roomy(nbytes // (waves * streams))
         if LEAST_NBYTES <= size <= PUT_THRESHOLD_NBYTES:
@@ -196,11 +193,10 @@ def _shares(nbytes: int, streams: int) -> Iterator[int]:
 
 
 def _timed(option: Choice, nbytes: int, traffic: Traffic, room: Callable[[int], int]) -> Choice:
-    """Add the streams, for which there is `room`, and the seconds that it then takes.
+    """Return the option with its streams, for which there is `room`, and its expected seconds.
 
-    Where files are shorter, so that all streams send equally many, windows are so too, unless
-    chunks may have been made for the size that was asked for. An option that was timed before
-    stays as it is.
+    Shrinks files so that all streams send equally many, and the window with them, unless chunks may
+    have been cut for the requested size. The sizes of an option that was timed before stay.
     """
     size, window, streams = option.data_file_nbytes, option.window_nbytes, 0
     while streams < (most := max(1, min(traffic.streams, room(window)))):

@@ -1,11 +1,11 @@
-"""Concurrency tuner: how many streams of one direction a link rewards.
+"""Concurrency tuner: finds how many streams of one direction use a link fully.
 
-The tuner climbs: it moves one level up as long as the total bandwidth grows.
+It moves one level up as long as the total bandwidth grows.
 """
 
 # Rule 1: no clock. Callers pass the time.
 # Rule 2: only intervals with busy streams count.
-# Rule 3: without a gain from more streams, the smaller number is kept.
+# Rule 3: if more streams gain nothing, the smaller number is kept.
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ GAIN = 1.08
 than half of the smallest step."""
 
 LOOKS = 2
-"""Intervals without the gain before a step up is taken back. With only one, a slow request or a
-neighbour's burst would bar the step for a long time."""
+"""Intervals without the gain before a step up is reverted. With only one, a slow request or a
+neighbour's burst would block the step for a long time."""
 
 ROUNDS = 2
-"""Transfers per stream in an interval, so that those in flight at its ends weigh less."""
+"""Transfers per stream in an interval; with more, those in flight at its ends weigh less."""
 
 MIN_INTERVAL_S = 0.2
 """Shorter intervals would measure the machine's scheduler."""
 
 BUSY = 0.75
-"""Average share of streams in use for which an interval counts."""
+"""Minimum average share of streams in use for an interval to count."""
 
 REST = 24
-"""Intervals until a step up that was taken back is tried again, because links change."""
+"""Intervals until a reverted step up is tried again, because links change."""
 
 
 class ConcurrencyTuner:
@@ -53,7 +53,7 @@ class ConcurrencyTuner:
         self._stepped_up = False
         self._doubts = 0
         self.nbytes_per_s: float | None = None
-        # The present interval: transfers in flight at most, and ended; bytes; stream-seconds.
+        # The current interval: maximum transfers in flight, ended transfers, bytes, stream-seconds.
         self.active = self._peak = self._ended = self._nbytes = 0
         self._begun_s = self._seen_s = self._area = 0.0
 
@@ -64,7 +64,7 @@ class ConcurrencyTuner:
 
     @property
     def full_nbytes_per_s(self) -> float | None:
-        """Capacity of the link, if more streams were found to carry no more; else None."""
+        """Capacity of the link, if more streams did not gain bandwidth; else None."""
         return self.nbytes_per_s if self._rest > 0 else None
 
     def began(self, now_s: float) -> None:
@@ -76,7 +76,7 @@ class ConcurrencyTuner:
         self._peak = max(self._peak, self.active)
 
     def ended(self, now_s: float, nbytes: int) -> None:
-        """Note that a transfer ended after it moved `nbytes`; it may complete an interval."""
+        """Note that a transfer of `nbytes` ended, which may complete an interval."""
         self._advance(now_s)
         self.active -= 1
         self._nbytes += nbytes
@@ -88,12 +88,7 @@ class ConcurrencyTuner:
             self.observe(streams, nbytes_per_s)
 
     def observe(self, streams: float, nbytes_per_s: float) -> None:
-        """Add an interval; the number of streams may change.
-
-        Args:
-            streams: average number of transfers in flight.
-            nbytes_per_s: their total bandwidth.
-        """
+        """Add an interval with its average streams and total bandwidth; may change `streams`."""
         if streams < BUSY * self.streams:
             return
         level = self._level

@@ -330,7 +330,7 @@ def test_a_client_object_is_used_as_it_is(workers: Workers) -> None:
     assert (
         open_client("memory://run", storage_options={"client": memory}, workers=workers) is memory
     )
-    with pytest.raises(UsageError, match="a client object has its options"):
+    with pytest.raises(UsageError, match="a client object has its own options"):
         open_client("memory://run", storage_options={"client": memory, "key": "x"}, workers=workers)
 
 
@@ -416,7 +416,7 @@ def test_a_store_of_obstore_is_taken_where_its_url_leads(
 def test_a_store_of_obstore_that_leads_elsewhere_is_refused(
     workers: Workers, url: str, store: Any, found: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"leads to {found}; pass the URL of") as caught:
+    with pytest.raises(UsageError, match=f"is for {found}; pass the URL of") as caught:
         open_client(url, storage_options={"client": store}, workers=workers)
     assert url in str(caught.value) and "s3cr3t" not in str(caught.value)
     assert (caught.value.expected, caught.value.found) == (url.removesuffix("/run"), found)

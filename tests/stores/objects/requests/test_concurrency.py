@@ -34,11 +34,11 @@ def test_the_gate_follows_the_tuner_unless_streams_are_fixed() -> None:
     controller = ConcurrencyController(RequestPolicy(streams=1, max_streams=4))
     assert controller.gate.ceiling == 1
     for turn in range(4):
-        controller.began(float(turn))
+        controller.tuner.began(float(turn))
         controller.ended(turn + 1.0, 100)
     assert controller.gate.ceiling == controller.tuner.streams > 1
     controller.fix(3)
-    controller.began(9.0)
+    controller.tuner.began(9.0)
     controller.ended(19.0, 100)
     assert controller.gate.ceiling == controller.traffic.streams == 3
     controller.fix(None)
@@ -53,6 +53,6 @@ def test_a_transfer_is_slow_by_assumption_until_enough_were_measured() -> None:
         controller.estimate.observe(8 << 20, 0.1 + 0.001 * number)
     small_s, usual_s = controller.slow_s(1 << 20), controller.slow_s(8 << 20)
     for _ in range(policy.hedges_at_once + 1):
-        controller.began(0.0)
+        controller.tuner.began(0.0)
     assert 0.17 < usual_s < 0.23 and 0.25 < controller.slow_s(8 << 20) < 0.35
     assert small_s == controller.slow_s(1 << 20) < 0.35
