@@ -160,8 +160,7 @@ class Context:
             if data is None or not await self.run_sized(fixed.matches, data):
                 raise CorruptCheckpointError(
                     f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "
-                    "damaged; only other programs need that file, and the checkpoint itself does "
-                    "not",
+                    "damaged; only other programs need that file, not the checkpoint itself",
                     file=fixed.object or RECORD,
                     location=location,
                     expected=f"{fixed.nbytes} bytes with CRC-32C {fixed.crc32c:08x}",

@@ -147,7 +147,7 @@ class Publication:
             found = await self.create()
             if found is None:
                 return None
-            await self._check_fenced(found)
+            await self._refuse_if_counts(found)
             self.conditions = await self.context.probes.conditions(versions=True)
         return await self._replace(overwrite)
 
@@ -176,7 +176,7 @@ class Publication:
             if old is not None and old.data == self.record:
                 return None  # an earlier try landed, whose response was lost
             if old is not None and not overwrite:
-                await self._check_fenced(old)
+                await self._refuse_if_counts(old)
             if old is not None and old.save_id is not None:
                 claims, location = self.context.claims, self._location
                 await claims.begin_replacing(old.save_id, self.save_id, self.epoch, location)
@@ -193,7 +193,7 @@ class Publication:
             "is visible. Let one process save a step"
         )
 
-    async def _check_fenced(self, found: Record) -> None:
+    async def _refuse_if_counts(self, found: Record) -> None:
         """Raise if the existing record counts."""
         if await self.context.counts(found):
             # A fenced process must get the `FencedError` instead.
@@ -253,7 +253,7 @@ class Publication:
             raise self._unresolved(error, "the old one is there so far") from error
         self.keep = False
         raise self._failed(
-            "another process has replaced or deleted the checkpoint while this save was "
+            "another process has replaced or deleted the checkpoint while this save was being "
             "committed; nothing of this save is visible. Let one process save a step"
         ) from error
 

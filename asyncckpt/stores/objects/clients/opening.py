@@ -115,9 +115,8 @@ def _chosen(url: Url, options: dict[str, Any]) -> Any:
         return "auto"
     raise UsageError(
         f'{url}: storage_options={{"client": …}} takes '
-        f"{', '.join(repr(name) for name in CLIENTS)}, a store of obstore or an ObjectClient; the "
-        f"{type(value).__name__} that was given is none of them. "
-        'Leave it out, or pass a filesystem as "filesystem"',
+        f"{', '.join(repr(name) for name in CLIENTS)}, a store of obstore or an ObjectClient, not "
+        f'this {type(value).__name__}. Leave it out, or pass a filesystem as "filesystem"',
         location=str(url),
         expected=CLIENTS,
         found=type(value),

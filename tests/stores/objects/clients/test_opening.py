@@ -141,8 +141,8 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
     [
         ("s3://", "names no bucket"),
         ("gs:///run", "names no bucket"),
-        ("s3://bucket/a/../b", r"'\.\.' is part of the key"),
-        ("s3://bucket/./b", r"'\.' is part of the key"),
+        ("s3://bucket/a/../b", r"'\.\.' does not navigate"),
+        ("s3://bucket/./b", r"'\.' does not navigate"),
         ("s3://bucket/a\nb", "control characters"),
         ("bucket/run", "pass a URL with a scheme"),
         ("simplecache::s3://bucket/run", "chained URLs are not supported"),
@@ -481,7 +481,7 @@ def test_a_filesystem_object_serves_its_own_schemes(workers: Workers) -> None:
     assert caught.value.found == "s3"
     with pytest.raises(UsageError, match="takes an fsspec filesystem, not int"):
         open_client("memory://run", storage_options={"filesystem": 7}, workers=workers)
-    with pytest.raises(UsageError, match="leave the others out"):
+    with pytest.raises(UsageError, match="leave them out"):
         open_client(
             "memory://run",
             storage_options={"filesystem": memory, "key": "s3cr3t"},
