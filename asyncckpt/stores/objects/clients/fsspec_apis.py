@@ -390,7 +390,7 @@ class _Checked:
             failure = request_error(error, self._hidden)
         else:
             if answer.status == 308 and "Location" not in answer.headers:
-                answer.status = 200  # an upload continues; aiohttp expects a redirection
+                answer.status = 200  # the upload continues; aiohttp would follow a redirection
             if answer.status < 300 or answer.status == _CANCELLED:
                 known = ranged if "Range" in request.headers else b'"storage#' in content
                 if request.method == "GET" and not known:
@@ -496,7 +496,7 @@ class GcsClient(FsspecClient):
             rest = data[at - offset : end - offset]
             stored = await self._chunk(upload, rest, f"bytes {at}-{end - 1}/*")
             if stored is None or stored <= at:
-                raise RequestError("short", "the store has stored none of a part")
+                raise RequestError("short", "the store has stored no bytes of a part")
             at = stored
         return ""
 

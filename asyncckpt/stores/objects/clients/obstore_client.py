@@ -402,8 +402,8 @@ class ObstoreClient(ObjectClient):
     async def _check_nothing(self, below: str) -> None:
         """Raise unless a store answers, since obstore takes any web page for an empty listing.
 
-        Needed only until the first success, or if a ranged read or a write has succeeded: obstore
-        does not take a web page for the answer to these.
+        Needed once, and not after a write or a ranged read has succeeded: obstore accepts no web
+        page as the answer to these.
         """
         path = f"{below}/{NO_OBJECT}" if below else NO_OBJECT
         try:
