@@ -1,4 +1,4 @@
-"""Machinery of the pipeline, which knows neither checkpoints nor stores.
+"""Machinery of the pipeline, independent of checkpoints and stores.
 
-Byte budget, staging buffers, worker threads, cancellation and the engine's event loop are here.
+Byte budget, staging buffers, worker threads, cancellation and the engine.
 """

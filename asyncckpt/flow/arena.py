@@ -1,13 +1,13 @@
-"""Memory for restored arrays, in shared mappings of huge pages, returned array by array."""
+"""Memory for restored arrays: shared mappings of huge pages, freed array by array."""
 
-# Rule 1: an array keeps no memory but its own pages. Neighbours share a mapping, which lives as
-#   long as any of them, so the pages of an array are returned when its last view is gone, not when
-#   the mapping is. Without this, one array of 1 MiB kept from a restore keeps 64 MiB.
+# Rule 1: an array keeps only its own pages alive. Neighbours share a mapping, which lives as long
+#   as any of them, so an array's pages are returned when its last view is dropped. Otherwise, one
+#   array of 1 MiB kept from a restore would keep 64 MiB.
 #   (test_an_array_that_is_kept_keeps_no_more_than_an_eighth_besides_itself)
-# Rule 2: the pages of two arrays never overlap: what is returned belongs to nothing else.
+# Rule 2: the pages of two arrays never overlap, so no other array uses returned pages.
 # Rule 3: the last view of an array may be dropped in any thread, and by the garbage collector
-#   inside any call, also of `Recycled`: its lock is reentrant, and what it protects is right again
-#   after every statement.
+#   inside any call, even one of `Recycled`. So its lock is reentrant, and the state that it
+#   protects is consistent after every statement.
 
 from __future__ import annotations
 
@@ -23,31 +23,28 @@ from asyncckpt.flow.buffers import HUGE_PAGE_NBYTES, allocating, map_pages
 from asyncckpt.ports import Bytes
 
 SLAB_NBYTES = 64 << 20
-"""Size of shared mappings, so that nearly all pages are huge: the first touch of a 4 KiB page costs
-five times as much per byte."""
+"""Size of shared mappings. Nearly all of their pages are huge: the first touch of a 4 KiB page
+costs five times as much per byte."""
 
 ALIGNMENT_NBYTES = mmap.PAGESIZE
-"""Arrays start on pages, as these are returned; zero-copy adoption by JAX needs 64 bytes."""
+"""Arrays start on pages, the unit of returning memory; JAX adopts memory aligned to 64 bytes."""
 
 SMALL_NBYTES = 64 << 10
-"""Smaller arrays come from the allocator, which packs and reuses them; of larger ones the last
-page wastes at most a sixteenth."""
+"""Smaller arrays come from the allocator, which packs and reuses them. The last page of a larger
+array wastes at most a sixteenth."""
 
 _RETURN = getattr(mmap, "MADV_DONTNEED", None) if mmap.PAGESIZE < SMALL_NBYTES else None
 
 
 Pages = tuple[mmap.mmap, int]
-"""A run of pages: its mapping, and where it begins there."""
+"""A run of pages: its mapping and its offset there."""
 
 
 class Recycled(Account):
-    """Pages of arrays that were dropped, kept for the next restore.
+    """Pages of dropped arrays, kept for the next restore as idle memory of the budget.
 
     The first touch of fresh pages can cost more than reading their contents from a disk, above all
-    in virtual machines. They are idle memory of the budget, which makes way for everything else.
-
-    Args:
-        budget: limits these pages and the memory of all other accounts together.
+    in virtual machines.
     """
 
     def __init__(self, budget: ByteBudget) -> None:
@@ -58,18 +55,18 @@ class Recycled(Account):
         self._lock = threading.RLock()
         self._closed = False
         self._pid = os.getpid()
-        budget.accounts.insert(0, self)  # makes way before staging memory does
+        budget.accounts.insert(0, self)  # freed before idle staging memory
 
     def __repr__(self) -> str:
         return f"Recycled({self._idle_nbytes} bytes)"
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Bytes of the kept pages."""
         return self._idle_nbytes
 
     def take(self, nbytes: int) -> Pages | None:
-        """Return kept pages of exactly this size, if there are any. From any thread."""
+        """Return kept pages of exactly this size, if any. From any thread."""
         with self._lock:
             pages = self._pages.get(nbytes)
             if not pages:
@@ -78,8 +75,8 @@ class Recycled(Account):
             return pages.pop()
 
     def put(self, mapping: mmap.mmap, start: int, nbytes: int) -> None:
-        """Keep pages that nothing uses any more, or return them to the system. From any thread."""
-        if os.getpid() == self._pid:  # another thread may have held the lock in a forked child
+        """Keep unused pages, or return them to the system. From any thread."""
+        if os.getpid() == self._pid:  # a forked child may inherit the lock held
             with self._lock:
                 if not self._closed and self._budget.has_room(nbytes):
                     self._idle_nbytes += nbytes
@@ -88,7 +85,7 @@ class Recycled(Account):
         _return(mapping, start, nbytes)
 
     def free_idle(self, nbytes: int) -> None:
-        """Return pages of `nbytes` to the system, or all of them. From any thread."""
+        """Return pages of at least `nbytes` to the system, or all. From any thread."""
         with self._lock:
             for size, pages in list(self._pages.items()):
                 while pages and nbytes > 0:
@@ -97,7 +94,7 @@ class Recycled(Account):
                     nbytes -= size
 
     def close(self) -> None:
-        """Return all pages to the system, and keep none from now on. Idempotent."""
+        """Return all pages to the system and keep no more. Idempotent."""
         with self._lock:
             self._closed = True
             self.free_idle(self._idle_nbytes)
@@ -108,7 +105,7 @@ class Recycled(Account):
 def _dropped(
     owner: weakref.ref[Recycled] | None, mapping: mmap.mmap, start: int, nbytes: int
 ) -> None:
-    """Keep the pages of an array whose last view is gone, or return them to the system."""
+    """Keep the pages of a dropped array, or return them to the system."""
     recycled = None if owner is None else owner()
     if recycled is None:
         _return(mapping, start, nbytes)
@@ -117,23 +114,22 @@ def _dropped(
 
 
 def _return(mapping: mmap.mmap, start: int, nbytes: int) -> None:
-    """Return pages to the system."""
     if _RETURN is not None:
         mapping.madvise(_RETURN, start, nbytes)
 
 
 class Arena:
-    """A source of buffers in mappings that they share; used by one thread at a time.
+    """A source of buffers in shared mappings; used by one thread at a time.
 
     Args:
         total_nbytes: bytes that will be taken, so that the last mapping is no larger than needed.
-        recycled: where pages come from, if it has some, and go to when they are dropped.
+        recycled: pages to use first; dropped arrays return theirs to it.
     """
 
     def __init__(self, total_nbytes: int, recycled: Recycled | None = None) -> None:
         self._left = total_nbytes
         self._recycled = recycled
-        # Arrays may outlive it, and must not keep it and the budget.
+        # Arrays may outlive `recycled` and must not keep it, and its budget, alive.
         self._owner = None if recycled is None else weakref.ref(recycled)
         self._mapping: mmap.mmap | None = None
         self._used = self._end = 0
@@ -154,16 +150,16 @@ class Arena:
             mapping, start = self._fresh(padded) if pages is None else pages
             part = memoryview(mapping)[start : start + nbytes]
             buffer = np.frombuffer(part, np.uint8)
-        # Kept alive by the views of the array, and by nothing else.
+        # Only the views of the array keep this alive.
         owner = buffer.base
         if _RETURN is not None and owner is not None:
             weakref.finalize(owner, _dropped, self._owner, mapping, start, padded).atexit = False
         return buffer
 
     def close(self) -> None:
-        """Let kept pages of other sizes make way for as many fresh ones that were taken.
+        """Free as many recycled bytes as were taken fresh.
 
-        Not earlier: what is kept for a later buffer would make way for an earlier one.
+        Not earlier, because an earlier buffer would then free the pages that fit a later one.
         """
         if self._recycled is not None:
             self._recycled.free_idle(self._fresh_nbytes)

@@ -1,4 +1,4 @@
-"""Background tasks: coroutines that run while their owner does something else."""
+"""Background tasks: coroutines that run while their owner does other work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """A background task; its owner ends it with `result`, `settled` or `stop`."""
+    """A background task; its owner awaits `result`, `settled` or `stop`."""
 
     __slots__ = ("_task",)
 
@@ -22,23 +22,23 @@ class BackgroundTask(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the task has ended."""
         return self._task.done()
 
     async def result(self) -> T:
-        """Return its result or raise its error; cancelling the wait does not cancel the task."""
+        """Return the result or raise the error; cancelling the wait does not cancel the task."""
         await self.settled()
         return self._task.result()
 
     def cancel(self) -> None:
-        """Ask it to end."""
+        """Cancel the task."""
         self._task.cancel()
 
     async def settled(self) -> None:
-        """Wait for its end, ignoring its outcome; cancelling the wait does not cancel the task."""
+        """Wait for the end, ignoring the outcome; cancelling the wait does not cancel the task."""
         await asyncio.wait((self._task,))
 
     async def stop(self) -> None:
-        """Cancel it and wait for its end, however often the waiter is cancelled."""
+        """Cancel the task and wait for its end, through repeated cancellations."""
         self.cancel()
         await finished(self._task)

@@ -1,20 +1,18 @@
 """Backpressure: a first-in, first-out budget of bytes."""
 
-# Rule 1: acquire may wait; release never does and is synchronous, so that it works in a `finally`
-#   that a second cancellation cannot interrupt.
-#   (test_whatever_is_cancelled_nothing_leaks_and_the_bound_holds)
-# Rule 2: no task waits for bytes while it holds some that are released only after the wait. A task
+# Rule 1: acquire may wait; release is synchronous and never waits, so a second cancellation cannot
+#   interrupt it in a `finally`. (test_whatever_is_cancelled_nothing_leaks_and_the_bound_holds)
+# Rule 2: no task waits for bytes while it holds bytes that it releases only after the wait. A task
 #   that needs several slots takes them in one acquire: two tasks that each hold half and wait for
 #   the other half would wait forever.
-# Rule 3: bytes are counted when they are granted, in `release`, not when the waiter's task runs
-#   next. Otherwise a caller in between would find them free and exceed the capacity.
+# Rule 3: bytes are counted when they are granted, in `release`, not when the waiter's task next
+#   runs. Otherwise a caller in between would find them free and exceed the capacity.
 #   (test_a_wait_cancelled_just_after_its_grant_leaks_no_slot)
-# Rule 4: the line is first-in, first-out, so that small requests do not starve a large one. A
-#   request that cannot be served before kept bytes are released is passed over, because a task that
-#   waits behind it may keep them; it stays in its place.
-#   (test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody)
-# Rule 5: idle memory of all accounts and the bytes in use together stay within the capacity: it
-#   makes way before anything is allocated for granted bytes.
+# Rule 4: the line is first-in, first-out, so small requests do not starve a large one. A request
+#   that needs kept bytes is passed over but stays in its place, because a task behind it may be
+#   the one that keeps them. (test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody)
+# Rule 5: the idle memory of all accounts and the bytes in use together stay within the capacity:
+#   idle memory is freed before anything is allocated for granted bytes.
 #   (test_idle_slots_and_memory_elsewhere_stay_within_the_budget)
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from dataclasses import dataclass
 
 
 class Account:
-    """The part of a budget that one owner uses, and memory that it holds beyond that.
+    """The part of a budget that one owner uses, and its memory beyond that.
 
     Attributes:
-        in_use: bytes of the budget, counted from the moment that they are granted.
-        kept: those of them that are kept.
-        beyond_nbytes: bytes of memory in use that no request was granted.
+        in_use: bytes of the budget, counted from the moment they are granted.
+        kept: kept bytes among these.
+        beyond_nbytes: bytes of memory in use without a grant.
     """
 
     def __init__(self) -> None:
@@ -40,28 +38,32 @@ class Account:
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes of memory that no request was granted."""
+        """Bytes of memory that are not in use."""
         return 0
 
     def free_idle(self, nbytes: int) -> None:
-        """Free idle memory, `nbytes` of it if there is so much."""
+        """Free up to `nbytes` of idle memory."""
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class _Request:
     nbytes: int
     limit: int | None
     account: Account | None
-    extra: int
-    granted: asyncio.Future[None]
+    extra: int = 0
 
 
 class ByteBudget:
     """A number of bytes, of which at most `capacity` are in use at any time.
 
-    It belongs to one event loop. Attributes: `capacity`, `in_use` and `peak`, in bytes, and
-    `kept`, the part of `in_use` that is not released as long as others wait; `accounts`, whose idle
-    memory makes way for bytes in use.
+    It belongs to one event loop.
+
+    Attributes:
+        capacity: bytes of the budget.
+        in_use: bytes granted and not released.
+        peak: largest value of `in_use`.
+        kept: the part of `in_use` that is not released while others wait.
+        accounts: owners of idle memory, which is freed for bytes in use.
     """
 
     __slots__ = ("_waiters", "accounts", "capacity", "in_use", "kept", "peak")
@@ -74,7 +76,7 @@ class ByteBudget:
         self.peak = 0
         self.kept = 0
         self.accounts: list[Account] = []
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: deque[tuple[_Request, asyncio.Future[None]]] = deque()
 
     def __repr__(self) -> str:
         return (
@@ -88,22 +90,10 @@ class ByteBudget:
         return len(self._waiters)
 
     def try_acquire(
-        self,
-        nbytes: int,
-        *,
-        limit: int | None = None,
-        account: Account | None = None,
-        extra: int = 0,
+        self, nbytes: int, *, limit: int | None = None, account: Account | None = None
     ) -> bool:
         """Take `nbytes` if they are free and no waiter could be served first; return whether."""
-        if not self._fits(nbytes, limit, account):
-            return False
-        if self._waiters and any(
-            not self._must_wait(w.nbytes) for w in self._waiters if not w.granted.done()
-        ):
-            return False
-        self._take(nbytes, account, extra)
-        return True
+        return self._try(_Request(nbytes, limit, account))
 
     async def acquire(
         self,
@@ -116,20 +106,21 @@ class ByteBudget:
         """Take `nbytes`, waiting in line for them.
 
         Args:
-            nbytes: bytes; more than `capacity` takes all of it, so that a request as large as the
-                budget, or larger, is served alone instead of refused.
-            limit: wait until at most this many bytes would be in use besides kept ones; of the
+            nbytes: bytes; a request of `capacity` or more takes the whole budget and is served
+                alone instead of refused.
+            limit: wait until at most this many bytes, kept ones excluded, would be in use: of the
                 account, if there is one.
-            account: also counts them.
-            extra: the part of `nbytes` that the account does not count.
+            account: owner that the bytes are also counted for.
+            extra: the part of `nbytes` that is not counted for the account.
 
-        Cancellation: leaves the line; what was granted in the meantime goes to the next.
+        Cancellation: leaves the line; bytes already granted go to the next waiter.
         """
         nbytes = min(nbytes, self.capacity)
-        if self.try_acquire(nbytes, limit=limit, account=account, extra=extra):
+        request = _Request(nbytes, limit, account, extra)
+        if self._try(request):
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(nbytes, limit, account, extra, granted)
+        waiter = request, granted
         self._waiters.append(waiter)
         try:
             await granted
@@ -145,7 +136,7 @@ class ByteBudget:
             raise
 
     def release(self, nbytes: int, *, account: Account | None = None) -> None:
-        """Free `nbytes` (of this account), and serve the next in line."""
+        """Release `nbytes` (of this account) and serve the waiters."""
         nbytes = min(nbytes, self.capacity)
         if nbytes > self.in_use:
             raise RuntimeError(f"released {nbytes} bytes, only {self.in_use} are in use")
@@ -155,9 +146,9 @@ class ByteBudget:
         self._grant()
 
     def keep(self, nbytes: int, *, account: Account | None = None) -> None:
-        """Declare `nbytes` more of those in use as not released while others wait; negative: fewer.
+        """Mark `nbytes` more in use as not released while others wait; negative: fewer.
 
-        Without this, a waiter with a limit could wait forever for bytes that are kept.
+        Otherwise a waiter with a limit could wait for them forever.
         """
         self.kept += nbytes
         if account is not None:
@@ -165,16 +156,16 @@ class ByteBudget:
         self._grant()
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether all memory, idle or in use, and `nbytes` more are within the capacity.
+        """Return whether the capacity has room for `nbytes` besides idle and used memory.
 
-        An estimate, if this is not the loop's thread.
+        An estimate outside the loop's thread.
         """
         return self.in_use + self._unused() + nbytes <= self.capacity
 
     def make_way(self, account: Account | None = None) -> None:
-        """Free idle memory, that of `account` last, while it and all in use exceed the capacity.
+        """Free idle memory while it and the bytes in use exceed the capacity, `account`'s last.
 
-        For an account that was granted bytes or whose idle memory has grown.
+        Called after `account` was granted bytes or its idle memory grew.
         """
         for other in sorted(self.accounts, key=lambda other: other is account):
             over = self.in_use + self._unused() - self.capacity
@@ -185,33 +176,40 @@ class ByteBudget:
     def _unused(self) -> int:
         return sum([one.idle_nbytes + one.beyond_nbytes for one in self.accounts])
 
-    def _must_wait(self, nbytes: int) -> bool:
-        """Return whether `nbytes` cannot be free before kept bytes are released."""
-        return nbytes > self.capacity - self.kept
+    def _must_wait(self, request: _Request) -> bool:
+        """Return whether a request cannot be served before kept bytes are released."""
+        return request.nbytes > self.capacity - self.kept
 
-    def _fits(self, nbytes: int, limit: int | None, account: Account | None) -> bool:
+    def _try(self, request: _Request) -> bool:
+        for other, granted in self._waiters:
+            if not granted.done() and not self._must_wait(other):
+                return False
+        return self._take(request)
+
+    def _take(self, request: _Request) -> bool:
+        """Take a request's bytes if they are free, ignoring the line; return whether."""
+        nbytes, limit, account = request.nbytes, request.limit, request.account
         if self.in_use + nbytes > self.capacity:
             return False
         user = self if account is None else account
-        return limit is None or user.in_use - user.kept + nbytes <= max(limit, nbytes)
-
-    def _take(self, nbytes: int, account: Account | None, extra: int) -> None:
+        if limit is not None and user.in_use - user.kept + nbytes > max(limit, nbytes):
+            return False
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
         if account is not None:
-            account.in_use += nbytes - extra
+            account.in_use += nbytes - request.extra
+        return True
 
     def _grant(self) -> None:
-        passed: list[_Waiter] = []
+        passed: list[tuple[_Request, asyncio.Future[None]]] = []
         while self._waiters:
-            waiter = self._waiters.popleft()
-            if waiter.granted.done():
-                continue  # cancelled; its task has not run since
-            if self._fits(waiter.nbytes, waiter.limit, waiter.account):
-                self._take(waiter.nbytes, waiter.account, waiter.extra)
-                waiter.granted.set_result(None)
+            request, granted = waiter = self._waiters.popleft()
+            if granted.done():
+                continue  # cancelled, but its task has not run yet
+            if self._take(request):
+                granted.set_result(None)
                 continue
             passed.append(waiter)
-            if not self._must_wait(waiter.nbytes):
+            if not self._must_wait(request):
                 break
         self._waiters.extendleft(reversed(passed))

@@ -1,18 +1,18 @@
-"""Staging buffers: kept, and reused for the life of a `Checkpointer`."""
+"""Staging buffers, reused for the life of a `Checkpointer`."""
 
-# Rule 1: a slot returns to the pool only when nothing reads or writes it any more; one that a
-#   client may still be sending is discarded, and its budget is released with its memory. If it were
-#   returned too early, bytes of the next window would be sent under the name of this one.
+# Rule 1: a slot returns to the pool only when nothing reads or writes it any more. A slot that a
+#   client may still be sending is discarded, and its budget is released with its memory. Returned
+#   too early, its next window would be sent under the name of this one.
 #   (test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go)
-# Rule 2: memory is first touched in worker threads: that costs as much as a disk write. A small
+# Rule 2: memory is first touched in worker threads, as that costs as much as a disk write. A small
 #   state touches only what it fills.
-# Rule 3: pools of one budget together hold no more memory than the budget: a pool that grows takes
-#   from idle slots of the others. A slot is idle only if no request was granted it: a granted slot
-#   is in use before its task has popped it; otherwise two tasks would get one.
+# Rule 3: the pools of a budget together hold no more memory than the budget: a pool that grows
+#   frees idle slots of the others. A granted slot is in use, not idle, even before its task pops
+#   it; otherwise two tasks would get one slot.
 #   (test_pools_of_one_budget_hold_no_more_memory_than_it,
 #   test_those_who_are_granted_slots_at_once_find_them_idle)
-# Rule 4: bytes of the budget are acquired in one step with all that a request needs, before any of
-#   its memory is allocated or waited for.
+# Rule 4: a request acquires all its bytes of the budget in one step, before any of its memory is
+#   allocated or waited for.
 
 from __future__ import annotations
 
@@ -35,49 +35,48 @@ from asyncckpt.options import PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.ports import Bytes, HostMemory
 
 HUGE_PAGE_NBYTES = 2 << 20
-"""Alignment of mappings, without which the kernel cannot back their ends by huge pages."""
+"""Alignment of mappings, so that the kernel can back all of them with huge pages."""
 
 PIPELINE_SLOTS = 24
-"""Slots that keep copying, checksumming and writing busy at once. A save whose caller waits for its
-end allocates no more: fresh pages cost more than waiting for used ones."""
+"""Slots that keep copying, checksumming and writing busy at once. A save whose caller awaits it
+allocates no more: fresh pages cost more than waiting for used ones."""
 
 COLLECT_AFTER_S = 0.5
-"""First run of the garbage collector for discarded slots whose memory is still held: clients drop a
-body within milliseconds."""
+"""Delay before the garbage collector first runs for discarded slots whose memory is still held:
+clients drop a body within milliseconds."""
 
 COLLECT_AT_LEAST_EVERY_S = 30.0
-"""Longest pause between runs while a client still holds a slot."""
+"""Longest interval between collections while a client still holds a slot."""
 
 
 class AnonymousMemory:
-    """Private anonymous mappings with huge pages, left out of forked children."""
+    """Private anonymous mappings with huge pages, not inherited by forked children."""
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return a zeroed, page-aligned buffer of which no page is touched."""
+        """Return a zeroed, page-aligned buffer with untouched pages."""
         mapping, start = map_pages(nbytes, forked=False)
         return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
 
     def free(self, buffer: Bytes) -> None:
-        """Do nothing: the memory is unmapped with its last view."""
+        """Do nothing: the memory is unmapped when its last view is dropped."""
 
 
 def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
-    """Return a private mapping, and the offset of the huge page from which `nbytes` may be used.
+    """Return an untouched private mapping, and the huge-page offset of `nbytes` in it.
 
-    Its pages are not touched yet; it is unmapped with its last view. With `forked` False, forked
-    children do not have it.
+    It is unmapped when its last view is dropped. Forked children inherit it only with `forked`.
     """
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=_PRIVATE_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE",) if forked else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a kernel without it: slower, not wrong
+            with contextlib.suppress(OSError):  # a kernel without it is only slower
                 mapping.madvise(getattr(mmap, advice))
     return mapping, -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_NBYTES
 
 
 @contextlib.contextmanager
 def allocating(nbytes: int) -> Iterator[None]:
-    """Raise a `ResourceError` where the system refuses memory."""
+    """Raise `ResourceError` if the system refuses memory."""
     try:
         yield
     except (OSError, MemoryError) as error:
@@ -89,19 +88,14 @@ def allocating(nbytes: int) -> Iterator[None]:
         ) from error
 
 
-if sys.platform == "win32":  # where saving is refused, but inspection imports this
+if sys.platform == "win32":  # saving is refused there, but inspection imports this module
     _PRIVATE_ANONYMOUS = 0
 else:
     _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Slot:
-    """One staging buffer, in use by one holder.
-
-    Attributes:
-        pool: the pool that it returns to.
-        buffer: its memory.
-    """
+    """One staging buffer of a pool, with one holder."""
 
     __slots__ = ("buffer", "pool")
 
@@ -110,11 +104,11 @@ class Slot:
         self.buffer = buffer
 
     def body(self, nbytes: int) -> Bytes:
-        """Return the first `nbytes` of the slot, for a client to send; it is not copied."""
+        """Return the first `nbytes` of the slot for a client to send, without a copy."""
         return self.buffer[:nbytes]
 
     def forget(self) -> object:
-        """Drop the slot's memory; return the object that lives as long as any view of it."""
+        """Drop the slot's memory; return the object that all views of it keep alive."""
         owner: Any = self.buffer
         self.buffer = _EMPTY
         while isinstance(owner, np.ndarray) and owner.base is not None:
@@ -126,7 +120,7 @@ _EMPTY: Bytes = np.zeros(0, np.uint8)
 
 
 def spans(slots: Iterable[Slot], start: int, nbytes: int) -> Iterator[Bytes]:
-    """Yield the memory of `nbytes` bytes from byte `start` of consecutive slots, slot by slot."""
+    """Yield views, slot by slot, of `nbytes` from byte `start` of consecutive slots."""
     for slot in slots:
         if nbytes == 0:
             return
@@ -145,10 +139,9 @@ class SlotPool(Account):
     Args:
         budget: counts all slots in use.
         workers: threads that allocate.
-        memory: the source of the slots.
+        memory: allocator of the slots.
         slot_nbytes: size of a slot.
-        held_nbytes: bytes of the budget that a slot in use takes; more than its size if clients
-            copy bodies.
+        held_nbytes: bytes of the budget per slot in use, above its size if clients copy bodies.
         pipeline_slots: see `PIPELINE_SLOTS`.
 
     Attributes:
@@ -186,7 +179,7 @@ class SlotPool(Account):
 
     @property
     def capacity(self) -> int:
-        """Number of slots in the whole budget."""
+        """Slots that the whole budget allows."""
         return self.budget.capacity // self.held_nbytes
 
     @property
@@ -196,21 +189,21 @@ class SlotPool(Account):
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes of slots, allocated or being so, that no request was granted."""
+        """Bytes of slots without a grant, including those being allocated."""
         return max(0, self._allocated - self.in_use // self.held_nbytes) * self.slot_nbytes
 
     def free_idle(self, nbytes: int) -> None:
-        """Free idle slots of `nbytes`, or all of them."""
+        """Free idle slots of at least `nbytes`, or all."""
         self._shrink(-(-min(nbytes, self.idle_nbytes) // self.slot_nbytes))
 
     async def take(self, count: int = 1, *, grow: bool = True, extra: int = 0) -> list[Slot]:
-        """Take `count` slots, each to be returned by `release` or `discard`.
+        """Take `count` slots; return each with `release` or `discard`.
 
         Args:
-            count: slots with a buffer.
-            grow: allocate up to the whole budget; without it, no new memory beyond
-                `pipeline_slots` is allocated while slots are in use.
-            extra: further bytes of the budget, for memory that is allocated elsewhere; returned by
+            count: number of slots.
+            grow: allocate up to the whole budget; otherwise wait for used slots instead of
+                allocating more than `pipeline_slots`.
+            extra: more bytes of the budget, for memory allocated elsewhere; return them with
                 `budget.release`.
 
         Cancellation: nothing is held.
@@ -240,19 +233,18 @@ class SlotPool(Account):
         return slots
 
     async def acquire(self, nbytes: int) -> None:
-        """Take bytes of the budget, for memory that is allocated elsewhere.
+        """Take bytes of the budget for memory allocated elsewhere, freeing idle slots if needed.
 
-        Idle slots are freed if both together exceed the budget. The bytes are returned by
-        `budget.release`. Cancellation: nothing is held.
+        Return them with `budget.release`. Cancellation: nothing is held.
         """
         await self.take(0, extra=nbytes)
 
     def keep(self, count: int) -> None:
-        """Declare `count` more slots in use as kept (`ByteBudget.keep`); fewer, if negative."""
+        """Mark `count` more slots in use as kept (`ByteBudget.keep`); negative: fewer."""
         self.budget.keep(count * self.held_nbytes, account=self)
 
     def take_ready(self, most: int) -> list[Slot]:
-        """Take up to `most` free slots; none if others wait in line."""
+        """Take up to `most` free slots without waiting; none if others wait."""
         slots: list[Slot] = []
         while (
             len(slots) < most
@@ -260,14 +252,14 @@ class SlotPool(Account):
             and self.budget.try_acquire(self.held_nbytes, account=self)
         ):
             slots.append(self._free.pop())
-        self.budget.make_way(self)  # the client's copies are in use now, too
+        self.budget.make_way(self)  # the client's copies are in use now too
         return slots
 
     def release(self, slots: Iterable[Slot], error: BaseException | None = None) -> None:
         """Return the slots to the pool.
 
-        If their last use ended with `ThreadAbandonedError`, they are quarantined until the
-        abandoned thread has returned after all: it may still read or write them.
+        After a `ThreadAbandonedError` they are quarantined until the abandoned thread returns, as
+        it may still read or write them.
         """
         stuck = error.future if isinstance(error, ThreadAbandonedError) else None
         for slot in slots:
@@ -279,9 +271,9 @@ class SlotPool(Account):
     def discard(self, slots: Iterable[Slot], *, keep: bool = False) -> None:
         """Drop slots that a client may still be sending.
 
-        Their part of the budget is released with their memory, when its last holder drops it. With
-        `keep` it stays with the caller, who asks for a `replacement` of each; the memory that the
-        client holds then exceeds the budget.
+        Their bytes of the budget are released when the last view is dropped. With `keep` the
+        caller keeps them for a `replacement` of each slot, and the memory that the client holds
+        exceeds the budget.
         """
         loop = asyncio.get_running_loop()
 
@@ -294,7 +286,7 @@ class SlotPool(Account):
                 self.budget.release(self.held_nbytes)
 
         def collected() -> None:
-            # Called wherever the last reference is dropped, in any thread.
+            # Called in whichever thread drops the last reference.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(gone)
 
@@ -313,7 +305,7 @@ class SlotPool(Account):
         self._look_after(COLLECT_AFTER_S)
 
     def _look_after(self, after_s: float) -> None:
-        """Look for discarded slots within this time."""
+        """Schedule a collection within `after_s`."""
         loop = asyncio.get_running_loop()
         if self._look is not None and self._look.when() > loop.time() + after_s:
             self._look.cancel()
@@ -324,7 +316,7 @@ class SlotPool(Account):
     def _look_again(self, after_s: float) -> None:
         """Collect garbage cycles that may hold discarded slots, at growing intervals.
 
-        Errors are kept in cycles, and with them the bodies of failed requests; a process that waits
+        Cycles keep errors alive, and with them the bodies of failed requests. A process that waits
         for staging memory makes no garbage, so its collector would never run.
         """
         self._look = None
@@ -346,7 +338,7 @@ class SlotPool(Account):
         self.budget.release(self.held_nbytes, account=self)
 
     async def prepare(self, count: int) -> None:
-        """Allocate slots, every page touched, until there are `count` or the whole budget."""
+        """Allocate and touch slots until there are `count` or the budget is used up."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self._workers.count):
                 group.create_task(self._grow_to(min(count, self.capacity)))
@@ -376,13 +368,13 @@ class SlotPool(Account):
             if budget.in_use + self.idle_nbytes + self.slot_nbytes > budget.capacity:
                 return  # bytes in use leave no room for idle slots
             await self._add(touched=True)
-            budget.make_way(self)  # for bytes that others were granted meanwhile
+            budget.make_way(self)  # for bytes granted to others meanwhile
 
     async def _add(self, *, touched: bool = False) -> None:
         try:
             self._free.append(await self._new(touched=touched))
         finally:
-            # Wake those who wait for this slot, after a failure too: they may then allocate it.
+            # Wake the waiters after a failure too: they may then allocate the slot.
             for waiter in self._arrivals:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -405,7 +397,7 @@ class SlotPool(Account):
             return buffer
 
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
-        # Its bytes of the budget stay taken, because a thread may still write to it.
+        # Its bytes of the budget stay in use, because the thread may still write to it.
         loop = asyncio.get_running_loop()
         self._quarantined.add(slot)
         self.keep(1)

@@ -1,10 +1,10 @@
-"""Calls that a job makes in the thread that waits for it.
+"""Calls that a job runs in the thread that waits for it.
 
-JAX's collectives must be launched by one thread in one order: that of the caller, which launches
-those of the training, too.
+JAX's collectives must be launched by one thread in one order, so the caller's thread, which also
+launches the training's, launches the job's.
 """
 
-# Rule: a call runs only while the caller waits for the job: it needs no lock against the caller.
+# Rule: a call runs only while the caller waits for the job, so it needs no lock against the caller.
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class CallerThread:
-    """The thread that waits for a job, as seen by the job.
+    """The thread that waits for a job, as the job sees it.
 
     Attributes:
-        wake: resolves once there is a call to make, or `poke` was called.
+        wake: resolves once there is a call to run, or `poke` was called.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class CallerThread:
         self.wake: Outcome[None] = Outcome()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Call the function in the thread that waits, and return its result. For the job.
+        """Call the function in the waiting thread, and return its result. For the job.
 
-        Cancellation: returns at once; a call that has begun goes on, and its result is dropped.
+        Cancellation: returns at once; a running call continues, and its result is dropped.
         """
         done: Future[T] = Future()
         self._calls.append((function, done))
@@ -49,7 +49,7 @@ class CallerThread:
                 self.wake.set_result(None)
 
     def serve(self) -> None:
-        """Make the pending calls. For the thread that waits, after `wake`."""
+        """Run the pending calls. For the waiting thread, after `wake`."""
         with self._lock:
             self.wake = Outcome()
         while self._calls:
@@ -60,5 +60,5 @@ class CallerThread:
                 done.set_result(function())
             except Exception as error:
                 done.set_exception(raisable(error))
-            # What else is raised is of a signal handler: the caller's, who then aborts the job. It
-            # would end the engine's thread. (test_an_interrupted_call_of_a_job_is_its_callers)
+            # A signal handler's BaseException is the caller's, who then aborts the job: in the
+            # engine it would end the thread. (test_an_interrupted_call_of_a_job_is_its_callers)

@@ -1,12 +1,12 @@
-"""Running the coroutines of the facade in a thread that has no event loop.
+"""Driver of facade coroutines in a thread without an event loop.
 
-The blocking facade is the async one, driven by `run_blocking`: every await below it that would
-suspend asks `blocks_here` first, and blocks the thread instead. All of them wait for the engine:
-`Job.wait`, `Engine.aclose`, `ended` and `uninterrupted`.
+`run_blocking` drives the async facade for the blocking one: every await that would suspend checks
+`blocks_here` and blocks the thread instead. All of them wait for the engine: `Job.wait`,
+`Engine.aclose`, `ended` and `uninterrupted`.
 """
 
-# Rule: a coroutine under `run_blocking` never suspends, so no event loop runs in this thread until
-#   it ends, and a thread-local flag cannot leak into another task. The engine has its own thread.
+# Rule: a coroutine under `run_blocking` never suspends, so this thread runs no event loop until it
+#   ends, and the thread-local flag cannot leak into another task. The engine has its own thread.
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _here = threading.local()
 
 
 def blocks_here() -> bool:
-    """Return whether this thread waits by blocking."""
+    """Return whether this thread blocks instead of awaiting."""
     return getattr(_here, "blocks", False)
 
 
 def check_loop() -> None:
-    """Check that this thread can wait: by blocking, or in an event loop of asyncio.
+    """Check that this thread can wait: by blocking, or in an asyncio event loop.
 
     Raises:
-        UsageError: it cannot; the coroutine runs under trio, say.
+        UsageError: it cannot, for example under trio.
     """
     if blocks_here():
         return
@@ -39,13 +39,13 @@ def check_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         raise UsageError(
-            "asyncckpt needs an event loop of asyncio, and none is running in this thread; under "
+            "asyncckpt needs an asyncio event loop, and none is running in this thread; under "
             "trio, call asyncckpt.blocking in trio.to_thread.run_sync"
         ) from None
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of the facade to its end in this thread, which may have a running loop."""
+    """Run a facade coroutine to its end in this thread, which may have a running loop."""
     before = blocks_here()
     _here.blocks = True
     try:
@@ -56,4 +56,4 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     finally:
         _here.blocks = before
     coroutine.close()
-    raise AssertionError(f"{coroutine!r} awaits what only an event loop can wake")
+    raise AssertionError(f"{coroutine!r} awaits something that needs an event loop")

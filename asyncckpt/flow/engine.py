@@ -1,29 +1,26 @@
-"""One thread, one event loop: where every pipeline coroutine of a `Checkpointer` runs.
+"""Engine: a thread with an event loop that runs every pipeline coroutine of a `Checkpointer`.
 
-The caller's loop may block for seconds without slowing a save, and the async and the blocking
-facade share all logic: each hands a coroutine to the engine and waits for its end.
+The caller's loop may block for seconds without slowing a save. The async and blocking facades share
+all logic: each submits a coroutine to the engine and waits for it.
 """
 
-# Rule 1: a job's future resolves when its task has ended, never when it was merely cancelled:
-#   callers may reuse what they passed once a wait has returned.
+# Rule 1: a job's future resolves when its task has ended, not when it is cancelled, so callers may
+#   reuse their arguments once a wait has returned.
 #   (test_a_cancelled_wait_returns_after_the_jobs_clean_up)
-# Rule 2: a wait that is cancelled, or interrupted by an exception of a signal handler, cancels the
-#   job and waits for its end, however often the waiter is cancelled meanwhile. This ends because
-#   every job bounds its clean-up (flow/shield.py, flow/threads.py). A coroutine that is being
-#   closed cannot wait: it only cancels the job.
-#   (test_an_exception_of_a_signal_handler_ends_the_job_first)
-# Rule 3: a callback that blocks on the engine's own thread would wait for itself: this is refused
-#   where the wait would begin.
-#   (test_blocking_on_the_engines_own_thread_is_refused_instead_of_a_deadlock)
-# Rule 4: a job is accepted only by a thread that runs. `_loop` and `_thread` are assigned after
-#   `start()` has returned: if they were set before, a failed start would leave an engine that
-#   accepts jobs and runs none.
+# Rule 2: a wait that is cancelled, or interrupted by a signal handler's exception, cancels the job
+#   and waits for its end, through repeated cancellations. This terminates because every job bounds
+#   its clean-up (flow/shield.py, flow/threads.py). A coroutine that is being closed cannot wait: it
+#   only cancels the job. (test_an_exception_of_a_signal_handler_ends_the_job_first)
+# Rule 3: a callback that blocks on the engine's own thread would wait for itself: it is refused
+#   before it waits. (test_blocking_on_the_engines_own_thread_is_refused_instead_of_a_deadlock)
+# Rule 4: only a running thread accepts jobs. `_loop` and `_thread` are assigned after `start()` has
+#   returned; otherwise a failed start would leave an engine that accepts jobs and runs none.
 #   (test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later)
-#   If `start()` is ended by an exception of a signal handler, its thread may begin later, or never:
-#   a thread whose loop was not assigned ends at once.
+#   If a signal handler's exception interrupts `start()`, the thread may begin later or never: a
+#   thread whose loop was not assigned ends at once.
 #   (test_an_exception_of_a_signal_handler_while_the_thread_starts_leaves_none)
-# Rule 5: `_closed` is checked under `_lock` together with the post to the loop: a job is either on
-#   the loop before it stops, and is cancelled there, or refused.
+# Rule 5: `_closed` is checked under `_lock` together with the post to the loop: a job either
+#   reaches the loop before it stops, and is cancelled there, or is refused.
 # Rule 6: the engine's own work per chunk is microseconds; everything heavy runs in `Workers`.
 
 from __future__ import annotations
@@ -52,36 +49,29 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.driver import blocks_here, check_loop, run_blocking
-from asyncckpt.flow.threads import (
-    Outcome,
-    Workers,
-    finished,
-    raisable,
-    seen,
-    thread_error,
-)
+from asyncckpt.flow.threads import Outcome, Workers, finished, raisable, seen, thread_error
 from asyncckpt.log import logger
 from asyncckpt.options import ABANDON_S, CLEANUP_S
 
 T = TypeVar("T")
 
 IO_THREADS = 4
-"""Direct writes of 8 MiB reach the top speed of the disks measured with two to four in flight."""
+"""With two to four direct writes of 8 MiB in flight, the measured disks reach their top speed."""
 
 COMPUTE_THREADS_MAX = 8
-"""Copies and checksums gain nothing beyond the memory bandwidth, which eight threads exhaust."""
+"""Eight threads that copy or checksum exhaust the memory bandwidth."""
 
 EXIT_CLEANUP_S = 1.0
-"""Time for a save that is aborted as the process ends to remove its files."""
+"""Time for a save that is aborted at process exit to remove its files."""
 
 
 class Job(Generic[T]):
-    """One coroutine on its way through the engine.
+    """One coroutine that runs on the engine.
 
     Attributes:
         future: resolves when the task has ended.
-        caller: makes calls of the coroutine in the thread that waits for it; None for most jobs.
-        drained: the end of the process waits for it, as for a save.
+        caller: runs calls of the coroutine in the thread that waits for it; None for most jobs.
+        drained: whether the process waits for the job at exit, as for a save.
 
     Args:
         engine: runs the job.
@@ -103,22 +93,22 @@ class Job(Generic[T]):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process whose engine runs the job."""
+        """Whether this process was forked after the engine was created."""
         return self._engine.forked
 
     def cancel(self) -> None:
-        """Ask the task to end; its clean-up still runs. From any thread."""
+        """Cancel the task; its clean-up still runs. From any thread."""
         self._engine.post(self._cancel)
 
     async def wait(self) -> T:
         """Return the job's result.
 
-        Cancellation, and an exception of a signal handler (Ctrl-C, a timeout): cancels the job,
-        waits for its clean-up, then raises.
+        Cancellation, or a signal handler's exception (Ctrl-C, a timeout): cancels the job, waits
+        for its clean-up, then raises.
 
         Raises:
-            UsageError: this thread blocks, and is the engine's own, or has no event loop of
-                asyncio; the job was cancelled.
+            UsageError: this is the engine's own thread and would block, or no asyncio event loop is
+                running here; the job was cancelled.
         """
         try:
             check_loop()
@@ -136,20 +126,20 @@ class Job(Generic[T]):
         return run_blocking(self.wait())
 
     async def abort(self) -> None:
-        """Cancel the job and wait for its end, however often the waiter is cancelled.
+        """Cancel the job and wait for its end, through repeated cancellations.
 
-        An exception of a signal handler, such as a second Ctrl-C, abandons its clean-up.
+        A signal handler's exception, such as a second Ctrl-C, abandons the clean-up.
 
         Raises:
-            UsageError: this thread blocks, and is the engine's own; the job was cancelled.
+            UsageError: this is the engine's own thread and would block; the job was cancelled.
         """
         self.cancel()
         try:
             if blocks_here():
                 await self._attend()
             while not self.future.done():
-                # One task: each wait that is cancelled leaves a callback on the outcome, and a
-                # cancel scope of anyio cancels once per iteration of the loop.
+                # A single task: each cancelled wait leaves a callback on the outcome, and an anyio
+                # cancel scope cancels once per loop iteration.
                 attending = asyncio.create_task(self._attend())
                 await finished(attending)
                 if not attending.cancelled():
@@ -161,10 +151,10 @@ class Job(Generic[T]):
             raise
 
     async def _attend(self) -> None:
-        """Wait for the end of the job, and make its calls in this thread.
+        """Wait for the end of the job and run its calls in this thread.
 
         Raises:
-            UsageError: this thread blocks, and is the engine's own.
+            UsageError: this is the engine's own thread and would block.
         """
         if blocks_here():
             self.refuse_own_thread()
@@ -176,20 +166,12 @@ class Job(Generic[T]):
         await ended(self.future)
 
     def refuse_fork(self) -> None:
-        """Refuse to wait in a forked child for a job that had not ended when it was forked.
-
-        Raises:
-            ClosedError: this is such a child, where the job never ends.
-        """
+        """Raise `ClosedError` in a forked child, where an unfinished job never ends."""
         if self.forked and not self.done():
             self._engine.check()
 
     def refuse_own_thread(self) -> None:
-        """Refuse to wait on the engine's own thread for a job that has not ended.
-
-        Raises:
-            UsageError: this is that thread.
-        """
+        """Raise `UsageError` on the engine's own thread if the job has not ended."""
         if self._engine.runs_here and not self.done():
             raise _own_thread()
 
@@ -199,8 +181,8 @@ class Job(Generic[T]):
             self._task.cancel()
 
     def _start(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        # Not by the job: with its own future it would be a cycle, which keeps a restored state
-        # until the garbage collector runs.
+        # Not a method of the job: a cycle of job and future would keep a restored state alive until
+        # the garbage collector runs.
         self.future.add_done_callback(self._engine._forget)
         if self._cancelled:
             self.future.set_exception(asyncio.CancelledError())
@@ -213,41 +195,42 @@ class Job(Generic[T]):
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[T]) -> None:
-        self._task = None  # with the context variables of the caller
+        self._task = None  # it holds the caller's context variables
         if self.future.done():
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             self.future.set_result(task.result())
-        elif not self._cancelled and (
+            return
+        if not self._cancelled and (
             isinstance(error, asyncio.CancelledError)
             or (isinstance(error, SaveAbortedError) and self._engine.ending)
         ):
             # The job was not cancelled: the engine ended while it ran.
-            ended = self._engine.end_error()
-            ended.__cause__ = error
-            self.future.set_exception(ended)
-        else:
-            self.future.set_exception(error)
+            cause, error = error, self._engine.end_error()
+            error.__cause__ = cause
+        self.future.set_exception(error)
 
 
 class Engine:
     """A daemon thread with an event loop (uvloop's if installed), started at first use.
 
     Attributes:
-        owner: what it works for, for errors.
+        owner: owner of the engine, as errors name it.
+        abandoned: whether a second interrupt ended a wait for clean-up.
+        drain_deadline_s: limit of the wait for saves in flight at process exit, in seconds.
     """
 
     def __init__(self, name: str = "asyncckpt") -> None:
         self._name = name
         self.owner = "this Checkpointer"
         self._pid = os.getpid()
-        # Reentrant: the garbage collector may end an engine from inside any call of this thread.
+        # Reentrant: the garbage collector may close an engine inside any call of this thread.
         self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ended: Outcome[None] = Outcome()
-        self._jobs: dict[Future[Any], Job[Any]] = {}  # the unfinished ones
+        self._jobs: dict[Future[Any], Job[Any]] = {}  # unfinished jobs
         self._closed = False
         self._died = False
         self._ending = False
@@ -267,23 +250,23 @@ class Engine:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that made the engine."""
+        """Whether this process was forked after the engine was created."""
         return os.getpid() != self._pid
 
     @property
     def usable(self) -> bool:
-        """Whether it has been started, takes jobs, and ends them."""
+        """Whether the engine was started and still accepts and finishes jobs."""
         ended = self._closed or self._died or self.abandoned or self.forked or exiting()
         return self._thread is not None and not ended
 
     @property
     def runs_here(self) -> bool:
-        """Whether this is the engine's own thread, where callbacks are called."""
+        """Whether this is the engine's own thread, which runs callbacks."""
         return getattr(_here, "engine", None) is self
 
     @property
     def ending(self) -> bool:
-        """Whether it was closed or died, so that running jobs are being cancelled."""
+        """Whether the engine was closed or died, which cancels running jobs."""
         return self._closed or self._died
 
     def submit(
@@ -293,14 +276,14 @@ class Engine:
     ) -> Job[T]:
         """Run the coroutine that `function` returns on the engine's loop. From any thread.
 
-        `at_end` is called on the engine after the end of the job, whatever ends it.
+        `at_end` is called on the engine after the job, whatever its outcome.
 
         Raises:
             ClosedError: the engine was closed, or this is a forked child.
             EngineDiedError: the engine's thread has ended.
             ResourceError: no thread can be started, or the interpreter is exiting.
         """
-        self.check()  # before the lock, which a forked child may find locked for ever
+        self.check()  # before the lock, which may be held for ever in a forked child
         job: Job[T] = Job(self, at_end)
         with self._lock:
             self.check()
@@ -320,11 +303,8 @@ class Engine:
             job._at_end()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Call a function on the engine's loop soon; do nothing once the loop has ended.
-
-        Nor in a forked child, which has no such loop, and may find the lock locked for ever.
-        """
-        if self.forked:
+        """Call a function on the engine's loop soon; do nothing once the loop has ended."""
+        if self.forked:  # the loop is not here, and the lock may be held for ever
             return
         with self._lock:
             if self._loop is not None and not self._loop.is_closed():
@@ -334,8 +314,8 @@ class Engine:
         """Check that the engine may be used from here.
 
         Raises:
-            ClosedError: it was closed, or this is a forked child.
-            EngineDiedError: its thread has ended.
+            ClosedError: the engine was closed, or this is a forked child.
+            EngineDiedError: the engine's thread has ended.
             ResourceError: the interpreter is exiting, and this is not the engine's own thread.
         """
         if self.forked:
@@ -343,7 +323,7 @@ class Engine:
                 f"{self._name} was created before this process was forked; its threads do not "
                 "exist here. Create a new Checkpointer in the child"
             )
-        # Saves in flight are finished first, and what follows them is theirs.
+        # At exit, saves in flight are finished first; the engine's own thread may submit for them.
         if exiting() and not self.runs_here:
             raise ResourceError(
                 f"{self._name}: the interpreter is exiting, and the library's threads end with it; "
@@ -368,7 +348,7 @@ class Engine:
         )
 
     def begin_close(self) -> Outcome[None]:
-        """Refuse new jobs and cancel running ones; the result resolves when all have ended."""
+        """Refuse new jobs and cancel running ones; the outcome resolves when all have ended."""
         with self._lock:
             first = not self._closed
             self._closed = True
@@ -380,7 +360,7 @@ class Engine:
         return self._ended
 
     def close(self) -> None:
-        """End all threads, unless they were abandoned. Idempotent. Blocking.
+        """End all threads that were not abandoned. Idempotent. Blocking.
 
         Raises:
             UsageError: this is the engine's own thread; nothing was closed.
@@ -400,7 +380,7 @@ class Engine:
 
         Cancellation: waits for the end, then raises.
         """
-        if blocks_here() or self.forked:  # no thread of a forked child would end the wait
+        if blocks_here() or self.forked:  # in a forked child, no thread would end the wait
             self.close()
             return
         waiter = asyncio.wrap_future(self.begin_close())
@@ -408,43 +388,43 @@ class Engine:
             await asyncio.shield(waiter)
         finally:
             await finished(waiter)
-            # The thread's last act resolved the future: it ends within microseconds, but waiting
-            # for that would be a blocking call.
+            # The thread's last act resolved the future. It ends within microseconds, but joining it
+            # would block.
             while self._thread is not None and self._thread.is_alive():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0)
 
     def _start_locked(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread unless it is running."""
         if self._thread is not None:
             return
         loop = thread = None
         _live.add(self)
         try:
             _register_exit_hook()
-            # A loop of uvloop keeps the context variables with which it was made.
+            # A uvloop loop keeps the context variables of its creation.
             loop = contextvars.Context().run(_new_loop)
             thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
             thread.start()
-            if self._thread is None:  # otherwise a signal handler has started one meanwhile
+            if self._thread is None:  # otherwise a signal handler has started one
                 self._loop, self._thread = loop, thread
         except BaseException as error:
             if loop is not None:
                 loop.close()
             if isinstance(error, KeyError) and error.args == (thread,) and error.__context__:
-                # `Thread.start` fails to handle the exception of a signal handler.
+                # `Thread.start` replaces a signal handler's exception by a KeyError of its own.
                 raise error.__context__ from None
             if not isinstance(error, (RuntimeError, OSError)) or isinstance(error, TimeoutError):
-                raise  # that of a signal handler
-            self.check()  # which knows now if the interpreter is exiting
+                raise  # a signal handler's
+            self.check()  # knows by now whether the interpreter is exiting
             raise thread_error(self._name, error) from error
 
     def _stop(self) -> None:
-        if not self._ending:  # the clean-up after a death must not be stopped by close()
+        if not self._ending:  # close() must not stop the clean-up after a death
             asyncio.get_running_loop().stop()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._lock:  # held by `submit` until it has either assigned the loop or failed
+        with self._lock:  # `submit` holds it until it has assigned the loop or failed
             if self._loop is not loop:
                 loop.close()
                 return
@@ -453,7 +433,7 @@ class Engine:
         try:
             loop.run_forever()
         except BaseException:
-            logger.exception("%s: the engine's loop ended by an error", self._name)
+            logger.exception("%s: the engine's loop failed", self._name)
         finally:
             self._ending = True
             with self._lock:
@@ -463,7 +443,7 @@ class Engine:
                 for task in tasks:
                     task.cancel()
                 if tasks:
-                    # Each ends within this time, or waits for a thread that was abandoned already.
+                    # Each ends within this time unless it waits for an abandoned thread.
                     limit_s = CLEANUP_S + 2 * ABANDON_S
                     loop.run_until_complete(asyncio.wait(tasks, timeout=limit_s))
                 for task in tasks:
@@ -478,13 +458,13 @@ class Engine:
                 for job in tuple(self._jobs.values()):
                     if not job.future.done():
                         job.future.set_exception(self.end_error())
-                    self._forget(job.future)  # which one that was not started has not asked for
+                    self._forget(job.future)  # an unstarted job has no callback for this
                 self._ended.set_result(None)
 
     def drain(self) -> None:
-        """Wait for saves in flight, up to `drain_deadline_s`; for the end of the process.
+        """Wait for saves in flight at process exit, up to `drain_deadline_s`.
 
-        Saves still running then are aborted; threads stuck in a system call end with the process.
+        Unfinished saves are then aborted; threads stuck in a system call end with the process.
         """
         if self.forked or self._thread is None:
             return
@@ -506,18 +486,18 @@ class Engine:
                     f"{self._name}: a save was abandoned: it did not finish within "
                     f"{self.drain_deadline_s:g} s of the process's end"
                 )
-        # Also for an abandoned engine: at exit the interpreter unwinds a thread that returns from
-        # compiled code, and C++, such as NumPy's, then aborts the whole process.
+        # Also for an abandoned engine: at exit, the interpreter unwinds threads that return from
+        # compiled code, and C++ code such as NumPy's then aborts the process.
         left_s = max(EXIT_CLEANUP_S, end - time.monotonic())
         with contextlib.suppress(TimeoutError):
             self.begin_close().result(left_s)
 
 
 def warn(message: str, level: int = logging.WARNING) -> None:
-    """Log the message, and warn, because logging may not be configured.
+    """Log the message and issue a warning, because logging may not be configured.
 
-    Raises nothing, even if warnings are errors, or a log handler or stderr fails: nothing could
-    handle an error of the hook at the exit, or of a `__del__`.
+    Raises nothing, even if warnings are errors: an exit hook or `__del__` has no caller to handle
+    an error.
     """
     logger.log(level, message)
     with contextlib.suppress(Exception):
@@ -530,7 +510,7 @@ _hook_registered = False
 _exit_begun = False
 
 _here = threading.local()
-"""Its `engine` is the one whose own thread this is."""
+"""Its `engine` is the engine that owns this thread."""
 
 
 def _own_thread() -> UsageError:
@@ -544,7 +524,7 @@ def wait_quietly(future: Outcome[Any], timeout_s: float | None = None) -> bool:
     """Wait up to `timeout_s` seconds and return whether the future is done; ignore its outcome.
 
     Raises:
-        UsageError: this is the thread of the engine that runs the future's job.
+        UsageError: this is the own thread of the engine that runs the job.
     """
     engine = getattr(_here, "engine", None)
     if engine is not None and future in engine._jobs:
@@ -553,19 +533,16 @@ def wait_quietly(future: Outcome[Any], timeout_s: float | None = None) -> bool:
 
 
 async def ended(future: Outcome[Any]) -> None:
-    """Wait for the end of a future; ignore its outcome.
-
-    Cancellation: stops the waiting only.
-    """
+    """Wait until a future is done; ignore its outcome. Cancellation: only stops the waiting."""
     if blocks_here():
         wait_quietly(future)
         return
     waiter = asyncio.wrap_future(future)
-    waiter.add_done_callback(seen)  # also if this wait has ended before, or was closed
+    waiter.add_done_callback(seen)  # even if this wait ends first
     try:
         await asyncio.wait((waiter,))
     except asyncio.CancelledError:
-        waiter.cancel()  # detaches it; only the end of its job resolves the future
+        waiter.cancel()  # detaches the waiter; only the job resolves the future
         raise
 
 
@@ -573,9 +550,8 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
 
-        # If one of these is closed, a descriptor of uvloop takes its number, and libuv aborts the
-        # process when it closes a descriptor below 3.
-        # (test_a_closed_standard_stream_aborts_nothing)
+        # If a standard stream is closed, uvloop gets its number, and libuv aborts the process when
+        # it closes a descriptor below 3. (test_a_closed_standard_stream_aborts_nothing)
         for standard_stream in range(3):
             os.fstat(standard_stream)
     except (ImportError, OSError):
@@ -585,8 +561,8 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _register_exit_hook() -> None:
-    # atexit handlers run after concurrent.futures has shut its executors down and after
-    # non-daemon threads were joined; threading's own hooks run before both.
+    # atexit handlers run after concurrent.futures has shut down its executors and non-daemon
+    # threads were joined; threading's own hooks run before both.
     global _hook_registered, _exit_begun
     if _hook_registered:
         return
@@ -609,17 +585,17 @@ def _drain_all() -> None:
     for engine in tuple(_live):
         try:
             engine.drain()
-        except Exception as error:  # must not lose the saves of the other engines
+        except Exception as error:  # the other engines' saves must still be drained
             warn(f"{engine!r} could not be ended: {error!r}")
     for call in _last_calls:
         call()
 
 
 def exiting() -> bool:
-    """Return whether the interpreter has begun to exit: a new job might not end any more."""
+    """Return whether the interpreter has begun to exit, so that a new job might never end."""
     return _exit_begun or sys.is_finalizing()
 
 
 def call_at_exit(call: Callable[[], None]) -> None:
-    """Make a call at the end of a process that has used an engine, after all engines have ended."""
+    """Register a call at process exit, after all engines have ended; only if one was started."""
     _last_calls.append(call)

@@ -1,7 +1,7 @@
 """Window of requests in flight, which halves when the server is overloaded and grows again."""
 
-# Rule 1: acquire may wait; release never does and is synchronous.
-# Rule 2: a caller that waits before a retry holds no permit meanwhile.
+# Rule 1: acquire may wait; release is synchronous and never waits.
+# Rule 2: a caller holds no permit while it waits before a retry.
 # Rule 3: one overload cuts the window once, however many requests fail: only a request that began
 #   after the last cut can cut again.
 
@@ -31,7 +31,7 @@ class Permit:
         self.release()
 
     def release(self) -> None:
-        """Return the permit when the request has ended. Idempotent."""
+        """Return the permit after the request. Idempotent."""
         limiter, self._limiter = self._limiter, None
         if limiter is not None:
             limiter._release()
@@ -40,26 +40,24 @@ class Permit:
 class Limiter:
     """At most `limit` permits at a time; additive increase, multiplicative decrease.
 
-    It belongs to one event loop. Waiters are served in order. A round of `limit` successes during
-    which the window was full adds one; `throttled` halves it, down to 1. Permits are never taken
-    back, so that after a cut more than `limit` may be in use for a while.
+    It belongs to one event loop and serves waiters in order. A round of `limit` successes during
+    which the window was full adds one; `throttled` halves it, down to 1. Permits are not revoked,
+    so after a cut more than `limit` may be in use for a while.
 
     Args:
-        ceiling: the window begins at this and never grows beyond it.
+        ceiling: initial and largest size of the window.
     """
 
     __slots__ = ("_ceiling", "_full", "_successes", "_waiters", "cuts", "in_flight", "limit")
 
     def __init__(self, ceiling: int) -> None:
-        if ceiling < 1:
-            raise ValueError(f"ceiling={ceiling}: at least one request must be allowed")
-        self._ceiling = ceiling
-        self.limit = ceiling
         self.in_flight = 0
         self.cuts = 0
         self._successes = 0
         self._full = False
         self._waiters: deque[asyncio.Future[Permit]] = deque()
+        self._ceiling = self.limit = 0
+        self.ceiling = ceiling
 
     def __repr__(self) -> str:
         return (
@@ -74,7 +72,7 @@ class Limiter:
 
     @property
     def ceiling(self) -> int:
-        """Largest size of the window. A window of this size moves with it."""
+        """Largest size of the window. A window of this size follows changes."""
         return self._ceiling
 
     @ceiling.setter
@@ -87,7 +85,7 @@ class Limiter:
         self._grant()
 
     def try_acquire(self) -> Permit | None:
-        """Return a permit if one is free and no caller waits."""
+        """Return a permit if one is free and no caller is waiting."""
         if self.in_flight >= self.limit or (self._waiters and self.waiting):
             return None
         return self._take()
@@ -116,7 +114,7 @@ class Limiter:
     def succeeded(self, permit: Permit) -> None:
         """Record a response; a round of them widens the window by one."""
         if permit.cuts < self.cuts:
-            return  # it began before the last cut and says nothing about the window since
+            return  # it began before the last cut and says nothing about the new window
         self._successes += 1
         if self._successes >= self.limit:
             if self._full and self.limit < self._ceiling:
@@ -126,7 +124,7 @@ class Limiter:
             self._full = self.in_flight >= self.limit
 
     def throttled(self, permit: Permit) -> None:
-        """Halve the window, once for each window: the server asked for fewer requests."""
+        """Halve the window, because the server asked for fewer requests; once per overload."""
         if permit.cuts < self.cuts:
             return
         self.cuts += 1

@@ -1,6 +1,6 @@
-"""Recorder of the times when the stages of one save or restore are busy."""
+"""Recorder of when the stages of a save or restore are busy."""
 
-# Rule: `add` costs a few microseconds, and is called per window, read or batch, never per leaf.
+# Rule: `add` costs a few microseconds and is called per window, read or batch, never per leaf.
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncckpt.reports.timeline import Lane, Span, Timeline, put, spans_of
 
 
 class Recorder:
-    """Records the timeline of one operation. All threads may use it.
+    """The timeline of one operation as it grows. Any thread may use it.
 
     Args:
         begun: `time.perf_counter` at the call; None for now.
@@ -38,7 +38,7 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: str, nbytes: int = 0) -> Iterator[None]:
-        """Record that a stage is busy during the block, unless that raises."""
+        """Record that a stage is busy during the block, unless the block raises."""
         begun = stage, time.perf_counter(), nbytes
         number = next(self._numbers)
         self._running[number] = begun
@@ -49,7 +49,7 @@ class Recorder:
             del self._running[number]
 
     def timeline(self) -> Timeline:
-        """Return the spans so far; one that is still running has all its bytes, and ends now."""
+        """Return the spans so far; a running span counts all its bytes and ends now."""
         now = time.perf_counter()
         with self._lock:
             stages = dict(self._stages)

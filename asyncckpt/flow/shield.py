@@ -1,8 +1,8 @@
-"""Awaits that end when the work has ended, however often they are cancelled meanwhile."""
+"""Awaits that end only when the work has ended, through repeated cancellations."""
 
-# Rule 1: a cancellation of the caller starts a clock. After CLEANUP_S the work itself is cancelled,
-#   and its own waits for threads end after ABANDON_S: a cancelled caller does not wait for a mount
-#   that does not answer. (tests/cancellation/test_stuck_mount.py)
+# Rule 1: the work is cancelled CLEANUP_S after its caller, and its waits for threads end after
+#   ABANDON_S, so a cancelled caller does not wait for an unresponsive mount.
+#   (tests/cancellation/test_stuck_mount.py)
 # Rule 2: the work is never left running: the await ends only when its task has ended.
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from asyncckpt.flow.threads import finished, seen
 from asyncckpt.options import CLEANUP_S
 
 _FAILED = " failed: "
-"""What separates place and action from the reason in the errors of stores."""
+"""Separator of place and action from the reason in store errors."""
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 
 async def to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result; a cancellation of the caller is dropped.
+    """Return the coroutine's result; drop a cancellation of the caller.
 
-    For clean-up, and for the moment of publication, whose outcome must be known.
+    For clean-up, and for publication, whose outcome must be known.
 
     Cancellation: waits for `CLEANUP_S`, then cancels the coroutine and waits for its end.
     """
@@ -41,11 +41,11 @@ async def to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result; a cancellation of the caller is raised once it has ended.
+    """Return the coroutine's result; raise a cancellation of the caller once it has ended.
 
-    For clean-up on behalf of callers, whose own cancellation must not be lost.
+    For clean-up on behalf of callers, whose cancellation must not be lost.
 
-    Cancellation: waits for `CLEANUP_S`, then cancels the coroutine and waits for its end.
+    Cancellation: as `to_completion`, then raised.
     """
     if blocks_here():
         return await coroutine
@@ -57,7 +57,7 @@ async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def _shielded(coroutine: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], bool]:
-    """Run the coroutine to its end; return its task, and whether the caller was cancelled."""
+    """Run the coroutine to its end; return its task and whether the caller was cancelled."""
     task = asyncio.create_task(coroutine)
     try:
         await asyncio.wait((task,))
@@ -82,7 +82,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 async def mapped(
     function: Callable[[A], Awaitable[T]], items: Sequence[A], at_once: int
 ) -> list[T]:
-    """Return the results of a function for all items, in order, up to `at_once` at a time.
+    """Call a function for all items, up to `at_once` at a time; return the results in order.
 
     Raises the leading error.
     """
@@ -102,7 +102,7 @@ async def mapped(
 
 
 async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:
-    """Wait for the clean-up after an error; if it fails too, add a note to the error."""
+    """Await the clean-up after an error; if it fails too, add a note to the error."""
     try:
         await cleanup
     except AsyncCheckpointError as failure:
@@ -110,7 +110,7 @@ async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, without the reason of a failure that the error has stated already."""
+    """Add a note to an error; omit a reason that the error already states."""
     said = _said(error)
     what, failed, reason = note.partition(_FAILED)
     if failed and reason in said:
@@ -121,9 +121,9 @@ def add_note(error: BaseException, note: str) -> None:
 
 @contextlib.asynccontextmanager
 async def within(seconds: float | None, late: Exception) -> AsyncIterator[None]:
-    """Cancel the block after some seconds, None for never, and raise `late` instead.
+    """Cancel the block after `seconds` (None: never) and raise `late` instead.
 
-    A `TimeoutError` of the block itself goes through.
+    The block's own `TimeoutError` propagates.
     """
     timeout = asyncio.timeout(seconds)
     try:
@@ -138,8 +138,7 @@ async def within(seconds: float | None, late: Exception) -> AsyncIterator[None]:
 def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error of a task group that is not a cancellation, with notes on the rest.
 
-    A pipeline fails for one reason; failures that follow from it are context, and those for the
-    same reason are left out.
+    A pipeline fails for one reason: later failures are context, and omitted if they repeat it.
     """
     errors: list[BaseException] = []
     notes: list[str] = []
@@ -158,8 +157,7 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 def forget_frames(error: BaseException) -> None:
     """Clear the local variables of every frame in the error's tracebacks.
 
-    A caller that keeps an error would otherwise keep the local variables of every function that it
-    passed through: staging memory among them, which could not be reused.
+    Otherwise a caller that keeps the error would keep staging memory alive.
     """
     waiting: list[BaseException | None] = [error]
     done: set[int] = set()

@@ -1,16 +1,16 @@
-"""Worker threads whose work is never left behind by a cancelled await.
+"""Worker threads that a cancelled await waits for.
 
-`asyncio.to_thread` returns at once when it is cancelled while its thread still reads the buffer;
+A cancelled `asyncio.to_thread` returns at once, while its thread still reads the buffer;
 `loop.run_in_executor` refuses work once the interpreter has begun to exit. `Workers` does neither.
 """
 
-# Rule 1: `run` returns control only when its thread no longer touches the arguments. The one
-#   exception is a thread stuck for `abandon_s` in a system call (a mount that does not answer):
-#   then ThreadAbandonedError is raised, whose future resolves if the thread returns after all.
+# Rule 1: `run` returns only when its thread no longer uses the arguments. The one exception is a
+#   thread stuck in a system call for `abandon_s` (an unresponsive mount): `run` then raises
+#   ThreadAbandonedError, whose future resolves if the thread ever returns.
 #   (test_a_cancelled_run_returns_after_its_thread, test_a_stuck_thread_is_abandoned_...)
-# Rule 2: clean-up has the same limit from its start, because its caller no longer waits for
-#   results. (test_clean_up_of_a_mount_that_does_not_answer_is_abandoned)
-# Rule 3: threads are daemons, named, and joined by `shutdown`; an abandoned one is replaced.
+# Rule 2: the same limit applies to clean-up from its start, because nothing uses its result.
+#   (test_clean_up_of_a_mount_that_does_not_answer_is_abandoned)
+# Rule 3: threads are daemons, named, and joined by `shutdown`; an abandoned thread is replaced.
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 SIGNAL_CHECK_S = 0.2
-"""Interval at which waits that Ctrl-C must end look for it: a signal that arrives just before a
-thread begins to wait for a lock does not wake it."""
+"""Interval at which blocking waits check for Ctrl-C: a signal that arrives just before a thread
+starts waiting for a lock does not wake it."""
 
 ABANDONED_JOIN_S = 0.1
-"""Once a thread was abandoned, it is unknown which one: each gets this long to end."""
+"""Join timeout of each thread once any was abandoned: which one is stuck is unknown."""
 
 
 class ThreadAbandonedError(SaveError):
     """A worker thread did not return from a system call; it was replaced.
 
     Attributes:
-        future: resolves if the thread ever returns; until then its buffers must not be reused.
+        future: resolves if the thread ever returns; its buffers must not be reused before that.
     """
 
     future: Future[Any]
@@ -88,8 +88,8 @@ class Workers:
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of the call, made in a worker thread.
 
-        Cancellation: drops a call that has not begun; waits for one that runs, through repeated
-        cancellations, and then raises `CancelledError`.
+        Cancellation: drops a queued call; waits for a running call, through repeated
+        cancellations, then raises `CancelledError`.
 
         Raises:
             ThreadAbandonedError: cancelled, and the thread did not end within `abandon_s`.
@@ -99,7 +99,7 @@ class Workers:
         try:
             await asyncio.wait((waiter,))
         except asyncio.CancelledError:
-            # wrap_future passes a cancellation of the waiter on; here the call itself is asked.
+            # `asyncio.wait` did not cancel the waiter, so the call may still be queued.
             if not future.cancel():
                 if not await finished(waiter, timeout_s=self._abandon_s):
                     since = "it was cancelled"
@@ -109,12 +109,12 @@ class Workers:
         return waiter.result()
 
     async def clean_up(self, call: Callable[[], object]) -> None:
-        """Make the call in a worker thread, even if this task is cancelled meanwhile.
+        """Make the call in a worker thread, even if this task is cancelled.
 
         Cancellation: raised when the call has ended.
 
         Raises:
-            ThreadAbandonedError: the call did not end within `abandon_s`. It goes on if it can.
+            ThreadAbandonedError: the call did not end within `abandon_s`; it may still complete.
         """
         future = self.submit(call)
         waiter = asyncio.wrap_future(future)
@@ -144,15 +144,14 @@ class Workers:
         error = ThreadAbandonedError(
             f"{self._name}: a thread was stuck in {called(call)} for {self._abandon_s:.0f} s after "
             f"{since}; it was abandoned and its buffers are not used again. The file system does "
-            "not answer: check the mount. A later sweep removes the leftovers"
+            "not respond: check the mount. A later sweep removes the leftovers"
         )
         error.future = future
         return error
 
     def abandon(self, future: Future[Any]) -> None:
-        """Start a thread in place of the one that makes this call, until the call has ended."""
+        """Add a thread to replace the stuck one until this call has ended."""
         if not future.done():
-            # Which thread is stuck does not matter: one more takes its place in the queue.
             with self._lock:
                 if not self._closed:
                     self.count += 1
@@ -162,10 +161,10 @@ class Workers:
             future.add_done_callback(self._retire_thread)
 
     def shutdown(self) -> None:
-        """Refuse further work, make the queued calls, and join the threads.
+        """Refuse new calls, run the queued ones, and join the threads.
 
-        Stuck threads end with the process: once one was abandoned, each is joined for
-        `ABANDONED_JOIN_S` only, otherwise for `abandon_s`.
+        Stuck threads end with the process: each join takes at most `abandon_s`, or
+        `ABANDONED_JOIN_S` once a thread was abandoned.
         """
         with self._lock:
             if not self._closed:
@@ -185,12 +184,12 @@ class Workers:
             thread.start()
         except RuntimeError as error:
             if self._threads:
-                return  # fewer threads are slower, not wrong
+                return  # fewer threads only make it slower
             raise thread_error(self._name, error) from error
         self._threads.append(thread)
 
     def _retire_thread(self, _: Future[Any]) -> None:
-        # The abandoned call has ended: one thread is too many, whichever it is.
+        # The abandoned call has ended: one thread too many, whichever of them ends.
         with self._lock:
             if not self._closed:
                 self.count -= 1
@@ -211,7 +210,7 @@ class Workers:
             else:
                 future.set_result(result)
                 del result
-            # Neither the arguments nor the result may outlive the call in this frame.
+            # This frame must not keep arguments or result alive.
             del future, function, arguments, keywords
         with self._lock:
             if not self._closed:
@@ -219,7 +218,7 @@ class Workers:
 
 
 def thread_error(name: str, error: Exception) -> ResourceError:
-    """Return the error for a thread that the system refuses to start, or for its event loop."""
+    """Return the error for a thread or event loop that the system refuses to create."""
     files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
     limit = "open files (ulimit -n)" if files else "processes (ulimit -u)"
     return ResourceError(
@@ -230,10 +229,7 @@ def thread_error(name: str, error: Exception) -> ResourceError:
 
 
 def raisable(error: BaseException) -> BaseException:
-    """Return the error, or one caused by it where no coroutine could raise it.
-
-    An asyncio future refuses a `StopIteration`, and those who await it would wait for ever.
-    """
+    """Return the error, wrapped if it is a `StopIteration`, which asyncio futures refuse."""
     if not isinstance(error, StopIteration):
         return error
     instead = RuntimeError(f"a function raised StopIteration({error.value!r})")
@@ -243,22 +239,22 @@ def raisable(error: BaseException) -> BaseException:
 
 
 def called(function: Callable[..., Any]) -> str:
-    """Return the name of a call, without the values that a partial holds: possibly credentials."""
+    """Return the name of a call, without a partial's arguments, which may be credentials."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 class Outcome(Future[T]):
-    """A future that one thread resolves, and others wait for without its lock.
+    """A future that one thread resolves and others wait for without taking its lock.
 
-    Cancelling a wait for it does not resolve it.
+    Cancelling a wait does not cancel the future.
     """
 
-    # A signal that is handled inside `threading.Condition.__enter__`, which is Python code, may
-    # raise after the lock was taken: it then stays locked, and the engine could resolve nothing any
-    # more. So only `add_done_callback` takes it, which the main thread must not call once the
-    # engine can see the future; a wait takes a latch, which nobody else needs to go on.
+    # A signal handler may raise inside `threading.Condition.__enter__`, which is Python code, after
+    # the lock was taken. The lock then stays taken, and the engine could never resolve the future.
+    # So only `add_done_callback` takes it, which the main thread must not call once the engine can
+    # see the future. Waits take a latch instead, which resolving does not need.
     # (test_ctrl_c_inside_a_condition_leaves_the_engine_alive)
 
     def __init__(self) -> None:
@@ -270,11 +266,11 @@ class Outcome(Future[T]):
         self._latch.acquire()
 
     def done(self) -> bool:
-        """Return whether it is resolved."""
+        """Return whether the future is resolved."""
         return self._outcome is not None
 
     def cancel(self) -> bool:
-        """Return False: only its thread resolves it."""
+        """Return False: only the resolving thread ends it."""
         return False
 
     def cancelled(self) -> bool:
@@ -282,10 +278,10 @@ class Outcome(Future[T]):
         return False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait up to `timeout_s` seconds, and return whether it is resolved."""
+        """Wait up to `timeout_s` seconds; return whether the future is resolved."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
-            # The latch stays closed if a signal interrupts another wait right after it was taken.
+            # Poll: a signal may interrupt another wait right after it took the latch for good.
             left_s = SIGNAL_CHECK_S if end is None else min(SIGNAL_CHECK_S, end - time.monotonic())
             if left_s <= 0:
                 return False
@@ -294,31 +290,31 @@ class Outcome(Future[T]):
         return True
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error with which it was resolved, None for a result, after waiting for it."""
+        """Wait, then return the error, or None for a result."""
         if not self.wait(timeout) or self._outcome is None:
             raise TimeoutError
         return self._outcome[1]
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the result or raise the error, after waiting for it."""
+        """Wait, then return the result or raise the error."""
         error = self.exception(timeout)
         if error is None:
             assert self._outcome is not None
             return cast(T, self._outcome[0])
         try:
-            # With its first traceback: the frames of every earlier raise would stay in it.
+            # With the original traceback: otherwise every raise adds its frames.
             raise error.with_traceback(self._traceback)
         finally:
             del self, error  # the traceback would keep both in a cycle
 
     def set_result(self, result: T) -> None:
-        """Resolve it with a result, once."""
+        """Resolve the future with a result, once."""
         self._outcome = self._outcome or (result, None)
         super().set_result(result)
         self._latch.release()
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """Resolve it with an error, once."""
+        """Resolve the future with an error, once."""
         if self._outcome is None and exception is not None:
             self._traceback = exception.__traceback__
         self._outcome = self._outcome or (None, exception)
@@ -327,13 +323,13 @@ class Outcome(Future[T]):
 
 
 def seen(waiter: asyncio.Future[Any]) -> None:
-    """Mark the outcome as retrieved, so that asyncio does not log it."""
+    """Retrieve the outcome, so that asyncio does not log it."""
     if not waiter.cancelled():
         waiter.exception()
 
 
 async def finished(waiter: asyncio.Future[Any], *, timeout_s: float | None = None) -> bool:
-    """Return whether the future is done, after waiting for it through repeated cancellations."""
+    """Wait for the future through repeated cancellations; return whether it is done."""
     loop = asyncio.get_running_loop()
     end = None if timeout_s is None else loop.time() + timeout_s
     while not waiter.done():

@@ -94,14 +94,14 @@ async def test_a_limit_does_not_count_what_is_kept() -> None:
     assert budget.in_use == 6
     assert not budget.try_acquire(2, limit=3)
     assert budget.try_acquire(1, limit=3)
-    assert not budget.try_acquire(2, limit=100)  # the capacity is one, whatever stands
+    assert not budget.try_acquire(2, limit=100)  # the capacity limits it too, including kept bytes
     budget.keep(-4)
     budget.release(7)
     assert not budget.in_use and not budget.kept
 
 
-async def standing_line(count: int) -> tuple[ByteBudget, asyncio.Task[None]]:
-    """A budget of eight slots, of which five stand, and a first in its line."""
+async def line_behind_kept(count: int) -> tuple[ByteBudget, asyncio.Task[None]]:
+    """Return a budget of eight bytes, five of them kept, and a waiter for `count`."""
     budget = ByteBudget(8)
     await budget.acquire(5)
     budget.keep(5)
@@ -112,8 +112,8 @@ async def standing_line(count: int) -> tuple[ByteBudget, asyncio.Task[None]]:
 
 
 async def test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody() -> None:
-    """What stands may belong to somebody who goes on when he gets a few more."""
-    budget, large = await standing_line(6)
+    """The kept bytes may belong to a task that needs a few more to continue."""
+    budget, large = await line_behind_kept(6)
     assert budget.try_acquire(1)
     await asyncio.wait_for(budget.acquire(2), 10)
     behind = asyncio.create_task(budget.acquire(1))  # now there is a line behind the large one
@@ -131,11 +131,11 @@ async def test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody() -
 
 
 async def test_who_was_passed_over_has_kept_his_place() -> None:
-    budget, large = await standing_line(6)
+    budget, large = await line_behind_kept(6)
     await budget.acquire(3)
     small = asyncio.create_task(budget.acquire(3))
     await settle()
-    budget.keep(-5)  # from here on the large one is a first like any other
+    budget.keep(-5)  # now the large one is an ordinary first waiter
     budget.release(5)
     await settle()
     assert (large.done(), small.done(), budget.in_use) == (False, False, 3)
@@ -149,7 +149,7 @@ async def test_who_was_passed_over_has_kept_his_place() -> None:
 
 
 async def test_who_can_be_served_is_not_passed_over() -> None:
-    """Three beside the five that stand are as many as there can be: those behind wait."""
+    """Three fit beside the five that are kept, so later waiters do not pass."""
     budget = ByteBudget(8)
     await budget.acquire(6)
     budget.keep(5)
@@ -168,7 +168,7 @@ async def test_who_can_be_served_is_not_passed_over() -> None:
 
 @pytest.mark.parametrize("when", ["passed over", "its turn has come", "granted"])
 async def test_who_was_passed_over_may_be_cancelled(when: str) -> None:
-    budget, large = await standing_line(6)
+    budget, large = await line_behind_kept(6)
     await budget.acquire(3)
     small = asyncio.create_task(budget.acquire(3))
     await settle()

@@ -1,4 +1,4 @@
-"""Staging memory: aligned, touched, reused only when nobody uses it any more."""
+"""Staging memory: aligned, touched, reused only after its last use."""
 
 from __future__ import annotations
 
@@ -154,15 +154,15 @@ async def test_without_grow_new_memory_is_bounded_by_the_pipeline(
     pool.release(held)
 
 
-@pytest.mark.parametrize("beside", [1, 3])
+@pytest.mark.parametrize("kept", [1, 3])
 async def test_one_slot_that_comes_back_lets_one_of_those_who_wait_through(
-    workers: Workers, beside: int
+    workers: Workers, kept: int
 ) -> None:
-    """Whatever stands elsewhere: it makes no room for new memory of the pool."""
+    """However much is kept elsewhere: that makes no room for new memory of the pool."""
     memory = CountingMemory()
     pool = SlotPool(ByteBudget(10 * SLOT), workers, memory, slot_nbytes=SLOT, pipeline_slots=2)
-    await pool.acquire(beside * SLOT)
-    pool.budget.keep(beside * SLOT)
+    await pool.acquire(kept * SLOT)
+    pool.budget.keep(kept * SLOT)
     held = await pool.take(2, grow=False)
     waiting = [asyncio.create_task(pool.take(1, grow=False)) for _ in range(4)]
     for number in range(4):
@@ -337,7 +337,7 @@ async def test_the_memory_of_a_discarded_slot_is_given_back_once(
 async def test_a_discarded_slot_in_a_cycle_of_garbage_comes_back(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors are kept in cycles, and nobody who waits for memory makes garbage."""
+    """Cycles keep errors alive, and tasks that wait for memory make no garbage."""
     monkeypatch.setattr(buffers, "COLLECT_AFTER_S", 0.01)
     pool = client_pool(1, workers)
     (slot,) = await pool.take()
@@ -478,7 +478,7 @@ class Pools:
 
 
 async def test_the_limit_of_a_pool_does_not_count_what_others_use(workers: Workers) -> None:
-    """A restore beside an upload does not wait until nearly all of it has been sent."""
+    """A restore during an upload does not wait until nearly all of it has been sent."""
     pools = Pools(16, workers)
     sent = await pools.large.take(5)
     async with asyncio.timeout(10):

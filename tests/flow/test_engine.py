@@ -228,7 +228,7 @@ async def test_when_the_loop_dies_every_outstanding_job_says_so(
         for job in jobs:
             with pytest.raises(EngineDiedError, match="ended while this was outstanding"):
                 await job.wait()
-    assert "ended by an error" in caplog.text
+    assert "the engine's loop failed" in caplog.text
     with pytest.raises(EngineDiedError, match="its thread has ended"):
         engine.submit(answer)
     assert not engine.usable
@@ -258,7 +258,7 @@ async def test_the_engine_does_not_need_the_callers_loop(engine: Engine) -> None
         done.set()
 
     engine.submit(work)
-    assert done.wait(30)  # this thread's loop stands still meanwhile
+    assert done.wait(30)  # this blocks the thread's own loop
 
 
 @pytest.mark.parametrize("error", [Expired, SystemExit, KeyboardInterrupt])
@@ -329,7 +329,7 @@ def test_a_wait_that_is_closed_cancels_its_job(engine: Engine) -> None:
 
 
 WAITS: list[tuple[str, bool, Callable[[Engine, Job[Any]], Any]]] = [
-    # Those who own the job cancel it: nobody else waits for it.
+    # Owners of the job cancel it: no one else waits for it.
     ("result", True, lambda _, job: job.result()),
     ("abort", True, lambda _, job: run_blocking(job.abort())),
     ("refuse", False, lambda _, job: job.refuse_own_thread()),

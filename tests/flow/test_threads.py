@@ -23,7 +23,7 @@ def workers() -> Iterator[Workers]:
 
 
 class Held:
-    """A call that a test lets go."""
+    """A call that a test releases."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
