@@ -1,4 +1,4 @@
-"""Pickles of reports and options that another release loads."""
+"""Pickles of reports and options that other releases can load."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 class PickledByName:
     """Base of dataclasses whose pickles hold the fields by name.
 
-    Those of frozen dataclasses with slots hold them by position, so that a release with other
-    fields loads values into the wrong ones.
+    Pickles of frozen dataclasses with slots hold them by position, so a release with other fields
+    would load values into the wrong ones.
     """
 
     __slots__ = ()
@@ -24,9 +24,9 @@ class PickledByName:
 
 
 def of_fields(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a dataclass with these fields, without those that this release does not have.
+    """Return a dataclass with the fields that this release has.
 
-    Its name is in the pickles.
+    Pickles contain the name of this function.
     """
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in names})

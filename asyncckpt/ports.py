@@ -1,8 +1,8 @@
 """The four seams of the library: stores, array adapters, coordinators and host memory.
 
-A protocol here declares what the pipeline relies on, and nothing else. Implementations are in
-`stores/`, `adapters/` and `coordinators/`; `asyncckpt.testing` holds the conformance suites that
-every `Store` and every `Coordinator` must pass.
+A protocol here declares only what the pipeline relies on. Implementations are in `stores/`,
+`adapters/` and `coordinators/`; `asyncckpt.testing` holds the conformance suites that every `Store`
+and `Coordinator` must pass.
 """
 
 # Rule 1: stores see opaque bytes and relative paths; they know no arrays, chunks or records.
@@ -37,7 +37,7 @@ MAX_MESSAGE_NBYTES = 64 << 10
 """Largest value of a coordinator's key."""
 
 Removal = Callable[[], Coroutine[Any, Any, None]]
-"""Removes the bytes of a checkpoint that is no longer listed; to be called once."""
+"""Removes the bytes of an unlisted checkpoint; called once."""
 
 
 # --------------------------------------------------------------------------------------- stores
@@ -49,17 +49,16 @@ class StoreCapabilities:
 
     Attributes:
         client_copies: copies of a buffer that the client makes while sending it.
-        positional_writes: parts of a data file may have any size; otherwise they are its windows.
-        read_copies: copies that the client makes of the bytes on their way into the buffers.
-        read_nbytes: most memory that these copies take for one request, where bytes are passed on
-            as they arrive; None if the client receives all of them before.
-        read_gap_nbytes: largest gap of unwanted bytes that is read along, because a separate read
-            would take as much time.
+        positional_writes: writes to a data file may have any size; otherwise each is a window.
+        read_copies: copies of the bytes that the client makes before they are in the buffers.
+        read_nbytes: most memory of these copies per request, if the client passes bytes on as they
+            arrive; None if it receives all of them first.
+        read_gap_nbytes: largest gap between wanted ranges that is read along, because a separate
+            read would take as long.
         reads: reads in flight by default.
-        shared_link: processes share the link to the store, so that what several of them want
+        shared_link: processes share the link to the store, so bytes that several of them want
             should be read once.
-        proves_dead: leftovers of dead attempts can be distinguished from live attempts, so that
-            `sweep` removes them.
+        proves_dead: `sweep` can distinguish leftovers of dead attempts from live attempts.
     """
 
     client_copies: int = 0
@@ -72,25 +71,25 @@ class StoreCapabilities:
     proves_dead: bool = True
 
     def copied_nbytes(self, nbytes: int) -> int:
-        """Return the memory that the client needs to read so many bytes by one request."""
+        """Return the memory that the client needs to read `nbytes` in one request."""
         copied = nbytes * self.read_copies
         return copied if self.read_nbytes is None else min(copied, self.read_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes with which a save of one state writes to a store.
+    """Sizes that a save of one state uses.
 
     Attributes:
         data_file_nbytes: size at which a data file is sealed, in bytes.
         window_nbytes: bytes that are staged, checksummed and written at once: a multiple of the
-            page; files of object stores are cut into parts of this size.
-        concurrency: writes in flight, at most.
-        chunk_nbytes: upper limit of the target size of chunks, so that a chunk lies in one window;
-            None where it does not matter.
+            page size, and the part size of files on object stores.
+        concurrency: most writes in flight.
+        chunk_nbytes: upper limit of the target chunk size, so that a chunk lies in one window; None
+            for no limit.
         chunk_limit_nbytes: largest chunk that can be stored; None for no limit.
-        even_streams: number of concurrent writes of whole files that should end at the same time,
-            for which data files may be made smaller, down to half; None if that gains nothing.
+        even_streams: number of concurrent whole-file writes that should end at the same time, for
+            which data files may shrink to half their size; None if that gains nothing.
         notes: requested options that could not be met, for the report.
     """
 
@@ -107,8 +106,8 @@ class DataFile(Protocol):
     """One open data file of a save attempt.
 
     Attributes:
-        path: its path, final once the file is sealed: a store may have had to send a part of it
-            again, under another name.
+        path: path of the file, final once it is sealed: a store that sends a part again may use
+            another name.
     """
 
     path: str
@@ -120,10 +119,10 @@ class DataFile(Protocol):
 
         Returns:
             Whether the memory of `data` may be reused at once. False if a request was abandoned
-            and sent again: then it must not be reused while any view of it is alive.
+            and sent again: the memory must then not be reused while any view of it is alive.
 
-        Cancellation: raises once the store no longer reads `data`; without
-        `capabilities.positional_writes`, its memory must not be reused while any view of it is
+        Cancellation: raises once the store no longer reads `data`. Without
+        `capabilities.positional_writes`, the memory must not be reused while any view of it is
         alive.
 
         Raises:
@@ -142,31 +141,31 @@ class AttemptFiles(Protocol):
     location: str
 
     async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> DataFile:
-        """Open a new data file for writing; `nbytes` is its expected size.
+        """Open a new data file for writing.
 
         Args:
             path: relative path.
-            nbytes: expected size, which is exact without `capabilities.positional_writes`.
-            window_nbytes: without `capabilities.positional_writes`, every write will begin at a
-                multiple of it and have this length; the last may be shorter.
+            nbytes: expected size; exact without `capabilities.positional_writes`.
+            window_nbytes: without `capabilities.positional_writes`, the length and alignment of
+                every write; the last may be shorter.
         """
         ...
 
     async def put(self, path: str, *blocks: Buffer, in_record: bool = False) -> None:
-        """Make a file with this content durable; `path` may have directories.
+        """Write a whole file durably.
 
         Args:
-            path: relative path.
-            blocks: the content, one block after the other.
-            in_record: the record will have this content too, so a store that writes the file after
-                the record need not keep it elsewhere until then.
+            path: relative path, also into directories.
+            blocks: consecutive blocks of the content.
+            in_record: the record will contain the content too, so a store that writes the file
+                after the record need not keep it elsewhere until then.
         """
         ...
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
-        """Write a file for the other processes of the attempt, which is not part of the checkpoint.
+        """Write a file for the attempt's other processes, not as a part of the checkpoint.
 
-        It need not be durable, and is removed when the attempt is published or aborted.
+        It need not be durable and is removed when the attempt is published or aborted.
 
         Args:
             path: one path part that no other process of the attempt uses.
@@ -175,7 +174,7 @@ class AttemptFiles(Protocol):
         ...
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
-        """Return what a process of the attempt has passed on at `path`, None if nothing (yet).
+        """Return what a process of the attempt has passed on at `path`, or None if nothing yet.
 
         Raises:
             CorruptCheckpointError: it is larger than `max_nbytes`.
@@ -183,7 +182,7 @@ class AttemptFiles(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Remove everything of the attempt; ignore files that are gone already."""
+        """Remove everything of the attempt; ignore files that are already gone."""
         ...
 
 
@@ -191,28 +190,28 @@ class Attempt(AttemptFiles, Protocol):
     """One attempt to publish one checkpoint. It ends with exactly one of `publish` and `abort`."""
 
     def source(self, path: str) -> str | None:
-        """Return where `put` stores the content of `path` before the record is written.
+        """Return where `put` stores the content of `path` until the record is written.
 
-        None if that is `path` itself. Otherwise the file gets its name after the record is written,
-        and the record must list it (`CommitRecord.fixed`).
+        None if at `path` itself. Otherwise the file gets its name after the record is written, and
+        the record must list it (`CommitRecord.fixed`).
         """
         ...
 
     async def publish(self, record: bytes) -> None:
-        """Make the checkpoint visible and durable; `record`, its commit record, is written last.
+        """Make the checkpoint visible and durable; write `record`, its commit record, last.
 
         Files that only other programs read may follow in the background (`Store.settled`).
 
-        Cancellation: raised, with nothing left, until the step that makes it visible begins; from
-        then on the outcome is awaited, and returned or raised instead.
+        Cancellation: removes everything and raises, until the step that makes the checkpoint
+        visible begins; from then on the outcome is awaited, and returned or raised instead.
 
         Raises:
-            CheckpointExistsError: the name is taken and the attempt was not begun with
-                `overwrite`; nothing of the other checkpoint was touched.
+            CheckpointExistsError: the name is taken and the attempt was begun without `overwrite`;
+                the other checkpoint is untouched.
             FencedError: the claim was taken over; `visible` says whether the checkpoint is part of
                 the run nevertheless.
-            SaveError: `visible` and `durable` say what holds. If that is unknown, what was written
-                is kept.
+            SaveError: `visible` and `durable` state the outcome. If it is unknown, the files are
+                kept.
         """
         ...
 
@@ -221,23 +220,23 @@ class JoinedAttempt(AttemptFiles, Protocol):
     """A share of an attempt that another process has begun. It ends with `leave` or `abort`."""
 
     async def settle(self) -> None:
-        """Make the names of all own files durable; all of them were sealed or put."""
+        """Make the names of all own files durable; all were sealed or put."""
         ...
 
     async def leave(self) -> None:
-        """End the share of an attempt that was published, or that may have been.
+        """End the share of an attempt that was or may be published.
 
-        Process 0 may still publish it, so own files stay. Stores that can prove the death of
-        processes remove them once process 0 has given up or is dead; elsewhere gc does. If it is
-        known that the attempt will not be published, call `abort` instead.
+        Process 0 may still publish it, so own files stay. Stores that can prove processes dead
+        remove them once process 0 has aborted or died; elsewhere gc does. If the attempt will
+        certainly not be published, call `abort` instead.
         """
         ...
 
     async def abort(self) -> None:
-        """Remove everything that this process has written; ignore files that are gone already.
+        """Remove all own files; ignore those already gone.
 
-        For attempts that process 0 will not publish. The last live process of the attempt removes
-        the rest of it.
+        For attempts that process 0 will not publish. The attempt's last live process removes the
+        rest.
         """
         ...
 
@@ -246,7 +245,7 @@ class ScatteredFile(DataFile, Protocol):
     """A data file of a store with `capabilities.positional_writes`."""
 
     async def write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
-        """Write each of many short runs at its own offset (not yet durable).
+        """Write many short runs, each at its own offset (not yet durable).
 
         Every `write` to the same pages must have returned. Cancellation, errors: as `write`.
         """
@@ -260,15 +259,15 @@ class Export(AttemptFiles, Protocol):
     """
 
     async def publish_files(self, path: str = "") -> None:
-        """Publish the file `path` of the attempt, or with ``""`` all of it, durably.
+        """Publish the file `path` of the attempt, or with ``""`` the whole attempt, durably.
 
-        If it fails, nothing of the attempt is left. Cancellation, errors: as `Attempt.publish`.
+        A failure leaves nothing of the attempt. Cancellation, errors: as `Attempt.publish`.
         """
         ...
 
 
 class Entry(NamedTuple):
-    """One name in a directory: a regular file with its size, or a directory, but no link."""
+    """A directory entry: a regular file with its size, or a directory; never a link."""
 
     name: str
     nbytes: int
@@ -279,17 +278,17 @@ class Reading(NamedTuple):
     """Hints on how to read a run of a file.
 
     Attributes:
-        received: called when all bytes have arrived but are not yet in the buffers: the link to the
-            store is free for another read. Stores without such a moment never call it.
-        ahead_nbytes: about how much a store whose reads are copied may have in flight; None for no
+        received: called once all bytes have arrived but are not yet in the buffers, so the link is
+            free for another read. Stores that cannot tell never call it.
+        ahead_nbytes: approximate bytes in flight for a store whose client copies reads; None for no
             limit.
-        check: may be called in a thread that blocks to read, while the bytes are in the cache of
-            its core: with the number of bytes read so far, and finally with all of them. Its
-            errors are raised. Stores without such a thread ignore it; the caller checks the rest.
+        check: called with the number of bytes read so far, finally all of them, in a thread that
+            blocks to read, while the bytes are in its core's cache. Its errors are raised. Stores
+            without such a thread ignore it; the caller checks the rest.
         shared: other processes of this host may read the same bytes at the same time, so the store
             should read them through the page cache.
-        fresh: the buffers may be new memory of the pipeline that nothing has touched yet: the store
-            may advise the system about its pages.
+        fresh: the buffers may be untouched memory of the pipeline, whose pages the store may
+            configure.
     """
 
     received: Callable[[], None] | None = None
@@ -303,7 +302,7 @@ ORDINARY = Reading()
 """Reads without hints."""
 
 FRESH = Reading(fresh=True)
-"""Reads into memory that may be untouched, without other hints."""
+"""Reads into possibly untouched memory, without other hints."""
 
 
 class CheckpointFiles(Protocol):
@@ -315,13 +314,7 @@ class CheckpointFiles(Protocol):
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
-        """Fill the buffers, one after the other, from a run of the file at `offset`.
-
-        Args:
-            path: relative path of the file.
-            offset: where the run begins, in bytes.
-            buffers: what to fill.
-            how: hints.
+        """Fill consecutive buffers from the file, starting at byte `offset`.
 
         Cancellation: waits until nothing writes to the buffers, then raises.
 
@@ -337,7 +330,7 @@ class CheckpointFiles(Protocol):
 
         Raises:
             CheckpointNotFoundError: the file does not exist.
-            CorruptCheckpointError: it is larger than `max_nbytes`, no regular file, or reached
+            CorruptCheckpointError: it is larger than `max_nbytes`, not a regular file, or reached
                 through a symbolic link.
         """
         ...
@@ -345,25 +338,21 @@ class CheckpointFiles(Protocol):
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List a directory of the checkpoint, one level, by name.
 
-        Where `path` is a regular file, it is the one entry, with the name ``""``; `read` and
-        `read_into` take the path ``""`` for a checkpoint that is itself one file.
-
-        Args:
-            path: relative path of the directory; ``""`` is the checkpoint itself.
-            max_entries: with more, the listing is refused.
+        A regular file at `path` is the only entry, named ``""``; `read` and `read_into` take the
+        path ``""`` for a checkpoint that is itself one file.
 
         Raises:
             CheckpointNotFoundError: there is nothing at `path`.
-            CorruptCheckpointError: there are more entries, or `path` is a symbolic link.
+            CorruptCheckpointError: more than `max_entries`, or `path` is a symbolic link.
         """
         ...
 
     def reads(self, wanted: int | None) -> int:
-        """Return how many reads to have in flight from now on; `wanted` is the user's option."""
+        """Return how many reads to keep in flight now; `wanted` is the user's option."""
         ...
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return what happened to the checkpoint that was read here; None if it is still there.
+        """Return whether the checkpoint was deleted or replaced since; None if neither.
 
         Raises:
             StoreError: the store cannot tell.
@@ -386,7 +375,7 @@ class Store(Protocol):
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """Abilities and requirements, as far as they are known."""
+        """Abilities and requirements, as far as known."""
         ...
 
     def sizes(
@@ -398,14 +387,14 @@ class Store(Protocol):
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """Return the best sizes for saving a state of `nbytes`, within a budget of memory.
+        """Return the best sizes for saving a state of `nbytes`.
 
         Args:
-            nbytes: what is to be saved.
-            budget_nbytes: staging memory, the copies that the client makes included.
-            chunk_nbytes: target size of its chunks.
-            data_file_nbytes: size of data files requested by the caller.
-            concurrency: writes in flight requested by the caller.
+            nbytes: size of the state.
+            budget_nbytes: staging memory, including the client's copies.
+            chunk_nbytes: target size of chunks.
+            data_file_nbytes: size of data files that the caller requests.
+            concurrency: writes in flight that the caller requests.
         """
         ...
 
@@ -419,19 +408,19 @@ class Store(Protocol):
         private: bool = False,
         shared: bool = False,
     ) -> Attempt:
-        """Open an attempt to publish `name`, with a place of its own for its files.
+        """Open an attempt to publish `name`, with its own place for files.
 
         Args:
             name: one path part.
-            save_id: unique identity of the attempt, which its record carries: 32 lower-case hex
-                digits. Paths of its data files contain it.
-            epoch: the claim under which it writes, 0 for none.
+            save_id: unique identity of the attempt, stored in its record and contained in the paths
+                of its data files: 32 lower-case hex digits.
+            epoch: claim under which it writes, 0 for none.
             overwrite: replace a checkpoint of this name atomically at `publish`.
             private: create files 0600 and directories 0700 instead of following the umask.
             shared: let other processes `join` it.
 
         Raises:
-            FencedError: the claim was taken over, as far as that is visible already.
+            FencedError: the claim is already known to be taken over.
         """
         ...
 
@@ -444,37 +433,37 @@ class Store(Protocol):
         timeout_s: float,
         private: bool = False,
     ) -> JoinedAttempt:
-        """Take part in an attempt that another process has begun, or is about to begin.
+        """Join an attempt that another process has begun or is about to begin.
 
-        Nothing is written before the attempt's mark was seen through the store, which detects
+        Nothing is written before the attempt's mark was read through the store, which detects
         processes that do not share the root.
 
         Args:
-            name: as `begin`.
-            save_id: as `begin`.
+            name: as for `begin`.
+            save_id: as for `begin`.
             process: number of this process, above zero and unique in the attempt.
-            timeout_s: how long to look for the attempt.
-            private: as `begin`.
+            timeout_s: how long to wait for the attempt.
+            private: as for `begin`.
 
         Raises:
-            CheckpointNotFoundError: there was no such attempt for `timeout_s`.
+            CheckpointNotFoundError: no such attempt appeared within `timeout_s`.
         """
         ...
 
     async def settled(self) -> None:
-        """Wait until published checkpoints are whole for other programs, too.
+        """Wait until published checkpoints are complete for other programs too.
 
         Failures are logged; a later save, `sweep` or `collect` writes the missing files.
 
-        Cancellation: stops the waiting only.
+        Cancellation: only stops the waiting.
         """
         ...
 
     async def names(self) -> list[str]:
         """Return the names of all entries that may be checkpoints, valid or not, in no order.
 
-        They may include names that attempts have only begun to write. That of the commit record is
-        among them if the root is itself a checkpoint, so that callers can tell.
+        They may include names of unpublished attempts, and include that of the commit record if the
+        root is itself a checkpoint.
         """
         ...
 
@@ -483,14 +472,14 @@ class Store(Protocol):
         ...
 
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
-        """Make the checkpoint invisible, durably; the result removes its bytes.
+        """Make the checkpoint invisible, durably; return a call that removes its bytes.
 
-        Bytes that are never removed, because the process ends, are a leftover.
+        If the process ends before that call, the bytes are a leftover.
 
         Args:
             name: name of the checkpoint.
-            epoch: the claim under which it is deleted, 0 for none.
-            seal: the last bytes of the record that the caller decided on.
+            epoch: claim under which it is deleted, 0 for none.
+            seal: last bytes of the record of the checkpoint that the caller means.
 
         Raises:
             CheckpointNotFoundError: there is none whose record ends with `seal`.
@@ -501,18 +490,18 @@ class Store(Protocol):
     async def claim(self) -> Claim | None:
         """Take over the right to write below this root.
 
-        On return the claim is durable. Checkpoints published under lower claims before that stay,
-        whatever happens to this process. Later ones do not count: publishing, replacing and
-        deleting under a lower claim raise a `FencedError`. Epoch 0 is below no claim.
+        On return the claim is durable. Checkpoints already published under lower claims stay. Later
+        ones do not count: publishing, replacing and deleting under a lower claim raise
+        `FencedError`. Epoch 0 is below no claim.
 
         Returns:
-            The claim, with a higher epoch than all before; None if the store has no claims, because
-            two processes could make the same one.
+            The claim, with the highest epoch so far; None if the store has no claims, because two
+            processes could make the same one.
 
         Raises:
-            FencedError: another process made a claim at the same time, and was faster.
-            StoreError: the claim could not be made; nothing changes for earlier claims, or the next
-                claim completes it.
+            FencedError: another process made a claim at the same time and was faster.
+            StoreError: the claim could not be made; earlier claims are unchanged, or the next claim
+                completes it.
         """
         ...
 
@@ -521,26 +510,19 @@ class Store(Protocol):
         ...
 
     async def check_claim(self, epoch: int) -> None:
-        """Check that no higher claim was made.
-
-        Raises:
-            FencedError: one was.
-        """
+        """Raise `FencedError` if a higher claim was made."""
         ...
 
     async def sweep(self) -> Sequence[str]:
-        """Remove leftovers that are proven dead, and finish the work of interrupted commits.
-
-        Returns the names of the removed leftovers.
-        """
+        """Remove leftovers that are proven dead; return their names. Finish interrupted commits."""
         ...
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers of older attempts, of any process; return their names.
+        """Remove leftovers of any process; return their names.
 
         Args:
-            older_than_s: seconds since anything was last written in an attempt.
-            dry_run: remove nothing.
+            older_than_s: minimum seconds since the last write to the leftover.
+            dry_run: only return the names.
         """
         ...
 
@@ -556,12 +538,12 @@ class NotingStore(Protocol):
     async def keep_note(self, process: int, note: bytes | None) -> None:
         """Keep a note of a process, replacing its last one.
 
-        With None, remove the note that was kept through this object, if any.
+        With None, remove the note kept through this object, if any.
         """
         ...
 
     async def take_notes(self) -> Sequence[bytes]:
-        """Remove and return the notes of all processes, including earlier jobs, in no order."""
+        """Remove and return the notes of all processes and earlier jobs, in no order."""
         ...
 
 
@@ -574,7 +556,7 @@ class ExportingStore(Protocol):
     ) -> Export:
         """Open an attempt for files of another format; see `Store.begin`.
 
-        A file whose path is `name` becomes that name itself, as the only file of the attempt.
+        A file whose path is `name` must be the only file, and is published as `name` itself.
         """
         ...
 
@@ -587,21 +569,21 @@ class Source:
     """One array leaf, opened for saving.
 
     Attributes:
-        spec: global shape and dtype as they are stored.
+        spec: global shape and dtype as stored.
         leaf: the caller's object; kept alive until staging has ended.
-        view: the values in host memory, in the NumPy dtype of `spec.dtype`, without a copy and
-            with any strides; None if they must be fetched (device memory, lazy conjugates).
+        view: the values in host memory, in the NumPy dtype of `spec.dtype`, with any strides and
+            not copied; None if they must be fetched (device memory, lazy conjugates).
         identity: leaves with equal identity share all bytes and are stored once; None for never.
         framework: `numpy`, `jax` or `torch`, as in `leaves=`.
-        extra: facts to keep with the bytes (PRNG implementation, requires_grad, …), JSON.
+        extra: facts stored with the leaf as JSON (PRNG implementation, requires_grad, …).
         shards: the distinct boxes that this process can read, each once regardless of replicas;
-            None for a single one that covers the array.
+            None for a single box that covers the array.
         views: the values of each shard in host memory, as `view`, or None if they must be fetched;
             empty without `shards`.
-        stream: state that the adapter captured in the caller's thread to read the leaf later.
-        partition: how all processes divide the array, if several share it: `shards` are then those
-            of this process alone, with all their holders, and there may be none.
-        partial: this process knows only its own `shards`; the other processes report theirs.
+        stream: state captured by the adapter in the caller's thread to read the leaf later.
+        partition: how the processes divide the array, if several share it; `shards` are then those
+            of this process only, with all their holders, possibly none.
+        partial: this process knows only its own `shards`; the others report theirs.
     """
 
     spec: ArraySpec
@@ -624,16 +606,15 @@ class Target:
     Attributes:
         spec: wanted shape and dtype.
         leaf: the caller's `like` leaf or the array to fill.
-        buffer: host memory to fill in place, in the NumPy dtype of `spec.dtype`, any strides;
+        buffer: host memory to fill in place, in the NumPy dtype of `spec.dtype`, with any strides;
             None if the pipeline allocates and `place` makes the leaf.
-        boxes: the distinct parts of the array that are wanted, possibly with gaps; None for all of
-            it.
+        boxes: the wanted distinct parts of the array, possibly with gaps; None for all of it.
         buffers: host memory of each box to fill in place, as `buffer`; empty if the pipeline
             allocates.
-        identity: targets with equal identity are the same memory; None when unknown or immutable.
+        identity: targets with equal identity are the same memory; None if unknown or immutable.
         span: first and one-past-last byte address of `buffer`, for overlap checks; None if it owns
             its memory, or without a buffer. Adapters ensure that `buffers` do not overlap.
-        extra: facts that the saved leaf must agree with (PRNG implementation).
+        extra: facts that the saved leaf must match (PRNG implementation).
         path: path of the leaf, for the errors of `place`.
         fill: `place` copies into the leaf's own memory, which cannot be a `buffer` (on a device, or
             in another byte order).
@@ -655,21 +636,21 @@ class ArrayAdapter(Protocol):
     """Everything the pipeline needs to know about one framework's arrays.
 
     `source` and `target` run in the caller's thread and are cheap; `fetch` and `place` run in
-    worker threads, so thread-local framework state (x64 mode, grad mode, CUDA device and stream)
-    is captured by the former and replayed by the latter.
+    worker threads. So the former capture thread-local framework state (x64 mode, grad mode, CUDA
+    device and stream), and the latter replay it.
     """
 
     name: str
 
     def owns(self, kind: type) -> bool:
-        """Return whether leaves of this type (arrays, or abstract ones for `like`) are its own."""
+        """Return whether the adapter handles leaves of this type (arrays, or abstract ones)."""
         ...
 
     def source(self, path: str, leaf: Any) -> Source:
         """Open the leaf for saving.
 
         Raises:
-            UnsupportedLeafError: names the path, what is unsupported, and a cast that helps.
+            UnsupportedLeafError: names the path, the problem, and a cast that helps.
         """
         ...
 
@@ -677,10 +658,10 @@ class ArrayAdapter(Protocol):
         """Copy a part of one shard to host memory. Blocking.
 
         Args:
-            source: the leaf, as `source` opened it.
-            shard: number of the shard in `source.shards`; without shards 0, the whole array.
-            box: the part, with at least one element, relative to the shard.
-            out: where its values go; of the box's shape and the spec's dtype.
+            source: the leaf, as opened by `source`.
+            shard: index in `source.shards`; 0 for the whole array of a leaf without shards.
+            box: non-empty part, relative to the shard.
+            out: destination, of the box's shape and the spec's dtype.
         """
         ...
 
@@ -696,25 +677,25 @@ class ArrayAdapter(Protocol):
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         """Return the finished leaf for `target`, with dtype and shape checked. Blocking.
 
-        `parts` are the values of each of its `boxes`, or the one array of all values. They belong
-        to the leaf from now on and never return to a pool.
+        `parts` are the values of its `boxes`, or one array of all values. The leaf owns them from
+        now on: they never return to a pool.
         """
         ...
 
 
 @runtime_checkable
 class FrameworkAdapter(ArrayAdapter, Protocol):
-    """The adapter of the arrays in which a framework restores leaves without a target."""
+    """The adapter of a framework in which leaves can be restored without a target."""
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
-        """Return why `leaf` cannot hold this zarr dtype as it is, naming the path, or None."""
+        """Return the error if `leaf` cannot hold this zarr dtype unchanged, naming the path."""
         ...
 
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
         """Return the leaf for `leaves=` this framework, on the default device.
 
         Raises:
-            DtypeMismatchError: the framework cannot hold the dtype as it is; names the path.
+            DtypeMismatchError: the framework cannot hold the dtype unchanged; names the path.
         """
         ...
 
@@ -726,14 +707,11 @@ class HostMemory(Protocol):
     """Allocator of staging buffers; CUDA staging plugs in page-locked memory."""
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return a page-aligned buffer of zeros. Blocking; for a worker thread.
-
-        The pages may be untouched, in which case the first write to each of them pays for it.
-        """
+        """Return a page-aligned buffer of zeros, whose pages may be untouched. Blocking."""
         ...
 
     def free(self, buffer: Bytes) -> None:
-        """Give the buffer back; views of it that are alive can still be read."""
+        """Free the buffer; live views of it can still be read."""
         ...
 
 
@@ -742,16 +720,16 @@ class Coordinator(Protocol):
 
     Keys are parts joined by ``/``, of letters, digits, ``.``, ``_`` and ``-``. Values have 1 byte
     to `MAX_MESSAGE_NBYTES`. All methods may be called concurrently, on the engine's loop only.
-    None of them uses a collective or a connection of the trainer.
+    None uses a collective or a connection of the trainer.
 
     Cancellation: every method returns at once. A call that the service does not answer continues
-    in a thread of its own, which is abandoned; it may still take effect later.
+    in its own abandoned thread and may still take effect later.
 
     Raises:
         StoreError: the service cannot be reached, or refused the call.
 
     Attributes:
-        name: its name in messages: ``jax``, ``torch``, ``directory``, ``single``.
+        name: name in messages: ``jax``, ``torch``, ``directory``, ``single``.
         process_index: number of this process.
         process_count: number of processes.
     """
@@ -765,15 +743,15 @@ class Coordinator(Protocol):
         ...
 
     async def put_once(self, key: str, value: bytes) -> bytes:
-        """Set `key` if it is not set; return the value that was set first."""
+        """Set `key` if it is unset; return its value."""
         ...
 
     async def look(self, key: str) -> bytes | None:
-        """Return the value of `key`, None if it is not set, without waiting."""
+        """Return the value of `key`, or None if it is unset, without waiting."""
         ...
 
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Return the value of `key` once it is set, None if it is still unset after `timeout_s`."""
+        """Return the value of `key` once it is set, or None after `timeout_s`."""
         ...
 
     async def list(self, prefix: str) -> Mapping[str, bytes]:
@@ -781,7 +759,7 @@ class Coordinator(Protocol):
         ...
 
     async def delete(self, prefix: str) -> None:
-        """Delete the key `prefix` and all that begin with ``prefix/``; there may be none."""
+        """Delete the key `prefix` and all keys that begin with ``prefix/``, if any."""
         ...
 
     async def close(self) -> None:
@@ -790,7 +768,7 @@ class Coordinator(Protocol):
 
 
 class Exchange(Protocol):
-    """Collectives by which processes exchange bytes, of which each has read a piece.
+    """Collectives by which processes exchange bytes that each has read a part of.
 
     Attributes:
         binding: a collective cannot be cancelled: if a member does not take part, the others wait
@@ -800,20 +778,20 @@ class Exchange(Protocol):
     binding: bool
 
     async def gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
-        """Return the pieces of all members, one after the other; valid until the next call.
+        """Return the concatenated pieces of all members; valid until the next call.
 
-        All members call it with pieces of one size, after they have agreed to. Different sets of
-        members may do so at the same time.
+        All members have agreed to call it, with pieces of one size. Different sets of members may
+        do so at the same time.
 
         Args:
-            members: numbers of the processes, ascending, of which this is one.
+            members: ascending numbers of the processes, including this one.
             piece: the bytes of this process, unchanged until the call has ended.
 
-        Cancellation: returns at once, unless `binding`; nothing more may be exchanged.
+        Cancellation: returns at once, unless `binding`; no further exchange is possible.
 
         Raises:
-            ResourceError: there is not enough memory on the device.
-            StoreError: another member did not take part, or has died.
+            ResourceError: the device has too little memory.
+            StoreError: another member did not take part or has died.
         """
         ...
 
@@ -823,10 +801,10 @@ class Exchange(Protocol):
 
 
 class CallIn(Protocol):
-    """Makes calls in another thread."""
+    """Runner of calls in another thread."""
 
     async def __call__(self, function: Callable[[], T], /) -> T:
-        """Return what the function returns."""
+        """Call the function there and return its result."""
         ...
 
 
@@ -837,13 +815,13 @@ class ExchangingCoordinator(Coordinator, Protocol):
     def exchange(
         self, name: str, *, in_caller: CallIn, in_worker: CallIn, timeout_s: float
     ) -> Exchange:
-        """Return the collectives of one restore; nothing is connected yet.
+        """Return the collectives of one restore, not yet connected.
 
         Args:
-            name: a prefix of keys that no other restore has, equal in all processes.
-            in_caller: calls in the program's thread that waits for the restore, for collectives
-                that must not be launched from two threads.
-            in_worker: calls in a thread that may block.
+            name: key prefix of this restore alone, equal in all processes.
+            in_caller: runs calls in the program's thread that waits for the restore, for
+                collectives that must not be launched from two threads.
+            in_worker: runs calls in a thread that may block.
             timeout_s: how long a collective waits for its members.
         """
         ...

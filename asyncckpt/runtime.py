@@ -1,4 +1,4 @@
-"""Resources of one `Checkpointer` or one-shot call: engine, budget, staging memory, stores."""
+"""Resources of a `Checkpointer` or one-shot call: engine, budget, staging memory, stores."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ from asyncckpt.stores.objects.clients.urls import check_options, is_url, split_u
 from asyncckpt.stores.paths import check_name, open_local
 
 SPARE_WINDOWS = 2
-"""Windows copied and checksummed while every stream sends another."""
+"""Windows that are copied and checksummed while every stream sends another."""
 
 
 class Runtime:
-    """Engine, budget, pools and stores, which live as long as their owner.
-
-    `pool` is used on the engine's loop only.
-    """
+    """Engine, budget, pools and stores of one owner. `pool` belongs to the engine's loop."""
 
     def __init__(self, name: str, *, host_memory_nbytes: int | None) -> None:
         if os.name == "nt":
@@ -53,7 +50,7 @@ class Runtime:
     def share_host(self, processes: int) -> None:
         """Divide the default budget and the threads among the processes of this host.
 
-        Called once, on the engine's loop, before anything is staged.
+        Call it once, on the engine's loop, before anything is staged.
         """
         for workers in (self.engine.compute, self.engine.io):
             workers.count = max(1, workers.count // processes)
@@ -61,10 +58,10 @@ class Runtime:
             self.budget.capacity = max(MIN_BUDGET_NBYTES, self.budget.capacity // processes)
 
     def window_pool(self, capabilities: StoreCapabilities, sizes: Sizes) -> SlotPool:
-        """Return the pool in which the windows of a save are staged."""
+        """Return the pool that stages the windows of a save."""
         if capabilities.positional_writes:
             return self.pool
-        # The client's copies are part of the budget, like the windows themselves.
+        # The budget covers the client's copies, too.
         held = min(sizes.window_nbytes * (1 + capabilities.client_copies), self.budget.capacity)
         pool = self._window_pool
         if pool is None or (pool.slot_nbytes, pool.held_nbytes) != (sizes.window_nbytes, held):
@@ -81,7 +78,7 @@ class Runtime:
         return pool
 
     def store(self, root: Any, *, direct_io: Any, storage_options: Any) -> Store:
-        """Return the store of a directory, of a URL, or the store object itself."""
+        """Return the store of a path or URL, or the store object itself."""
         _check_location(root, storage_options)
         if _is_store(root):
             store: Store = root
@@ -114,11 +111,7 @@ class Runtime:
         )
 
     async def release(self) -> None:
-        """Close stores and free staging memory. Runs on the engine.
-
-        Raises:
-            …: a store could not be closed; everything else was released.
-        """
+        """Close stores and free staging memory, even if a store fails to close. On the engine."""
         try:
             async with contextlib.AsyncExitStack() as stores:
                 for store in self._stores:
@@ -139,7 +132,7 @@ class Runtime:
 
 
 def place_of(location: Any, storage_options: object) -> tuple[Any, str]:
-    """Return root and name of one checkpoint, whose location may be a pair of store and name."""
+    """Return root and name of a checkpoint; its location may be a pair of store and name."""
     if isinstance(location, tuple) and len(location) == 2 and _is_store(location[0]):
         return location[0], check_name(location[1])
     _check_location(location, storage_options)
@@ -147,7 +140,7 @@ def place_of(location: Any, storage_options: object) -> tuple[Any, str]:
 
 
 def _host_memory() -> HostMemory:
-    """Return page-locked memory if this process already uses CUDA, else plain memory."""
+    """Return page-locked memory if torch already uses CUDA in this process, else plain memory."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         memory: HostMemory = importlib.import_module("asyncckpt.adapters.torch").PinnedMemory()
