@@ -1,4 +1,4 @@
-"""Small checkpoints of opaque bytes, for the tests of stores."""
+"""Small checkpoints of opaque bytes for tests of stores."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from asyncckpt.ports import RECORD_NAME, Attempt, AttemptFiles, Bytes, Checkpoin
 RECORD = RECORD_NAME
 PAGE = 4096
 KIB = 1024
+YEAR_S = 366 * 86400.0
 
 PIECE_NBYTES = 128 * KIB
 
@@ -47,11 +48,11 @@ def record_of(
     """Return the bytes that tests publish as a commit record.
 
     Args:
-        save_id: of the attempt.
-        seed: of the contents.
-        data: path of the data file, if there is one.
-        fixed: files that the store names after the record, see `named`.
-        epoch: the claim under which it is written.
+        save_id: save id of the attempt.
+        seed: seed of the contents.
+        data: path of the data file, if any.
+        fixed: files that the store names after the record; see `named`.
+        epoch: claim under which it is written.
     """
     rows = [[name.path, name.nbytes, name.crc32c, name.md5, name.object] for name in fixed]
     table = json.dumps(rows, separators=(",", ":"))
@@ -60,7 +61,7 @@ def record_of(
 
 
 def named(attempt: Attempt, files: Mapping[str, bytes]) -> list[FixedName]:
-    """Return the small files that get their names after the record."""
+    """Return the files that get their names after the record."""
     return [
         FixedName.of(path, data, source)
         for path, data in files.items()
@@ -69,13 +70,13 @@ def named(attempt: Attempt, files: Mapping[str, bytes]) -> list[FixedName]:
 
 
 def save_id_of(record: bytes) -> str | None:
-    """Return the save id in a record of `record_of`, and None for anything else."""
+    """Return the save id in a record of `record_of`; None for other bytes."""
     outline = outline_of(record)
     return None if outline is None else outline.save_id
 
 
 def outline_of(record: bytes, *, head: bool = False) -> Outline | None:
-    """Return the outline of a record of `record_of`, and None for anything else."""
+    """Return the outline of a record of `record_of`; None for other bytes."""
     words = record.split(b" ", 4)
     if len(words) != 5 or words[0].partition(b"@")[0] != b"record" or len(words[2]) != 32:
         return None
@@ -88,7 +89,7 @@ def outline_of(record: bytes, *, head: bool = False) -> Outline | None:
 
 
 def epoch_of(record: bytes) -> int | None:
-    """Return the epoch of a record of `record_of`, and None for anything else."""
+    """Return the epoch of a record of `record_of`; None for other bytes."""
     kind, _, epoch = record.split(b" ", 1)[0].partition(b"@")
     return int(epoch or 0) if kind == b"record" else None
 
@@ -108,7 +109,7 @@ async def write_file(attempt: AttemptFiles, path: str, data: Bytes) -> str:
 
 
 async def fill(attempt: Attempt, save_id: str, seed: int = 0, epoch: int = 0) -> bytes:
-    """Write one data file and one small file, and return the record to publish."""
+    """Write one data file and one small file; return the record to publish."""
     path = await write_file(attempt, data_path(save_id), pattern(PAGE + 1, seed))
     return await put(attempt, save_id, {"default/small": b"small %d" % seed}, seed, path, epoch)
 
@@ -121,7 +122,7 @@ async def put(
     data: str = "",
     epoch: int = 0,
 ) -> bytes:
-    """Write small files concurrently, and return the record to publish."""
+    """Write small files concurrently; return the record to publish."""
     await together(attempt.put(path, content) for path, content in files.items())
     return record_of(save_id, seed, data, named(attempt, files), epoch)
 
@@ -129,7 +130,7 @@ async def put(
 async def save(
     store: Store, name: str, text: str, seed: int = 0, *, epoch: int = 0, **options: bool
 ) -> None:
-    """Publish a checkpoint of one data file and one small file, and wait until it is whole."""
+    """Publish a checkpoint of one data file and one small file, and wait until it is complete."""
     save_id = identity(text)
     attempt = await store.begin(name, save_id, epoch=epoch, **options)
     await attempt.publish(await fill(attempt, save_id, seed, epoch))
@@ -143,7 +144,7 @@ async def delete(store: Store, name: str, *, epoch: int = 0) -> None:
 
 @asynccontextmanager
 async def reading(store: Store, name: str) -> AsyncIterator[CheckpointFiles]:
-    """Read a checkpoint in the block, and close it at its end."""
+    """Open a checkpoint for reading during the block."""
     files = store.files(name)
     try:
         yield files
@@ -152,7 +153,7 @@ async def reading(store: Store, name: str) -> AsyncIterator[CheckpointFiles]:
 
 
 async def expect(store: Store, name: str, seed: int = 0) -> None:
-    """Check that the checkpoint is what `save` published with this seed."""
+    """Check that the checkpoint is the one that `save` published with this seed."""
     async with reading(store, name) as files:
         record = await files.read(RECORD, max_nbytes=1000)
         assert save_id_of(record) is not None and record.split()[1] == b"%d" % seed
@@ -163,13 +164,13 @@ async def expect(store: Store, name: str, seed: int = 0) -> None:
 
 
 async def content(store: Store, name: str, path: str, nbytes: int) -> bytes:
-    """Return the content of a file that has at most `nbytes`."""
+    """Return the content of a file of at most `nbytes`."""
     async with reading(store, name) as files:
         return await files.read(path, max_nbytes=nbytes)
 
 
 async def save_file(store: Store, data: Bytes) -> str:
-    """Publish step 1 with only this data file; return its path."""
+    """Publish step 1 with only this data file; return the file's path."""
     attempt = await store.begin("1", identity("a"))
     path = await write_file(attempt, data_path(identity("a")), data)
     await attempt.publish(record_of(identity("a")))
@@ -190,7 +191,7 @@ async def expect_no_record(store: Store, name: str) -> None:
 
 
 async def cancelled_after(turns: int, call: Coroutine[Any, Any, object]) -> bool:
-    """Cancel a call after some turns of the loop; return whether it was cancelled at its end."""
+    """Cancel a call after some turns of the loop; return whether it ended cancelled."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(call)
         for _ in range(turns):

@@ -1,4 +1,4 @@
-"""Conformance suite for stores: the laws that every store keeps, as tests.
+"""Conformance suite for stores: the laws that every store obeys, as tests.
 
 Make a subclass in a test module, with pytest and pytest-asyncio installed::
 
@@ -10,11 +10,11 @@ Make a subclass in a test module, with pytest and pytest-asyncio installed::
             await store.close()
 
 `place` is a new directory for each test; opened again with the same `place`, the store must find
-what was published there before. A store that must know the save of a commit record gets
-`save_id_of`, `outline_of` and `epoch_of` of `asyncckpt.testing.checkpoints`. A store in which two
-processes could make the same claim has the laws of all bases of `StoreConformance` except
-`Claiming`. Set `lists_attempts` for a store that lists a name as soon as an attempt has written
-something; a name counts as a checkpoint only once its record can be read.
+what was published there before. Pass `save_id_of`, `outline_of` and `epoch_of` of
+`asyncckpt.testing.checkpoints` to a store that parses commit records. For a store in which two
+processes could make the same claim, subclass all bases of `StoreConformance` except `Claiming`. Set
+`lists_attempts` for a store that lists a name as soon as an attempt has written something; a name
+is a checkpoint only once its record can be read.
 """
 
 from __future__ import annotations

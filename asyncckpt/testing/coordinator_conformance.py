@@ -1,4 +1,4 @@
-"""Conformance suite for coordinators: the laws that every coordinator keeps, as tests.
+"""Conformance suite for coordinators: the laws that every coordinator obeys, as tests.
 
 Make a subclass in a test module, with pytest and pytest-asyncio installed::
 
@@ -10,9 +10,9 @@ Make a subclass in a test module, with pytest and pytest-asyncio installed::
             for coordinator in coordinators:
                 await coordinator.close()
 
-`place` is a new directory for each test. The coordinators are those of all processes, in order of
-their indices; if the service needs real processes, those of others may be proxies. Two processes
-are enough. Keys of other tests may still exist.
+`place` is a new directory for each test. The coordinators are those of all processes, ordered by
+index; if the service needs real processes, the others' may be proxies. Two processes are enough.
+Keys of other tests may still exist.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.ports import MAX_MESSAGE_NBYTES, Coordinator
 
 PROMPT_S = 1.0
-"""Upper bound for what happens at once, on a busy machine."""
+"""Upper bound for immediate calls on a busy machine."""
 
 LONG_S = 30.0
-"""Time limit of a wait that is expected to end earlier."""
+"""Time limit of waits that should end earlier."""
 
 
 def prefix() -> str:
@@ -59,7 +59,7 @@ class CoordinatorConformance:
         raise NotImplementedError
 
     async def test_each_process_knows_its_place(self, tmp_path: Path) -> None:
-        """Indices count from 0 to one below the number of processes."""
+        """Indices count from 0 to the number of processes minus 1."""
         async with self.opened(tmp_path) as coordinators:
             assert [c.process_index for c in coordinators] == list(range(len(coordinators)))
             assert {c.process_count for c in coordinators} == {len(coordinators)}
@@ -87,14 +87,14 @@ class CoordinatorConformance:
                     assert await coordinator.look(key) == b"turn %d" % turn
 
     async def test_a_missing_key_is_none_at_once(self, tmp_path: Path) -> None:
-        """Nothing waits for it."""
+        """`look` does not wait."""
         async with self.opened(tmp_path) as coordinators:
             for coordinator in coordinators:
                 with prompt():
                     assert await coordinator.look(f"{prefix()}/missing") is None
 
     async def test_a_key_is_set_once(self, tmp_path: Path) -> None:
-        """Of all that try at the same time one succeeds, and all get its value."""
+        """Of concurrent calls one succeeds, and all return its value."""
         async with self.opened(tmp_path) as coordinators:
             for _ in range(10):
                 key = f"{prefix()}/once"
@@ -109,7 +109,7 @@ class CoordinatorConformance:
                 assert await coordinators[-1].put_once(key, b"late") == values.pop()
 
     async def test_a_key_that_was_put_is_not_set_once_more(self, tmp_path: Path) -> None:
-        """`put_once` returns what `put` has set; `put` replaces what `put_once` has set."""
+        """`put_once` returns the value of `put`; `put` replaces the value of `put_once`."""
         async with self.opened(tmp_path) as coordinators:
             key = f"{prefix()}/both"
             await coordinators[0].put(key, b"first")
@@ -130,14 +130,14 @@ class CoordinatorConformance:
             assert [wait.result() for wait in waits] == [b"here"] * len(waits)
 
     async def test_a_wait_ends_when_its_time_is_up(self, tmp_path: Path) -> None:
-        """Without a value, and not before."""
+        """Without a value, and not earlier."""
         async with self.opened(tmp_path) as coordinators:
             begun = time.monotonic()
             assert await coordinators[0].wait(f"{prefix()}/missing", timeout_s=0.2) is None
             assert 0.15 <= time.monotonic() - begun < 0.2 + PROMPT_S
 
     async def test_waits_do_not_hold_up_other_calls(self, tmp_path: Path) -> None:
-        """A beat is posted while others wait for what does not come."""
+        """A beat is posted while other calls wait."""
         async with self.opened(tmp_path) as coordinators:
             coordinator, start = coordinators[-1], prefix()
             async with asyncio.TaskGroup() as group:
@@ -168,7 +168,7 @@ class CoordinatorConformance:
                 assert await coordinator.look(key) == b"later"
 
     async def test_a_list_has_the_keys_below_a_prefix(self, tmp_path: Path) -> None:
-        """At any depth, without the prefix itself and without names that only begin like it."""
+        """At any depth, without the prefix itself and names that only start like it."""
         async with self.opened(tmp_path) as coordinators:
             start, writer, reader = prefix(), coordinators[0], coordinators[-1]
             assert await reader.list(start) == {}
@@ -211,7 +211,7 @@ class CoordinatorConformance:
                 assert await coordinator.look(f"{start}/a/b/c") is None
 
     async def test_what_was_deleted_can_be_set_again(self, tmp_path: Path) -> None:
-        """By the process that set it before, and by any other; `put_once` finds nothing."""
+        """By the process that set it before and by any other; `put_once` finds nothing."""
         async with self.opened(tmp_path) as coordinators:
             start = prefix()
             for coordinator in (*coordinators, *coordinators):

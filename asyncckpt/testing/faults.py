@@ -1,4 +1,4 @@
-"""Store that fails, is cancelled, pauses or returns wrong data at scripted operations.
+"""Store that fails, cancels, pauses or returns wrong data at scripted operations.
 
     store = FaultStore(inner, [Fault("write", 3, error=StoreError("disk on fire"))])
 
@@ -21,19 +21,12 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.ports import (
-    ORDINARY,
-    Bytes,
-    CheckpointFiles,
-    Reading,
-    Removal,
-    Store,
-)
+from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Reading, Removal, Store
 
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """A gate that holds an operation: it sets `reached` and goes on once `release` is set."""
+    """A gate that holds an operation: it sets `reached` and continues once `release` is set."""
 
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,13 +43,13 @@ class Fault:
 
     Attributes:
         kind: kind of the operation, or ``any``.
-        number: of the operation among those of its kind, from 1; 0 for all of them.
-        error: raised instead of the operation, or with `applied` after it.
+        number: number of the operation within its kind, from 1; 0 for all.
+        error: raised instead of the operation, or after it with `applied`.
         applied: the operation takes effect before `error` is raised, like a lost response.
-        cancel: the calling task is cancelled just before the operation.
-        gate: the operation waits here first.
-        data: damage to a read: ``short`` leaves out the second half (and raises, as a store does
-            for a truncated file), ``flip`` changes one bit.
+        cancel: cancel the calling task just before the operation.
+        gate: where the operation waits first.
+        data: damage to a read: ``short`` drops the second half (and raises, as a store does for a
+            truncated file), ``flip`` changes one bit.
     """
 
     kind: str
@@ -70,7 +63,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call: its kind, and the name or path that it concerns."""
+    """One call: its kind, and its name or path."""
 
     kind: str
     subject: str
@@ -79,13 +72,13 @@ class Operation:
 class FaultStore:
     """Wrapper of a store. Without a script it only counts operations.
 
-    Other attributes are those of the inner store; its coroutines are operations.
+    All other attributes are the inner store's; its coroutine functions are operations.
 
     Attributes:
         inner: the store.
         counts: operations so far by kind, and their total as `any`.
-        log: all operations in the order of their beginnings.
-        script: the faults; may be extended while it runs.
+        log: all operations, in the order in which they began.
+        script: the faults; may be extended at any time.
     """
 
     def __init__(self, inner: Store, script: Iterable[Fault] = ()) -> None:
@@ -102,7 +95,7 @@ class FaultStore:
 
     @asynccontextmanager
     async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
-        """Raise, pause or cancel by script around the block that does the operation."""
+        """Raise, pause or cancel by script around the block, which is the operation."""
         self.counts[kind] += 1
         self.counts["any"] += 1
         self.log.append(Operation(kind, subject))
@@ -121,11 +114,11 @@ class FaultStore:
                 raise fault.error
 
     async def begin(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
-        """Begin an attempt; abort it if the script fails the call after it was applied."""
+        """Begin an attempt; abort it if the script fails the call after it took effect."""
         return FaultAttempt(self, await self._open("begin", name, save_id, options))
 
     async def join(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
-        """Join an attempt; abort the share if the script fails the call after it was applied."""
+        """Join an attempt; abort the share if the script fails the call after it took effect."""
         return FaultAttempt(self, await self._open("join", name, save_id, options))
 
     async def _open(self, kind: str, name: str, save_id: str, options: Mapping[str, Any]) -> Any:
@@ -140,13 +133,13 @@ class FaultStore:
         return attempt
 
     def files(self, name: str) -> FaultFiles:
-        """Return read access to a checkpoint; counted, but no fault applies."""
+        """Return read access to a checkpoint; counted, but never faulty."""
         self.counts["files"] += 1
         self.log.append(Operation("files", name))
         return FaultFiles(self, self.inner.files(name))
 
     async def unlist(self, name: str, **options: Any) -> Removal:
-        """Unlist as the inner store does; removing the bytes is the operation `remove`."""
+        """Unlist a checkpoint; removing its bytes is the operation `remove`."""
         async with self.operation("unlist", name):
             removal = await self.inner.unlist(name, **options)
 
@@ -158,9 +151,9 @@ class FaultStore:
 
 
 def _counted(store: FaultStore, inner: object, name: str) -> Any:
-    """Return an attribute of the inner object, with coroutine functions as operations.
+    """Return an attribute of the inner object; coroutine functions become operations.
 
-    Their subject is the first argument, if that is a name or path, else that of the object.
+    Their subject is the first argument if it is a string, else the object's path or location.
     """
     found = getattr(inner, name)
     if not inspect.iscoroutinefunction(found):
@@ -168,15 +161,16 @@ def _counted(store: FaultStore, inner: object, name: str) -> Any:
 
     async def call(*args: Any, **kwargs: Any) -> Any:
         subject = getattr(inner, "path", getattr(inner, "location", ""))
-        about = args[0] if args and isinstance(args[0], str) else subject
-        async with store.operation(name, about):
+        if args and isinstance(args[0], str):
+            subject = args[0]
+        async with store.operation(name, subject):
             return await found(*args, **kwargs)
 
     return call
 
 
 class FaultPart:
-    """An attempt or file of a `FaultStore`; see there for other attributes."""
+    """An attempt or file of a `FaultStore`; attributes as there."""
 
     def __init__(self, store: FaultStore, inner: Any) -> None:
         self._store = store
@@ -190,7 +184,7 @@ class FaultAttempt(FaultPart):
     """An attempt of a `FaultStore`, or a share in one."""
 
     async def create(self, path: str, **options: Any) -> FaultPart:
-        """Create a data file, whose writes and seal are operations too."""
+        """Create a data file, whose methods are operations too."""
         async with self._store.operation("create", path):
             inner = await self._inner.create(path, **options)
         return FaultPart(self._store, inner)
@@ -211,12 +205,12 @@ class FaultFiles(FaultPart):
     _inner: CheckpointFiles
 
     async def close(self) -> None:
-        """Close the files, as the operation `close_files`."""
+        """Close the files; the operation is `close_files`."""
         async with self._store.operation("close_files", self.location):
             await self._inner.close()
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Read a file, and damage the data by script."""
+        """Read a file and damage the data by script."""
         async with self._store.operation("read", path) as faults:
             data = await self._inner.read(path, max_nbytes=max_nbytes)
         for fault in faults:
@@ -230,7 +224,7 @@ class FaultFiles(FaultPart):
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
-        """Fill the buffers, and damage the data by script.
+        """Fill the buffers and damage the data by script.
 
         Raises:
             CorruptCheckpointError: a scripted short read.

@@ -1,4 +1,1 @@
-"""The laws of stores, one file per subject.
-
-Only tests that run on any store belong here; `asyncckpt.testing.conformance` combines them.
-"""
+"""The laws of stores, one file per subject, combined by `asyncckpt.testing.conformance`."""

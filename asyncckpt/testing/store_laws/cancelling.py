@@ -1,4 +1,4 @@
-"""Laws of cancellation: a cancelled call stops using its buffer and leaves nothing half-done."""
+"""Laws of cancellation: a cancelled call stops using its buffer and is all or nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncckpt.testing.store_laws.subject import StoreLaws
 
 
 class Cancelling(StoreLaws):
-    """Buffers return to the caller, and publishing is all or nothing."""
+    """Buffers may be reused, and publishing is all or nothing."""
 
     async def test_a_cancelled_write_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
         """Once the call has raised, the buffer can be reused."""
@@ -63,7 +63,7 @@ class Cancelling(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_a_cancelled_read_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
-        """Once the call has raised, the contents of the buffer do not change."""
+        """Once the call has raised, the buffer does not change."""
         async with self.opened(tmp_path) as store:
             data = pattern(4 << 20)
             path = await save_file(store, data)

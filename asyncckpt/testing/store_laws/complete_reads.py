@@ -30,7 +30,7 @@ class Reading(StoreLaws):
     """Reads are complete or fail."""
 
     async def test_reading_what_is_not_there_says_so(self, tmp_path: Path) -> None:
-        """Both kinds of read raise for a missing checkpoint and for a missing file."""
+        """Both methods raise for a missing checkpoint and for a missing file."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
             buffer = np.empty(1, np.uint8)
@@ -85,7 +85,7 @@ class Reading(StoreLaws):
                     await files.entries(max_entries=len(top) - 1)
 
     async def test_one_run_fills_many_buffers(self, tmp_path: Path) -> None:
-        """Buffers have any lengths and offsets, and are more than one system call takes."""
+        """The buffers have any length and offset, and are too many for one system call."""
         async with self.opened(tmp_path) as store:
             data = pattern(1 << 20)
             path = await save_file(store, data)

@@ -48,7 +48,7 @@ class Naming(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_overwrite_replaces(self, tmp_path: Path) -> None:
-        """A reader that is opened later finds the new contents and nothing of the old."""
+        """A reader opened later finds the new contents and nothing of the old."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a", 1)
             await save(store, "1", "b", 2, overwrite=True)
@@ -85,7 +85,7 @@ class Naming(StoreLaws):
     async def test_unlist_hides_a_checkpoint_and_its_result_removes_the_bytes(
         self, tmp_path: Path
     ) -> None:
-        """Between the two its name is free, and a new checkpoint of it loses nothing."""
+        """In between, the name is free, and a new checkpoint under it loses nothing."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a", 1)
             await save(store, "2", "b", 2)
@@ -102,7 +102,7 @@ class Naming(StoreLaws):
     async def test_unlist_leaves_a_checkpoint_that_has_replaced_the_one_decided_on(
         self, tmp_path: Path
     ) -> None:
-        """`seal` names the one to delete by the end of its record."""
+        """`seal` identifies the checkpoint to delete by the end of its record."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a", 1)
             seal = await content(store, "1", RECORD, 1000)
@@ -115,7 +115,7 @@ class Naming(StoreLaws):
             await self.expect_nothing(store, "1")
 
     async def test_names_that_are_no_single_path_part_are_refused(self, tmp_path: Path) -> None:
-        """They are refused before anything is created."""
+        """Before anything is created."""
         async with self.opened(tmp_path) as store:
             for name in ("", ".", "..", "a/b", "/a", "a\0b"):
                 with pytest.raises(UsageError):

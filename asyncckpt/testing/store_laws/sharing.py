@@ -1,4 +1,4 @@
-"""Laws of attempts that several processes share, each with a store of its own."""
+"""Laws of attempts that several processes share, each with its own store."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Us
 from asyncckpt.ports import AttemptFiles, JoinedAttempt, Store
 from asyncckpt.testing.checkpoints import (
     PAGE,
+    YEAR_S,
     cancelled_after,
     content,
     data_path,
@@ -28,10 +29,9 @@ from asyncckpt.testing.store_laws.subject import StoreLaws
 
 SAVE_ID = identity("shared")
 JOIN_S = 20.0
-"""Longest time to wait for an attempt that has begun."""
+"""Longest wait for an attempt that exists."""
 
 GIVE_UP_S = 0.05
-YEAR_S = 366 * 86400.0
 
 
 async def join(store: Store, process: int = 1, timeout_s: float = JOIN_S) -> JoinedAttempt:
@@ -40,23 +40,23 @@ async def join(store: Store, process: int = 1, timeout_s: float = JOIN_S) -> Joi
 
 
 async def write_own(attempt: AttemptFiles, process: int) -> str:
-    """Write the data file of a process, and return its path."""
+    """Write the data file of a process; return its path."""
     path = data_path(SAVE_ID, f"p{process}-0")
     return await write_file(attempt, path, pattern(PAGE + 1, process))
 
 
 async def names_in(store: Store, name: str, save_id: str) -> set[str]:
-    """Return the names at the top of a checkpoint, without its save id."""
+    """Return the top-level names of a checkpoint, without its save id."""
     async with reading(store, name) as files:
         entries = await files.entries(max_entries=99)
     return {entry.name.replace(save_id, "id") for entry in entries}
 
 
 class Sharing(StoreLaws):
-    """One attempt of several processes: all of it is published, or nothing is left."""
+    """Attempts of several processes are published as a whole, or leave nothing."""
 
     async def test_files_of_all_processes_are_published(self, tmp_path: Path) -> None:
-        """What they pass on is read by each of them, and is no part of the checkpoint."""
+        """Each process can read what is passed on, which is not part of the checkpoint."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)
@@ -85,7 +85,7 @@ class Sharing(StoreLaws):
             assert list(await again.sweep()) == []
 
     async def test_a_process_waits_for_the_attempt_that_it_joins(self, tmp_path: Path) -> None:
-        """It may look for it before it is begun, and sees attempts of its save id alone."""
+        """It may start before the attempt does, and sees only attempts with its save id."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             wrong = await store.begin("1", identity("another"), shared=True)
             single = await store.begin("2", SAVE_ID)
@@ -102,7 +102,7 @@ class Sharing(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_without_an_attempt_to_join_it_raises_in_time(self, tmp_path: Path) -> None:
-        """Nothing is written; the error says where it looked, and for what."""
+        """Nothing is written; the error names the root and the save id."""
         async with self.opened(tmp_path) as store:
             begun = time.monotonic()
             with pytest.raises(CheckpointNotFoundError, match=SAVE_ID) as caught:
@@ -114,7 +114,7 @@ class Sharing(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_joining_can_be_cancelled(self, tmp_path: Path) -> None:
-        """The attempt goes on without it, and the process may join again."""
+        """The attempt continues without the process, which may join again."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             for turns in range(8):
                 assert await cancelled_after(turns, join(other))
@@ -128,7 +128,7 @@ class Sharing(StoreLaws):
     async def test_aborts_in_any_order_leave_nothing(
         self, tmp_path: Path, order: tuple[int, ...] | None
     ) -> None:
-        """Not from processes that write after another has aborted, either. None: all at once."""
+        """Not even from processes that write after another has aborted. None: concurrently."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             begun = await store.begin("1", SAVE_ID, shared=True)
             shares = [begun, await join(other, 1), await join(other, 2)]
@@ -152,7 +152,7 @@ class Sharing(StoreLaws):
             await expect(other, "1", 2)
 
     async def test_a_process_leaves_what_was_not_published(self, tmp_path: Path) -> None:
-        """Stores that recognise dead processes remove their files when the last one leaves."""
+        """Stores that can prove processes dead remove the files when the last one leaves."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)
@@ -165,7 +165,7 @@ class Sharing(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_what_a_process_has_left_can_be_published(self, tmp_path: Path) -> None:
-        """It could not wait for process 0 any longer, which then goes on."""
+        """Process 0 may publish after another process has stopped waiting for it."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)
@@ -178,7 +178,7 @@ class Sharing(StoreLaws):
             assert found == pattern(PAGE + 1, 1).tobytes()
 
     async def test_sweep_leaves_a_shared_attempt_alone(self, tmp_path: Path) -> None:
-        """It is alive while any of its processes is."""
+        """An attempt is alive while any of its processes is."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)
@@ -193,7 +193,7 @@ class Sharing(StoreLaws):
             assert len(await content(store, "1", path, 2 * PAGE)) == PAGE + 1
 
     async def test_what_is_passed_on_has_a_name_and_a_size(self, tmp_path: Path) -> None:
-        """Other names could leave the directory, and sizes are bounded before they are read."""
+        """Names cannot lead out of the directory, and sizes are checked before reading."""
         async with self.opened(tmp_path) as store:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             for path in ("", ".", "..", ".begun", "a/b", "/a", "a\0b", "a" * 65, "é"):
@@ -210,7 +210,7 @@ class Sharing(StoreLaws):
                 await attempt.pass_on("entries-1", b"x")
 
     async def test_an_attempt_of_one_process_passes_nothing_on(self, tmp_path: Path) -> None:
-        """The caller has forgotten `shared`."""
+        """The caller forgot `shared`."""
         async with self.opened(tmp_path) as store:
             attempt = await store.begin("1", SAVE_ID)
             with pytest.raises(UsageError, match="shared=True"):
@@ -220,7 +220,7 @@ class Sharing(StoreLaws):
             await attempt.abort()
 
     async def test_joining_checks_its_arguments(self, tmp_path: Path) -> None:
-        """Before it looks for the attempt."""
+        """Before looking for the attempt."""
         async with self.opened(tmp_path) as store:
             with pytest.raises(UsageError, match="process=0"):
                 await join(store, 0)
@@ -230,7 +230,7 @@ class Sharing(StoreLaws):
                 await store.join("1", "../x", process=1, timeout_s=JOIN_S)
 
     async def test_a_share_is_settled_once_its_files_are_sealed(self, tmp_path: Path) -> None:
-        """An open file would be published as it is."""
+        """An open file would be published incomplete."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)

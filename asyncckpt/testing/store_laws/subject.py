@@ -16,8 +16,8 @@ class StoreLaws:
     """Laws of a store that is opened at a place.
 
     Attributes:
-        conditional_create: of two attempts at one name, exactly one publishes.
-        lists_attempts: `names` may list the name of an attempt that has written something.
+        conditional_create: whether exactly one of two attempts at one name publishes.
+        lists_attempts: whether `names` may list an attempt that has written something.
         window_nbytes: a window size that the store accepts for a data file.
     """
 
@@ -26,11 +26,11 @@ class StoreLaws:
     window_nbytes = 5 << 20
 
     def opened(self, place: Path) -> AbstractAsyncContextManager[Store]:
-        """Open the store at this place, with all that was published there before."""
+        """Open the store at this place, with everything published there before."""
         raise NotImplementedError
 
     async def expect_nothing(self, store: Store, name: str) -> None:
-        """Check that nothing of this name is listed or can be read."""
+        """Check that this name is not listed and cannot be read."""
         if not self.lists_attempts:
             assert name not in await store.names()
         await expect_no_record(store, name)

@@ -1,4 +1,4 @@
-"""Laws of claims: a writer that was taken over changes nothing any more."""
+"""Laws of claims: a fenced writer changes nothing any more."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ AT_ONCE = 8
 
 
 async def claimed(store: Store) -> int:
-    """Make a claim, and return its epoch."""
+    """Make a claim; return its epoch."""
     claim = await store.claim()
     assert claim is not None
     return claim.epoch
 
 
 class Claiming(StoreLaws):
-    """Every claim ends all lower ones; what was published before stays."""
+    """Every claim ends all lower ones; published checkpoints stay."""
 
     async def test_claims_are_numbered_and_listed(self, tmp_path: Path) -> None:
-        """Each tells who made it."""
+        """Each claim names its process."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             assert list(await store.claims()) == []
             await store.check_claim(0)
@@ -52,7 +52,7 @@ class Claiming(StoreLaws):
             assert sorted(await other.names()) == ["0", "1", "2", "3"]
 
     async def test_a_writer_that_was_taken_over_publishes_nothing(self, tmp_path: Path) -> None:
-        """Neither what it had begun, nor what it begins; the next writer saves the same step."""
+        """Neither earlier nor new attempts; the next writer saves the same step."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             old = await claimed(store)
             attempt = await store.begin("1", identity("stale"), epoch=old)
@@ -77,7 +77,7 @@ class Claiming(StoreLaws):
     async def test_a_writer_that_was_taken_over_deletes_and_replaces_nothing(
         self, tmp_path: Path
     ) -> None:
-        """Its own checkpoints are those of the next writer."""
+        """Its own checkpoints belong to the next writer."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             old = await claimed(store)
             await save(store, "1", "a", 1, epoch=old)
@@ -112,7 +112,7 @@ class Claiming(StoreLaws):
     async def test_of_processes_that_take_over_at_once_one_has_the_run(
         self, tmp_path: Path
     ) -> None:
-        """All others have an error, or get it at their next call."""
+        """All others raise an error, at the latest in their next call."""
         async with AsyncExitStack() as stack:
             opening = [self.opened(tmp_path) for _ in range(AT_ONCE)]
             opened = [await stack.enter_async_context(one) for one in opening]
@@ -139,7 +139,7 @@ class Claiming(StoreLaws):
             await expect(opened[0], "0", 7)
 
     async def test_a_claim_checks_its_arguments(self, tmp_path: Path) -> None:
-        """A negative epoch is a mistake."""
+        """A negative epoch is refused."""
         async with self.opened(tmp_path) as store:
             for call in (store.begin("1", identity("a"), epoch=-1), delete(store, "1", epoch=-1)):
                 with pytest.raises(UsageError, match="epoch=-1"):

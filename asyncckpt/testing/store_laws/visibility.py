@@ -9,6 +9,7 @@ import pytest
 from asyncckpt.errors import UsageError
 from asyncckpt.testing.checkpoints import (
     PAGE,
+    YEAR_S,
     data_path,
     expect,
     identity,
@@ -20,20 +21,18 @@ from asyncckpt.testing.checkpoints import (
 )
 from asyncckpt.testing.store_laws.subject import StoreLaws
 
-YEAR_S = 366 * 86400.0
-
 
 class Visibility(StoreLaws):
-    """Nothing before `publish`, everything after it."""
+    """Nothing is visible before `publish`, everything after it."""
 
     async def test_an_empty_store_has_no_names(self, tmp_path: Path) -> None:
-        """Opening creates nothing that could be taken for a checkpoint."""
+        """Opening creates nothing that looks like a checkpoint."""
         async with self.opened(tmp_path) as store:
             assert await store.names() == []
             assert list(await store.sweep()) == []
 
     async def test_nothing_is_visible_before_publish(self, tmp_path: Path) -> None:
-        """The name is free after every step but the last."""
+        """The name is free until the last step."""
         async with self.opened(tmp_path) as store:
             await self.expect_nothing(store, "1")
             attempt = await store.begin("1", identity("a"))
@@ -87,7 +86,7 @@ class Visibility(StoreLaws):
             await expect(store, "1")
 
     async def test_sweep_leaves_a_live_attempt_alone(self, tmp_path: Path) -> None:
-        """The files of the attempt are still there when it publishes."""
+        """Its files still exist when it publishes."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", identity("a"))
             path = await write_file(attempt, data_path(identity("a")), pattern(PAGE + 1))

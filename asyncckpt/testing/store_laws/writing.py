@@ -1,4 +1,4 @@
-"""Laws of writing: any means, lengths and order."""
+"""Laws of writing: by any method, of any length, in any order."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 64 * KIB, 256 * KIB + 1, 1024 * KIB -
 
 
 class Writing(StoreLaws):
-    """Files hold exactly what was written."""
+    """Files contain exactly what was written."""
 
     @pytest.mark.parametrize("nbytes", LENGTHS)
     async def test_a_file_of_any_length_comes_back(self, tmp_path: Path, nbytes: int) -> None:
-        """The length may be any, and with positional writes may have been announced wrongly."""
+        """With positional writes, the announced length may even be wrong."""
         data = pattern(nbytes)
         async with self.opened(tmp_path) as store:
             save_id = identity("a")
@@ -65,7 +65,7 @@ class Writing(StoreLaws):
                 assert await content(store, "1", path, nbytes) == data.tobytes(), path
 
     async def test_parts_are_written_in_any_order_and_at_once(self, tmp_path: Path) -> None:
-        """Parts have any length and alignment, and are written once each."""
+        """Parts have any length and alignment; each is written once."""
         async with self.opened(tmp_path) as store:
             if not store.capabilities.positional_writes:
                 return
@@ -87,12 +87,12 @@ class Writing(StoreLaws):
             assert await content(store, "1", file.path, data.size) == data.tobytes()
 
     async def test_windows_are_written_in_any_order_and_at_once(self, tmp_path: Path) -> None:
-        """Files are shorter than a window, longer, and exactly as long."""
+        """Files are shorter than a window, as long, and longer."""
         async with self.opened(tmp_path) as store:
             save_id, window = identity("a"), self.window_nbytes
             attempt = await store.begin("1", save_id)
             contents: dict[str, Bytes] = {}
-            # Where writes have no positions, a file is at most one window.
+            # Without positional writes, a file is at most one window.
             longest = 2 * window + 5 if store.capabilities.positional_writes else window
             for nbytes in (0, PAGE + 1, window, longest):
                 data = pattern(nbytes)
@@ -140,7 +140,7 @@ class Writing(StoreLaws):
             assert found == data[: 63 * PAGE + 5].tobytes()
 
     async def test_a_read_only_buffer_can_be_written(self, tmp_path: Path) -> None:
-        """Bytes that came from a codec are immutable."""
+        """A codec returns immutable bytes."""
         async with self.opened(tmp_path) as store:
             data = bytes(range(256)) * 16
             path = await save_file(store, np.frombuffer(data, np.uint8))
