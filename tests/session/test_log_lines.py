@@ -144,7 +144,7 @@ async def test_a_root_that_has_become_another_directory_is_told_once(
         for step in range(2):
             await ckpt.save(step, TREE)
             await ckpt.wait()
-        assert "another directory" not in lines.text
+        assert "not the directory" not in lines.text
         root.rename(tmp_path / "moved")
         for step in range(2, 4):
             await ckpt.save(step, TREE)
@@ -152,8 +152,8 @@ async def test_a_root_that_has_become_another_directory_is_told_once(
         assert await ckpt.steps() == [2, 3]
     warned = [line for line in lines.records if line.levelno == logging.WARNING]
     assert [line.getMessage() for line in warned] == [
-        f"{root} is another directory than at the save before: a mount was lost, or it was moved "
-        "or replaced; the steps saved until then are not in it"
+        f"{root} is not the directory of the previous save: a mount was lost, or it was moved "
+        "or replaced; earlier steps are not in it"
     ]
 
 

@@ -1,5 +1,1 @@
-"""Checkpoints in a local directory, durable and atomic.
-
-Attempts, publishing by rename, locks and sweeping are here. Not here: object stores
-(`stores.objects`).
-"""
+"""Checkpoints in a local directory: attempts, publishing by rename, locks and sweeping."""

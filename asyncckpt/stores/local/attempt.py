@@ -4,16 +4,16 @@
 #   record, attempt directory, rename, root. Each is durable before the next one depends on it.
 #   (test_the_record_is_flushed_after_everything_and_before_the_rename; tests/crash/test_power.py)
 # Rule 2: independent flushes run concurrently.
-# Rule 3: after a failed write or flush every further call raises that failure: the kernel may have
-#   dropped the pages, and a second flush would say that all is well.
+# Rule 3: after a failed write or flush, every call raises that failure: the kernel may have dropped
+#   the pages, and a second flush would report success.
 #   (test_a_failed_flush_of_a_data_file_is_not_repeated_and_ends_the_attempt)
 # Rule 4: a directory is locked and has an owner file before `begin` returns. The order is mkdir,
 #   lock, owner file. A sweeper that finds the directory before it is locked takes the lock and
-#   removes it, empty and without owner. This is noticed here, and another path is tried, so that a
-#   slow sweeper never removes the directory of a later round.
+#   removes the empty directory. `begin` notices this and tries another path, so a slow sweeper
+#   never removes the directory of a later round.
 #   (test_sweeping_never_takes_an_attempt_that_is_being_made)
-# Rule 5: the mark of a shared attempt comes last, and exchanged files are removed before the record
-#   is written.
+# Rule 5: the mark of a shared attempt is written last, and exchanged files are removed before the
+#   record is written.
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from asyncckpt.stores.local.publish import Publication, check_place
 from asyncckpt.stores.local.tree import AttemptTree
 
 BIRTH_ROUNDS = 100
-"""Directories that sweepers may remove before they are locked, in a window of microseconds."""
+"""Attempts to make a directory that sweepers may remove in the microseconds before its lock."""
 
 
 class LocalAttempt(AttemptTree):
@@ -50,11 +50,12 @@ class LocalAttempt(AttemptTree):
         """Make the attempt's directory, lock it and write its owner file. Blocking.
 
         Args:
-            exports: whether it becomes a file or a directory is known only to `publish_files`.
-            shared: other processes may join the attempt.
+            exports: leave the check of the name to `publish_files`, which knows whether a file or a
+                directory is published.
+            shared: let other processes join the attempt.
 
         Raises:
-            CheckpointExistsError: the name is taken by something that is not to be replaced.
+            CheckpointExistsError: the name is taken by something that a save does not replace.
             FencedError: another process took over the claim.
             UsageError: the save id was used before.
             StoreError: the directory cannot be made.
@@ -67,7 +68,7 @@ class LocalAttempt(AttemptTree):
             writing(layout, epoch, self.location),
         ):
             if not exports:
-                # `publish` checks again under the lock; this saves callers from staging in vain.
+                # `publish` checks again under the lock; this fails before anything is staged.
                 check_place(self.location, overwrite=terms.overwrite)
             make_directories(layout.root, terms.directory_mode)
             for number in range(BIRTH_ROUNDS):
@@ -84,7 +85,7 @@ class LocalAttempt(AttemptTree):
                     self._path, self._directory = path, Descriptor(fd)
                     if shared:
                         self._share_attempt(fd)
-                    if self._guard.ended:  # this thread was abandoned, and has returned
+                    if self._guard.ended:  # aborted after this thread was abandoned
                         self._remove()
                     return
         raise StoreError(
@@ -107,7 +108,7 @@ class LocalAttempt(AttemptTree):
         try:
             if try_lock(fd) is not False and leads_to(path, fd):
                 write_owner(path, self._context.machine(), self._terms)
-                # Where locks do not reach other hosts, one of these may have swept meanwhile.
+                # Where locks do not reach other hosts, one of them may have swept meanwhile.
                 alive = leads_to(path, fd)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -121,12 +122,12 @@ class LocalAttempt(AttemptTree):
         return fd if alive else None
 
     def _share_attempt(self, directory: int) -> None:
-        """Let other processes join: make an owner file like theirs, then the mark."""
+        """Let other processes join: make an owner file, then the mark."""
         terms, machine = self._terms, self._context.machine()
         self._owner_file = make_owner_file(self._path, 0, machine, terms)
         if self._owner_file is None:
             raise StoreError(
-                f"{self._path}: another process has removed the owner file that was being made; "
+                f"{self._path}: another process removed the owner file while it was being made; "
                 "save again",
                 retryable=True,
                 location=self._path,
@@ -137,7 +138,7 @@ class LocalAttempt(AttemptTree):
         self._own.append(f"{EXCHANGE}/{MARK}")
 
     def source(self, path: str) -> str | None:
-        """Return None: every file has its own name from the beginning."""
+        """Return None: every file has its final name from the start."""
         return None
 
     # ---------------------------------------------------------------------------------- publish
@@ -145,7 +146,7 @@ class LocalAttempt(AttemptTree):
     async def publish(self, record: bytes) -> None:
         """Make the checkpoint visible and durable, or leave nothing of it. As `Attempt.publish`.
 
-        Cancellation: until the rename is issued, ends the attempt and raises; from then on the
+        Cancellation: until the rename is issued, aborts the attempt and raises; from then on, the
         outcome is returned or raised instead.
 
         Raises:
@@ -157,10 +158,7 @@ class LocalAttempt(AttemptTree):
         await self._conclude(Publication, record)
 
     async def publish_files(self, path: str = "") -> None:
-        """Publish the file `path` of an export, or with ``""`` all of it, durably.
-
-        If it fails, it leaves nothing of the attempt. Cancellation, errors: as `publish`.
-        """
+        """Publish an export. As `Export.publish_files`. Cancellation, errors: as `publish`."""
         await self._conclude(FilesPublication, None, path)
 
     async def _conclude(
@@ -181,7 +179,7 @@ class LocalAttempt(AttemptTree):
         if self._owner_file is not None:
             await workers.run(self._end_exchange)
         await self._flush(*self._directories)
-        # The record is written last: before it, nothing here is a checkpoint.
+        # The record is written last: without it, this is not a checkpoint.
         if record is None:
             await self._flush(".")
         else:
@@ -192,7 +190,7 @@ class LocalAttempt(AttemptTree):
         try:
             await workers.run(self._rename, publication)
         except asyncio.CancelledError:
-            # `run` has waited for the thread: if it began, the outcome is known.
+            # `run` has waited for the thread: if it started, the outcome is known.
             if not publication.started:
                 raise
             while task is not None and task.cancelling() > cancelling:
@@ -205,7 +203,7 @@ class LocalAttempt(AttemptTree):
             raise
 
     def _end_exchange(self) -> None:
-        with self._step("removing what was passed on", EXCHANGE) as directory:
+        with self._step("removing passed-on files", EXCHANGE) as directory:
             remove_tree(EXCHANGE, dir_fd=directory)
 
     def _rename(self, publication: Publication) -> None:
@@ -216,7 +214,7 @@ class LocalAttempt(AttemptTree):
         finally:
             self._keep = publication.keep_source
         self._guard.ended = True
-        # If a replaced checkpoint could not be removed, the owner file lets a sweep find it.
+        # If the replaced checkpoint could not be removed, the owner file lets a sweep do so.
         if not os.path.lexists(self._path):
             with contextlib.suppress(OSError):
                 remove_owner(self._path)
@@ -225,8 +223,7 @@ class LocalAttempt(AttemptTree):
     # ------------------------------------------------------------------------------------ abort
 
     def _remove_files(self) -> None:
-        # With `_keep` the path holds the replaced checkpoint: without its owner file it is never
-        # swept.
+        # With `_keep` the path holds the replaced checkpoint, never swept without its owner file.
         if self._keep:
             remove_owner(self._path)
         if self._owner_file is not None:

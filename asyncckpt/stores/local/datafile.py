@@ -1,4 +1,4 @@
-"""A data file of an attempt: positional writes, past the page cache where that works."""
+"""A data file of an attempt: positional writes, past the page cache where possible."""
 
 # Rule 1: a page of the file is written either directly or through the page cache, never both: only
 #   pages that a write covers completely are written directly.
@@ -40,7 +40,7 @@ class DirectWrites:
 
     Attributes:
         mode: as `SaveOptions.direct_io`.
-        refused: device numbers whose file systems have refused.
+        refused: numbers of these devices.
     """
 
     mode: bool | Literal["auto"]
@@ -50,13 +50,13 @@ class DirectWrites:
         """Use buffered writes on this device from now on.
 
         Raises:
-            StoreError: the caller insists on direct writes.
+            StoreError: `mode` is True.
         """
         self.refused.add(device)
         if self.mode is True:
             raise StoreError(
                 f"{path}: this file system refuses direct writes ({error.strerror}), and "
-                "direct_io=True insists on them; pass direct_io='auto'",
+                "direct_io=True requires them; pass direct_io='auto'",
                 location=path,
             )
 
@@ -81,7 +81,7 @@ class LocalDataFile:
         return f"LocalDataFile({self._location!r})"
 
     def open(self, directory: int, mode: int, nbytes: int) -> None:
-        """Create the file and open it, also past the page cache where that works. Blocking."""
+        """Create and open the file, also for direct writes where possible. Blocking."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         fd = os.open(self.path, flags, mode, dir_fd=directory)
         self._buffered = Descriptor(fd)
@@ -102,7 +102,7 @@ class LocalDataFile:
         preallocate(fd, nbytes)
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """Write all of `data` at `offset`; afterwards nothing reads it. As `DataFile.write`."""
+        """Write all of `data` at `offset`. As `DataFile.write`."""
         self._check_open()
         if len(data):
             await self._guard.run(
@@ -116,7 +116,7 @@ class LocalDataFile:
         await self._guard.run(self._write_runs, offsets, runs, path=self._location)
 
     async def seal(self, nbytes: int) -> None:
-        """Flush the file at its length, once, and close it. As `DataFile.seal`."""
+        """Set the file's length, flush it once and close it. As `DataFile.seal`."""
         self._check_open()
         await self._guard.run(self._seal, nbytes, path=self._location)
 
@@ -152,7 +152,7 @@ class LocalDataFile:
                 write_all(fd, view[head + done :], offset + head + done)
 
     def _write_direct(self, direct: Descriptor, view: memoryview, offset: int) -> int:
-        """Return the bytes written; the rest must go through the page cache."""
+        """Return the number of bytes written; the rest must go through the page cache."""
         done = 0
         try:
             with direct.use() as fd:
@@ -183,7 +183,7 @@ class LocalDataFile:
         self.sealed = True
 
     def close(self) -> None:
-        """Close the descriptors once no thread uses them. Idempotent."""
+        """Close the descriptors after their last use. Idempotent."""
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
                 descriptor.close()

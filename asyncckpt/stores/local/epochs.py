@@ -1,28 +1,28 @@
 """Claims of a local root, and the directories of their epochs.
 
 A claim is the file ``claim-<e>`` and the directory ``epoch-<e>`` for its writer's attempts and
-trash. A takeover makes the next claim, then takes away the directories of all lower ones. Epoch 0
+trash. A takeover makes the next claim, then takes away the directories of all lower claims. Epoch 0
 belongs to no claim, and its directory is never taken away.
 """
 
 # Rule 1: every rename that changes what is published has one end in the directory of the epoch:
-#   publishing comes from there, replacing exchanges with something there, deleting goes there. A
-#   writer that was stopped before that rename finds no such directory, and changes nothing. One
-#   that was stopped after it made its change before the next writer began. So both can never change
-#   something at the same time. No lock is involved, because a stopped process may hold any lock.
+#   publishing moves out of it, replacing exchanges with it, deleting moves into it. A writer
+#   stopped before that rename finds the directory gone and changes nothing; a writer stopped after
+#   it made its change before the next writer began. So two writers never change the run at the same
+#   time. No lock is involved, because a stopped process may hold any lock.
 #   (test_a_writer_that_was_stopped_anywhere_is_fenced)
-# Rule 2: renaming the directory is not enough. A rename that has already looked it up, or an NFS
-#   client that has it cached, reaches it under its new name. So everything is moved out of it, and
-#   then it is removed: nothing can be found or made in a removed directory.
+# Rule 2: renaming the directory is not enough: a rename that has already looked it up, or an NFS
+#   client that has cached it, still reaches it. So everything is moved out of it, and then it is
+#   removed: nothing can be found or made in a removed directory.
 #   (test_a_directory_that_a_fenced_writer_has_open_is_dead)
 # Rule 3: the directory of an epoch is made once, by the process that made the claim, which then
-#   looks for higher claims. If there is one, its maker may have looked for the directory too early,
-#   so nothing is written. If there is none, the maker of the next one finds the directory.
+#   looks for higher claims. If it finds one, the other process may have looked for the directory
+#   too early, so nothing is written. If it finds none, a later claimant finds the directory.
 #   (test_a_claim_that_was_overtaken_while_it_was_made_is_lost)
-# Rule 4: only a takeover removes the directory of a claim, even an empty one, since its writer
+# Rule 4: only a takeover removes the directory of a claim, even if it is empty, since its writer
 #   would not make it again. (test_tidying_leaves_the_directory_of_a_living_epoch)
-# Rule 5: `claim` returns once all of that, and everything published before, is durable. If it dies
-#   half-way, the next claim does the rest.
+# Rule 5: `claim` returns once the takeover, and everything published before, is durable. If it dies
+#   half-way, the next claim completes it.
 #   (test_a_takeover_that_dies_at_any_call_hides_and_loses_nothing)
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from asyncckpt.stores.local.sweep import put_back
 from asyncckpt.stores.paths import FENCED, Layout
 
 _EPOCH = re.compile(r"epoch-([1-9][0-9]*)")
-"""Directories of claims, which epoch 0 is not."""
+"""Directories of claims, without that of epoch 0."""
 
 _NUMBERED = re.compile(rf"(?:claim-|epoch-|{FENCED})([0-9]+)")
 
 _TAKEN = "epoch"
-"""Name of the directory that was taken away, in the one that gets its contents."""
+"""Name of a directory that was taken away, inside the one that its contents move to."""
 
 _ROUNDS = 100
-"""How often a directory may be refilled while it is emptied, or removed while a claim is made in
-it, each in a window of microseconds."""
+"""Most retries when a directory is refilled while it is emptied, or removed while a claim is made
+in it: each is a race of microseconds."""
 
 
 def claims(layout: Layout) -> list[Claim]:
-    """Return the claims that can be read, ascending. Blocking."""
+    """Return the readable claims, ascending. Blocking."""
     with reported("reading the claims", layout.control):
         found = (_read(layout, epoch) for epoch in sorted(_numbers(layout)))
         return [claim for claim in found if claim is not None]
@@ -75,7 +75,7 @@ def claim(layout: Layout) -> Claim:
 
     Raises:
         FencedError: another process made the claim first.
-        StoreError: the claim cannot be made, or a directory not be taken away.
+        StoreError: the claim cannot be made, or a directory cannot be taken away.
     """
     with reported("making a claim", layout.control):
         made = _make(layout)
@@ -88,21 +88,21 @@ def claim(layout: Layout) -> Claim:
                 os.rmdir(layout.epoch(made.epoch))
             raise
         _take_over(layout, made.epoch)
-        # What was renamed before the directories were taken away is part of the run now.
+        # Renames from before the directories were taken away are now part of the run.
         flush_directory(layout.control)
         flush_directory(layout.root)
     return made
 
 
 def check(layout: Layout, epoch: int) -> None:
-    """Raise `FencedError` if a claim is higher than this one. Blocking."""
+    """Raise `FencedError` if there is a higher claim. Blocking."""
     if any(number > epoch for number in _numbers(layout)):
         raise fenced(layout, epoch)
 
 
 @contextlib.contextmanager
 def writing(layout: Layout, epoch: int, location: str = "") -> Iterator[None]:
-    """Turn errors of the block into a `FencedError` if the epoch was taken away."""
+    """Raise `FencedError` instead of the block's errors if the epoch was taken away."""
     try:
         yield
     except FencedError:
@@ -129,7 +129,7 @@ def _make(layout: Layout) -> Claim:
         try:
             fd = os.open(_path(layout, made.epoch), flags, 0o666)
         except FileNotFoundError:
-            continue  # tidied up, because nothing was in it
+            continue  # the empty control directory was removed
         except FileExistsError:
             raise lost_error(layout.root, made.epoch, _read(layout, made.epoch)) from None
         try:
@@ -138,7 +138,7 @@ def _make(layout: Layout) -> Claim:
         finally:
             os.close(fd)
         return made
-    raise OSError(errno.EBUSY, "the directory is removed again and again", layout.control)
+    raise OSError(errno.EBUSY, "the directory keeps being removed", layout.control)
 
 
 def _take_over(layout: Layout, epoch: int) -> None:
@@ -148,7 +148,7 @@ def _take_over(layout: Layout, epoch: int) -> None:
         if found is not None and int(found[1]) < epoch:
             taken = os.path.join(layout.control, f"{FENCED}{found[1]}-{secrets.token_hex(8)}")
             os.mkdir(taken)
-            with contextlib.suppress(FileNotFoundError):  # another takeover was faster
+            with contextlib.suppress(FileNotFoundError):  # another takeover has moved it
                 landed(os.rename, os.path.join(layout.control, name), os.path.join(taken, _TAKEN))
     for name in sorted(os.listdir(layout.control)):
         taken = os.path.join(layout.control, name)
@@ -159,7 +159,7 @@ def _take_over(layout: Layout, epoch: int) -> None:
 def _empty(layout: Layout, taken: str) -> None:
     """Move everything out of a directory that was taken away, and remove it.
 
-    A link stays as it is: stores/local/sweep.py, rule 4.
+    A link stays: stores/local/sweep.py, rule 4.
     """
     inner = os.path.join(taken, _TAKEN)
     for _ in range(_ROUNDS):
@@ -168,7 +168,7 @@ def _empty(layout: Layout, taken: str) -> None:
         except (FileNotFoundError, NotADirectoryError):
             break
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # another takeover does the same
+            with contextlib.suppress(FileNotFoundError):  # another takeover has moved it
                 os.rename(os.path.join(inner, name), os.path.join(taken, name))
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -177,7 +177,7 @@ def _empty(layout: Layout, taken: str) -> None:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
     else:
-        raise OSError(errno.EBUSY, "the directory is filled again and again", inner)
+        raise OSError(errno.EBUSY, "the directory keeps being filled", inner)
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(taken):
             if os.path.isdir(path := os.path.join(taken, name)):
@@ -193,13 +193,13 @@ def _numbers(layout: Layout) -> list[int]:
 
 
 def _next(layout: Layout) -> int:
-    """Return the number of the next claim, even if a person removed files of claims."""
+    """Return the next claim's number, even if a person has removed claim files."""
     names = names_in(layout.control)
     return 1 + max([int(found[1]) for name in names if (found := _NUMBERED.match(name))], default=0)
 
 
 def _read(layout: Layout, epoch: int) -> Claim | None:
-    """Return a claim; None if it is damaged or unreadable, though its number is taken."""
+    """Return a claim; None if it is damaged or unreadable."""
     try:
         fd = open_regular(_path(layout, epoch))
     except OSError:

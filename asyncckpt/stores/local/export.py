@@ -1,11 +1,11 @@
 """Publication of files for other programs: a file or a directory without a commit record.
 
-They are written in an attempt's directory like a checkpoint: nothing is visible before it is
+Like a checkpoint, they are written in an attempt's directory: nothing is visible before it is
 durable, and the leftovers of a dead process are swept.
 """
 
-# Rule 1: without `overwrite` nothing that exists is touched; with it, only the same kind is
-#   replaced: a file by a file, a directory of tensors alone or a checkpoint by a directory.
+# Rule: without `overwrite` nothing existing is touched; with it, a file replaces only a file, and a
+#   directory only a checkpoint or a directory of safetensors files alone.
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asyncckpt.stores.local.posix import flush_directory, landed
 from asyncckpt.stores.local.publish import NAMED_ENTRIES, Found, Publication, record_at
 
 REPLACEABLE_SUFFIXES = (".safetensors", ".safetensors.index.json")
-"""A directory of such files alone may come from an earlier export."""
+"""Suffixes of an earlier export's files; a directory of such files alone may be replaced."""
 
 
 class FilesPublication(Publication):
-    """A publication of one file of the attempt, or of its directory as it is."""
+    """A publication of one file of the attempt, or of its whole directory."""
 
     _others: Sequence[str] = ()
 
@@ -50,11 +50,11 @@ class FilesPublication(Publication):
     def _replace_in_two_steps(self) -> str:
         if not self.file:
             return super()._replace_in_two_steps()
-        landed(os.rename, self._source, self._target)  # replaces a file in one step
+        landed(os.rename, self._source, self._target)  # replaces a file atomically
         try:
             flush_directory(self._layout.root)
         except OSError as error:
-            # The replaced file is gone already: the rename cannot be taken back.
+            # The old file is already gone: the rename cannot be undone.
             raise SaveError(
                 f"{self._target}: flushing the directory after the rename failed: "
                 f"{error.strerror}; the file is visible but may not survive power loss. Check the "
@@ -77,8 +77,8 @@ class FilesPublication(Publication):
             names = ", ".join(self._others[:NAMED_ENTRIES])
             has = f" (it has {names})" if names else ""
             text = (
-                f"something that is not only a directory of safetensors files exists here{has} and "
-                "was left untouched, because the directory would be replaced as a whole; move it "
-                "away or choose another name"
+                f"something other than a directory of safetensors files exists here{has} and was "
+                "left untouched, because the whole directory would be replaced; move it away or "
+                "choose another name"
             )
         return CheckpointExistsError(f"{self._target}: {text}", location=self._target)

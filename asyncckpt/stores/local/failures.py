@@ -1,4 +1,4 @@
-"""Errors of system calls, with the next step, and the guard of attempts that they end."""
+"""Errors of system calls, with the next step, and the guard of the attempts that they end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
-"""The file system, or the share of this user or project, has no space or no inodes left."""
+"""The file system, or the quota of the user or project, has no space or inodes left."""
 
 _NEXT_STEPS = {
     errno.ENOSPC: "free space or inodes, or save elsewhere",
@@ -39,7 +39,7 @@ _NEXT_STEPS = {
     "point, or has another project quota; keep the whole root in one file system",
 }
 
-# All others need a change (space, rights, a new disk) before the same call can succeed.
+# All other errors need a change (space, permissions, a new disk) before a retry can succeed.
 _RETRYABLE = {
     errno.EAGAIN,
     errno.EBUSY,
@@ -53,7 +53,7 @@ _RETRYABLE = {
 
 
 def store_error(action: str, path: str, error: OSError) -> StoreError:
-    """Return the `StoreError` for a failed system call: where, what, why, what next."""
+    """Return the `StoreError` for a failed system call: place, action, reason, next step."""
     number = error.errno or 0
     name = errno.errorcode.get(number, type(error).__name__)
     text = f"{path}: {action} failed: {error.strerror or error} ({name})"
@@ -65,9 +65,9 @@ def store_error(action: str, path: str, error: OSError) -> StoreError:
 
 @contextlib.contextmanager
 def reported(action: str, path: str) -> Iterator[None]:
-    """Turn an `OSError` inside into a `StoreError` that names the action and the path.
+    """Turn an `OSError` into a `StoreError` that names action and path.
 
-    An error about a thread that is stuck gets the path.
+    Add the path to a `ThreadAbandonedError`.
     """
     try:
         yield
@@ -80,14 +80,14 @@ def reported(action: str, path: str) -> Iterator[None]:
 
 
 class Guard:
-    """What an attempt and its data files share: threads, and the failure that ends all of them.
+    """State that an attempt shares with its data files: threads, and the failure that ends all.
 
     Attributes:
         location: of the future checkpoint.
         workers: threads for every blocking call.
         error: the first failure; every later call raises it.
-        stuck: calls of abandoned threads, which may go on.
-        ended: the attempt was published or aborted.
+        stuck: calls of abandoned threads, which may still run.
+        ended: whether the attempt was published or aborted.
     """
 
     def __init__(self, location: str, workers: Workers) -> None:
@@ -107,9 +107,9 @@ class Guard:
 
     @contextlib.contextmanager
     def step(self, action: str = "", path: str = "") -> Iterator[None]:
-        """End the attempt if the block fails; as `reported` otherwise.
+        """End the attempt if the block fails; otherwise as `reported`.
 
-        Used in the failing thread, too, because its caller may have been cancelled.
+        Also used in the failing thread, because its caller may have been cancelled.
         """
         try:
             with reported(action, path or self.location):
@@ -122,7 +122,7 @@ class Guard:
             raise
 
     async def run(self, call: Callable[..., None], *args: Any, path: str) -> None:
-        """Make the call, which concerns `path`, in a worker thread, as `Workers.run`."""
+        """Make a call about `path` in a worker thread. As `Workers.run`."""
         with self.step(path=path):
             await self.workers.run(call, *args)
 
@@ -134,6 +134,6 @@ def _free(path: str) -> str:
         found = os.statvfs(path)
     except OSError:
         return ""
-    if found.f_files and not found.f_favail:  # file systems without a number of inodes say 0
+    if found.f_files and not found.f_favail:  # without an inode limit, both are 0
         return ", no inodes are free: there are too many files"
     return f", {found.f_bavail * found.f_frsize} bytes are free"

@@ -1,10 +1,10 @@
 """Read access to one checkpoint in a local directory."""
 
-# Rule 1: the directory is opened once, so that everything read comes from one checkpoint, even if
-#   another takes its name meanwhile.
-# Rule 2: below it no link is followed and only regular files are read.
-# Rule 3: a read past the page cache goes into a buffer that no forked child shares, and is copied
-#   from there: what the disk writes to a shared page may stay in the child's copy of it.
+# Rule 1: the directory is opened once, so all data come from one checkpoint, even if another takes
+#   its name.
+# Rule 2: below it, no link is followed and only regular files are read.
+# Rule 3: a direct read goes through a buffer that forked children do not share: the disk might
+#   write into the child's copy of a shared page.
 
 from __future__ import annotations
 
@@ -46,32 +46,28 @@ PAST_CACHE_MIN_NBYTES = 1 << 20
 """Smaller reads gain nothing from bypassing the page cache."""
 
 BOUNCE_NBYTES = 2 << 20
-"""Buffer of a thread for reads past the page cache: what is copied out of it is still in the core's
-cache, and a disk with four such reads in flight is busy. A virtual disk, whose host copies too,
-fills it up to 1.5 times as fast as memory that is in no cache."""
+"""A thread's buffer for direct reads: small enough to stay in the core's cache until it is copied,
+and four such reads in flight keep a disk busy. A virtual disk, whose host copies too, fills it up
+to 1.5 times as fast as uncached memory."""
 
 SLOW_TOUCH_S = 1.2e-3
-"""CPU time per MiB of reads into new arrays above which later ones are read into small pages. Some
-virtual machines return free huge pages to their host, and get them back in 3 ms per MiB. Elsewhere
-these take 0.15 ms, small pages 0.4 ms, copy and checksum 0.3 ms."""
+"""CPU time per MiB of reads into new arrays above which later reads use small pages. Some virtual
+machines return free huge pages to their host and need 3 ms per MiB to get them back. Elsewhere huge
+pages take 0.15 ms, small pages 0.4 ms, copy and checksum 0.3 ms."""
 
 BUFFERS_PER_CALL = 1024
-"""Buffers that one `preadv` takes, on Linux and on macOS (IOV_MAX)."""
+"""Most buffers of one `preadv` on Linux and macOS (IOV_MAX)."""
 
 _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""Errors of file systems that cannot read past the page cache."""
+"""Errors of file systems without direct reads."""
 
 _LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EMLINK}
 
 
 class LocalFiles:
-    """The files of one checkpoint. Made by `LocalStore.files`; opened at the first use.
+    """The files of one checkpoint. Made by `LocalStore.files`; opened at first use.
 
     Cancelling a call waits for its thread, then raises.
-
-    Attributes:
-        capabilities: those of the store.
-        closed: whether `close` was called.
     """
 
     def __init__(self, location: str, workers: Workers, capabilities: StoreCapabilities) -> None:
@@ -80,7 +76,7 @@ class LocalFiles:
         self._workers = workers
         self._lock = threading.Lock()
         self._directory: Descriptor | None = None
-        self._bounces: list[Bytes] = []  # those that no thread uses
+        self._bounces: list[Bytes] = []  # unused buffers
         self._slow_to_touch = False
         self.closed = False
 
@@ -90,7 +86,7 @@ class LocalFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         with reported("reading", self._full(path)):
-            data = await self._workers.run(self._read, path, max_nbytes)
+            data = await self._workers.run(lambda: read_at_most(self._open_file(path), max_nbytes))
         if isinstance(data, int):
             raise CorruptCheckpointError(
                 f"{self._full(path)}: {data} bytes, expected at most {max_nbytes}; "
@@ -102,19 +98,15 @@ class LocalFiles:
             )
         return data
 
-    def _read(self, path: str, max_nbytes: int) -> bytes | int:
-        return read_at_most(self._open_file(path), max_nbytes)
-
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
-        """Fill the buffers from a run of the file. As `CheckpointFiles.read_into`.
+        """Fill the buffers from a range of the file. As `CheckpointFiles.read_into`.
 
-        Runs of at least 1 MiB that are not in the page cache bypass it, unless `how.shared`: pages
-        for it cost more than the copy out of a buffer that stays in the core's cache. If the memory
-        of `how.fresh` reads turns out to be slow to touch, that of later ones gets small pages. As
-        no byte waits for its buffer, `received` is never called and `ahead_nbytes` has no effect.
-        What has been read is checked in steps of `CACHED_NBYTES`.
+        Ranges of at least 1 MiB outside the page cache bypass it, unless `how.shared`: pages for it
+        cost more than the copy from a buffer in the core's cache. If memory of `how.fresh` reads is
+        slow to touch, later reads use small pages. `how.received` is never called, and
+        `how.ahead_nbytes` has no effect. `how.check` is called every `CACHED_NBYTES`.
         """
         with reported("reading", self._full(path)):
             await self._workers.run(self._read_into, path, offset, buffers, how)
@@ -176,7 +168,7 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def _past_cache(self, path: str) -> Iterator[_PastCache | None]:
-        """Yield reads of the file past the page cache; None if it refuses them."""
+        """Yield a direct reader of the file; None if its file system refuses direct reads."""
         try:
             fd = self._open_file(path, os.O_DIRECT if sys.platform != "darwin" else 0)
         except OSError as error:
@@ -234,11 +226,11 @@ class LocalFiles:
         return sorted(found)
 
     def reads(self, wanted: int | None) -> int:
-        """Return the reads to keep in flight."""
+        """Return the reads to keep in flight. As `CheckpointFiles.reads`."""
         return self.capabilities.reads if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return how the directory that was read has changed; None if it still has its name."""
+        """Return what happened to the directory's name. As `CheckpointFiles.changed`."""
         return await self._workers.run(self._changed)
 
     def _changed(self) -> Literal["deleted", "replaced"] | None:
@@ -257,7 +249,7 @@ class LocalFiles:
         return None if same else "replaced"
 
     async def close(self) -> None:
-        """Close the directory after its last reader. Idempotent."""
+        """Close the directory after its last use. Idempotent."""
         if not self.closed:
             self.closed = True
             await self._workers.clean_up(self._close)
@@ -273,7 +265,7 @@ class LocalFiles:
 
         Raises:
             OSError: with `flags`, the file is of another kind or refuses direct reads.
-            AsyncCheckpointError: other failures; names the file.
+            AsyncCheckpointError: any other failure; names the file.
         """
         try:
             if not path:  # the user's own path: links are followed
@@ -295,13 +287,13 @@ class LocalFiles:
             raise self._refused(path, error) from error
 
     def _refused(self, path: str, error: OSError) -> AsyncCheckpointError:
-        # With no path it is the user's own: a file is in the place of a directory above.
+        # Without a path, ENOTDIR is about a parent directory in the user's own path.
         if error.errno not in _LINK_ERRORS or (not path and error.errno == errno.ENOTDIR):
             return store_error("opening", self._full(path), error)
         return CorruptCheckpointError(
             f"{self._full(path)}: expected a regular file that is not reached through a "
             f"symbolic link, found something else ({error.strerror}); "
-            "links out of a checkpoint are not followed",
+            "links in a checkpoint are not followed",
             file=path,
             location=self.location,
             expected="a regular file",
@@ -321,7 +313,7 @@ class LocalFiles:
                     self._directory = Descriptor(os.open(self.location, flags))
                 except NotADirectoryError as error:
                     raise CheckpointNotFoundError(
-                        f"{self.location}: a file and not the directory of a checkpoint",
+                        f"{self.location}: expected a checkpoint directory, found a file",
                         location=self.location,
                     ) from error
             return self._directory
@@ -331,24 +323,23 @@ class LocalFiles:
 
 
 class _PastCache:
-    """Reads of one file past the page cache, by one thread.
-
-    Where the file system refuses one, it and all later ones read nothing.
+    """Reader of one file past the page cache, for one thread.
 
     Args:
         fd: the file, opened for direct reads.
-        buffer: aligned memory, through which they pass.
+        buffer: aligned memory for the reads.
     """
 
     def __init__(self, fd: int, buffer: Bytes) -> None:
         self._fd = fd
         self._buffer = buffer
-        self._begin = self._end = 0  # the run of the file that is in the buffer
+        self._begin = self._end = 0  # the range of the file that is in the buffer
 
     def copy(self, memory: Sequence[Bytes], at: int, end: int) -> int:
-        """Fill memory from any offset, by reads that go no further than the page with `end`.
+        """Fill memory from any offset, by reads up to the page that contains `end`.
 
-        Returns the bytes copied: at least one before the end of the file.
+        Returns the number of bytes copied: 0 at the end of the file, or if the file system refuses
+        direct reads.
         """
         if not self._begin <= at < self._end:
             self._begin = at - at % PAGE_NBYTES
@@ -372,7 +363,7 @@ class _PastCache:
 
 
 def _first(views: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:
-    """Yield views of the first `nbytes` of these buffers."""
+    """Yield views of the first `nbytes` of the buffers."""
     for view in views:
         if not nbytes:
             return

@@ -1,9 +1,9 @@
 """A share in an attempt that another process has begun in the same directory."""
 
-# Rule 1: the directories of attempt and epoch are never made here: where they are missing, the root
-#   is not shared.
-# Rule 2: every epoch is searched for the attempt, since only process 0 knows its claim. An attempt
-#   that was taken away is in none of them, and is not joined.
+# Rule 1: the directories of attempt and epoch are never made here: if they are missing, the root is
+#   not shared.
+# Rule 2: every epoch is searched for the attempt, since only process 0 knows its claim. A fenced
+#   attempt is in none of them and is not joined.
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class LocalJoinedAttempt(AttemptTree):
     """A share in an attempt, made by `LocalStore.join`."""
 
     def look(self, process: int) -> bool:
-        """Take part in the attempt if it exists; return whether it does. Blocking.
+        """Join the attempt if it exists; return whether it does. Blocking.
 
         Raises:
-            UsageError: a process of this number takes part already.
-            StoreError: the root cannot be read, or the owner file not be written.
+            UsageError: a process of this number has already joined.
+            StoreError: the root cannot be read, or the owner file cannot be written.
         """
         save_id = self._terms.save_id
         name = f"{clipped(self._terms.name)}-{save_id}"
@@ -38,14 +38,14 @@ class LocalJoinedAttempt(AttemptTree):
                     continue
                 directory = Descriptor(fd)
                 try:
-                    if has_mark(fd, save_id) and self._take_part(path, directory, process):
+                    if has_mark(fd, save_id) and self._join(path, directory, process):
                         return True
                 finally:
                     if self._directory is not directory:
                         directory.close()
         return False
 
-    def _take_part(self, path: str, directory: Descriptor, process: int) -> bool:
+    def _join(self, path: str, directory: Descriptor, process: int) -> bool:
         """Make an owner file; return False if the attempt was removed meanwhile."""
         terms, machine = self._terms, self._context.machine()
         try:
@@ -57,10 +57,10 @@ class LocalJoinedAttempt(AttemptTree):
         self._path, self._directory, self._owner_file = path, directory, owner_file
         with directory.use() as fd:
             if has_mark(fd, terms.save_id) and leads_to(path, fd):
-                if self._guard.ended:  # this thread was abandoned, and has returned
+                if self._guard.ended:  # aborted after this thread was abandoned
                     self._remove()
                 return True
-        self._remove()  # the process that removes the attempt may leave it to this one
+        self._remove()  # the process that removes the attempt may rely on this one
         self._path, self._directory, self._owner_file = "", None, None
         return False
 
@@ -74,14 +74,14 @@ class LocalJoinedAttempt(AttemptTree):
 
         Cancellation: finishes, then raises.
         """
-        # A stopped process 0 may still publish: only the whole attempt is removed, once all of its
+        # A stopped process 0 may still publish, so only the whole attempt is removed, once all its
         # processes have ended.
         self._own.clear()
         await self.abort()
 
 
 def _attempts(layout: Layout, name: str) -> list[str]:
-    """Return paths that may be the attempt; listing also makes NFS look for new names."""
+    """Return the possible paths of the attempt; listing makes NFS look for new names."""
     return [
         os.path.join(epoch, this)
         for epoch in epochs(layout)

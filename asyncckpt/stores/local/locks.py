@@ -1,9 +1,9 @@
-"""Owners of directories below the root, and locks that show that they are alive."""
+"""Owners of directories below the root, and the locks that prove them alive."""
 
-# Rule 1: a lock is `flock` on a descriptor of our own, so that it ends with the process. It is also
-#   released explicitly, because a forked child holds a copy of the descriptor.
-# Rule 2: a held lock means nothing until the path is seen to lead to the locked file: the path may
-#   have been renamed or made anew between open and lock.
+# Rule 1: a lock is `flock` on this process's own descriptor, so it ends with the process. It is
+#   also released explicitly, because a forked child holds a copy of the descriptor.
+# Rule 2: a lock counts only once the path is seen to lead to the locked file: the path may have
+#   been renamed or made anew between open and lock.
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncckpt.errors import StoreError
-from asyncckpt.stores.local.posix import make_directories, write_all
+from asyncckpt.stores.local.posix import make_directories, remove_file, write_all
 from asyncckpt.stores.paths import OWNER_SUFFIX, Layout
 
 if sys.platform != "win32":
     import fcntl
 
 LOCK_DEADLINE_S = 30.0
-"""How long a replacement or deletion waits for another one, which is a few renames and flushes."""
+"""How long a replacement or deletion, which is a few renames and flushes, waits for another one."""
 
 LOCK_POLL_S = 0.005
 
@@ -35,8 +35,8 @@ MAX_OWNER_NBYTES = 4096
 LOCAL_FILE_SYSTEMS = frozenset(
     ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 )
-"""File systems that only one kernel at a time can mount without destroying them. The upper layer of
-an overlay cannot be NFS, and others must not change it."""
+"""File systems that only one kernel can mount at a time. The upper layer of an overlay cannot be
+NFS and must not be changed by others."""
 
 _UNSUPPORTED = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -46,8 +46,8 @@ class Machine:
     """A machine and one of its boots.
 
     Attributes:
-        host: host name, with the machine id where there is one.
-        boot_id: new at every boot; empty where the system has none.
+        host: host name, with the machine id if there is one.
+        boot_id: new at every boot; empty if the system has none.
     """
 
     host: str
@@ -71,7 +71,7 @@ def _first_line(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a process asks of an attempt, as `Store.begin` takes it."""
+    """Arguments of `Store.begin` for an attempt."""
 
     name: str
     save_id: str
@@ -92,30 +92,30 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The part of an owner file that the library uses; the rest is for people."""
+    """The fields of an owner file that the library uses; the others are for people."""
 
     machine: Machine
     name: str
 
     def is_dead(self, machine: Machine, locked: bool | None, root: str) -> bool:
-        """Return whether the owner is proven dead, as stores/local/sweep.py defines it. Blocking.
+        """Return whether the owner is proven dead, as defined in stores/local/sweep.py. Blocking.
 
         Args:
             machine: where this process runs.
-            locked: whether this process just got the owner's lock; None without locks.
+            locked: whether this process just took the owner's lock; None without locks.
             root: of the store.
         """
         if self.machine == machine:
-            return locked is True  # one kernel: its locks reach all of its processes
+            return locked is True  # one kernel, whose locks reach all its processes
         if "" in (self.machine.boot_id, machine.boot_id) or not is_certainly_local(root):
             return False
         if self.machine.boot_id == machine.boot_id:
-            return locked is True  # in two containers: one kernel, whose locks have no namespaces
+            return locked is True  # two containers on one kernel, whose locks have no namespaces
         return locked is not False and self.machine.host == machine.host  # rebooted
 
 
 def write_owner(path: str, machine: Machine, terms: Terms) -> None:
-    """Write `<path>.owner`, durably: this process owns `path`."""
+    """Write `<path>.owner`, which makes this process the owner of `path`, durably."""
     fd = os.open(path + OWNER_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, terms.file_mode)
     try:
         fill_owner(fd, machine, terms)
@@ -124,7 +124,7 @@ def write_owner(path: str, machine: Machine, terms: Terms) -> None:
 
 
 def fill_owner(fd: int, machine: Machine, terms: Terms) -> None:
-    """Write the content of an owner file, durably: this process is the owner."""
+    """Write the content of this process's owner file, durably."""
     text = json.dumps(
         {
             "host": machine.host,
@@ -136,12 +136,12 @@ def fill_owner(fd: int, machine: Machine, terms: Terms) -> None:
         }
     )
     write_all(fd, memoryview(text.encode()), 0)
-    # After power loss an empty file would prove nothing, and the leftover would stay for ever.
+    # After power loss, an empty file would prove nothing and the leftover would stay for ever.
     os.fsync(fd)
 
 
 def read_owner(path: str) -> Owner | None:
-    """Return the owner of the directory, or None if the owner file is missing or invalid."""
+    """Return the owner of the directory; None if the owner file is missing or invalid."""
     try:
         fd = os.open(path + OWNER_SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -153,7 +153,7 @@ def read_owner(path: str) -> Owner | None:
 
 
 def parse_owner(fd: int) -> Owner | None:
-    """Return the owner that an owner file names, or None if it is invalid."""
+    """Return the owner named by an owner file; None if the file is invalid."""
     try:
         value = json.loads(os.pread(fd, MAX_OWNER_NBYTES, 0))
         host, boot_id, name = value["host"], value["boot_id"], value["name"]
@@ -165,16 +165,13 @@ def parse_owner(fd: int) -> Owner | None:
 
 def remove_owner(path: str) -> None:
     """Remove the owner file of `path`, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path + OWNER_SUFFIX)
+    remove_file(path + OWNER_SUFFIX)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:
-    """Return whether this descriptor holds the lock now; None where locks do not work.
+    """Try to lock the file or directory; return whether that succeeded, None without locks.
 
-    Args:
-        fd: of the file or directory.
-        shared: take a shared lock, to see whether an owner holds it without being mistaken for one.
+    A `shared` lock tests for an owner without being mistaken for one.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -202,17 +199,17 @@ def leads_to(path: str, fd: int) -> bool:
 
 
 def is_certainly_local(path: str) -> bool:
-    """Return whether only this machine can use the file system of a path. Blocking."""
+    """Return whether only this machine can use the path's file system. Blocking."""
     try:
         mounts = Path("/proc/self/mounts").read_bytes()
     except OSError:
         return False
     path, best, kind = os.path.realpath(path), "", ""
-    for line in mounts.split(b"\n")[:-1]:  # other line breaks may be parts of names
+    for line in mounts.split(b"\n")[:-1]:  # names may contain other line breaks
         _, point, found, *_ = os.fsdecode(line).split(" ")
         for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
             point = point.replace(code, character)
-        # The last of several mounts on one directory is the visible one.
+        # Of several mounts on one directory, the last is visible.
         if len(point) >= len(best) and os.path.commonpath((point, path)) == point:
             best, kind = point, found
     return kind in LOCAL_FILE_SYSTEMS
@@ -220,13 +217,12 @@ def is_certainly_local(path: str) -> bool:
 
 @contextlib.contextmanager
 def root_lock(layout: Layout, *, wait_s: float = LOCK_DEADLINE_S) -> Iterator[bool]:
-    """Keep all others from replacing, deleting and sweeping below this root during the block.
+    """Exclude replacing, deleting and sweeping by others below this root during the block.
 
-    Yields False where the file system has no locks. A publication onto a free name does not need
-    the lock.
+    Yields False if the file system has no locks. Publishing onto a free name needs no lock.
 
     Raises:
-        StoreError: another process has held it for `wait_s`.
+        StoreError: another process held it for `wait_s`.
         OSError: the lock file cannot be made.
     """
     end = time.monotonic() + wait_s
@@ -235,7 +231,7 @@ def root_lock(layout: Layout, *, wait_s: float = LOCK_DEADLINE_S) -> Iterator[bo
         try:
             fd = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
-            continue  # another store just removed the empty directory
+            continue  # another store has just removed the empty directory
         held: bool | None = False
         try:
             held = try_lock(fd)
@@ -249,7 +245,7 @@ def root_lock(layout: Layout, *, wait_s: float = LOCK_DEADLINE_S) -> Iterator[bo
         if not held and time.monotonic() >= end:
             raise StoreError(
                 f"{layout.lock}: another process has been replacing or deleting a checkpoint "
-                f"here for {wait_s:.0f} s; wait for it, or end it if it is stopped",
+                f"here for {wait_s:.0f} s; wait for it, or kill it if it is stopped",
                 retryable=True,
                 location=layout.lock,
             )

@@ -1,6 +1,6 @@
 """The last error of each process, in small files for the job that continues the run."""
 
-# Rule: notes are a courtesy. Failures to write, read or remove one are ignored.
+# Rule: notes are a courtesy: failures to write, read or remove one are ignored.
 
 from __future__ import annotations
 

@@ -1,25 +1,24 @@
-"""Attempts in which several processes write: their owner files, the mark, and passed-on files.
+"""Shared attempts: owner files of the processes, the mark, and passed-on files.
 
 Each process, including process 0, has `<attempt>.owner-<p>`. It keeps the file locked while it may
-write, and removes it afterwards.
+write and then removes it.
 """
 
-# Rule 1: a process that joins sees the mark, makes its owner file and looks for the mark again. A
+# Rule 1: a process that joins reads the mark, makes its owner file and reads the mark again. A
 #   process that removes the attempt removes the mark before it looks for owner files. In every
 #   interleaving, one sees the other.
 #   (test_a_process_that_joins_while_the_attempt_is_removed_notices_it)
-# Rule 2: a process that gives up removes its own owner file before it looks for others. So the last
-#   of several finds none, and removes the rest. Looking takes shared locks, so that two processes
-#   that look at the same time do not take each other for an owner.
+# Rule 2: a process that aborts removes its own owner file before it looks for others, so the last
+#   of several finds none and removes the rest. Looking takes shared locks, so two processes that
+#   look at the same time do not take each other for an owner.
 #   (test_a_process_that_looks_for_owners_is_not_taken_for_one)
-# Rule 3: `<attempt>.owner` is removed last: until then a sweep can prove that a directory is dead,
-#   whenever its remover was killed. (tests/stores/local/test_shared_kills.py)
-# Rule 4: only process 0 publishes. Once it is dead, nothing in the attempt can become visible, and
-#   its removal costs the others an error, never data.
+# Rule 3: `<attempt>.owner` is removed last: until then, a sweep can prove the directory dead even
+#   if its remover was killed. (tests/stores/local/test_shared_kills.py)
+# Rule 4: only process 0 publishes. Once it is dead, nothing in the attempt can become visible, so
+#   removing the attempt costs the others an error, never data.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -38,7 +37,13 @@ from asyncckpt.stores.local.locks import (
     try_lock,
     unlock,
 )
-from asyncckpt.stores.local.posix import open_regular, read_at_most, remove_tree, write_all
+from asyncckpt.stores.local.posix import (
+    open_regular,
+    read_at_most,
+    remove_file,
+    remove_tree,
+    write_all,
+)
 from asyncckpt.stores.paths import CONTROL, OWNER_SUFFIX
 
 EXCHANGE = f"{CONTROL}-exchange"
@@ -55,14 +60,13 @@ class OwnerFile:
         self._fd = fd
 
     def drop(self) -> None:
-        """Remove the owner file, unless another one has its name. Idempotent."""
+        """Remove the owner file unless another file has its name. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
         try:
             if leads_to(self._path, fd):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._path)
+                remove_file(self._path)
         finally:
             unlock(fd)
             os.close(fd)
@@ -72,16 +76,16 @@ def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) 
     """Make and lock the owner file of a process; return None if it was swept meanwhile.
 
     Raises:
-        UsageError: this process has one already.
+        UsageError: this process already has one.
     """
     path = f"{attempt}{OWNER_SUFFIX}-{process}"
     try:
-        # NFS locks only what is open for writing.
+        # NFS locks only files that are open for writing.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, terms.file_mode)
     except FileExistsError:
         raise UsageError(
-            f"{path}: process {process} takes part in this attempt already; give every process a "
-            "number of its own, and let each join once",
+            f"{path}: process {process} has already joined this attempt; give every process its "
+            "own number, and let each join once",
             location=path,
             found=process,
         ) from None
@@ -98,13 +102,13 @@ def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) 
 
 
 def owned_by_process(path: str) -> str | None:
-    """Return the attempt whose per-process owner file `path` is, or None."""
+    """Return the attempt that a per-process owner file belongs to; None for other paths."""
     match = _PROCESS.fullmatch(path)
     return match[1] if match else None
 
 
 def owner_files(attempt: str) -> Iterator[str]:
-    """Yield the paths of the owner files of the processes that share an attempt."""
+    """Yield the paths of an attempt's per-process owner files."""
     epoch, name = os.path.split(attempt)
     try:
         found = os.listdir(epoch)
@@ -114,20 +118,17 @@ def owner_files(attempt: str) -> Iterator[str]:
 
 
 def is_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> bool:
-    """Return whether all processes that share the attempt, except process 0, are proven dead.
-
-    If so, no other process joins it any more.
+    """Return whether all processes with an owner file are proven dead; if so, prevent joining.
 
     Args:
-        attempt: its path.
-        directory: its descriptor.
+        attempt: path of the attempt.
+        directory: descriptor of the attempt.
         machine: where this process runs.
         root: of the store.
     """
     if any(not _is_dead(path, machine, root) for path in owner_files(attempt)):
         return False
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{EXCHANGE}/{MARK}", dir_fd=directory)
+    remove_file(f"{EXCHANGE}/{MARK}", dir_fd=directory)
     return all(_is_dead(path, machine, root) for path in owner_files(attempt))
 
 
@@ -135,8 +136,7 @@ def remove_attempt(attempt: str) -> None:
     """Remove an attempt and its owner files. Other processes may be removing it too."""
     remove_tree(attempt, first=RECORD_NAME)
     for path in owner_files(attempt):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        remove_file(path)
     remove_owner(attempt)
 
 
@@ -144,17 +144,16 @@ def remove_dead_owner_files(attempt: str, machine: Machine, root: str) -> None:
     """Remove the owner files of dead processes of an attempt without a directory."""
     for path in owner_files(attempt):
         if _is_dead(path, machine, root):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            remove_file(path)
 
 
 def is_locked(path: str) -> bool:
-    """Return whether a process holds the lock of an owner file, where locks work."""
+    """Return whether a process holds the lock of an owner file; False without locks."""
     try:
         return _look(path)[0] is False
     except FileNotFoundError:
         return False
-    except OSError:  # another user's
+    except OSError:  # another user's file
         return True
 
 
@@ -165,12 +164,12 @@ def _is_dead(path: str, machine: Machine, root: str) -> bool:
         return True
     except OSError:
         return False
-    # Torn: its process was killed while writing it, or is writing it and will look again.
+    # A torn file: its process was killed while writing it, or will read the mark again.
     return free is True if owner is None else owner.is_dead(machine, free, root)
 
 
 def _look(path: str) -> tuple[bool | None, Owner | None]:
-    """Return whether the lock of an owner file is free, None without locks, and its owner."""
+    """Return whether the lock of an owner file is free (None without locks), and its owner."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         return try_lock(fd, shared=True), parse_owner(fd)
@@ -183,7 +182,7 @@ def _look(path: str) -> tuple[bool | None, Owner | None]:
 
 
 def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> None:
-    """Write a file for the other processes, who see all of it or nothing."""
+    """Write a file for the other processes, atomically but not durably."""
     aside = f"{EXCHANGE}/.{name}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     fd = os.open(aside, flags, mode, dir_fd=directory)
@@ -195,7 +194,7 @@ def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> No
 
 
 def read_exchange(directory: int, name: str, max_nbytes: int) -> bytes | int | None:
-    """Return a passed-on file, its size if that exceeds `max_nbytes`, or None if it is absent."""
+    """Return a passed-on file, its size if above `max_nbytes`, or None if it is absent."""
     try:
         return read_at_most(open_regular(f"{EXCHANGE}/{name}", dir_fd=directory), max_nbytes)
     except FileNotFoundError:
@@ -203,6 +202,6 @@ def read_exchange(directory: int, name: str, max_nbytes: int) -> bytes | int | N
 
 
 def has_mark(directory: int, save_id: str) -> bool:
-    """Return whether the attempt with this directory can be joined."""
+    """Return whether the attempt in this directory can be joined."""
     found = read_exchange(directory, MARK, MARK_NBYTES)
     return isinstance(found, bytes) and is_mark_of(save_id, found)

@@ -1,14 +1,10 @@
-"""System calls of the local store that Python's `os` lacks, or offers without their details.
-
-All functions block: call them in a worker thread.
-"""
+"""System calls that Python's `os` lacks or does not offer in this form. All functions block."""
 
 # Rule 1: a failed flush is reported and never repeated: the kernel may have dropped the pages, and
 #   a second call would report success.
 #   (test_a_failed_flush_of_a_data_file_is_not_repeated_and_ends_the_attempt)
-# Rule 2: a descriptor is closed after its last use, never during one: its number could already
-#   belong to another file.
-#   (test_closing_waits_for_nobody_and_pulls_no_descriptor_away)
+# Rule 2: a descriptor is closed after its last use, never during one, when its number could be
+#   reused for another file. (test_closing_waits_for_nobody_and_pulls_no_descriptor_away)
 
 from __future__ import annotations
 
@@ -30,17 +26,15 @@ if sys.platform != "win32":
     import fcntl
 
 PAGE_NBYTES = max(4096, mmap.PAGESIZE)
-"""Unit of direct I/O. At least a page of the page cache, so that no page is written both past the
-cache and through it."""
+"""Unit of direct I/O: at least a page of the page cache, so that no page is written both directly
+and through the cache."""
 
 DIRECT_MIN_NBYTES = 64 << 10
-"""Below this, one direct write costs more than the copy into the page cache that it saves."""
+"""Smaller direct writes cost more than the copy into the page cache that they save."""
 
 _AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE = 4 if sys.platform == "darwin" else 1
 _RENAME_EXCHANGE = 2
-_RENAME_EXCL_MACOS = 4
-_RENAME_SWAP_MACOS = 2
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -49,7 +43,7 @@ class UnsupportedCallError(Exception):
 
 
 class Descriptor:
-    """A file descriptor that several threads use, closed after the last of them."""
+    """A file descriptor shared by threads and closed after its last use."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -62,7 +56,7 @@ class Descriptor:
         """Yield the number, valid inside the block.
 
         Raises:
-            OSError: EBADF if it was closed.
+            OSError: EBADF, it was closed.
         """
         with self._lock:
             if not self._open:
@@ -74,7 +68,7 @@ class Descriptor:
             self._release()
 
     def close(self) -> None:
-        """Refuse new users, and close the descriptor after the present ones. Idempotent."""
+        """Refuse new users and close the descriptor after the current ones. Idempotent."""
         with self._lock:
             if not self._open:
                 return
@@ -93,21 +87,22 @@ class Descriptor:
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """Rename `source` to `target`; raise FileExistsError if that exists.
+    """Rename `source` to `target`, atomically.
 
     Raises:
-        UnsupportedCallError: the file system cannot do this in one step.
+        FileExistsError: `target` exists.
+        UnsupportedCallError: the file system lacks this operation.
     """
-    _rename(source, target, _RENAME_NOREPLACE, _RENAME_EXCL_MACOS)
+    _rename(source, target, _RENAME_NOREPLACE)
 
 
 def rename_exchange(source: str, target: str) -> None:
-    """Exchange `source` and `target` in one step; errors as of `rename_noreplace`."""
-    _rename(source, target, _RENAME_EXCHANGE, _RENAME_SWAP_MACOS)
+    """Exchange `source` and `target` atomically. Errors: as `rename_noreplace`."""
+    _rename(source, target, _RENAME_EXCHANGE)
 
 
 def landed(rename: Callable[[str, str], None], source: str, target: str) -> None:
-    """Call `rename(source, target)`; succeed even if it was done but reported as failed.
+    """Call `rename(source, target)`; ignore an error if the rename took effect.
 
     Network file systems may report an error for a call that they have carried out.
 
@@ -118,30 +113,22 @@ def landed(rename: Callable[[str, str], None], source: str, target: str) -> None
     try:
         rename(source, target)
     except OSError:
-        try:
-            after = os.lstat(target)
-        except OSError:
-            after = None
-        if after is None or not os.path.samestat(before, after):
-            raise
+        with contextlib.suppress(OSError):
+            if os.path.samestat(before, os.lstat(target)):
+                return
+        raise
 
 
-def _rename(source: str, target: str, linux_flags: int, macos_flags: int) -> None:
+def _rename(source: str, target: str, flags: int) -> None:
+    name, at = ("renamex_np", ()) if sys.platform == "darwin" else ("renameat2", (_AT_FDCWD,))
+    function = _c_function(name)
+    if function is None:
+        raise UnsupportedCallError(name)
     old, new = os.fsencode(source), os.fsencode(target)
-    while True:
-        if sys.platform == "darwin":
-            function = _c_function("renamex_np")
-            arguments: tuple[Any, ...] = (old, new, ctypes.c_uint(macos_flags))
-        else:
-            function = _c_function("renameat2")
-            arguments = (_AT_FDCWD, old, _AT_FDCWD, new, ctypes.c_uint(linux_flags))
-        if function is None:
-            raise UnsupportedCallError("renameat2")
-        if function(*arguments) == 0:
-            return
+    while function(*at, old, *at, new, ctypes.c_uint(flags)) != 0:
         number = ctypes.get_errno()
         if number in _UNSUPPORTED:
-            raise UnsupportedCallError("renameat2")
+            raise UnsupportedCallError(name)
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number), source, None, target)
 
@@ -156,19 +143,15 @@ def _c_function(name: str) -> Any:
 
 def flush_file(fd: int) -> None:
     """Make the data and length of the file survive power loss."""
-    full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is not None:  # macOS: fsync stops at the drive's cache
-        try:
-            fcntl.fcntl(fd, full)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-        else:
-            return
-    if sys.platform == "darwin":
-        os.fsync(fd)
-    else:
+    if sys.platform != "darwin":
         os.fdatasync(fd)
+        return
+    try:
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # fsync stops at the drive's cache
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        os.fsync(fd)
 
 
 def flush_directory(path: str, *, dir_fd: int | None = None) -> None:
@@ -184,7 +167,7 @@ def flush_directory(path: str, *, dir_fd: int | None = None) -> None:
 
 
 def make_directories(path: str, mode: int) -> None:
-    """Make the directory and its missing parents; the new names are durable."""
+    """Make the directory and its missing parents, durably."""
     missing = []
     at = path
     while not os.path.isdir(at):
@@ -198,23 +181,23 @@ def make_directories(path: str, mode: int) -> None:
         except FileExistsError:
             if not os.path.isdir(new):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", new) from None
-        # Even if another process made it, whose flush may not have happened yet.
+        # Also for another process's directory, which it may not have flushed yet.
         flush_directory(os.path.dirname(new))
 
 
 def preallocate(fd: int, nbytes: int) -> None:
     """Reserve blocks for `nbytes`, if the file system can.
 
-    Parallel direct writes then need neither block allocation nor a growing length, which ext4 and
-    xfs serialise. Not `posix_fallocate` of libc: without support it writes every block. A full disk
-    is left for the writes to report, as `nbytes` is only expected.
+    Parallel direct writes then neither allocate blocks nor extend the file, which ext4 and xfs
+    serialise. Not libc's `posix_fallocate`, which writes every block where this is unsupported. The
+    writes report a full disk, as `nbytes` is only an expectation.
     """
     function = None if sys.platform == "darwin" else _c_function("fallocate")
     if function is None or nbytes <= 0:
         return
     if function(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
         with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)  # frees blocks that were reserved before the failure
+            os.ftruncate(fd, 0)  # frees blocks reserved before the failure
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -235,7 +218,7 @@ def open_below(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
 
     Raises:
         FileNotFoundError: a part does not exist.
-        OSError: ELOOP or ENOTDIR, a part is a link or no directory; EINVAL, no regular file.
+        OSError: ELOOP or ENOTDIR, a part is a link or not a directory; EINVAL, not a regular file.
     """
     at = directory
     try:
@@ -253,7 +236,7 @@ def open_below(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
 
 
 def open_regular(path: str, *, dir_fd: int | None = None) -> int:
-    """Open a regular file for reading, without following a link; else as `checked_regular`."""
+    """Open a regular file for reading, without following a link. Errors: as `checked_regular`."""
     # O_NONBLOCK: opening a FIFO would wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     return checked_regular(os.open(path, flags, dir_fd=dir_fd))
@@ -271,7 +254,7 @@ def read_at_most(fd: int, nbytes: int) -> bytes | int:
     """Return the content of an open file, or its size if that exceeds `nbytes`; close it."""
     with open(fd, "rb") as file:
         size = os.fstat(fd).st_size
-        # Python allocates as much as is asked for before it reads. The file may be growing.
+        # Python allocates the requested size before it reads. One byte more, as the file may grow.
         data = file.read(size + 1) if size <= nbytes else b""
     size = max(size, len(data))
     return size if size > nbytes else data
@@ -281,7 +264,7 @@ def names_in(path: str) -> list[str]:
     """Return the names in a directory, sorted.
 
     Raises:
-        NotADirectoryError: it is a link, which could lead to files of others, or a file.
+        NotADirectoryError: it is a file, or a link, which could lead to other people's files.
     """
     if os.path.islink(path):
         raise NotADirectoryError(errno.ENOTDIR, "a symbolic link is not followed here", path)
@@ -289,7 +272,7 @@ def names_in(path: str) -> list[str]:
 
 
 def listing(path: str) -> list[str]:
-    """Return the names in a directory, sorted; none if it is a link or cannot be listed."""
+    """Return the names in a directory, sorted; empty if it is a link or cannot be listed."""
     try:
         return names_in(path)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -297,9 +280,9 @@ def listing(path: str) -> list[str]:
 
 
 def cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Return whether at least half of a run of the file is in the page cache.
+    """Return whether at least half of a range of the file is in the page cache.
 
-    True if the kernel does not say (another user's file, another system).
+    True if the kernel does not tell (another user's file, another system).
     """
     nbytes += offset % mmap.PAGESIZE
     offset -= offset % mmap.PAGESIZE
@@ -312,7 +295,7 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
         return True
     pages = -(-nbytes // mmap.PAGESIZE)
     state = np.zeros(pages, np.uint8)
-    # The array must not outlive this line: a mapping with exported views cannot be closed.
+    # The array must not outlive this line: a mapping with live views cannot be closed.
     address = int(np.frombuffer(region, dtype=np.uint8).ctypes.data)
     try:
         vector = ctypes.c_void_p(state.ctypes.data)
@@ -324,9 +307,9 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def use_small_pages(memory: np.ndarray[Any, Any]) -> None:
-    """Let pages of a buffer that were not touched yet be small ones, where the system can.
+    """Use small pages for the untouched pages of a buffer, if the system can.
 
-    Also the rest of its first and last page: neighbours then stay one mapping of the kernel, whose
+    Also for the rest of its first and last page, so that neighbours stay one kernel mapping: their
     number is limited.
     """
     madvise = None if sys.platform == "darwin" else _c_function("madvise")
@@ -334,8 +317,14 @@ def use_small_pages(memory: np.ndarray[Any, Any]) -> None:
     start = first // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes = -(-(first + memory.nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
     if madvise is not None and hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # Only advice: without it, the touch is slow and not wrong.
+        # Only advice: without it, touching is merely slow.
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_NOHUGEPAGE)
+
+
+def remove_file(path: str, *, dir_fd: int | None = None) -> None:
+    """Remove a file or link, if it exists."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path, dir_fd=dir_fd)
 
 
 def remove_tree(path: str, *, first: str | None = None, dir_fd: int | None = None) -> None:
@@ -343,20 +332,19 @@ def remove_tree(path: str, *, first: str | None = None, dir_fd: int | None = Non
 
     Args:
         path: a file, link or directory.
-        first: name of a file directly in it to be removed first.
+        first: name of an entry of `path` to remove first.
         dir_fd: directory that `path` is relative to.
 
     Raises:
         OSError: something cannot be removed; EBUSY, a file system is mounted on a directory.
     """
     try:
-        # First, because only this notices every mount point, before anything on it is removed.
+        # First, because only `rmdir` detects every mount point, before anything on it is removed.
         os.rmdir(path, dir_fd=dir_fd)
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path, dir_fd=dir_fd)
+        remove_file(path, dir_fd=dir_fd)
         return
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

@@ -1,24 +1,24 @@
-"""The last step of a save: one rename that makes a finished directory the checkpoint.
+"""Publication of a checkpoint: the rename of a finished directory.
 
 Onto a free name it is `renameat2(RENAME_NOREPLACE)` and a flush of the root. Replacing and moving
-aside happen under the root's lock, and two directories change places with `RENAME_EXCHANGE`, so
-that there is no moment without a checkpoint.
+aside happen under the root's lock, and `RENAME_EXCHANGE` swaps two directories, so the name always
+leads to a checkpoint.
 """
 
-# Rule 1: whatever has the name keeps it until it was inspected under the lock. Every replacement or
-#   deletion holds the lock, and a publication without the lock never replaces. So nothing else is
-#   renamed away between the look and the rename.
+# Rule 1: an existing entry keeps its name until it was inspected under the lock. Every replacement
+#   or deletion holds the lock, and a publication without the lock never replaces. So no other entry
+#   is renamed away between the inspection and the rename.
 #   (test_of_two_processes_exactly_one_wins_each_round)
-# Rule 2: an old checkpoint is removed only after the root was flushed: before, power loss may bring
-#   its name back. (test_a_replaced_checkpoint_is_removed_after_the_flush)
-# Rule 3: taking a rename back is a replacement like any other: under the lock, and only of the
+# Rule 2: an old checkpoint is removed only after the root was flushed: before that, power loss may
+#   bring its name back. (test_a_replaced_checkpoint_is_removed_after_the_flush)
+# Rule 3: undoing a rename is a replacement like any other: under the lock, and only of the
 #   directory that was published. Otherwise: A renames, its flush fails; B overwrites A's
 #   checkpoint, is durable and acknowledged; A renames B's checkpoint back and removes it.
 #   (test_a_publication_is_taken_back_only_while_it_has_the_name)
 # Rule 4: a writer whose epoch was taken away changes nothing any more: stores/local/epochs.py.
-# Rule 5: a directory that is no checkpoint may be a person's work: unless empty it is moved, never
-#   removed. At the place of a step it is a leftover of the run; elsewhere, where it may be a
-#   project, and if it is the root of a run, it is moved only with `overwrite`.
+# Rule 5: a directory that is not a checkpoint may be a person's work: unless empty it is moved,
+#   never removed. Under a step's name it is a leftover of the run. Under another name, where it may
+#   be a project, and if it is the root of a run, it is moved only with `overwrite`.
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ from asyncckpt.stores.paths import CONTROL
 Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
 
 FOREIGN_NAMES = frozenset(("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", ".metadata"))
-"""Files by which checkpoints of Orbax, TensorStore and torch.distributed.checkpoint are known."""
+"""Files that identify checkpoints of Orbax, TensorStore and torch.distributed.checkpoint."""
 
 NAMED_ENTRIES = 3
-"""Entries of a directory that an error names, to tell whose it is."""
+"""Entries of a directory that an error names to identify it."""
 
 
 def check_place(target: str, *, overwrite: bool) -> None:
-    """Refuse a place with something that a save does not replace. Blocking.
+    """Check that a save may replace what exists at its place. Blocking.
 
-    Without `overwrite`, a directory without a record file is moved only if it is empty, or at the
-    place of a step and not the root of a run. With it, every one is, except those of a checkpoint.
+    Without `overwrite`, a directory without a record file is replaced only if it is empty, or under
+    a step's name and not the root of a run. With it, any is, except one inside a checkpoint.
 
     Raises:
-        CheckpointExistsError: a file, or a directory that must not be moved; says what is in it.
+        CheckpointExistsError: a file, or a directory that must not be moved; names its entries.
         OSError: it cannot be inspected.
     """
     if os.path.lexists(target) and not os.path.isdir(target):
@@ -89,7 +89,7 @@ def _has_record(directory: str) -> bool:
 
 
 def file_in_the_way(target: str) -> CheckpointExistsError:
-    """Return the error for a file, or a link to no checkpoint, at the place of a checkpoint."""
+    """Return the error for a file or a link that is in the way."""
     found = "a symbolic link" if os.path.islink(target) else "a file"
     return CheckpointExistsError(
         f"{target}: {found} exists here; move it away or choose another name",
@@ -100,7 +100,7 @@ def file_in_the_way(target: str) -> CheckpointExistsError:
 
 
 def refuse_unrelated(target: str) -> None:
-    """Raise for a directory that is no checkpoint but may be a person's work. Blocking."""
+    """Raise for a directory that is not a checkpoint but may be a person's work. Blocking."""
     try:
         with os.scandir(target) as entries:
             names = sorted(entry.name for entry in entries)
@@ -137,7 +137,7 @@ def refuse_unrelated(target: str) -> None:
 
 
 def record_at(directory: str, *, dir_fd: int | None = None) -> bytes | None:
-    """Return the record file in a directory; None if there is none, or it is no regular file."""
+    """Return the record file in a directory; None if it is missing or not a regular file."""
     try:
         fd = open_regular(os.path.join(directory, RECORD_NAME), dir_fd=dir_fd)
     except OSError as error:
@@ -156,10 +156,10 @@ class Publication:
         context: of the store.
         terms: of the attempt.
         attempt: path of the attempt's directory.
-        file: for exports, the only file in it that is published; empty for the whole directory.
-        started: the rename may have been issued; from then on the outcome must be awaited.
+        file: for exports, the only file to publish; empty for the whole directory.
+        started: whether the rename may have been issued, so the outcome must be awaited.
         error: why it failed, or None.
-        keep_source: the attempt's path now holds a checkpoint that may be needed again.
+        keep_source: whether the attempt's path holds a replaced checkpoint that must be kept.
     """
 
     context: Context
@@ -180,14 +180,14 @@ class Publication:
         """Make the checkpoint visible and durable, and remove the one it replaces. Blocking.
 
         Args:
-            directory: a descriptor of the attempt's directory, to which its path must still lead.
+            directory: a descriptor of the attempt's directory; its path must still lead to it.
 
         Raises:
             CheckpointExistsError: the name is taken by a file, or without `overwrite` by a
                 checkpoint or an unrelated directory.
             FencedError: another process took over the claim; `visible` says whether this
                 checkpoint was published before.
-            SaveError: the flush failed; `visible` says whether the rename could be taken back.
+            SaveError: the flush failed; `visible` says whether the rename was undone.
             StoreError: the rename failed; nothing is visible.
         """
         self.started = True
@@ -220,7 +220,7 @@ class Publication:
         if old is not None:
             self._remove(old)
         if self.file:
-            self._remove(self.attempt)  # the directory that the file has left
+            self._remove(self.attempt)  # the file has left this directory
 
     def _publish_locked(self) -> str | None:
         with root_lock(self._layout):
@@ -259,13 +259,13 @@ class Publication:
         try:
             landed(rename_noreplace, self._source, self._target)
         except UnsupportedCallError:
-            # Under the lock no other store renames between the look and the rename.
+            # The lock excludes other stores' renames between this check and the rename.
             if os.path.lexists(self._target):
                 raise FileExistsError(errno.EEXIST, "File exists", self._target) from None
             landed(os.rename, self._source, self._target)
 
     def _replace(self) -> str:
-        """Put the new checkpoint in place, durably, and return the path of the old one."""
+        """Put the new checkpoint in place, durably; return the path of the old one."""
         try:
             landed(rename_exchange, self._source, self._target)
         except UnsupportedCallError:
@@ -274,7 +274,7 @@ class Publication:
         return self._source
 
     def _replace_in_two_steps(self) -> str:
-        # A crash between the two renames: `sweep` finds the owner file and puts the old one back.
+        # After a crash between the two renames, `sweep` finds the owner file and puts `old` back.
         old = self._layout.leftover("old", self.terms.name, self.terms.save_id, self.terms.epoch)
         try:
             write_owner(old, self.context.machine(), self.terms)
@@ -293,7 +293,7 @@ class Publication:
         return old
 
     def _clear_target(self) -> None:
-        """Remove the directory at the target if it is empty; else move it aside."""
+        """Remove the directory at the target if it is empty; otherwise move it aside."""
         with contextlib.suppress(OSError):
             os.rmdir(self._target)  # fails unless it is empty
             return
@@ -309,7 +309,7 @@ class Publication:
         )
 
     def _flush_root(self, old: str | None, *, locked: bool = True) -> None:
-        """Make the renames durable, or take them back.
+        """Make the renames durable, or undo them.
 
         Raises:
             SaveError: they are not durable.
@@ -321,7 +321,7 @@ class Publication:
             self.keep_source = old == self._source and not undone
             visible = not undone and self._is_visible()
             name = errno.errorcode.get(error.errno or 0, "OSError")
-            state = "the rename was taken back and nothing of this save is visible"
+            state = "the rename was undone and nothing of this save is visible"
             if visible:
                 state = "the checkpoint is visible but may not survive power loss"
             elif not undone:
@@ -336,7 +336,7 @@ class Publication:
             ) from error
 
     def _undo(self, old: str | None, *, locked: bool) -> bool:
-        """Take the renames back and return True, or False if that is not possible."""
+        """Undo the renames; return whether that succeeded."""
         try:
             with contextlib.nullcontext() if locked else root_lock(self._layout):
                 if not leads_to(self._target, self._directory):
@@ -359,12 +359,11 @@ class Publication:
             return True
 
     def _remove(self, path: str) -> None:
-        # The save has succeeded: what cannot be removed now is left to `sweep`.
         try:
             remove_tree(path, first=RECORD_NAME)
             remove_owner(path)
-        except OSError as error:
-            logger.warning("%s: removing what was replaced failed: %s", path, error)
+        except OSError as error:  # the save has succeeded, and `sweep` will try again
+            logger.warning("%s: the replaced checkpoint was not removed: %s", path, error)
 
     def _exists_error(self, found: Found) -> CheckpointExistsError:
         if found == "other":

@@ -1,6 +1,6 @@
 """Checkpoints in a local directory: durable, atomic, and safe against other processes.
 
-Reading needs no right to write and creates nothing. POSIX only.
+Reading needs no write permission and creates nothing. POSIX only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, Layout, check_name, check_save_id
 
 JOIN_PAUSES_S = 0.001, 0.1
-"""First and longest pause between two looks for an attempt to join: each is a few system calls."""
+"""First and longest interval of polling for an attempt to join: a poll is a few system calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,19 @@ class Unlisted:
     """The bytes of a checkpoint that has lost its name.
 
     Attributes:
-        path: where they are.
-        empty: removes them.
+        path: their location.
+        delete: deletes them. Blocking.
         held: the lock and descriptor that keep sweepers away.
     """
 
     path: str
-    empty: Callable[[], None]
+    delete: Callable[[], None]
     held: contextlib.ExitStack
 
     def remove(self) -> None:
-        """Remove the bytes. Blocking."""
+        """Delete the bytes and release the lock. Blocking."""
         with self.held, reported("deleting", self.path):
-            self.empty()
+            self.delete()
 
 
 class LocalStore:
@@ -85,12 +85,12 @@ class LocalStore:
     Cancelling a call waits for its thread, then raises.
 
     Args:
-        root: the directory; need not exist before the first save.
+        root: the directory; created by the first save.
         workers: threads for every blocking call.
         direct_io: write past the page cache where possible (``"auto"``), always, or never.
         is_valid: whether the content of a record file is a commit record. A directory without one
-            is not a checkpoint: saving a step in its place moves it to `.asyncckpt/aside-…`; under
-            another name, only saving with `overwrite` does.
+            is not a checkpoint: saving moves it to `.asyncckpt/aside-…`, under a name other than a
+            step's only with `overwrite`.
         machine: returns the host and boot to compare owner files with.
 
     Raises:
@@ -133,7 +133,7 @@ class LocalStore:
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """Return the sizes asked for, with windows of one slot."""
+        """Return the requested sizes, with windows of one slot."""
         return Sizes(
             data_file_nbytes or DEFAULT_DATA_FILE_NBYTES,
             SLOT_NBYTES,
@@ -149,11 +149,11 @@ class LocalStore:
         return await self._workers.run(claim, self._layout)
 
     async def claims(self) -> Sequence[Claim]:
-        """Return the claims that can be read, ascending; none if there is no root."""
+        """Return the readable claims, ascending; none if there is no root."""
         return await self._workers.run(claims, self._layout)
 
     async def check_claim(self, epoch: int) -> None:
-        """Raise if a higher claim was made. As `Store.check_claim`."""
+        """Raise `FencedError` if a higher claim was made. As `Store.check_claim`."""
         if epoch:
             await self._workers.run(check, self._layout, epoch)
 
@@ -168,7 +168,7 @@ class LocalStore:
         shared: bool = False,
         exports: bool = False,
     ) -> LocalAttempt:
-        """Make and lock a directory for an attempt, and durable parents. As `Store.begin`.
+        """Make and lock a directory for an attempt, with durable parents. As `Store.begin`.
 
         Raises:
             UsageError: the name is not one path part, or the save id was used before.
@@ -198,16 +198,14 @@ class LocalStore:
         timeout_s: float,
         private: bool = False,
     ) -> LocalJoinedAttempt:
-        """Take part in an attempt that another process begins. As `Store.join`.
-
-        Makes no directory.
+        """Join an attempt that another process begins; make no directory. As `Store.join`.
 
         Cancellation: aborts the share, then raises.
 
         Raises:
-            UsageError: the name is not one path part, or the process takes part already.
+            UsageError: the name is not one path part, or the process has already joined.
             CheckpointNotFoundError: no such attempt appeared within `timeout_s`.
-            StoreError: the root cannot be read, or an owner file not be written.
+            StoreError: the root cannot be read or an owner file cannot be written.
         """
         check_name(name)
         check_save_id(save_id)
@@ -234,13 +232,13 @@ class LocalStore:
         return await self.begin(name, save_id, overwrite=overwrite, private=private, exports=True)
 
     async def settled(self) -> None:
-        """Log a warning if the root is another directory than after the save before.
+        """Log a warning if the root is not the directory of the previous save.
 
-        A published checkpoint is whole for other programs.
+        A published checkpoint is already complete for other programs.
         """
-        await self._workers.run(self._recognise)
+        await self._workers.run(self._check_root)
 
-    def _recognise(self) -> None:
+    def _check_root(self) -> None:
         try:
             found = os.stat(self.url)
         except OSError:
@@ -248,15 +246,15 @@ class LocalStore:
         before, self._identity = self._identity, (found.st_dev, found.st_ino)
         if before not in (None, self._identity):
             logger.warning(
-                "%s is another directory than at the save before: a mount was lost, or it was "
-                "moved or replaced; the steps saved until then are not in it",
+                "%s is not the directory of the previous save: a mount was lost, or it was "
+                "moved or replaced; earlier steps are not in it",
                 self.url,
             )
 
     async def names(self) -> list[str]:
-        """Return the names of all directories below the root; none if there is no root.
+        """Return the names of all directories in the root, if it exists.
 
-        And `RECORD_NAME`, if the root is itself a checkpoint. As `Store.names`.
+        Also `RECORD_NAME`, if the root is itself a checkpoint. As `Store.names`.
         """
         return await self._workers.run(self._names)
 
@@ -273,17 +271,17 @@ class LocalStore:
                 return []
 
     def files(self, name: str) -> LocalFiles:
-        """Return read access to one checkpoint; nothing is opened yet."""
+        """Return read access to one checkpoint; nothing is opened yet. As `Store.files`."""
         files = LocalFiles(self._layout.target(check_name(name)), self._workers, self.capabilities)
         self._files = [open_files for open_files in self._files if not open_files.closed]
         self._files.append(files)
         return files
 
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
-        """Delete the name durably, or the link to a checkpoint, not its target.
+        """Delete the name durably; of a link, not the target. As `Store.unlist`.
 
         A directory that cannot be moved, because the disk is full or it belongs to a lower layer of
-        an overlay, loses its record first. After a cancellation, `sweep` removes what was moved.
+        an overlay, loses its record instead. After a cancellation, `sweep` removes the bytes.
         """
         check_name(name)
         check_epoch(epoch)
@@ -301,7 +299,7 @@ class LocalStore:
         try:
             await self._workers.run(unlisted.remove)
         except asyncio.CancelledError:
-            # The call may have been dropped, and would not have released the lock then.
+            # If the queued call was dropped, it did not release the lock.
             await self._workers.clean_up(unlisted.held.close)
             raise
 
@@ -313,8 +311,8 @@ class LocalStore:
             try:
                 return self._move_to_trash(name, epoch, seal)
             except OSError as error:
-                # Under a claim a deletion has to be a move: stores/local/epochs.py, rule 1.
-                if epoch or not self._stays(error, target):
+                # Under a claim a deletion must be a move: stores/local/epochs.py, rule 1.
+                if epoch or not self._is_immovable(error, target):
                     raise
             return self._unlist_in_place(target, seal)
 
@@ -331,70 +329,70 @@ class LocalStore:
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
-                    remove_owner(trash)  # if this process is killed, only `collect` removes it
+                    remove_owner(trash)  # if this process is killed, only `collect` removes `trash`
                 try:
-                    # The lock, or that of a living publisher, keeps sweepers away.
+                    # This lock, or a live publisher's, keeps sweepers away.
                     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
                     held.callback(os.close, fd)
                     held.callback(unlock, fd)
                     try_lock(fd)
                     landed(os.rename, target, trash)
-                except FileNotFoundError:  # another process was faster
+                except FileNotFoundError:  # another process has deleted it
                     raise _absent(target) from None
                 try:
                     flush_directory(self._layout.root)
                     flush_directory(os.path.dirname(trash))
                 except OSError:
-                    # After power loss the name could be back: its bytes must then be there.
+                    # After power loss the name could be back, and must then lead to the bytes.
                     landed(os.rename, trash, target)
                     raise
             return Unlisted(trash, partial(remove_tree, trash, first=RECORD_NAME), held.pop_all())
 
-    def _stays(self, error: OSError, target: str) -> bool:
-        """Return whether a directory is to be deleted where it is, because it cannot be moved."""
+    def _is_immovable(self, error: OSError, target: str) -> bool:
+        """Return whether a directory must be deleted in place, because it cannot be moved."""
         if error.errno == errno.EXDEV:  # unless it is a mount point
             return os.stat(target).st_dev == os.stat(self._layout.root).st_dev
         return error.errno in FULL
 
     def _unlist_in_place(self, target: str, seal: bytes) -> Unlisted:
-        # Without the root's lock, which may need space: if another checkpoint takes the place, this
-        # goes on in the directory that was there before. If this process is killed, a directory
-        # without a record is left, which is no step, and which a save of this step moves aside.
+        # Without the root's lock, which may need space: if another checkpoint takes the name, this
+        # continues in the opened directory. If this process is killed, it leaves a directory
+        # without a record, which is not a step and which a save of this step moves aside.
         with contextlib.ExitStack() as held:
             if os.path.islink(target):
                 os.unlink(target)
                 flush_directory(self._layout.root)
-                return Unlisted(target, _nothing, held)
+                return Unlisted(target, lambda: None, held)
             fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             held.callback(os.close, fd)
             if seal and not (record_at(".", dir_fd=fd) or b"").endswith(seal):
                 raise _absent(target)
             os.unlink(RECORD_NAME, dir_fd=fd)
             os.fsync(fd)
-            return Unlisted(target, partial(_empty_place, target, fd), held.pop_all())
+            return Unlisted(target, partial(_delete_in_place, target, fd), held.pop_all())
 
     async def sweep(self) -> Sequence[str]:
-        """Remove leftovers that are proven dead, as stores/local/sweep.py defines it."""
-        self._wrote = True  # so that `close` removes a directory that has become empty
+        """Remove leftovers that are proven dead, as defined in stores/local/sweep.py."""
+        self._wrote = True  # so that `close` removes directories that become empty
         return await self._workers.run(sweep, self._layout, self._context.machine)
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers in which nothing was written for so long and that are not locked."""
+        """Remove unlocked leftovers without recent writes. As `Store.collect`."""
         self._wrote = True
         return await self._workers.run(collect, self._layout, older_than_s, dry_run=dry_run)
 
     async def keep_note(self, process: int, note: bytes | None) -> None:
-        """Keep a note of a process, as `NotingStore.keep_note`."""
+        """Keep a note of a process. As `NotingStore.keep_note`."""
         if note is not None or process in self._noted:
             self._noted.add(process)
             await self._workers.run(keep_note, self._layout, process, note)
 
     async def take_notes(self) -> Sequence[bytes]:
-        """Remove and return all notes, as `NotingStore.take_notes`."""
+        """Remove and return all notes. As `NotingStore.take_notes`."""
         return await self._workers.run(take_notes, self._layout)
 
     async def close(self) -> None:
-        """Close descriptors and remove our directories that are empty. Idempotent."""
+        """Close descriptors and remove empty control directories. Idempotent."""
         for files in self._files:
             await files.close()
         if self._wrote:
@@ -407,18 +405,13 @@ def _absent(target: str) -> CheckpointNotFoundError:
 
 
 def _disown(trash: str) -> None:
-    # A sweep removes what could not be removed here.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # else a sweep removes it
         if not os.path.lexists(trash):
             remove_owner(trash)
 
 
-def _empty_place(target: str, fd: int) -> None:
+def _delete_in_place(target: str, fd: int) -> None:
     for name in os.listdir(fd):
         remove_tree(name, dir_fd=fd)
     if leads_to(target, fd):
         os.rmdir(target)
-
-
-def _nothing() -> None:
-    pass

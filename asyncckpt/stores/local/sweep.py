@@ -1,31 +1,29 @@
-"""Removal of the leftovers of dead saves and deletions, and only of those proven dead.
+"""Removal of leftovers of saves and deletions that are proven dead.
 
-Proven dead: the owner file names this host and this boot, and the lock is free; or the file system
-is certainly local, and the owner file names this boot and another host (a container on the same
-kernel), and the lock is free, or this host and another boot. A shared attempt is dead when all of
-its processes are. What a takeover has taken from a writer is dead, too, unless it is locked.
-Everything else is kept for a person to remove, including claims and `aside-…` directories, which
-were never ours.
+A leftover is proven dead if its lock is free and its owner file names this host and this boot. On a
+certainly local file system it is also dead if the lock is free and the owner file names this boot
+and another host (a container on the same kernel), or if it names this host and another boot. A
+shared attempt is dead once all its processes are. Leftovers that a takeover took from a writer are
+dead unless locked. Everything else is kept for a person to remove, including claims and `aside-…`
+directories, which were only moved.
 """
 
 # Rule 1: a held lock keeps its directory, whatever the owner file says.
 #   (test_a_held_lock_outweighs_an_owner_file_of_another_boot)
-# Rule 2: a free lock proves death only among processes that share locks. Two machines may have the
-#   same host name (clones of an image) and use the same network file system without seeing each
-#   other's locks (local_flock, nolock): then a living attempt of one has, for the other, a free
-#   lock and another boot.
-#   (test_another_boot_proves_nothing_where_the_file_system_may_be_shared)
-#   Nothing in a `fenced-…` directory can be published any more, by stores/local/epochs.py, rule 2:
-#   its removal costs a fenced writer an error, never data.
+# Rule 2: a free lock proves death only among processes that share locks. Two machines with the same
+#   host name (clones of an image) may share a network file system but not its locks (local_flock,
+#   nolock): a live attempt of one then looks to the other as if from another boot, with a free
+#   lock. (test_another_boot_proves_nothing_where_the_file_system_may_be_shared)
+#   Nothing in a `fenced-…` directory can be published (stores/local/epochs.py, rule 2), so its
+#   removal costs a fenced writer an error, never data.
 #   (test_what_was_taken_from_a_writer_of_another_host_is_swept)
-# Rule 3: a directory without a readable owner file may be in the making: it is removed only if it
-#   is empty, which its maker notices (stores/local/attempt.py, rule 4).
-# Rule 4: nothing below a link is a leftover. A run that was received may have one instead of the
-#   control directory, an epoch or a `fenced-…`, and it leads to files of others. Nothing is done
-#   about links that another process puts in place during a sweep.
-#   (test_files_behind_a_link_are_not_leftovers)
-# Rule 5: renames of the root are flushed before bytes are removed, so that power loss cannot
-#   bring back a name whose files are gone. (tests/crash/test_power.py)
+# Rule 3: a directory without a readable owner file may still be in the making: it is removed only
+#   if it is empty, which its maker notices (stores/local/attempt.py, rule 4).
+# Rule 4: nothing below a link is a leftover. In a run received from others, the control directory,
+#   an epoch or a `fenced-…` may be a link to files that are not part of it. Links that another
+#   process makes during a sweep are not handled. (test_files_behind_a_link_are_not_leftovers)
+# Rule 5: renames in the root are flushed before bytes are removed, so power loss cannot bring back
+#   a name whose files are gone. (tests/crash/test_power.py)
 
 from __future__ import annotations
 
@@ -74,8 +72,7 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
     """Remove leftovers that are proven dead and return their names. Blocking.
 
-    Does nothing while another process replaces, deletes or sweeps here, or if this process may not
-    write.
+    Does nothing while another process replaces, deletes or sweeps, or without write permission.
 
     Raises:
         StoreError: removing failed.
@@ -100,7 +97,7 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
                 remove_attempt(path)
                 removed.append(os.path.relpath(path, layout.control))
         except StoreError:
-            return []  # the lock is held
+            return []  # another process holds the root's lock
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
@@ -123,13 +120,13 @@ def _lock_dead(
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        # A torn owner file: those written before their directories are so under the root's lock.
+        # A torn file is dead: owner files are written before their directories only under the lock.
         if ours or (owner is None and alone):
             remove_owner(path)
         remove_dead_owner_files(path, machine, layout.root)
         return False
     except OSError:
-        return False  # not a directory: not made by this library
+        return False  # not a directory, so not made by this library
     held.callback(os.close, fd)
     held.callback(unlock, fd)
     locked = try_lock(fd)
@@ -137,7 +134,7 @@ def _lock_dead(
         return False
     if owner is None:
         if locked:
-            with contextlib.suppress(OSError):  # not empty
+            with contextlib.suppress(OSError):  # it is not empty
                 os.rmdir(path)
                 remove_owner(path)
                 removed.append(os.path.relpath(path, layout.control))
@@ -150,10 +147,9 @@ def _lock_dead(
 
 
 def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
-    """Remove leftovers in which nothing was written for so long; return their names. Blocking.
+    """Remove unlocked leftovers without writes for `older_than_s`; return their names. Blocking.
 
-    They need not be proven dead: the caller vouches for that. A leftover that is locked, on this
-    host or where its locks reach, is alive and stays.
+    The caller vouches that they are dead; a lock that is visible on this host keeps a leftover.
 
     Raises:
         StoreError: removing failed, or another process replaces or deletes here.
@@ -169,7 +165,7 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
                 with contextlib.ExitStack() as held:
                     with root_lock(layout):
                         dead = _lock_old(layout, path, held, dry_run=dry_run)
-                    # Without the root's lock: nobody who deletes or replaces waits for this.
+                    # Without the root's lock, so that replacing and deleting need not wait.
                     if dead and not dry_run:
                         remove_attempt(path)
                 if dead:
@@ -185,12 +181,12 @@ def _lock_old(layout: Layout, path: str, held: contextlib.ExitStack, *, dry_run:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        # Owner files whose directory is gone, unless somebody else has just removed them, too.
+        # Owner files without a directory, unless another process has just removed them, too.
         owners = list(owner_files(path))
         left = any(map(os.path.lexists, (path + OWNER_SUFFIX, *owners)))
         return left and not any(map(is_locked, owners))
-    except NotADirectoryError:
-        return False  # not made by this library
+    except NotADirectoryError:  # not made by this library
+        return False
     held.callback(os.close, fd)
     held.callback(unlock, fd)
     if try_lock(fd) is False or not leads_to(path, fd):
@@ -201,7 +197,7 @@ def _lock_old(layout: Layout, path: str, held: contextlib.ExitStack, *, dry_run:
 
 
 def _written_s(path: str) -> float:
-    """Return when the leftover was last written to, in seconds since 1970, or now."""
+    """Return the time of the leftover's last write, in seconds since 1970; now if unknown."""
     newest = 0.0
     for top in (path, path + OWNER_SUFFIX, *owner_files(path)):
         with contextlib.suppress(FileNotFoundError):
@@ -214,7 +210,7 @@ def _written_s(path: str) -> float:
 
 
 def tidy(layout: Layout) -> None:
-    """Remove our empty directories, except those of claims. Blocking.
+    """Remove empty control directories, except those of claims. Blocking.
 
     See stores/local/epochs.py, rule 4.
     """
@@ -234,7 +230,7 @@ def tidy(layout: Layout) -> None:
 
 
 def _leftovers(layout: Layout) -> list[str]:
-    """Return the paths of attempts, of trash and of replaced checkpoints, alive or not.
+    """Return the paths of all attempts, trash and replaced checkpoints.
 
     Raises:
         OSError: the control directory cannot be listed, or is a link.
@@ -250,17 +246,13 @@ def _leftovers(layout: Layout) -> list[str]:
             paths += [os.path.join(path, attempt) for attempt in listing(path)]
         elif name.startswith(("trash-", "old-")):
             paths.append(path)
-    found: dict[str, None] = {}
-    for path in paths:
-        owned = owned_by_process(path) or path.removesuffix(OWNER_SUFFIX)
-        # An owner file counts where its directory is gone.
-        if owned == path or not os.path.lexists(owned):
-            found[owned] = None
-    return list(found)
+    # Owner files whose directory is gone count, too.
+    owned = (owned_by_process(path) or path.removesuffix(OWNER_SUFFIX) for path in paths)
+    return list(dict.fromkeys(owned))
 
 
 def epochs(layout: Layout) -> list[str]:
-    """Return the paths of the directories of all epochs that were not taken away."""
+    """Return the paths of the epoch directories that were not taken away."""
     return [
         os.path.join(layout.control, name)
         for name in listing(layout.control)
@@ -271,19 +263,19 @@ def epochs(layout: Layout) -> list[str]:
 def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
     """Put a leftover back if it is a replaced checkpoint without a successor. Blocking.
 
-    Returns whether it is kept: put back, or not known well enough to be removed.
+    Returns whether it must not be removed: it was put back, or its name is unknown.
     """
     directory, name = os.path.split(old)
-    # In epoch 0 this is an attempt, whose checkpoint may have any name.
+    # In epoch 0, `old-…` is an attempt at a checkpoint of such a name.
     if not name.startswith("old-") or os.path.basename(directory) == "epoch-0":
         return False
     owner = read_owner(old)
     if owner is None:
-        return True  # its name is unknown, and it may be the only one of it
+        return True  # its name is unknown, and it may be the only copy
     try:
         target = layout.target(check_name(owner.name))
     except UsageError:
-        return True  # not written by this library: leave it alone
+        return True  # not written by this library
     if os.path.lexists(target):
         return False
     if dry_run:
@@ -296,7 +288,5 @@ def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
         landed(os.rename, old, target)
     flush_directory(layout.root)
     remove_owner(old)
-    logger.warning(
-        "%s: replacing it was interrupted; the previous checkpoint is in place again", target
-    )
+    logger.warning("%s: replacing it was interrupted; the previous checkpoint was put back", target)
     return True

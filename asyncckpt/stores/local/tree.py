@@ -1,12 +1,12 @@
 """The directory of an attempt, and the files that this process writes in it."""
 
-# Rule 1: every process flushes the directories with its names: the others' flushes may have come
-#   before these names.
+# Rule 1: every process flushes the directories that hold its names: the others may have flushed
+#   them before these names existed.
 # Rule 2: own files of a shared attempt are removed by path, never through the directory's
 #   descriptor: if process 0 publishes meanwhile, the paths lead nowhere.
 #   (test_an_abort_that_comes_after_publication_removes_nothing)
-# Rule 3: once a thread was abandoned, because the mount does not answer, clean-up waits until the
-#   thread returns. (tests/cancellation/test_stuck_mount.py)
+# Rule 3: once a thread was abandoned on an unresponsive mount, clean-up waits until the thread
+#   returns. (tests/cancellation/test_stuck_mount.py)
 
 from __future__ import annotations
 
@@ -35,21 +35,19 @@ from asyncckpt.stores.local.owners import (
     remove_attempt,
     write_exchange,
 )
-from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file, write_all
+from asyncckpt.stores.local.posix import (
+    Descriptor,
+    flush_directory,
+    flush_file,
+    remove_file,
+    write_all,
+)
 from asyncckpt.stores.paths import Layout, check_file
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """State that all attempts of a store share.
-
-    Attributes:
-        layout: paths below the root.
-        workers: threads for every blocking call.
-        machine: returns the host and boot to compare owner files with. Blocking.
-        direct: whether and where writes go past the page cache.
-        is_valid: whether the content of a record file is a commit record.
-    """
+    """State that all attempts of a store share; see `LocalStore`. `machine` blocks."""
 
     layout: Layout
     workers: Workers
@@ -59,7 +57,7 @@ class Context:
 
 
 class AttemptTree:
-    """What every process of an attempt does in its directory.
+    """One process's view of an attempt's directory.
 
     Subclasses open the directory and end the attempt. Cancelling a call waits for its threads, then
     raises.
@@ -86,10 +84,7 @@ class AttemptTree:
     async def create(
         self, path: str, *, nbytes: int, window_nbytes: int | None = None
     ) -> LocalDataFile:
-        """Open a new data file; `nbytes` of space are reserved where possible.
-
-        Writes may be of any size, whatever `window_nbytes`.
-        """
+        """Open a new data file and reserve `nbytes` if possible; ignore `window_nbytes`."""
         self._guard.check()
         check_file(path, self.location)
         location = posixpath.join(self._path, path)
@@ -107,7 +102,7 @@ class AttemptTree:
                 file.close()
 
     async def put(self, path: str, *blocks: Buffer, in_record: bool = False) -> None:
-        """Write a file, durably, and flush it once."""
+        """Write a file durably, with one flush. As `AttemptFiles.put`."""
         self._guard.check()
         check_file(path, self.location)
         at = posixpath.join(self._path, path)
@@ -117,7 +112,7 @@ class AttemptTree:
         views = [memoryview(block).cast("B") for block in blocks]
         with self._step(f"writing {sum(map(len, views))} bytes", path) as directory:
             self._make_parents(path, directory)
-            # O_EXCL also refuses a link.
+            # O_EXCL refuses a link, too.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             fd = os.open(path, flags, self._terms.file_mode, dir_fd=directory)
             self._own.append(path)
@@ -164,7 +159,7 @@ class AttemptTree:
             self._own.append(where)
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
-        """Return what a process has passed on, or None. As `AttemptFiles.taken`."""
+        """Return what a process passed on, or None. As `AttemptFiles.taken`."""
         self._check_exchange(path)
         found = await self._context.workers.run(self._taken, path, max_nbytes)
         if isinstance(found, int):
@@ -192,7 +187,7 @@ class AttemptTree:
                 )
 
     async def _flush(self, *paths: str) -> None:
-        """Flush the record file and directories, all at the same time."""
+        """Flush the record file and directories concurrently."""
         await together(self._context.workers.run(self._flush_one, path) for path in paths)
 
     def _flush_one(self, path: str) -> None:
@@ -212,29 +207,28 @@ class AttemptTree:
     async def abort(self) -> None:
         """Remove everything of the attempt; do nothing if it has ended.
 
-        Of a shared attempt, remove what this process wrote, and the rest if no other of its
-        processes is alive. After threads were abandoned, this happens when they return, or in a
-        sweep.
+        Of a shared attempt, remove own files, and the rest unless another of its processes is
+        alive. If threads were abandoned, this happens when they return, or in a sweep.
 
         Cancellation: finishes, then raises.
 
         Raises:
             StoreError: files could not be removed; `LocalStore.sweep` tries again.
-            ThreadAbandonedError: the file system does not answer.
+            ThreadAbandonedError: the file system does not respond.
         """
         if self._guard.ended:
             return
         self._guard.ended = True
         if not self._guard.stuck:
             await self._context.workers.clean_up(self._remove)
-        # Each may still make a file, which is removed when it returns.
+        # An abandoned call may still create a file, which is removed when it returns.
         for call in self._guard.stuck:
             call.add_done_callback(self._remove_later)
 
     def _remove_later(self, _: Future[Any]) -> None:
         try:
             self._context.workers.submit(self._remove)
-        except RuntimeError:  # the engine has ended: this is the thread that was stuck
+        except RuntimeError:  # the engine has ended, and this is the thread that was stuck
             with contextlib.suppress(AsyncCheckpointError):
                 self._remove()
 
@@ -249,15 +243,14 @@ class AttemptTree:
             self._release()
 
     def _remove_files(self) -> None:
-        """Remove own files and owner file, then everything if no other process is alive."""
+        """Remove own files and owner file, then everything unless another process is alive."""
         assert self._directory is not None and self._owner_file is not None
         with self._directory.use() as directory:
             try:
                 if leads_to(self._path, directory):
-                    # The record first: without it, nothing here looks like a checkpoint.
+                    # The record first: without it, this is not a checkpoint.
                     for path in sorted(self._own, key=lambda path: path != RECORD_NAME):
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(os.path.join(self._path, path))
+                        remove_file(os.path.join(self._path, path))
             finally:
                 self._owner_file.drop()
                 unlock(directory)  # of process 0

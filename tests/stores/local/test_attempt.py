@@ -477,7 +477,7 @@ async def test_a_failed_flush_of_the_root_takes_the_rename_back(
         without_rename_flags(monkeypatch)
     with monkeypatch.context() as patch:
         fail_root_flush(patch, root)
-        with pytest.raises(SaveError, match="the rename was taken back") as caught:
+        with pytest.raises(SaveError, match="the rename was undone") as caught:
             await save(store, "1", "new", 2, overwrite=overwrite)
     assert (caught.value.visible, caught.value.durable) == (False, False)
     assert everything(root) == before

@@ -115,7 +115,7 @@ async def test_a_directory_that_a_fenced_writer_has_open_is_dead(
 async def test_a_claim_that_was_overtaken_while_it_was_made_is_lost(
     tmp_path: Path, store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped between the file and the directory, which nobody can take away before."""
+    """Its process is stopped between making the file and the directory."""
     make = epochs._make
 
     def make_and_wait(layout: object) -> object:

@@ -61,7 +61,7 @@ async def test_links_are_not_followed(store: LocalStore, tmp_path: Path) -> None
     (directory / "loop").symlink_to("loop")
     files = store.files("1")
     for path in ("link", "inside", "up/secret", "loop", "loop/x"):
-        with pytest.raises(CorruptCheckpointError, match="links out of a checkpoint are not"):
+        with pytest.raises(CorruptCheckpointError, match="links in a checkpoint are not"):
             await files.read(path, max_nbytes=100)
         with pytest.raises(CorruptCheckpointError) as caught:
             await files.read_into(path, 0, [np.empty(1, np.uint8)])
@@ -88,7 +88,7 @@ async def test_only_regular_files_are_read(store: LocalStore, tmp_path: Path) ->
         with pytest.raises(CorruptCheckpointError, match="expected a regular file"):
             await files.read(path, max_nbytes=100)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointNotFoundError, match="not the directory of a checkpoint"):
+    with pytest.raises(CheckpointNotFoundError, match="expected a checkpoint directory, found a file"):
         await store.files("file").read("checkpoint.json", max_nbytes=100)
 
 

@@ -229,7 +229,7 @@ async def test_an_unfinished_deletion_is_finished_by_the_sweep(
     control.mkdir(exist_ok=True)
     trash = control / "trash-1-0"
     (tmp_path / "1").rename(trash)
-    assert await store.sweep() == []  # nobody's: it is for a person to remove
+    assert await store.sweep() == []  # no owner file: a person must remove it
     write_owner(str(trash), this_machine(), Terms("1", "", private=True))
     assert await store.sweep() == ["trash-1-0"]
     assert left(tmp_path) == []

@@ -156,7 +156,7 @@ async def test_two_processes_of_one_number_are_refused(
 ) -> None:
     attempt = await store.begin("1", ID, shared=True)
     share = await join(store)
-    with pytest.raises(UsageError, match="process 1 takes part in this attempt already"):
+    with pytest.raises(UsageError, match="process 1 has already joined this attempt"):
         await join(other)
     await share.abort()
     await attempt.abort()
@@ -199,7 +199,7 @@ async def test_own_files_and_their_directories_are_flushed_by_settle(
 async def test_the_last_living_process_removes_everything(
     store: LocalStore, other: LocalStore, tmp_path: Path
 ) -> None:
-    """Also where process 0 and another one have died, and their files would be nobody's."""
+    """Even the files of process 0 and another dead process."""
     attempt = await store.begin("1", ID, shared=True)
     processes = [await join(other, process) for process in (1, 2, 3)]
     for process, share in enumerate([attempt, *processes]):
@@ -300,7 +300,7 @@ async def test_a_share_outlives_a_publication_that_was_taken_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(publish, "flush_directory", fail_at_root)
-        with pytest.raises(SaveError, match="taken back"):
+        with pytest.raises(SaveError, match="undone"):
             await attempt.publish(b"record")
     assert not (tmp_path / "1").exists()
     assert (tmp_path / ATTEMPT / "default/of-1").exists()

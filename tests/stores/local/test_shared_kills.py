@@ -106,7 +106,7 @@ def follow_once(root: str) -> None:
 
 
 def lead_and_abort(root: str, alone: bool = False) -> None:
-    """Process 0 gives up when process 1 is ready, or `alone`: once that one is dead."""
+    """Abort as process 0 once process 1 is ready or, if `alone`, dead."""
 
     async def use(store: LocalStore) -> None:
         attempt = await store.begin("1", SAVE_ID, shared=True)
@@ -119,7 +119,7 @@ def lead_and_abort(root: str, alone: bool = False) -> None:
 
 
 def follow_and_abort(root: str, alone: bool = False) -> None:
-    """Process 1 gives up when it has written something, or `alone`: once process 0 is dead."""
+    """Abort as process 1 after a write or, if `alone`, once process 0 is dead."""
 
     async def use(store: LocalStore) -> None:
         share = await store.join("1", SAVE_ID, process=1, timeout_s=WAIT_S)
