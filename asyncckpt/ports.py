@@ -128,11 +128,9 @@ class DataFile(Protocol):
         Raises:
             StoreError: names the file and offset; the attempt cannot be continued.
         """
-        ...
 
     async def seal(self, nbytes: int) -> None:
         """Make the file exactly `nbytes` long and durable, and close it."""
-        ...
 
 
 class AttemptFiles(Protocol):
@@ -149,7 +147,6 @@ class AttemptFiles(Protocol):
             window_nbytes: without `capabilities.positional_writes`, the length and alignment of
                 every write; the last may be shorter.
         """
-        ...
 
     async def put(self, path: str, *blocks: Buffer, in_record: bool = False) -> None:
         """Write a whole file durably.
@@ -160,7 +157,6 @@ class AttemptFiles(Protocol):
             in_record: the record will contain the content too, so a store that writes the file
                 after the record need not keep it elsewhere until then.
         """
-        ...
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
         """Write a file for the attempt's other processes, not as a part of the checkpoint.
@@ -171,7 +167,6 @@ class AttemptFiles(Protocol):
             path: one path part that no other process of the attempt uses.
             data: the content.
         """
-        ...
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
         """Return what a process of the attempt has passed on at `path`, or None if nothing yet.
@@ -179,11 +174,9 @@ class AttemptFiles(Protocol):
         Raises:
             CorruptCheckpointError: it is larger than `max_nbytes`.
         """
-        ...
 
     async def abort(self) -> None:
         """Remove everything of the attempt; ignore files that are already gone."""
-        ...
 
 
 class Attempt(AttemptFiles, Protocol):
@@ -195,7 +188,6 @@ class Attempt(AttemptFiles, Protocol):
         None if at `path` itself. Otherwise the file gets its name after the record is written, and
         the record must list it (`CommitRecord.fixed`).
         """
-        ...
 
     async def publish(self, record: bytes) -> None:
         """Make the checkpoint visible and durable; write `record`, its commit record, last.
@@ -213,7 +205,6 @@ class Attempt(AttemptFiles, Protocol):
             SaveError: `visible` and `durable` state the outcome. If it is unknown, the files are
                 kept.
         """
-        ...
 
 
 class JoinedAttempt(AttemptFiles, Protocol):
@@ -221,7 +212,6 @@ class JoinedAttempt(AttemptFiles, Protocol):
 
     async def settle(self) -> None:
         """Make the names of all own files durable; all were sealed or put."""
-        ...
 
     async def leave(self) -> None:
         """End the share of an attempt that was or may be published.
@@ -230,7 +220,6 @@ class JoinedAttempt(AttemptFiles, Protocol):
         remove them once process 0 has aborted or died; elsewhere gc does. If the attempt will
         certainly not be published, call `abort` instead.
         """
-        ...
 
     async def abort(self) -> None:
         """Remove all own files; ignore those already gone.
@@ -238,7 +227,6 @@ class JoinedAttempt(AttemptFiles, Protocol):
         For attempts that process 0 will not publish. The attempt's last live process removes the
         rest.
         """
-        ...
 
 
 class ScatteredFile(DataFile, Protocol):
@@ -249,7 +237,6 @@ class ScatteredFile(DataFile, Protocol):
 
         Every `write` to the same pages must have returned. Cancellation, errors: as `write`.
         """
-        ...
 
 
 class Export(AttemptFiles, Protocol):
@@ -263,7 +250,6 @@ class Export(AttemptFiles, Protocol):
 
         A failure leaves nothing of the attempt. Cancellation, errors: as `Attempt.publish`.
         """
-        ...
 
 
 class Entry(NamedTuple):
@@ -323,7 +309,6 @@ class CheckpointFiles(Protocol):
             CorruptCheckpointError: the file ends before the last buffer is full.
             StoreError: reading failed.
         """
-        ...
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file.
@@ -333,7 +318,6 @@ class CheckpointFiles(Protocol):
             CorruptCheckpointError: it is larger than `max_nbytes`, not a regular file, or reached
                 through a symbolic link.
         """
-        ...
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List a directory of the checkpoint, one level, by name.
@@ -345,11 +329,9 @@ class CheckpointFiles(Protocol):
             CheckpointNotFoundError: there is nothing at `path`.
             CorruptCheckpointError: more than `max_entries`, or `path` is a symbolic link.
         """
-        ...
 
     def reads(self, wanted: int | None) -> int:
         """Return how many reads to keep in flight now; `wanted` is the user's option."""
-        ...
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """Return whether the checkpoint was deleted or replaced since; None if neither.
@@ -357,11 +339,9 @@ class CheckpointFiles(Protocol):
         Raises:
             StoreError: the store cannot tell.
         """
-        ...
 
     async def close(self) -> None:
         """Close file descriptors. Idempotent."""
-        ...
 
 
 class Store(Protocol):
@@ -376,7 +356,6 @@ class Store(Protocol):
     @property
     def capabilities(self) -> StoreCapabilities:
         """Abilities and requirements, as far as known."""
-        ...
 
     def sizes(
         self,
@@ -396,7 +375,6 @@ class Store(Protocol):
             data_file_nbytes: size of data files that the caller requests.
             concurrency: writes in flight that the caller requests.
         """
-        ...
 
     async def begin(
         self,
@@ -422,7 +400,6 @@ class Store(Protocol):
         Raises:
             FencedError: the claim is already known to be taken over.
         """
-        ...
 
     async def join(
         self,
@@ -448,7 +425,6 @@ class Store(Protocol):
         Raises:
             CheckpointNotFoundError: no such attempt appeared within `timeout_s`.
         """
-        ...
 
     async def settled(self) -> None:
         """Wait until published checkpoints are complete for other programs too.
@@ -457,7 +433,6 @@ class Store(Protocol):
 
         Cancellation: only stops the waiting.
         """
-        ...
 
     async def names(self) -> list[str]:
         """Return the names of all entries that may be checkpoints, valid or not, in no order.
@@ -465,11 +440,9 @@ class Store(Protocol):
         They may include names of unpublished attempts, and include that of the commit record if the
         root is itself a checkpoint.
         """
-        ...
 
     def files(self, name: str) -> CheckpointFiles:
         """Read access to one checkpoint; nothing is opened yet."""
-        ...
 
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """Make the checkpoint invisible, durably; return a call that removes its bytes.
@@ -485,7 +458,6 @@ class Store(Protocol):
             CheckpointNotFoundError: there is none whose record ends with `seal`.
             FencedError: the claim was taken over.
         """
-        ...
 
     async def claim(self) -> Claim | None:
         """Take over the right to write below this root.
@@ -503,19 +475,15 @@ class Store(Protocol):
             StoreError: the claim could not be made; earlier claims are unchanged, or the next claim
                 completes it.
         """
-        ...
 
     async def claims(self) -> Sequence[Claim]:
         """Return the claims that can be read, ascending."""
-        ...
 
     async def check_claim(self, epoch: int) -> None:
         """Raise `FencedError` if a higher claim was made."""
-        ...
 
     async def sweep(self) -> Sequence[str]:
         """Remove leftovers that are proven dead; return their names. Finish interrupted commits."""
-        ...
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
         """Remove leftovers of any process; return their names.
@@ -524,11 +492,9 @@ class Store(Protocol):
             older_than_s: minimum seconds since the last write to the leftover.
             dry_run: only return the names.
         """
-        ...
 
     async def close(self) -> None:
         """Close connections and descriptors. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -540,11 +506,9 @@ class NotingStore(Protocol):
 
         With None, remove the note kept through this object, if any.
         """
-        ...
 
     async def take_notes(self) -> Sequence[bytes]:
         """Remove and return the notes of all processes and earlier jobs, in no order."""
-        ...
 
 
 @runtime_checkable
@@ -558,7 +522,6 @@ class ExportingStore(Protocol):
 
         A file whose path is `name` must be the only file, and is published as `name` itself.
         """
-        ...
 
 
 # ------------------------------------------------------------------------------------- adapters
@@ -644,7 +607,6 @@ class ArrayAdapter(Protocol):
 
     def owns(self, kind: type) -> bool:
         """Return whether the adapter handles leaves of this type (arrays, or abstract ones)."""
-        ...
 
     def source(self, path: str, leaf: Any) -> Source:
         """Open the leaf for saving.
@@ -652,7 +614,6 @@ class ArrayAdapter(Protocol):
         Raises:
             UnsupportedLeafError: names the path, the problem, and a cast that helps.
         """
-        ...
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         """Copy a part of one shard to host memory. Blocking.
@@ -663,7 +624,6 @@ class ArrayAdapter(Protocol):
             box: non-empty part, relative to the shard.
             out: destination, of the box's shape and the spec's dtype.
         """
-        ...
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         """Describe what to restore for this leaf; with `in_place`, into its memory if mutable.
@@ -672,7 +632,6 @@ class ArrayAdapter(Protocol):
             UnsupportedLeafError: names the path.
             DtypeMismatchError: JAX, as configured, would truncate a 64-bit leaf.
         """
-        ...
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         """Return the finished leaf for `target`, with dtype and shape checked. Blocking.
@@ -680,7 +639,6 @@ class ArrayAdapter(Protocol):
         `parts` are the values of its `boxes`, or one array of all values. The leaf owns them from
         now on: they never return to a pool.
         """
-        ...
 
 
 @runtime_checkable
@@ -689,7 +647,6 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         """Return the error if `leaf` cannot hold this zarr dtype unchanged, naming the path."""
-        ...
 
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
         """Return the leaf for `leaves=` this framework, on the default device.
@@ -697,7 +654,6 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
         Raises:
             DtypeMismatchError: the framework cannot hold the dtype unchanged; names the path.
         """
-        ...
 
 
 # -------------------------------------------------------------------- host memory and processes
@@ -708,11 +664,9 @@ class HostMemory(Protocol):
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return a page-aligned buffer of zeros, whose pages may be untouched. Blocking."""
-        ...
 
     def free(self, buffer: Bytes) -> None:
         """Free the buffer; live views of it can still be read."""
-        ...
 
 
 class Coordinator(Protocol):
@@ -740,31 +694,24 @@ class Coordinator(Protocol):
 
     async def put(self, key: str, value: bytes) -> None:
         """Set `key`, replacing any value."""
-        ...
 
     async def put_once(self, key: str, value: bytes) -> bytes:
         """Set `key` if it is unset; return its value."""
-        ...
 
     async def look(self, key: str) -> bytes | None:
         """Return the value of `key`, or None if it is unset, without waiting."""
-        ...
 
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
         """Return the value of `key` once it is set, or None after `timeout_s`."""
-        ...
 
     async def list(self, prefix: str) -> Mapping[str, bytes]:
         """Return all values whose keys begin with ``prefix/``, by the rest of their keys."""
-        ...
 
     async def delete(self, prefix: str) -> None:
         """Delete the key `prefix` and all keys that begin with ``prefix/``, if any."""
-        ...
 
     async def close(self) -> None:
         """End connections and threads. Idempotent; the service and its keys live on."""
-        ...
 
 
 class Exchange(Protocol):
@@ -793,11 +740,9 @@ class Exchange(Protocol):
             ResourceError: the device has too little memory.
             StoreError: another member did not take part or has died.
         """
-        ...
 
     async def close(self) -> None:
         """End connections. Idempotent."""
-        ...
 
 
 class CallIn(Protocol):
@@ -805,7 +750,6 @@ class CallIn(Protocol):
 
     async def __call__(self, function: Callable[[], T], /) -> T:
         """Call the function there and return its result."""
-        ...
 
 
 @runtime_checkable
@@ -824,4 +768,3 @@ class ExchangingCoordinator(Coordinator, Protocol):
             in_worker: runs calls in a thread that may block.
             timeout_s: how long a collective waits for its members.
         """
-        ...

@@ -15,11 +15,7 @@ from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
 from asyncckpt.format.record import epoch_of, is_record, outline_of, save_id_of
-from asyncckpt.options import (
-    MIN_BUDGET_NBYTES,
-    SLOT_NBYTES,
-    default_budget_nbytes,
-)
+from asyncckpt.options import MIN_BUDGET_NBYTES, SLOT_NBYTES, default_budget_nbytes
 from asyncckpt.ports import HostMemory, Sizes, Store, StoreCapabilities
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.objects.clients.urls import check_options, is_url, split_url, without_scheme
