@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -26,8 +25,7 @@ class Recorder:
         self.begun = time.perf_counter() if begun is None else begun
         self.process = process
         self._stages: dict[str, list[Lane]] = {}
-        self._running: dict[int, tuple[str, float, int]] = {}
-        self._numbers = itertools.count()
+        self._running: dict[object, tuple[str, float, int]] = {}
         self._lock = threading.Lock()
 
     def add(self, stage: str, since: float, nbytes: int = 0, until: float | None = None) -> None:
@@ -40,13 +38,13 @@ class Recorder:
     def span(self, stage: str, nbytes: int = 0) -> Iterator[None]:
         """Record that a stage is busy during the block, unless the block raises."""
         begun = stage, time.perf_counter(), nbytes
-        number = next(self._numbers)
-        self._running[number] = begun
+        key = object()
+        self._running[key] = begun
         try:
             yield
             self.add(*begun)
         finally:
-            del self._running[number]
+            del self._running[key]
 
     def timeline(self) -> Timeline:
         """Return the spans so far; a running span counts all its bytes and ends now."""

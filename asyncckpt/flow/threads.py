@@ -281,7 +281,7 @@ class Outcome(Future[T]):
         """Wait up to `timeout_s` seconds; return whether the future is resolved."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
-            # Poll: a signal may interrupt another wait right after it took the latch for good.
+            # Poll: a latch stays taken if a signal interrupts another wait just after taking it.
             left_s = SIGNAL_CHECK_S if end is None else min(SIGNAL_CHECK_S, end - time.monotonic())
             if left_s <= 0:
                 return False

@@ -1,4 +1,4 @@
-"""Memory of restored arrays: aligned, disjoint, and no more of it than was asked for."""
+"""Memory of restored arrays: aligned, disjoint, and no more than requested."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def resident_nbytes() -> int:
 
 @pytest.mark.parametrize("nbytes", [100 << 10, 1 << 20, 5 << 20])
 def test_an_array_that_is_kept_keeps_no_more_than_an_eighth_besides_itself(nbytes: int) -> None:
-    """Of 320 MiB of restored arrays every tenth is kept: in five mappings, and most huge pages."""
+    """One in ten arrays of 320 MiB is kept: in all five mappings and most huge pages."""
     count = (320 << 20) // nbytes
     before = resident_nbytes()
     arena = Arena(count * nbytes)
@@ -157,7 +157,7 @@ def test_kept_pages_make_way_before_staging_memory(budget: ByteBudget) -> None:
 
 
 def test_fresh_pages_replace_kept_ones_of_other_sizes(budget: ByteBudget) -> None:
-    """A state of another shape does not add to what is kept of the last one."""
+    """A state of another shape does not add to the pages kept from the last one."""
     recycled = Recycled(budget)
     for nbytes in (1 << 20, 2 << 20, 1 << 20):
         arena = Arena(16 << 20, recycled)
@@ -177,7 +177,7 @@ def test_one_buffer_without_kept_pages_takes_none_from_later_ones(budget: ByteBu
     in_use = arrays.pop()
     del arrays
     arena = Arena(sum(sizes), recycled)
-    # The first takes the kept megabyte, so that the second has none.
+    # The first takes the kept megabyte, so the second gets none.
     again = [arena.take(nbytes) for nbytes in (1 << 20, 1 << 20, 2 << 20, 3 << 20)]
     arena.close()
     assert len(places & set(map(address, again))) == 3 and recycled.idle_nbytes == 0

@@ -1,4 +1,4 @@
-"""The byte budget: bounded, first come first served, and never short of what was released."""
+"""The byte budget: bounded, first come first served, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncckpt.flow.budget import Account, ByteBudget
 
 
 async def settle() -> None:
-    """Every task has gone as far as it can."""
+    """Let every task run as far as it can."""
     for _ in range(8):
         await asyncio.sleep(0)
 
@@ -116,7 +116,7 @@ async def test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody() -
     budget, large = await line_behind_kept(6)
     assert budget.try_acquire(1)
     await asyncio.wait_for(budget.acquire(2), 10)
-    behind = asyncio.create_task(budget.acquire(1))  # now there is a line behind the large one
+    behind = asyncio.create_task(budget.acquire(1))  # now a request waits behind the large one
     await settle()
     budget.release(2)
     await settle()
@@ -192,15 +192,15 @@ async def test_who_was_passed_over_may_be_cancelled(when: str) -> None:
 
 async def test_a_share_has_a_limit_that_others_do_not_use_up() -> None:
     budget, account = ByteBudget(12), Account()
-    await budget.acquire(6)  # somebody else
-    budget.keep(6)  # which makes no room for more in the account
+    await budget.acquire(6)  # another user
+    budget.keep(6)  # this makes no room in the account
     await budget.acquire(2, limit=2, account=account)
     assert (budget.in_use, account.in_use) == (8, 2)
     waiting = [asyncio.create_task(budget.acquire(1, limit=2, account=account)) for _ in range(3)]
     await settle()
     budget.release(1, account=account)
     await settle()
-    # One slot lets one of them through, though there are more in the budget.
+    # One slot serves one waiter, though the budget has more.
     assert [task.done() for task in waiting] == [True, False, False]
     budget.keep(1, account=account)
     await settle()
@@ -219,7 +219,7 @@ async def test_a_share_has_no_part_in_what_is_taken_beside_it() -> None:
     task = asyncio.create_task(budget.acquire(3, account=account, extra=2))
     await settle()
     budget.release(2, account=account)
-    task.cancel()  # it was granted its slots and has not run since
+    task.cancel()  # it was granted its slots but has not run yet
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (budget.in_use, account.in_use) == (1, 0)
@@ -266,7 +266,7 @@ async def test_a_wait_cancelled_just_after_its_grant_leaks_no_slot() -> None:
     second = asyncio.create_task(budget.acquire(1))
     await settle()
     budget.release(1)
-    first.cancel()  # it was granted the slot and has not run since
+    first.cancel()  # it was granted the slot but has not run yet
     with pytest.raises(asyncio.CancelledError):
         await first
     await second
@@ -332,7 +332,7 @@ def test_whatever_stands_everybody_is_served_in_the_end(
 ) -> None:
     async def run() -> None:
         budget, account = ByteBudget(5), Account()
-        keeping = asyncio.Lock()  # as one save at a time keeps memory, and needs one more slot
+        keeping = asyncio.Lock()  # one save at a time keeps memory and needs one more slot
 
         async def use(count: int, fate: str, limit: int | None, shared: bool) -> None:
             of = account if shared else None

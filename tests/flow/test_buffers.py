@@ -29,7 +29,7 @@ SLOT = 64 << 10
 
 
 class CountingMemory:
-    """Ordinary memory that counts, and fails or waits where a test says so."""
+    """Ordinary memory that counts allocations, and fails or waits as a test says."""
 
     def __init__(self) -> None:
         self.allocated = 0
@@ -262,7 +262,7 @@ async def test_a_slot_that_an_abandoned_thread_uses_is_quarantined_until_it_ends
 
 
 async def test_slots_that_do_not_come_back_are_nothing_to_wait_for(workers: Workers) -> None:
-    """Memory beyond a few slots is not touched while used ones come back, but these do not."""
+    """New memory is touched only if used slots do not come back, as here."""
     budget = ByteBudget(8 * SLOT)
     pool = SlotPool(budget, workers, AnonymousMemory(), slot_nbytes=SLOT, pipeline_slots=2)
     lent = await pool.take(2, grow=False)
@@ -282,7 +282,7 @@ async def test_slots_that_do_not_come_back_are_nothing_to_wait_for(workers: Work
     assert pool.budget.in_use == 0
 
 
-# ------------------------------------------------------------- slots that clients are given to send
+# ------------------------------------------------------------------------ slots that clients send
 
 
 def client_pool(capacity: int, workers: Workers, *, held: int = 1) -> SlotPool:
@@ -320,7 +320,7 @@ async def test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go(
 async def test_the_memory_of_a_discarded_slot_is_given_back_once(
     workers: Workers, memory: CountingMemory
 ) -> None:
-    """CUDA would else keep its pages locked, and refuse to lock others at the same address."""
+    """CUDA would otherwise keep its pages locked and refuse to lock others at the same address."""
     pool = pool_of(3, workers, memory)
     slots = await pool.take(3)
     pool.discard(slots[:1])
@@ -357,7 +357,7 @@ async def test_a_discarded_slot_in_a_cycle_of_garbage_comes_back(
 async def test_memory_discarded_late_is_looked_for_as_soon_as_the_first(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while a client still holds what was discarded long ago, and looks have become rare."""
+    """Even while a client holds an old slot, and collections have become rare."""
     monkeypatch.setattr(buffers, "COLLECT_AFTER_S", 0.01)
     pool = client_pool(2, workers)
     first, late = await pool.take(2)
@@ -435,7 +435,7 @@ async def test_pools_of_one_budget_hold_no_more_memory_than_it(workers: Workers)
 
 
 class Pools:
-    """Two pools of one budget, and what is in use elsewhere; together they stay within it."""
+    """Two pools of one budget, and memory elsewhere, which together stay within it."""
 
     def __init__(
         self, capacity: int, workers: Workers, *, held: int = 2, pipeline_slots: int = 2
@@ -485,7 +485,7 @@ async def test_the_limit_of_a_pool_does_not_count_what_others_use(workers: Worke
         read = await pools.small.take(2, grow=False)
         own = asyncio.create_task(pools.small.take(1, grow=False))
         await asyncio.sleep(0)
-        assert not own.done()  # its own two are as many as it touches
+        assert not own.done()  # it touches no more than its own two
         pools.small.release([read.pop()])
         read += await own
     pools.large.release(sent)
@@ -512,7 +512,7 @@ async def test_idle_slots_and_memory_elsewhere_stay_within_the_budget(workers: W
 
 
 async def test_what_a_client_copies_makes_idle_slots_go(workers: Workers) -> None:
-    """It counts also for a slot that is ready and not waited for."""
+    """It counts even for a slot that is ready without a wait."""
     pools = Pools(8, workers, held=4)
     await pools.use(pools.large, 1)
     await pools.use(pools.small, 6)
@@ -552,7 +552,7 @@ async def test_memory_taken_while_slots_are_prepared_stays_within_the_budget(
 
 
 async def test_those_who_are_granted_slots_at_once_find_them_idle(workers: Workers) -> None:
-    """Making way for others frees nothing that somebody is about to use."""
+    """Freeing idle slots spares those that are about to be used."""
     pools = Pools(4, workers, pipeline_slots=4)
     slots = await pools.small.take(4)
     waiting = [asyncio.create_task(pools.small.take(1)) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""One thread, one loop: jobs end when their work has ended, whatever their callers do."""
+"""One thread, one loop: jobs end when their work has ended, whatever callers do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine() -> Iterator[Engine]:
 
 
 class Step:
-    """A job's coroutine, held at one await until a test lets it go."""
+    """A job's coroutine, held at one await until a test releases it."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -355,7 +355,7 @@ def test_blocking_on_the_engines_own_thread_is_refused_instead_of_a_deadlock(
     try:
         engine.submit(call).future.result(30)
     except TimeoutError:
-        engine.abandoned = True  # or its fixture hangs, too
+        engine.abandoned = True  # or its fixture hangs too
         raise
     assert step.reached.wait(30)
     if cancels:
@@ -502,7 +502,7 @@ def test_a_forked_child_waits_for_no_lock_of_an_inherited_engine() -> None:
 
 
 def test_the_process_ends_after_the_threads_of_an_abandoned_engine() -> None:
-    # NumPy's C++ would be unwound by the interpreter's end, and abort the process.
+    # At interpreter exit, NumPy's C++ would be unwound and abort the process.
     out = children.output(
         """
         import threading, time
@@ -595,5 +595,5 @@ def test_an_exception_of_a_signal_handler_while_the_thread_starts_leaves_none(
     if raised is not Expired:  # then closed at once, as by a one-shot call
         assert all(job.result() == 42 for job in (*jobs, engine.submit(answer)))
     engine.close()
-    while names():  # one that was started in vain, and ends by itself
+    while names():  # a thread started in vain ends by itself
         os.sched_yield()

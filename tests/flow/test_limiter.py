@@ -1,4 +1,4 @@
-"""The window of requests: bounded, in line, halved once per window, and grown again."""
+"""The window of requests: bounded, served in order, halved once per window, and grown again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asyncckpt.flow.limiter import Limiter, Permit
 
 
 async def settle() -> None:
-    """Every task has gone as far as it can."""
+    """Let every task run as far as it can."""
     for _ in range(8):
         await asyncio.sleep(0)
 
 
 async def round_of_successes(limiter: Limiter) -> None:
-    """A full window of requests, all of which succeed."""
+    """Run a full window of successful requests."""
     permits = [await limiter.acquire() for _ in range(limiter.limit)]
     for permit in permits:
         limiter.succeeded(permit)
@@ -84,7 +84,7 @@ async def test_a_cancelled_wait_leaks_nothing_before_and_after_its_grant() -> No
     behind = asyncio.create_task(limiter.acquire())
     await settle()
     held.release()
-    after.cancel()  # it was granted the permit and has not run since
+    after.cancel()  # it was granted the permit but has not run yet
     with pytest.raises(asyncio.CancelledError):
         await after
     (await behind).release()
@@ -224,7 +224,7 @@ def test_whatever_happens_the_window_holds_and_nobody_waits_beside_a_free_permit
             take_done()
             granted_under = max(limiter.limit, before)
             assert 1 <= limiter.limit <= limiter.ceiling
-            # Nobody was let in above the window; who was in before a cut may stay.
+            # No permit is granted above the window; permits from before a cut stay valid.
             assert limiter.in_flight <= max(in_flight, granted_under)
             assert not (limiter.waiting and limiter.in_flight < limiter.limit)
         for task in asking:

@@ -22,7 +22,7 @@ async def test_to_completion_ends_with_the_work_through_repeated_cancellations()
     async def caller() -> str:
         result = await to_completion(work())
         log.append("caller")
-        await asyncio.sleep(0)  # the cancellations are forgotten, and do not come back here
+        await asyncio.sleep(0)  # the cancellations were dropped and do not come back here
         task = asyncio.current_task()
         assert task is not None and task.cancelling() == 0
         return result

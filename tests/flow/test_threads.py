@@ -1,4 +1,4 @@
-"""Worker threads: what they were given is theirs until they have ended."""
+"""Worker threads own their arguments until their calls have ended."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ async def test_a_stuck_thread_is_abandoned_named_and_replaced(workers: Workers) 
     with pytest.raises(ThreadAbandonedError, match=r"stuck in .*Held.* was abandoned") as caught:
         await task
     assert not caught.value.future.done()
-    # Both threads are taken, one for good: the third one does the work.
+    # Both threads are busy, one for good: a third does the work.
     assert await workers.run(int, "3") == 3
     second.go.set()
     assert await other == 7
@@ -201,7 +201,7 @@ async def test_threads_are_no_more_once_calls_that_nobody_waited_for_have_ended(
         held.go.set()
         await asyncio.wrap_future(left)
         workers.abandon(left)  # it has ended: nothing to replace
-    # Each of these takes a thread for itself: there are two, and no third.
+    # Each call needs its own thread: there are two, and no third.
     line = threading.Barrier(2)
     async with asyncio.TaskGroup() as group:
         for _ in range(2):
@@ -225,7 +225,7 @@ async def test_an_idle_thread_holds_neither_arguments_nor_results(workers: Worke
     seen = weakref.ref(argument)
     assert await workers.run(lambda big: None, argument) is None
     del argument
-    async with asyncio.timeout(10):  # the thread goes on after it has handed over the result
+    async with asyncio.timeout(10):  # the thread still runs after handing over the result
         while seen() is not None:
             await asyncio.sleep(0.001)
             gc.collect()

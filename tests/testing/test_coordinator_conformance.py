@@ -1,4 +1,4 @@
-"""The laws of coordinators fail where a coordinator breaks them."""
+"""The laws of coordinators fail for a coordinator that breaks them."""
 
 from __future__ import annotations
 

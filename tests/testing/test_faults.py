@@ -1,4 +1,4 @@
-"""The fault-injecting store does what its script says, and nothing else."""
+"""The fault-injecting store does exactly what its script says."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ SHARED = ["begin", "join", "create", "write", "seal", "put", "pass_on", "taken",
 
 
 async def share(store: FaultStore) -> None:
-    """One process begins an attempt, another one writes in it and ends its share."""
+    """One process begins an attempt; another writes in it and ends its share."""
     attempt = await store.begin("1", "a", shared=True)
     try:
         other = await store.join("1", "a", process=1, timeout_s=20.0)

@@ -1,1 +1,4 @@
-"""Checkpoints in a local directory: attempts, publishing by rename, locks and sweeping."""
+"""Checkpoints in a local directory: attempts, publishing by rename, locks and sweeping.
+
+Object stores are in `stores.objects`.
+"""

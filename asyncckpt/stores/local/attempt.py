@@ -54,11 +54,7 @@ class LocalAttempt(AttemptTree):
                 directory is published.
             shared: let other processes join the attempt.
 
-        Raises:
-            CheckpointExistsError: the name is taken by something that a save does not replace.
-            FencedError: another process took over the claim.
-            UsageError: the save id was used before.
-            StoreError: the directory cannot be made.
+        Errors: as `LocalStore.begin`.
         """
         layout, terms = self._context.layout, self._terms
         epoch = terms.epoch
@@ -146,12 +142,9 @@ class LocalAttempt(AttemptTree):
     async def publish(self, record: bytes) -> None:
         """Make the checkpoint visible and durable, or leave nothing of it. As `Attempt.publish`.
 
-        Cancellation: until the rename is issued, aborts the attempt and raises; from then on, the
-        outcome is returned or raised instead.
+        The step that makes it visible is the rename.
 
         Raises:
-            CheckpointExistsError: the name is taken; the other checkpoint was not touched.
-            FencedError: another process took over the claim; see `visible`.
             SaveError: the last flush failed; see `visible`.
             StoreError: an earlier step failed; nothing is visible.
         """

@@ -24,9 +24,7 @@ class LocalJoinedAttempt(AttemptTree):
     def look(self, process: int) -> bool:
         """Join the attempt if it exists; return whether it does. Blocking.
 
-        Raises:
-            UsageError: a process of this number has already joined.
-            StoreError: the root cannot be read, or the owner file cannot be written.
+        Errors: as `LocalStore.join`.
         """
         save_id = self._terms.save_id
         name = f"{clipped(self._terms.name)}-{save_id}"

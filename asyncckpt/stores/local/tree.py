@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -74,7 +73,6 @@ class AttemptTree:
         self._files: list[LocalDataFile] = []
         self._own: list[str] = []
         self._directories: set[str] = set()
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._path!r})"
@@ -133,8 +131,7 @@ class AttemptTree:
             if parent not in self._directories:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(parent, self._terms.directory_mode, dir_fd=directory)
-                with self._lock:
-                    self._directories.add(parent)
+                self._directories.add(parent)
 
     @contextlib.contextmanager
     def _step(self, action: str, path: str) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What tests of shared attempts do to them and look at."""
+"""Helpers for tests of shared attempts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def die(attempt: Any) -> None:
-    """The process of this share has ended: its descriptors are closed, and nothing is removed."""
+    """Simulate the death of the share's process: close its descriptors, remove nothing."""
     attempt._guard.ended = True
     attempt._directory.close()
     os.close(attempt._owner_file._fd)
@@ -16,6 +16,6 @@ def die(attempt: Any) -> None:
 
 
 def files_of(directory: Path) -> list[str]:
-    """Everything below a directory that attempts make, so not the lock and empty epochs."""
+    """Everything that attempts made below a directory, without the lock and empty epochs."""
     found = sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
     return [path for path in found if path not in ("lock", "epoch-0")]

@@ -1,4 +1,4 @@
-"""What one save does on disk: in which order, with which modes, and when something goes wrong."""
+"""Effects of one save on disk: their order, the modes, and failures."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ async def test_a_directory_that_is_no_leftover_of_the_run_is_refused_and_stays(
     assert place.stat().st_ino == inode
     assert [path.name for path in root.iterdir() if path.name != ".asyncckpt"] == [name]
     assert not [path for path in everything(root) if path.startswith(".asyncckpt")]
-    # Who asks for it gets it, and loses nothing.
+    # With `overwrite` it is moved, and nothing is lost.
     await save(store, name, "b", overwrite=True)
     await expect(store, name)
     assert (root / ".asyncckpt" / f"aside-{name}-b").stat().st_ino == inode
@@ -571,7 +571,7 @@ async def test_if_the_rename_cannot_be_taken_back_the_error_says_visible(
             await save(store, "1", "new", 2, overwrite=overwrite)
     assert (caught.value.visible, caught.value.durable) == (True, False)
     await expect(store, "1", 2)
-    # The exchange may not be durable: then the old one must still be whole after power loss.
+    # The exchange may not be durable: after power loss the old checkpoint must be complete.
     left = {path for path in everything(root) if path.startswith(".")}
     assert await store.sweep() == []
     assert (".asyncckpt/epoch-0/1-new/checkpoint.json" in left) == overwrite
@@ -725,7 +725,7 @@ async def test_an_unlisting_that_is_cancelled_leaves_no_descriptor_and_no_lock(
 
 
 class Writes:
-    """Direct and buffered writes of the store, with what the file system does to them."""
+    """Direct and buffered writes of the store, on a scripted file system."""
 
     def __init__(self, patch: pytest.MonkeyPatch, spoil: Callable[[int, int], int | None]) -> None:
         self.direct = 0

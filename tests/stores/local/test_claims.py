@@ -1,4 +1,4 @@
-"""Claims of a directory: who may write, who may not any more, and what a crash leaves."""
+"""Claims of a directory: live writers, fenced writers, and crashes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_what_was_taken_from_a_writer_of_another_host_is_swept(
     directory = attempt._directory
     assert directory is not None
     with directory.use() as fd:
-        unlock(fd)  # as for a host whose locks do not reach this one
+        unlock(fd)  # as seen from a host that does not share its locks
     assert await store.sweep() == []
     await store.claim()
     assert await store.sweep() == [f"fenced-1-{token(tmp_path)}/1-{identity('a')}"]
@@ -92,7 +92,7 @@ async def test_what_was_taken_from_a_writer_of_another_host_is_swept(
 async def test_a_directory_that_a_fenced_writer_has_open_is_dead(
     tmp_path: Path, store: LocalStore, other: LocalStore
 ) -> None:
-    """As a client of NFS has it that remembers where the path led."""
+    """Like an NFS client that has cached the path."""
     await store.claim()
     attempt = await store.begin("1", identity("a"), epoch=1)
     await fill(attempt, identity("a"), 1)
@@ -244,7 +244,7 @@ async def test_a_clock_that_is_wrong_by_a_day_decides_nothing(
 async def test_a_step_that_was_being_replaced_in_two_steps_is_put_back(
     tmp_path: Path, store: LocalStore, other: LocalStore
 ) -> None:
-    """Where two directories cannot change places; the job was stopped between the two renames."""
+    """Without an exchange of directories; the job was stopped between its two renames."""
     await store.claim()
     await save(store, "1", "a", 1, epoch=1)
     old = store._layout.leftover("old", "1", identity("b"), 1)
@@ -302,7 +302,7 @@ def test_a_takeover_that_dies_at_any_call_hides_and_loses_nothing(
 
         async def look(store: LocalStore, outcome: Any = outcome, number: int = number) -> None:
             await expect(store, "1", 1)
-            try:  # the job that was to be taken over goes on, or is fenced
+            try:  # the job being taken over continues, or is fenced
                 await save(store, "2", "stale", 2, epoch=1)
                 saved.add(True)
                 await expect(store, "2", 2)

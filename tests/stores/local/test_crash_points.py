@@ -24,7 +24,7 @@ SCENARIOS = ("new", "overwrite", "overwrite_in_two_steps", "move_aside", "delete
 
 
 def prepare(root: Path, scenario: str) -> None:
-    """What is there before: `0` always, and `1` (seed 1) where it is replaced or deleted."""
+    """Save `0`, and `1` (seed 1) if the scenario replaces or deletes it."""
 
     async def use(store: LocalStore) -> None:
         await save(store, "0", "other", 0)
@@ -38,7 +38,7 @@ def prepare(root: Path, scenario: str) -> None:
 
 
 def change(root: str, scenario: str) -> dict[str, bool]:
-    """The operation under test; says whether it was visible if it raised."""
+    """Run the operation under test; return whether the result was visible if it raised."""
     if scenario == "overwrite_in_two_steps":
         publish.rename_noreplace = publish.rename_exchange = unsupported
 
@@ -64,7 +64,7 @@ async def save_into(attempt: Any) -> None:
 
 
 def look(root: Path, scenario: str, *, swept: bool) -> set[int]:
-    """Seeds of the checkpoint `1` that is listed (none or one), after it was read completely."""
+    """Read the listed checkpoints completely; return the seeds (none or one) of `1`."""
     found: set[int] = set()
 
     async def use(store: LocalStore) -> None:
@@ -82,13 +82,13 @@ def look(root: Path, scenario: str, *, swept: bool) -> set[int]:
 
 
 def left(root: Path) -> list[str]:
-    """What is below `.asyncckpt`, except things that stood in the way."""
+    """Entries below `.asyncckpt`, except those that were in the way."""
     paths = (p.relative_to(root / ".asyncckpt") for p in (root / ".asyncckpt").rglob("*"))
     return [str(p) for p in paths if not str(p).startswith("aside-") and str(p) != "lock"]
 
 
 def allowed(scenario: str) -> list[set[int]]:
-    """What may be listed: the old set, or the new one."""
+    """The two permitted listings: the old set and the new one."""
     if scenario == "delete":
         return [{1}, set()]
     return [{1} if scenario.startswith("over") else set(), {2}]

@@ -88,7 +88,9 @@ async def test_only_regular_files_are_read(store: LocalStore, tmp_path: Path) ->
         with pytest.raises(CorruptCheckpointError, match="expected a regular file"):
             await files.read(path, max_nbytes=100)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointNotFoundError, match="expected a checkpoint directory, found a file"):
+    with pytest.raises(
+        CheckpointNotFoundError, match="expected a checkpoint directory, found a file"
+    ):
         await store.files("file").read("checkpoint.json", max_nbytes=100)
 
 
@@ -148,7 +150,7 @@ async def test_descriptors_are_bounded_and_closed(store: LocalStore) -> None:
 
 
 async def test_many_small_files_are_read_by_four_threads_at_once(store: LocalStore) -> None:
-    """No reader may lose its descriptor to another one's: 2,000 files, each read twice."""
+    """No reader may lose its descriptor to another: 2,000 files, each read twice."""
     (path := Path(store.url) / "1").mkdir(parents=True)
     for i in range(2000):
         (path / f"f{i}").write_bytes(b"%4d" % i)
@@ -212,7 +214,7 @@ async def test_what_an_abandoned_thread_opens_after_all_is_closed(
     with pytest.raises(ThreadAbandonedError, match=r"default/small: .*was stuck") as caught:
         await task
     assert str(caught.value.location).endswith(path)
-    workers._abandon_s = 30  # what is slow from here on is not stuck
+    workers._abandon_s = 30  # slow calls are not stuck from here on
     go_on.set()
     await asyncio.wait([asyncio.wrap_future(caught.value.future)])
     assert not [name for name in open_files() if name.endswith("small")]
@@ -298,7 +300,7 @@ class Reads:
 
         patch.setattr(os, "preadv", preadv)
         patch.setattr(module, "cached", lambda fd, offset, nbytes: page_cache)
-        patch.setattr(module, "SLOW_TOUCH_S", 10.0)  # whatever this machine takes
+        patch.setattr(module, "SLOW_TOUCH_S", 10.0)  # however slow this machine is
 
 
 async def saved_file(store: LocalStore, nbytes: int) -> Any:
@@ -459,7 +461,7 @@ def has_small_pages(address: int) -> bool:
 async def test_fresh_memory_gets_small_pages_once_it_was_slow_to_touch(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What took long for the first buffer is avoided for the later ones."""
+    """Slow pages of the first buffer are avoided for later ones."""
     data = await saved_file(store, BIG)
     Reads(monkeypatch, page_cache=False)
     mapping, start = map_pages(3 * BIG)

@@ -1,4 +1,4 @@
-"""What is known of the file system under a root."""
+"""Detection of the file system under a root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last errors of processes: kept, taken, collected, and never an error themselves."""
+"""The last errors of processes: kept, taken and collected, without raising errors."""
 
 from __future__ import annotations
 

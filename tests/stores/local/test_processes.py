@@ -38,7 +38,7 @@ def children() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def left(root: Path) -> list[str]:
-    """Everything of ours below the root, except directories of epochs and the lock."""
+    """All control files below the root, except directories of epochs and the lock."""
     control = root / ".asyncckpt"
     paths = [*control.glob("epoch-*/*"), *control.glob("*-*-*")]
     return sorted(str(path.relative_to(control)) for path in paths)
@@ -150,7 +150,7 @@ async def test_what_a_dead_container_of_this_kernel_has_left_is_swept(
     children: list[subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A container that is restarted has a new host name, and the kernel of the one before."""
+    """A restarted container has a new host name on the same kernel."""
     child = start("hold_attempt", str(tmp_path), "1", "x")
     children.append(child)
     assert answer(child) == "begun"
@@ -168,7 +168,7 @@ async def test_what_a_dead_container_of_this_kernel_has_left_is_swept(
 async def test_a_held_lock_outweighs_an_owner_file_of_another_boot(
     tmp_path: Path, workers: Workers, children: list[subprocess.Popen[str]]
 ) -> None:
-    # Two machines of one host name on one network file system: the lock is what tells.
+    # Two machines with one host name on one network file system: only the lock proves life.
     child = start("hold_attempt", str(tmp_path), "1", "x")
     children.append(child)
     assert answer(child) == "begun"
@@ -186,7 +186,7 @@ async def test_another_boot_proves_nothing_where_the_file_system_may_be_shared(
     children: list[subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two machines of one host name on NFS without shared locks: each finds the other's free."""
+    """Two machines with one host name on NFS without shared locks: each finds the other's free."""
     child = start("hold_attempt", str(tmp_path), "1", "x")
     children.append(child)
     assert answer(child) == "begun"

@@ -1,4 +1,4 @@
-"""What has the place of a checkpoint that is to be published."""
+"""Entries at the place of a checkpoint that is to be published."""
 
 from __future__ import annotations
 

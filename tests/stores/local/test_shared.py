@@ -1,4 +1,4 @@
-"""Attempts that several processes share in one directory: who owns what, and who removes it."""
+"""Attempts that several processes share in one directory: ownership and removal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def store(tmp_path: Path, workers: Workers) -> AsyncIterator[LocalStore]:
 
 @pytest.fixture
 async def other(tmp_path: Path, workers: Workers) -> AsyncIterator[LocalStore]:
-    """The same root, as another process has it open."""
+    """The same root, opened by another process."""
     opened = LocalStore(tmp_path, workers)
     yield opened
     await opened.close()
@@ -311,7 +311,7 @@ async def test_a_share_outlives_a_publication_that_was_taken_back(
 async def test_what_replaced_checkpoints_need_is_kept(
     store: LocalStore, other: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rename is done and cannot be taken back: the old one is at the attempt's path now."""
+    """The rename is done and cannot be undone: the old checkpoint is at the attempt's path."""
     await save(store, "1", "old", 1)
     attempt = await store.begin("1", ID, shared=True, overwrite=True)
     share = await join(other)
@@ -337,7 +337,7 @@ async def test_what_replaced_checkpoints_need_is_kept(
 async def test_a_process_that_joins_while_the_attempt_is_removed_notices_it(
     store: LocalStore, other: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the last one then, whichever of the two looks first."""
+    """It is then the last one, whichever process checks first."""
     attempt = await store.begin("1", ID, shared=True)
     marked, go_on = threading.Event(), threading.Event()
     own = joined.make_owner_file
@@ -465,7 +465,7 @@ async def test_only_gc_takes_what_a_process_of_another_host_has_left(
 async def test_others_delete_and_replace_while_leftovers_are_removed(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removing many takes longer than a deletion would wait for the root's lock."""
+    """Removing many takes longer than a deletion waits for the root's lock."""
     leftovers = [tmp_path / ".asyncckpt/epoch-0" / name for name in ("8-dead", "9-dead")]
     for path in leftovers:
         path.mkdir(parents=True)

@@ -44,7 +44,7 @@ async def write_own(attempt: AttemptFiles, process: int) -> None:
 
 
 async def passed_on(attempt: AttemptFiles, path: str, over: Callable[[], bool]) -> bool:
-    """Whether this was passed on before it is over."""
+    """Wait for a passed-on file; return whether it arrived before the end."""
     while await attempt.taken(path, max_nbytes=99) is None:
         if over():
             return False
@@ -53,7 +53,7 @@ async def passed_on(attempt: AttemptFiles, path: str, over: Callable[[], bool]) 
 
 
 async def joined(store: LocalStore, over: Callable[[], bool]) -> JoinedAttempt | None:
-    """A share in the attempt, None if it is over before there is one."""
+    """Join the attempt; return None if it ends first."""
     while not over():
         try:
             return await store.join("1", SAVE_ID, process=1, timeout_s=10 * POLL_S)
@@ -63,7 +63,7 @@ async def joined(store: LocalStore, over: Callable[[], bool]) -> JoinedAttempt |
 
 
 async def lead(store: LocalStore, over: Callable[[], bool], end: str = "abort") -> None:
-    """Process 0: publishes once process 1 is ready; ends its share when it is over before."""
+    """Process 0: publishes once process 1 is ready, or ends its share if the attempt ends first."""
     attempt = await store.begin("1", SAVE_ID, shared=True)
     await write_own(attempt, 0)
     if await passed_on(attempt, "ready-1", over):
@@ -73,7 +73,7 @@ async def lead(store: LocalStore, over: Callable[[], bool], end: str = "abort") 
 
 
 async def follow(store: LocalStore, over: Callable[[], bool], end: str = "abort") -> None:
-    """Process 1: leaves once the checkpoint is there; ends its share when it is over before."""
+    """Process 1: leaves once the checkpoint exists, or ends its share if the attempt ends first."""
     share = await joined(store, over)
     if share is None:
         return
@@ -163,7 +163,7 @@ async def die_following(store: LocalStore, over: Callable[[], bool], end: str) -
 
 
 class Survivor(threading.Thread):
-    """The other process of the attempt, alive until it is over."""
+    """The other process of the attempt, alive until the end."""
 
     def __init__(self, root: Path, role: Role, end: str) -> None:
         super().__init__(name="survivor")
@@ -211,7 +211,7 @@ class Pairs:
 
 
 def published(root: Path) -> bool:
-    """Whether the checkpoint is listed after a sweep; then it is whole. Nothing else is left."""
+    """Sweep and check that nothing else is left; return whether the checkpoint is listed."""
     found: list[bool] = []
 
     async def use(store: LocalStore) -> None:
@@ -241,7 +241,7 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is one: flushes are not what a kill is about."""
+    """In memory if possible, because kills are not about flushes."""
     shared = Path("/dev/shm", f"asyncckpt-shared-{os.getpid()}-{tmp_path.name}")
     place = shared if os.access("/dev/shm", os.W_OK) else tmp_path / "roots"
     place.mkdir()

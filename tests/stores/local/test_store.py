@@ -1,4 +1,4 @@
-"""The local store keeps the laws of every store, on each kind of file system at hand."""
+"""The local store obeys the laws of stores on every available kind of file system."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TestLocalStoreInMemory(TestLocalStore):
 
 
 class TestLocalStoreWithoutRenameFlags(TestLocalStore):
-    """File systems such as NFS, where two directories cannot change places."""
+    """File systems such as NFS, which cannot exchange two directories."""
 
     @pytest.fixture(autouse=True)
     def _old_system(self, monkeypatch: pytest.MonkeyPatch) -> None:
