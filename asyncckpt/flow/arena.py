@@ -76,7 +76,7 @@ class Recycled(Account):
 
     def put(self, mapping: mmap.mmap, start: int, nbytes: int) -> None:
         """Keep unused pages, or return them to the system. From any thread."""
-        if os.getpid() == self._pid:  # a forked child may inherit the lock held
+        if os.getpid() == self._pid:  # in a forked child, the lock may be held for ever
             with self._lock:
                 if not self._closed and self._budget.has_room(nbytes):
                     self._idle_nbytes += nbytes

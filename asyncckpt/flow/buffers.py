@@ -1,8 +1,8 @@
 """Staging buffers, reused for the life of a `Checkpointer`."""
 
 # Rule 1: a slot returns to the pool only when nothing reads or writes it any more. A slot that a
-#   client may still be sending is discarded, and its budget is released with its memory. Returned
-#   too early, its next window would be sent under the name of this one.
+#   client may still be sending is discarded, and its budget is released with its memory. If it
+#   returned earlier, the client would send the next window's bytes under this one's name.
 #   (test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go)
 # Rule 2: memory is first touched in worker threads, as that costs as much as a disk write. A small
 #   state touches only what it fills.

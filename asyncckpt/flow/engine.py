@@ -524,7 +524,7 @@ def wait_quietly(future: Outcome[Any], timeout_s: float | None = None) -> bool:
     """Wait up to `timeout_s` seconds and return whether the future is done; ignore its outcome.
 
     Raises:
-        UsageError: this is the own thread of the engine that runs the job.
+        UsageError: this thread belongs to the engine that runs the job.
     """
     engine = getattr(_here, "engine", None)
     if engine is not None and future in engine._jobs:
@@ -597,5 +597,5 @@ def exiting() -> bool:
 
 
 def call_at_exit(call: Callable[[], None]) -> None:
-    """Register a call at process exit, after all engines have ended; only if one was started."""
+    """Register a call for process exit, made after all engines have ended if one was used."""
     _last_calls.append(call)
