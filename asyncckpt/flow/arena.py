@@ -84,7 +84,7 @@ class Recycled(Account):
                     return
         _return(mapping, start, nbytes)
 
-    def free_idle(self, nbytes: int) -> None:
+    def evict(self, nbytes: int) -> None:
         """Return pages of at least `nbytes` to the system, or all. From any thread."""
         with self._lock:
             for size, pages in list(self._pages.items()):
@@ -97,7 +97,7 @@ class Recycled(Account):
         """Return all pages to the system and keep no more. Idempotent."""
         with self._lock:
             self._closed = True
-            self.free_idle(self._idle_nbytes)
+            self.evict(self._idle_nbytes)
         if self in self._budget.accounts:
             self._budget.accounts.remove(self)
 
@@ -162,7 +162,7 @@ class Arena:
         Not earlier, because an earlier buffer would then free the pages that fit a later one.
         """
         if self._recycled is not None:
-            self._recycled.free_idle(self._fresh_nbytes)
+            self._recycled.evict(self._fresh_nbytes)
 
     def _fresh(self, nbytes: int) -> Pages:
         if self._mapping is None or self._used + nbytes > self._end:

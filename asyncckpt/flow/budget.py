@@ -28,20 +28,20 @@ class Account:
     Attributes:
         in_use: bytes of the budget, counted from the moment they are granted.
         kept: kept bytes among these.
-        beyond_nbytes: bytes of memory in use without a grant.
+        unbudgeted_nbytes: bytes of memory in use without a grant.
     """
 
     def __init__(self) -> None:
         self.in_use = 0
         self.kept = 0
-        self.beyond_nbytes = 0
+        self.unbudgeted_nbytes = 0
 
     @property
     def idle_nbytes(self) -> int:
         """Bytes of memory that are not in use."""
         return 0
 
-    def free_idle(self, nbytes: int) -> None:
+    def evict(self, nbytes: int) -> None:
         """Free up to `nbytes` of idle memory."""
 
 
@@ -162,7 +162,7 @@ class ByteBudget:
         """
         return self.in_use + self._unused() + nbytes <= self.capacity
 
-    def make_way(self, account: Account | None = None) -> None:
+    def evict(self, account: Account | None = None) -> None:
         """Free idle memory while it and the bytes in use exceed the capacity, `account`'s last.
 
         Called after `account` was granted bytes or its idle memory grew.
@@ -171,10 +171,10 @@ class ByteBudget:
             over = self.in_use + self._unused() - self.capacity
             if over <= 0:
                 return
-            other.free_idle(over)
+            other.evict(over)
 
     def _unused(self) -> int:
-        return sum([one.idle_nbytes + one.beyond_nbytes for one in self.accounts])
+        return sum([one.idle_nbytes + one.unbudgeted_nbytes for one in self.accounts])
 
     def _must_wait(self, request: _Request) -> bool:
         """Return whether a request cannot be served before kept bytes are released."""

@@ -169,7 +169,7 @@ class SlotPool(Account):
         self._allocated = 0
         self._quarantined: set[Slot] = set()
         self.discarded = 0
-        self._look: asyncio.TimerHandle | None = None
+        self._collection: asyncio.TimerHandle | None = None
         self._arrivals: list[asyncio.Future[None]] = []
         self._closed = False
         budget.accounts.append(self)
@@ -192,7 +192,7 @@ class SlotPool(Account):
         """Bytes of slots without a grant, including those being allocated."""
         return max(0, self._allocated - self.in_use // self.held_nbytes) * self.slot_nbytes
 
-    def free_idle(self, nbytes: int) -> None:
+    def evict(self, nbytes: int) -> None:
         """Free idle slots of at least `nbytes`, or all."""
         self._shrink(-(-min(nbytes, self.idle_nbytes) // self.slot_nbytes))
 
@@ -215,7 +215,7 @@ class SlotPool(Account):
         await self.budget.acquire(held + extra, limit=limit, account=self, extra=extra)
         slots: list[Slot] = []
         try:
-            self.budget.make_way(self)
+            self.budget.evict(self)
             while len(slots) < count:
                 if self._free:
                     slots.append(self._free.pop())
@@ -252,7 +252,7 @@ class SlotPool(Account):
             and self.budget.try_acquire(self.held_nbytes, account=self)
         ):
             slots.append(self._free.pop())
-        self.budget.make_way(self)  # the client's copies are in use now too
+        self.budget.evict(self)  # the client's copies are in use now too
         return slots
 
     def release(self, slots: Iterable[Slot], error: BaseException | None = None) -> None:
@@ -280,7 +280,7 @@ class SlotPool(Account):
         def gone() -> None:
             self.discarded -= 1
             if keep:
-                self.beyond_nbytes -= self.slot_nbytes
+                self.unbudgeted_nbytes -= self.slot_nbytes
             else:
                 self.budget.keep(-self.held_nbytes)
                 self.budget.release(self.held_nbytes)
@@ -294,7 +294,7 @@ class SlotPool(Account):
             self.discarded += 1
             self._allocated -= 1
             if keep:
-                self.beyond_nbytes += self.slot_nbytes
+                self.unbudgeted_nbytes += self.slot_nbytes
             else:
                 self.in_use -= self.held_nbytes
                 self.budget.keep(self.held_nbytes)
@@ -302,28 +302,28 @@ class SlotPool(Account):
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
             del owner
-        self._look_after(COLLECT_AFTER_S)
+        self._collect_within(COLLECT_AFTER_S)
 
-    def _look_after(self, after_s: float) -> None:
+    def _collect_within(self, after_s: float) -> None:
         """Schedule a collection within `after_s`."""
         loop = asyncio.get_running_loop()
-        if self._look is not None and self._look.when() > loop.time() + after_s:
-            self._look.cancel()
-            self._look = None
-        if self._look is None:
-            self._look = loop.call_later(after_s, self._look_again, after_s)
+        if self._collection is not None:
+            if self._collection.when() <= loop.time() + after_s:
+                return
+            self._collection.cancel()
+        self._collection = loop.call_later(after_s, self._collect, after_s)
 
-    def _look_again(self, after_s: float) -> None:
+    def _collect(self, after_s: float) -> None:
         """Collect garbage cycles that may hold discarded slots, at growing intervals.
 
         Cycles keep errors alive, and with them the bodies of failed requests. A process that waits
         for staging memory makes no garbage, so its collector would never run.
         """
-        self._look = None
+        self._collection = None
         if self.discarded > 0:
             with contextlib.suppress(RuntimeError):  # the engine is ending
                 self._workers.submit(gc.collect)
-            self._look_after(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
+            self._collect_within(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
 
     async def replacement(self) -> Slot:
         """Return a slot in place of one discarded with `keep`. Cancellation: nothing is held."""
@@ -368,7 +368,7 @@ class SlotPool(Account):
             if budget.in_use + self.idle_nbytes + self.slot_nbytes > budget.capacity:
                 return  # bytes in use leave no room for idle slots
             await self._add(touched=True)
-            budget.make_way(self)  # for bytes granted to others meanwhile
+            budget.evict(self)  # for bytes granted to others meanwhile
 
     async def _add(self, *, touched: bool = False) -> None:
         try:
@@ -382,7 +382,7 @@ class SlotPool(Account):
 
     async def _new(self, *, touched: bool = False) -> Slot:
         self._allocated += 1
-        self.budget.make_way(self)
+        self.budget.evict(self)
         try:
             return Slot(self, await self._workers.run(self._allocate, touched))
         except BaseException:

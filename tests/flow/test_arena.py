@@ -133,7 +133,7 @@ def test_no_more_pages_are_kept_than_the_budget_has_room_for(budget: ByteBudget)
     del arrays
     assert recycled.idle_nbytes == 48 << 20
     assert budget.try_acquire(40 << 20)
-    budget.make_way()
+    budget.evict()
     assert recycled.idle_nbytes == 8 << 20
 
 
@@ -141,7 +141,7 @@ def test_kept_pages_make_way_before_staging_memory(budget: ByteBudget) -> None:
     class Idle(Account):
         idle_nbytes = 32 << 20
 
-        def free_idle(self, nbytes: int) -> None:
+        def evict(self, nbytes: int) -> None:
             self.idle_nbytes -= nbytes
 
     idle = Idle()
@@ -152,7 +152,7 @@ def test_kept_pages_make_way_before_staging_memory(budget: ByteBudget) -> None:
     del arrays
     assert (recycled.idle_nbytes, idle.idle_nbytes) == (32 << 20, 32 << 20)
     assert budget.try_acquire(40 << 20)
-    budget.make_way()
+    budget.evict()
     assert (recycled.idle_nbytes, idle.idle_nbytes) == (0, 24 << 20)
 
 

@@ -363,9 +363,9 @@ async def test_memory_discarded_late_is_looked_for_as_soon_as_the_first(
     first, late = await pool.take(2)
     held = first.body(SLOT)
     pool.discard([first])
-    assert pool._look is not None
-    pool._look.cancel()
-    pool._look_again(1000.0)  # the next one follows after half a minute
+    assert pool._collection is not None
+    pool._collection.cancel()
+    pool._collect(1000.0)  # the next one follows after half a minute
     cycle: list[object] = [late.body(SLOT)]
     cycle.append(cycle)
     pool.discard([late])
@@ -496,7 +496,7 @@ async def test_the_limit_of_a_pool_does_not_count_what_others_use(workers: Worke
 async def test_idle_slots_and_memory_elsewhere_stay_within_the_budget(workers: Workers) -> None:
     pools = Pools(8, workers)
     await pools.use(pools.small, 8)
-    await pools.acquire(3)  # idle slots have made way
+    await pools.acquire(3)  # idle slots were evicted
     assert pools.small.allocated_nbytes == 5 * SLOT_NBYTES
     await pools.use(pools.large, 1)  # also for slots of another pool
     assert (pools.small._free != [], pools.large.allocated_nbytes) == (True, 2 * SLOT_NBYTES)
