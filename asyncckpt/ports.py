@@ -53,8 +53,8 @@ class StoreCapabilities:
         read_copies: copies of the bytes that the client makes before they are in the buffers.
         read_nbytes: most memory of these copies per request, if the client passes bytes on as they
             arrive; None if it receives all of them first.
-        read_gap_nbytes: largest gap between wanted ranges that is read along, because a separate
-            read would take as long.
+        read_gap_nbytes: largest gap between wanted ranges that is read too, because a separate read
+            would take as long.
         reads: reads in flight by default.
         shared_link: processes share the link to the store, so bytes that several of them want
             should be read once.
@@ -152,7 +152,7 @@ class AttemptFiles(Protocol):
         """Write a whole file durably.
 
         Args:
-            path: relative path, also into directories.
+            path: relative path; may contain directories.
             blocks: consecutive blocks of the content.
             in_record: the record will contain the content too, so a store that writes the file
                 after the record need not keep it elsewhere until then.
@@ -194,8 +194,8 @@ class Attempt(AttemptFiles, Protocol):
 
         Files that only other programs read may follow in the background (`Store.settled`).
 
-        Cancellation: removes everything and raises, until the step that makes the checkpoint
-        visible begins; from then on the outcome is awaited, and returned or raised instead.
+        Cancellation: until the step that makes the checkpoint visible begins, removes everything
+        and raises; from then on the outcome is awaited, and returned or raised instead.
 
         Raises:
             CheckpointExistsError: the name is taken and the attempt was begun without `overwrite`;
@@ -261,7 +261,7 @@ class Entry(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Hints on how to read a run of a file.
+    """Hints on how to read a range of a file.
 
     Attributes:
         received: called once all bytes have arrived but are not yet in the buffers, so the link is
@@ -442,7 +442,7 @@ class Store(Protocol):
         """
 
     def files(self, name: str) -> CheckpointFiles:
-        """Read access to one checkpoint; nothing is opened yet."""
+        """Return read access to one checkpoint; nothing is opened yet."""
 
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """Make the checkpoint invisible, durably; return a call that removes its bytes.
@@ -477,7 +477,7 @@ class Store(Protocol):
         """
 
     async def claims(self) -> Sequence[Claim]:
-        """Return the claims that can be read, ascending."""
+        """Return the readable claims, ascending."""
 
     async def check_claim(self, epoch: int) -> None:
         """Raise `FencedError` if a higher claim was made."""

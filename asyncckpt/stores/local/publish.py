@@ -102,8 +102,7 @@ def file_in_the_way(target: str) -> CheckpointExistsError:
 def refuse_unrelated(target: str) -> None:
     """Raise for a directory that is not a checkpoint but may be a person's work. Blocking."""
     try:
-        with os.scandir(target) as entries:
-            names = sorted(entry.name for entry in entries)
+        names = sorted(os.listdir(target))
     except (FileNotFoundError, NotADirectoryError):
         return
     if not names or RECORD_NAME in names:
