@@ -362,7 +362,7 @@ class Publication:
             remove_tree(path, first=RECORD_NAME)
             remove_owner(path)
         except OSError as error:  # the save has succeeded, and `sweep` will try again
-            logger.warning("%s: the replaced checkpoint was not removed: %s", path, error)
+            logger.warning("%s: removing this leftover failed: %s", path, error)
 
     def _exists_error(self, found: Found) -> CheckpointExistsError:
         if found == "other":
