@@ -1,6 +1,6 @@
-"""Agreement of processes that restore together: step, targets, exchange, batches, end."""
+"""Agreement of the processes that restore together: on step, targets, exchange, batches, end."""
 
-# Rule 1: no process reads payload before the targets of all have matched.
+# Rule 1: no process reads payload before the targets of all processes have matched.
 # Rule 2: a saved leaf is unexpected only if no process wants it.
 # Rule 3: a batch is exchanged only if all processes are ready for it.
 
@@ -24,17 +24,17 @@ from asyncckpt.restore.match import Matching, refuse_unexpected
 
 
 class RestoreAgreement:
-    """The part of one process in a restore by several.
+    """One process' side of the agreements in a restore by several processes.
 
     Attributes:
-        round: their messages about it.
-        exchange: their collectives; None where each process reads for itself.
+        round: carries the messages of the processes.
+        exchange: their collectives; None if each process reads for itself.
     """
 
     def __init__(self, round_: Round, exchange: Exchange | None) -> None:
         self.round = round_
         self.exchange = exchange
-        self._told = -1  # the last batch for which process 0 has announced that all are ready
+        self._announced = -1  # the last batch that process 0 has announced as ready
 
     async def step(
         self,
@@ -42,10 +42,10 @@ class RestoreAgreement:
         broadcast: bool | str,
         latest: Callable[[], Awaitable[int | None]],
     ) -> int | None:
-        """Return the step that all restore: the one asked for, or `latest()` of process 0.
+        """Return the step that all processes restore: `wanted`, or `latest()` of process 0.
 
         Raises:
-            UsageError: this process asks for another step or `broadcast` than process 0.
+            UsageError: step or `broadcast` of this process differ from those of process 0.
         """
         if self.round.leads:
             chosen = await latest() if wanted is None else wanted
@@ -66,10 +66,10 @@ class RestoreAgreement:
         """Wait until the targets of all processes fit the checkpoint.
 
         Raises:
-            TreeMismatchError: a saved leaf is wanted by no process, and `strict`.
+            TreeMismatchError: with `strict`, no process wants some saved leaf.
         """
         paths = matching.structure.paths()
-        # Not by np.isin, whose arrays give every path the memory of the longest.
+        # np.isin would make arrays in which every path takes the memory of the longest.
         unwanted = np.fromiter(map(set(matching.unexpected).__contains__, paths), bool)
         if not self.round.leads:
             await self.round.post_parts("matched", zlib.compress(np.packbits(unwanted).tobytes()))
@@ -85,7 +85,7 @@ class RestoreAgreement:
         await self.round.answer("read", b"+")
 
     async def record_nbytes(self, size: Callable[[], Awaitable[int]]) -> int:
-        """Return the size of the record in bytes: `size()` of process 0."""
+        """Return the size of the record in bytes, which is `size()` of process 0."""
         if self.round.leads:
             nbytes = await size()
             await self.round.answer("record", str(nbytes).encode())
@@ -100,13 +100,9 @@ class RestoreAgreement:
         least_nbytes: int,
         compute: Workers,
     ) -> Sharing:
-        """Return which chunks several processes want.
+        """Return the chunks that several processes want: none if below `least_nbytes` in total.
 
-        Args:
-            rows: the chunks that this process wants.
-            nbytes: length of each chunk of the checkpoint.
-            least_nbytes: with fewer bytes wanted by several processes, nothing is shared.
-            compute: worker threads.
+        `rows` are the chunks that this process wants; `nbytes` has the length of every chunk.
         """
         wanted = await compute.run(encoded_rows, rows)
         if not self.round.leads:
@@ -121,28 +117,20 @@ class RestoreAgreement:
         return sharing
 
     async def ready(self, batch: int) -> bool:
-        """Wait until all processes are ready for this batch or a later one.
-
-        Returns:
-            True, or False if the restore has failed on one of them.
-        """
+        """Wait for all processes to be ready for this batch; False if the restore of one failed."""
         if not self.round.leads:
             await self.round.post("ready", str(batch).encode())
             return await self.round.reached("told", batch)
-        while self._told < batch:
-            others = await self.round.lowest("ready", above=self._told)
+        while self._announced < batch:
+            others = await self.round.lowest("ready", above=self._announced)
             if others is None:
                 return False
-            self._told = min(others, batch)
-            await self.round.answer("told", str(self._told).encode())
+            self._announced = min(others, batch)
+            await self.round.answer("told", str(self._announced).encode())
         return True
 
     async def restored(self, timeline: Timeline) -> Timeline:
-        """Wait until all processes have restored what they wanted.
-
-        Returns:
-            The timeline; on process 0, with those of the others.
-        """
+        """Wait until all have restored; return the timeline (on process 0, of all processes)."""
         if not self.round.leads:
             await self.round.post("restored", json.dumps(timeline.rows(1)).encode())
             await self.round.outcome()

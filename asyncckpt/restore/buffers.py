@@ -1,4 +1,4 @@
-"""Destination buffers: the host memory that a restore reads into, and which arrays fill it."""
+"""Destination buffers: the host memory that a restore reads into, and the arrays that fill it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncckpt.spec import DTYPES, Box
 Memory = npt.NDArray[Any]
 
 _TIED_FRAMEWORKS = frozenset(("numpy", "torch"))
-"""Frameworks whose tied arrays stay tied: writing to one changes the other. JAX's are immutable."""
+"""Frameworks with mutable arrays: writing to one of two tied arrays changes the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +30,12 @@ class Buffers:
     """The memory of one restore.
 
     Attributes:
-        values: per leaf its memory in the stored dtype; None where it is in `boxes`.
+        values: the memory of each leaf in the stored dtype; None if it is in `boxes`.
         boxes: by leaf, an array for each box that its target wants.
-        nbytes: bytes of all of it.
-        destinations: the overlaps of parts and stored arrays, which are fetched.
-        owners: per destination the number of the leaf that waits for it.
-        sharers: by destination the numbers of further leaves that wait for it (tied arrays).
+        nbytes: bytes of all of this memory.
+        destinations: the overlaps of wanted boxes and stored arrays, to be fetched.
+        owners: for each destination, the number of the leaf that waits for it.
+        sharers: by destination, the numbers of other leaves that wait for it (tied arrays).
     """
 
     values: list[Memory | None]
@@ -46,7 +46,7 @@ class Buffers:
     sharers: Mapping[int, Sequence[int]]
 
     def chunks_of_leaves(self, counts: Sequence[int]) -> list[int]:
-        """Return the number of chunks that each leaf waits for, from those of each destination."""
+        """Return the number of chunks of each leaf, given those of each destination."""
         chunks = [0] * len(self.values)
         for leaf, count in zip(self.owners, counts, strict=True):
             chunks[leaf] += count
@@ -70,19 +70,19 @@ def allocate(
     recycled: Recycled | None = None,
     twins: Collection[int] = (),
 ) -> Buffers:
-    """Return memory for every array, and what fills it. Blocking.
+    """Return memory for every array, and the stored arrays that fill it. Blocking.
 
     Leaves without a target become arrays of `framework`. New memory comes from `recycled`, and
-    returns there when the arrays are dropped. With `in_place`, the buffers of targets are used
-    where they have the stored dtype, except those of `twins`.
+    returns there when the arrays are dropped. With `in_place`, the buffers of targets with the
+    stored dtype are used, except those of `twins`.
     """
     memory = _memory(opened, arrays, framework, recycled, twins, in_place=in_place)
     values_of, boxes_of, flats, nbytes = memory
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
-    # The chunks of tied arrays are read once into memory that their targets share.
+    # Chunks of tied arrays are read once into memory that their targets share.
     shared: dict[Hashable, int] = {}
-    # Ordinary arrays by column, because this decides what a small leaf costs.
+    # Ordinary arrays by column, because this determines the cost of a small leaf.
     owners = arrays.ordinary()
     destinations = Destinations()
     destinations.path += map(arrays.paths().__getitem__, owners)
@@ -115,8 +115,8 @@ def allocate(
                         continue
                 destinations.add(leaf.path, array, box, values, flat_target(values))
                 owners.append(number)
-    # Of small arrays the bytes are viewed when they arrive, but memoryviews do not know extension
-    # dtypes.
+    # Bytes of small arrays are viewed only when they arrive, by memoryviews, which do not support
+    # extension dtypes.
     storages = opened.storages
     viewed = [s.spec.nbytes >= SMALL_NBYTES or DTYPES[s.spec.dtype].kind == "V" for s in storages]
     if any(viewed):
@@ -138,8 +138,7 @@ def _memory(
 ) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], list[Bytes | None], int]:
     """Return `Buffers.values` and `boxes`: the buffers of targets, or new memory.
 
-    Also returns the memory of each leaf that is one run of bytes as such, unless it is small, and
-    the number of all bytes.
+    Also returns new memory of large leaves as bytes, and the number of all bytes.
     """
     specs = [storage.spec for storage in opened.storages]
     kinds = list(map(opened.arrays.spec.__getitem__, arrays.arrays()))
@@ -198,16 +197,16 @@ def _memory(
 
 
 def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
-    """Return a key that leaves share if they come back as one array; None for all others.
+    """Return a key that leaves share if they are restored as one array; None for all others.
 
-    They were one mutable array, or become one immutable array. Others that share chunks (`bytes`
-    and the array that they were made of, or one JAX array in two places) get memory of their own,
-    so that writing to one does not change the other.
+    Such leaves were one mutable array, or become one immutable array. Others that share chunks
+    (`bytes` and the array that they were made of, or one JAX array in two places) get memory of
+    their own, so that writing to one does not change the other.
     """
     tied = opened.arrays.tied
     if (
         not tied
-        or not (leaf.want is None or leaf.want.given)
+        or not (leaf.want is None or leaf.want.is_template)
         or "python" in opened.leaves.extra.get(leaf.saved, NO_FACTS)
     ):
         return None
@@ -218,15 +217,11 @@ def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hasha
     return (kind, *[tied.get(array, array) for array in leaf.arrays()])
 
 
-_Place = tuple[int, tuple[int, int], Any]
-"""Number of a leaf, and byte span and array of memory that a restore fills for it."""
-
-
 def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
-    """Return which arrays have the memory of an earlier one as their target, and that one.
+    """Return the arrays whose target is the memory of an earlier array, with that array.
 
-    A model whose weights are tied may be restored from a checkpoint that holds them twice. Arrays
-    that the checkpoint holds once, too, are no twins. `first_rows` has the first chunk row of every
+    A model with tied weights may be restored from a checkpoint that holds them twice. Arrays that
+    are tied in the checkpoint, too, are no twins. `first_rows` has the first chunk row of every
     array.
 
     Raises:
@@ -241,7 +236,7 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
     if len(set(map(id, owners))) == len(owners) and not any(t.span or t.buffers for t in filled):
         return {}  # each has memory of its own
     leaves, twins = matching.leaves, dict[int, int]()
-    places: list[_Place] = []
+    places: list[tuple[int, tuple[int, int], Any]] = []  # leaf, byte span, array that it fills
     same: dict[Hashable, int] = {}  # first leaf by identity and span
     for number, leaf in enumerate(leaves):
         for span, identity, memory in [] if leaf.target is None else _places(leaf.target):
@@ -273,17 +268,17 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
 def find_shared(
     matching: Matching, first_rows: Sequence[int], shared: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return which leaves of an object that occurs several times must have equal values.
+    """Return the leaves that must equal an earlier one, because their object occurs repeatedly.
 
-    Each with an earlier one, by number in `Matching.leaves`; without those that the checkpoint
-    holds once, too. `shared` is as in `RestoreRequest`.
+    Each with the earlier one, by number in `Matching.leaves`; without leaves that are tied in the
+    checkpoint. `shared` is as in `RestoreRequest`.
     """
     found: dict[int, int] = {}
     earlier: dict[int, int] = {}
     leaves = matching.leaves
     for number, leaf in enumerate(leaves):
         if leaf.want is None:
-            continue  # of `PerProcess.all`
+            continue  # a leaf of `PerProcess.all`
         first = earlier.setdefault(shared.get(leaf.number, leaf.number), number)
         if first != number and not _tied(leaves[first], leaf, first_rows):
             found[number] = first
@@ -291,7 +286,7 @@ def find_shared(
 
 
 def _alike(one: LeafRestore, other: LeafRestore) -> bool:
-    """Return whether the same is wanted of two leaves that are stored alike."""
+    """Return whether two leaves are stored alike and their targets want the same."""
     a, b = one.target, other.target
     assert a is not None and b is not None
     same = (one.spec, a.spec, a.boxes) == (other.spec, b.spec, b.boxes)
@@ -306,7 +301,7 @@ def _tied(one: LeafRestore, other: LeafRestore, first_rows: Sequence[int]) -> bo
 
 
 def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]]:
-    """Return byte span, identity and memory of every part of a target that is filled."""
+    """Return byte span, identity and memory of each filled part of a target."""
     name = target.spec.dtype
     if target.buffers:
         return [(host_place(b, name)[0], target.identity, b) for b in target.buffers]

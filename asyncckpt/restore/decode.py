@@ -1,19 +1,19 @@
-"""Decode: chunks as they are stored become elements of destination buffers, checked.
+"""The decode stage: check stored chunks, and copy their elements to destination buffers.
 
 Everything that touches the bytes of chunks runs in worker threads.
 """
 
 # Rule 1: a checksum that fails ends the restore; values are handed over only after all have passed.
-# Rule 2: nothing allocates by what a chunk claims; sizes come from the record's shapes.
+# Rule 2: no allocation depends on a size that a chunk claims; sizes come from the record's shapes.
 #
-# A chunk takes one of four ways, which `Fetch` chooses:
-#   direct   its bytes were read straight into the destination, and are checked there;
+# `Fetch` chooses one of four ways for each chunk:
+#   direct   it is read straight into the destination and checked there;
 #   small    it shares a slot with others: all are checked and copied to their destinations;
-#   piece    it is larger than a slot: it passes through one slot piece by piece, and the checksum
-#            of the whole is known only after the last;
-#   encoded  it is larger than a slot and compressed: it lies in several slots and is decoded whole.
-# Compressed chunks of `INTO_NBYTES` or more are decoded straight into their destinations, where
-# these are one run of bytes.
+#   piece    larger than a slot: it passes through one slot piece by piece, and its checksum is
+#            known only after the last piece;
+#   encoded  larger than a slot and compressed: it is read into several slots and decoded whole.
+# Compressed chunks of `INTO_NBYTES` or more are decoded straight into destinations that are one
+# run of bytes.
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from asyncckpt.restore.plan import PlannedReads, flat_target
 from asyncckpt.spec import DTYPES, Box
 
 TAIL_NBYTES = 1 << 20
-"""Longest padding that is read with a payload that goes straight into its destination."""
+"""Longest padding that is read together with a direct payload."""
 
 GIL_COPY_NBYTES = 64 << 10
-"""Copies up to this size, a few microseconds, are made without releasing the GIL."""
+"""Copies up to this size, which take microseconds, hold the GIL."""
 
 SHORT_NBYTES = 8 << 10
-"""Below this mean size, compressed chunks are decoded by one thread at a time: each releases the
-interpreter lock, and two threads would spend more on handing it over than zstd takes."""
+"""Compressed chunks below this mean size are decoded by one thread at a time: every chunk releases
+the GIL, and handing it over between two threads would take longer than zstd does."""
 
 
 def trailer_matches(trailer: Bytes | memoryview, crc: int) -> bool:
@@ -62,28 +62,27 @@ def is_direct(batch: ReadBatch) -> bool:
 
 
 def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memoryview) -> bool:
-    """Copy all bytes of a destination, if its memory is one run of as many; return whether."""
+    """Copy a whole destination if it is one run of bytes of this length; return whether it is."""
     if values is None or values.nbytes != len(payload):
         return False
     if len(payload) > GIL_COPY_NBYTES:
         if flat is not None:
             np.copyto(flat, np.frombuffer(payload, np.uint8))
         return flat is not None
-    # Between memoryviews: NumPy would release the GIL for each of a thousand small copies, and wait
-    # to get it back.
+    # Between memoryviews: NumPy would release the GIL for each small copy, and wait to get it back.
     try:
         view = memoryview(values).cast("B") if flat is None else memoryview(flat)
         view[:] = payload
-    except (TypeError, ValueError):  # it has strides, or a dtype that memoryviews do not know
+    except (TypeError, ValueError):  # not contiguous, or a dtype that memoryviews lack
         return False
     return True
 
 
 class Check:
-    """Checks what is being read, when called with the number of bytes that are there so far.
+    """Check of a read in progress, called with the number of bytes that have arrived so far.
 
     Attributes:
-        complete: everything is there, and was checked.
+        complete: all bytes have arrived and passed.
     """
 
     def __init__(self, steps: Generator[None, int, None]) -> None:
@@ -91,10 +90,10 @@ class Check:
         self.complete = False
         next(steps)
 
-    def __call__(self, there: int) -> None:
-        """Check what has arrived since the last call; not to be called concurrently."""
+    def __call__(self, arrived: int) -> None:
+        """Check the bytes that have arrived since the last call; not thread-safe."""
         try:
-            self._steps.send(there)
+            self._steps.send(arrived)
         except StopIteration:
             self.complete = True
 
@@ -102,7 +101,7 @@ class Check:
 class Decode:
     """The decode stage of planned reads.
 
-    Every method raises `CorruptCheckpointError`, which names leaf, file and offset.
+    Methods raise `CorruptCheckpointError`, which names leaf, file and offset.
     """
 
     def __init__(self, reads: PlannedReads) -> None:
@@ -111,8 +110,7 @@ class Decode:
         self._has_crcs = reads.extents.crc32c is not None
         self._plan = reads.plan
         self._destinations = reads.destinations
-        # Held by the thread that decodes short chunks.
-        self._turn = threading.Lock()
+        self._short_lock = threading.Lock()  # held while decoding short chunks (`SHORT_NBYTES`)
         self._any_encoded = any(map(attrgetter("codec.decode"), reads.opened.storages))
 
     def storage(self, part: Part) -> Storage:
@@ -128,7 +126,7 @@ class Decode:
     # -- the ways of a chunk
 
     def without_extent(self) -> None:
-        """Fill destinations with chunks that are in the metadata, or were never stored."""
+        """Fill destinations from chunks that are in the metadata or were never stored."""
         values, inline = self._extents.values, self._plan.inline
         for part in inline:
             data = values.get(part.row)
@@ -141,11 +139,12 @@ class Decode:
     def checks(
         self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]
     ) -> Generator[None, int, None]:
-        """Check what one call reads, as `Check` asks: two buffers per batch, it and what follows.
+        """Check the batches that one call reads, step by step (`Check`).
 
-        The bytes of direct batches arrive in their destinations; those of others are copied there.
+        `buffers` has two per batch: its bytes, and the bytes up to the next batch. Direct batches
+        arrive in their destinations; others are copied there.
         """
-        there = yield
+        arrived = yield
         begin = 0
         for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
             part = batch.parts[0]
@@ -154,13 +153,13 @@ class Decode:
             trailer = tail[tail.nbytes - self.storage(part).codec.trailer_nbytes :]
             crc = start = 0
             while direct and start < data.nbytes and (self._has_crcs or trailer.nbytes):
-                while there <= begin + start:
-                    there = yield
-                stop = min(there - begin, data.nbytes)
+                while arrived <= begin + start:
+                    arrived = yield
+                stop = min(arrived - begin, data.nbytes)
                 crc = crc32c(data[start:stop], crc)
                 start = stop
-            while there < begin + batch.nbytes:
-                there = yield
+            while arrived < begin + batch.nbytes:
+                arrived = yield
             begin += data.nbytes + rest.nbytes
             if not direct:
                 self.small(batch, data)
@@ -169,9 +168,10 @@ class Decode:
                 self.expect(batch, part.row, crc, trailer)
 
     def piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
-        """Copy the piece of a large chunk that begins at `start`, before it can be checked.
+        """Copy the piece of a large chunk that begins at `start`, not yet checked.
 
-        Returns the checksum of the chunk up to the end of the piece; `crc` is that up to its start.
+        `crc` is the checksum of the chunk up to `start`; returns the one up to the end of the
+        piece.
         """
         for part in batch.parts:
             self._scatter(part, data, start)
@@ -180,7 +180,7 @@ class Decode:
         return crc32c(data, crc)
 
     def encoded(self, batch: ReadBatch, stored: list[Bytes]) -> None:
-        """Check, decode and copy a chunk that lies in several buffers."""
+        """Check, decode and copy a chunk that was read into several buffers."""
         first, *others = batch.parts
         target = self._target(first.row, first.request)
         payload = self._payload(batch, first, stored, target)
@@ -190,9 +190,9 @@ class Decode:
             self._scatter(part, payload, 0)
 
     def small(self, batch: ReadBatch, data: Bytes) -> None:
-        """Check and copy the chunks of a batch, which are all in `data`."""
-        # This loop decides what a small leaf costs: no object per part, few lookups. A row has
-        # several parts where several destinations want it; it is checked and decoded once.
+        """Check and copy the chunks of a batch, all of which `data` holds."""
+        # This loop determines the cost of a small leaf: no object per part, few lookups. A row that
+        # several destinations want has several parts; it is checked and decoded once.
         if not self._has_crcs:
             self._small_foreign(batch, data)
             return
@@ -204,7 +204,7 @@ class Decode:
         payload = view[:0]
         last = -1
         short = any_encoded and batch.nbytes < SHORT_NBYTES * len(rows)
-        with self._turn if short else nullcontext():
+        with self._short_lock if short else nullcontext():
             for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
                 if row != last:
                     last, start, stop = row, starts[number], stops[number]
@@ -219,7 +219,7 @@ class Decode:
                         payload = memoryview(elements)
                         if elements is target:
                             continue
-                # Only where one chunk is all that is wanted: parts of others may be as long.
+                # Only if the destination wants one chunk: part of another may be as long.
                 if counts[request] != 1 or not _copied(values[request], flat[request], payload):
                     self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
 
@@ -264,7 +264,7 @@ class Decode:
             if counts[request] != 1 or not _copied(values[request], flat[request], payload.data):
                 self._scatter(batch.parts[number], payload, 0)
 
-    # -- parts of these
+    # -- steps of these
 
     def _fill(self, part: Part) -> None:
         array, box, values = self._destination(part)
@@ -276,9 +276,9 @@ class Decode:
         values[within] = element.view(DTYPES[storage.spec.dtype])[0]
 
     def _target(self, row: int, request: int) -> Bytes | None:
-        """Return where all elements of a chunk belong, if they are to be decoded there.
+        """Return the memory for all elements of a chunk, if they are decoded straight into it.
 
-        None if that is not one run of bytes, or if the chunk is so short that copying costs less.
+        None if it is not one run of bytes, or if the chunk is so short that copying costs less.
         """
         array, values = self._destinations.array[request], self._destinations.values[request]
         storage = self._opened.storage(array)
@@ -293,7 +293,7 @@ class Decode:
     def _payload(
         self, batch: ReadBatch, part: Part, stored: Sequence[Bytes], target: Bytes | None = None
     ) -> Bytes:
-        """Return the checked elements of a chunk, which lies in these buffers."""
+        """Check a chunk in these buffers and return its elements: in `target` if that is given."""
         codec = self.storage(part).codec
         buffers = list(stored)
         if buffers[-1].nbytes < codec.trailer_nbytes:
@@ -317,7 +317,7 @@ class Decode:
         stored: list[Bytes],
         target: Bytes | None,
     ) -> Bytes:
-        """Return the elements of a checked chunk, given without its trailer: `target` if any."""
+        """Return the elements of a checked chunk without its trailer, in `target` if possible."""
         codec = storage.codec
         if codec.decode is None:
             (data,) = stored
@@ -332,7 +332,7 @@ class Decode:
             raise self._damaged(batch, row, str(error)) from None
 
     def check_length(self, batch: ReadBatch, row: int, storage: Storage, nbytes: int) -> None:
-        """Check that a chunk that is not encoded is as long as its elements."""
+        """Check that an uncompressed chunk has the length of its elements."""
         if nbytes != storage.chunk_nbytes:
             reason = f"it has {nbytes} bytes, the array needs {storage.chunk_nbytes}"
             raise self._damaged(batch, row, reason)
@@ -361,14 +361,14 @@ class Decode:
         scatter(payload, storage.spec, grid, index, start, values, box)
 
     def _destination(self, part: Part) -> tuple[int, Box, npt.NDArray[Any] | None]:
-        """Return the array of a part, what is wanted of it, and the memory for that."""
+        """Return the array of a part, the wanted box of it, and the memory for the box."""
         number, wanted = part.request, self._destinations
         array = wanted.array[number]
         box = wanted.box[number] or Box.whole(self._opened.storage(array).spec.shape)
         return array, box, wanted.values[number]
 
     def expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:
-        """Compare the checksum of a chunk's bytes with the index and with its trailer."""
+        """Compare the checksum of a chunk's bytes with the index and the trailer."""
         known = self._extents.crc32c
         if known is not None and crc != known[row]:
             reason = f"CRC-32C is {crc:08x}, the chunk index says {int(known[row]):08x}"

@@ -16,9 +16,9 @@ from asyncckpt.spec import Box
 def explained(
     fetch: Fetch, leaves: Sequence[LeafRestore], owners: Sequence[int]
 ) -> tuple[ReadRange, ...]:
-    """Return what was read, by file and offset. Blocking: a few microseconds per item.
+    """Return the ranges read, by file and offset. Blocking: a few microseconds per item.
 
-    `owners` has the number of the leaf of every destination.
+    `owners` has the number of the leaf for each destination.
     """
     opened, extents, wanted = fetch.reads.opened, fetch.reads.extents, fetch.reads.destinations
 

@@ -1,7 +1,7 @@
-"""Fetch: ranges of data files to host memory, straight into destinations where layouts allow it."""
+"""The fetch stage: read ranges of data files into host memory, where possible the destinations."""
 
-# Rule 1: what goes straight into a destination needs no budget; everything else holds slots, or
-#   bytes of it, taken in one acquire before its task exists.
+# Rule 1: bytes read straight into a destination need no budget; all others hold slots or bytes of
+#   the budget, taken in one acquire before the task of their read exists.
 # Rule 2: an uncompressed chunk larger than a slot passes through one slot, piece by piece, so that
 #   chunks of any size restore within any budget.
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from asyncckpt.flow.buffers import Slot, SlotPool
+from asyncckpt.flow.buffers import Slot, SlotPool, spans
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
@@ -28,28 +28,25 @@ from asyncckpt.restore.plan import PlannedReads
 from asyncckpt.restore.ranges import RUN_NBYTES, Read, far, near, span
 
 READ_AHEAD_NBYTES = 256 << 20
-"""Most bytes that one read of a remote store has in flight, however large its chunk is. They count
-in the budget; with a smaller budget there are fewer."""
+"""Most bytes that one read of a remote store has in flight, however large its chunk. They count in
+the budget; a smaller budget lowers the limit."""
 
 
 @dataclass(eq=False, repr=False)
 class Fetch:
-    """The fetch stage of planned reads, which hands what it has read to the decode stage.
+    """The fetch stage of planned reads, which passes chunks on to the decode stage.
 
     Attributes:
-        reads: what to read.
-        pool: where slots come from.
         compute: worker threads for the decode stage.
-        concurrency: the user's number of reads in flight; None for as many as the files prefer,
-            which are asked before every read: a store learns meanwhile what its link rewards.
-        own_memory: destinations were allocated here, so that the system may be advised about them.
+        concurrency: the user's number of reads in flight; None for the store's own, which is asked
+            again before every read, because it adapts to the link.
+        own_memory: this library allocated the destinations, so it may advise the system about them.
         shared: other processes may read the same ranges at the same time.
-        arrived: called with the destination of every chunk that is there, checked; with that of
-            several chunks as many times.
-        progress: called with the bytes of every read.
-        recorder: notes when ranges are read, and when they are decoded.
-        calls: every call that reads, so far.
-        read_nbytes: bytes that have been read.
+        arrived: called with the destinations of checked chunks, each once per chunk.
+        progress: called with the bytes of every batch.
+        recorder: records the spans of reading and decoding.
+        calls: the calls that read, so far.
+        read_nbytes: bytes read so far.
     """
 
     reads: PlannedReads
@@ -108,7 +105,7 @@ class Fetch:
             raise leading_error(errors) from None
 
     def _begins(self, batch: ReadBatch) -> bool:
-        """Return whether a run of batches may begin with this one."""
+        """Return whether a run of batches may begin with this one, because it needs no slot."""
         if is_direct(batch):
             return True
         if not self._capabilities.read_copies or batch.nbytes > self.pool.slot_nbytes:
@@ -124,11 +121,11 @@ class Fetch:
             self.pool.budget.release(extra)
 
     async def _lease(self, read: Read) -> tuple[list[Slot], int]:
-        """Acquire the slots of a read, and further bytes of the budget; return both.
+        """Acquire the slots of a read, and extra bytes of the budget; return both.
 
-        The bytes are for copies that the client makes, for small chunks between direct ones, and
-        for decoded elements of compressed chunks. Requests are cut to the capacity: a read that
-        needs more than the budget runs alone.
+        The extra bytes are for copies that the client makes, small chunks between direct ones, and
+        decoded elements of compressed chunks. They are limited to the capacity: a read that needs
+        more than the budget runs alone.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = self._copied_nbytes(read)
@@ -146,13 +143,13 @@ class Fetch:
         return await self.pool.take(count, grow=False, extra=extra), extra
 
     def _copied_nbytes(self, read: Read) -> int:
-        """Return the memory that the client needs for a read: about `RUN_NBYTES` per request."""
+        """Return the memory that the client needs for a read, in requests of about `RUN_NBYTES`."""
         nbytes = min(span(read.batches), READ_AHEAD_NBYTES)
         requests = max(1, nbytes // RUN_NBYTES)
         return requests * self._capabilities.copied_nbytes(-(-nbytes // requests))
 
     async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
-        """Make one read, check it, and copy what did not go straight into its destination."""
+        """Read, check, and copy to the destinations the chunks that were not read into them."""
         batches, opened = read.batches, self.reads.opened
         path = opened.stored_files[batches[0].file].path
         copies = self._copied_nbytes(read)
@@ -181,10 +178,7 @@ class Fetch:
     def _of_leaf(
         self, error: CorruptCheckpointError, batches: Sequence[ReadBatch]
     ) -> CorruptCheckpointError:
-        """Name the leaf whose bytes a read lacks in its error, unless it does so; return the error.
-
-        The store knows only the file, not whose bytes are there.
-        """
+        """Return the error, naming the leaf at its offset: the store knows only the file."""
         if error.path is None:
             at = error.offset or batches[0].offset
             nearest = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
@@ -195,8 +189,8 @@ class Fetch:
     async def _direct(
         self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit
     ) -> None:
-        # Two buffers per batch, which together reach to the next one: its payload, and what follows
-        # it (trailer, padding, gap). Small chunks between direct ones get memory of their own.
+        # Two buffers per batch: its payload, and the bytes from there to the next batch (trailer,
+        # padding, gap). Small chunks between direct ones get memory of their own.
         buffers: list[Bytes] = []
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
             end = batch.offset + batch.nbytes if following is None else following.offset
@@ -220,7 +214,7 @@ class Fetch:
         *,
         fresh: bool,
     ) -> None:
-        """Read batches, check them, and copy what did not go straight into its destination."""
+        """Read batches into these buffers, and check them as they arrive."""
         offset, check = batches[0].offset, Check(self._decode.checks(batches, buffers))
         with self.recorder.span(self._reading, span(batches)):
             how = Reading(stream.release, ahead_nbytes, check, self.shared, fresh)
@@ -253,13 +247,9 @@ class Fetch:
     async def _large_encoded(
         self, batch: ReadBatch, path: str, slots: list[Slot], ahead_nbytes: int | None
     ) -> None:
-        parts: list[Bytes] = []
-        left = batch.nbytes
-        for slot in slots:
-            parts.append(slot.buffer[: min(left, slot.buffer.nbytes)])
-            left -= parts[-1].nbytes
-        if left:
-            # Beyond the whole budget: restored alone, in memory of its own.
+        parts = list(spans(slots, 0, batch.nbytes))
+        if sum(map(len, parts)) < batch.nbytes:
+            # Larger than the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
         with self.recorder.span(self._reading, batch.nbytes):
             how = Reading(ahead_nbytes=ahead_nbytes, fresh=True)

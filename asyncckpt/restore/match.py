@@ -1,6 +1,6 @@
-"""Match: which saved leaf goes where, decided before any payload is read.
+"""Matching of saved leaves with the leaves of a target, before any payload is read.
 
-Pure: it sees the checkpoint's metadata and the targets; every mismatch is listed at once.
+Pure: it sees only metadata and targets. One error lists all mismatches.
 """
 
 from __future__ import annotations
@@ -37,25 +37,23 @@ from asyncckpt.spec import ArraySpec, numeric_class
 from asyncckpt.tree import PerProcess, Structure, match_glob, per_process_paths, where
 
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module)\.")
-"""Name in keys of a state dict where torch.compile or a data-parallel class wraps a module."""
+"""Part of a state dict's keys that torch.compile or a data-parallel class adds to a module."""
 
 NO_FACTS: Mapping[str, Any] = {}
 
 
 class LeafRestore(NamedTuple):
-    """One leaf to restore: where it comes from, and what is wanted.
+    """One leaf to restore: its source and its destination.
 
     Attributes:
-        number: ordinal of the target's leaf; of the saved leaf where no leaf of a target wants it.
-        path: its path.
+        number: ordinal of the target's leaf, or of the saved leaf without one.
         saved: ordinal of the saved leaf.
         array: the (first) array that holds it; -1 for scalars of the record.
-        pieces: the arrays that hold it, where there are several.
+        pieces: the arrays that hold it, if there are several.
         spec: shape and stored dtype; None for scalars of the record.
-        scalar: value of a scalar of the record; a rank-0 array of the target's dtype where it goes
-            into an array.
-        want: the leaf of the target, or None.
-        target: its adapter's description, if it is an array.
+        scalar: value of a scalar of the record; a rank-0 array if the target is an array.
+        want: the target's leaf, or None.
+        target: the adapter's description of `want`, if it is an array.
     """
 
     number: int
@@ -69,17 +67,18 @@ class LeafRestore(NamedTuple):
     target: Target | None = None
 
     def arrays(self) -> list[int]:
-        """Return the arrays that hold it."""
+        """Return the arrays that hold the leaf."""
         return [piece.array for piece in self.pieces] or [self.array]
 
 
 class MatchedArrays(Sequence[LeafRestore]):
-    """Arrays to restore, by column: `arrays[place]` makes a `LeafRestore` on demand.
+    """Arrays to restore, by column; `arrays[place]` makes a `LeafRestore` on demand.
 
     Attributes:
         number: ordinals, as `LeafRestore.number`.
         saved: ordinals of the saved leaves.
-        described: by place, the arrays that are not ordinary (`_ordinary`) or whose target is not.
+        described: by place, the arrays that need a description: they or their targets are not
+            ordinary (`_ordinary`, `TargetLeaves.specs`).
     """
 
     def __init__(
@@ -111,17 +110,17 @@ class MatchedArrays(Sequence[LeafRestore]):
         return LeafRestore(number, self._paths[saved], saved, array, (), spec, None, want, target)
 
     def append(self, leaf: LeafRestore) -> None:
-        """Add an array that needs a description."""
+        """Add an array with its description."""
         self.described[len(self.saved)] = leaf
         self.number.append(leaf.number)
         self.saved.append(leaf.saved)
 
     def paths(self) -> list[str]:
-        """Return the path of each."""
+        """Return the path of each array."""
         return list(map(self._paths.__getitem__, self.saved))
 
     def arrays(self) -> list[int]:
-        """Return the (first) stored array of each."""
+        """Return the (first) stored array of each leaf."""
         return list(map(self._array_of.__getitem__, self.saved))
 
     def ordinary(self) -> list[int]:
@@ -131,18 +130,18 @@ class MatchedArrays(Sequence[LeafRestore]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matching:
-    """What is restored.
+    """The leaves to restore, and how checkpoint and target differ.
 
     Attributes:
         structure: the containers of the checkpoint.
-        arrays: the arrays to restore; below objects with a state dict also those that their present
-            state lacks (of a fresh optimizer), without a leaf of the target.
-        scalars: likewise, the scalars of the record.
-        missing: paths of the target that the checkpoint lacks; an object with a state dict by its
-            own path.
+        arrays: arrays to restore. Objects with a state dict also get arrays that their present
+            state lacks (as that of a fresh optimizer does), without a leaf of the target.
+        scalars: scalars of the record to restore, likewise.
+        missing: paths of the target that the checkpoint lacks; for an object with a state dict, the
+            object's path.
         unexpected: paths of the checkpoint that the target lacks.
         wanted: number of the target's leaves that the checkpoint should have.
-        matched: number of those that it has.
+        matched: number of these leaves that it has.
     """
 
     structure: Structure
@@ -155,19 +154,19 @@ class Matching:
 
     @property
     def leaves(self) -> list[LeafRestore]:
-        """All leaves to restore, first arrays, then scalars."""
+        """All leaves to restore: arrays, then scalars."""
         return [*self.arrays, *self.scalars]
 
 
 def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
-    """Decide what is restored. Blocking: a few microseconds per leaf.
+    """Decide which leaves are restored, and where. Blocking: a few microseconds per leaf.
 
     Raises:
         UsageError: `include` matches nothing, or only a part of an object's state.
         TreeMismatchError: leaves are missing or unexpected, or none matches.
         ShapeMismatchError: shapes differ.
         DtypeMismatchError: dtypes differ.
-        MismatchError: several of these, or a leaf that can be neither filled nor replaced.
+        MismatchError: several of these, or a leaf can be neither filled nor replaced.
     """
     structure = opened.structure()
     paths = structure.paths()
@@ -193,9 +192,9 @@ def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
 
 
 def _ordinary(opened: OpenCheckpoint, array_of: Sequence[int]) -> list[ArraySpec | None]:
-    """Return shape and dtype of each saved leaf that is one array and nothing else.
+    """Return shape and dtype of each ordinary saved leaf, None for the others.
 
-    None for scalars, for arrays in pieces or with further facts, and for tied ones.
+    Scalars, tied arrays, and arrays in pieces or with extra facts are not ordinary.
     """
     specs = [storage.spec for storage in opened.storages]
     storage_of, tied = opened.arrays.spec, opened.arrays.tied
@@ -210,7 +209,7 @@ def _ordinary(opened: OpenCheckpoint, array_of: Sequence[int]) -> list[ArraySpec
 
 
 def select(location: str, paths: Sequence[str], include: Sequence[str]) -> set[int]:
-    """Return the ordinals of the saved leaves that globs choose.
+    """Return the ordinals of the saved leaves that the globs select.
 
     Raises:
         UsageError: a glob matches no leaf.
@@ -227,7 +226,7 @@ def select(location: str, paths: Sequence[str], include: Sequence[str]) -> set[i
 
 
 def saved_leaf(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> LeafRestore:
-    """Return the leaf as it was saved, without a target."""
+    """Describe a leaf as it was saved, without a target."""
     if array < 0:
         value = decode_scalar(opened.leaves.kind[leaf], opened.leaves.value[leaf])
         return LeafRestore(leaf, path, leaf, scalar=value)
@@ -253,11 +252,7 @@ def _refuse_dtypes(
 
 
 def refuse_unexpected(location: str, paths: Iterable[str]) -> None:
-    """Refuse saved leaves that no process wants.
-
-    Raises:
-        TreeMismatchError: lists them.
-    """
+    """Raise one `TreeMismatchError` for saved leaves that no process wants, if there are any."""
     mismatches = Mismatches()
     for path in paths:
         mismatches.add(
@@ -272,10 +267,10 @@ def refuse_unexpected(location: str, paths: Iterable[str]) -> None:
 
 @dataclass(eq=False, repr=False)
 class _Matcher:
-    """Matches a checkpoint with a target.
+    """Matcher of one checkpoint with one target.
 
-    Leaves below an object with a state dict are always wanted: the object decides which of them
-    fit, unless that is known (`StatefulTarget.required`).
+    Saved leaves below an object with a state dict are always restored: the object decides which of
+    them fit, unless `StatefulTarget.required` says so.
     """
 
     opened: OpenCheckpoint
@@ -287,9 +282,8 @@ class _Matcher:
     def __post_init__(self) -> None:
         self._arrays = self.opened.leaf_arrays()
         self._stateful = self.request.stateful if self.request.mode == "into" else {}
-        wanted = self.request.wanted
-        # The object to whose state each leaf belongs, if any.
-        roots = self._stateful
+        wanted, roots = self.request.wanted, self._stateful
+        # The path of the object to whose state each leaf belongs, if any.
         self._saved_in = [enclosing(path, roots) if roots else None for path in self.paths]
         self._wanted_in = [enclosing(path, roots) if roots else None for path in wanted.paths]
         self._found = MatchedArrays(self.opened, self.paths, self._arrays, wanted)
@@ -301,7 +295,7 @@ class _Matcher:
         self._mismatches = Mismatches()
 
     def run(self) -> Matching:
-        """Match all leaves; raise one error for everything that does not fit."""
+        """Match all leaves; raise one error for all mismatches."""
         request = self.request
         if request.include is not None:
             self._refuse_parts(request.include)
@@ -316,7 +310,7 @@ class _Matcher:
         self._mismatches.raise_any(self.opened.location)
         self._missing += absent
         if not some_wanted and (self._wanted or (self._unexpected and not self._stateful)):
-            self._refuse_unless_any_is_taken()
+            self._refuse_without_match()
         return Matching(
             self.structure,
             self._found,
@@ -333,7 +327,7 @@ class _Matcher:
         """Match every leaf of the target."""
         selected, lacking, wanted = self.selected, frozenset(absent), self.request.wanted
         ordinary, found = _ordinary(self.opened, self._arrays), self._found
-        every: list[str] = []  # paths at which the values of all processes are wanted
+        every: list[str] = []  # paths of PerProcess.all
         ordinals: Iterable[int | None] = range(len(self.paths))
         if wanted.paths != self.paths:
             ordinals = map(dict(zip(self.paths, ordinals, strict=True)).get, wanted.paths)
@@ -356,14 +350,14 @@ class _Matcher:
             if saved is None:
                 if root is None:
                     self._missing.append(path)
-                # A leaf that its object may lack is not wanted.
-                free = root is not None and self._stateful[root].required is None
-                self._wanted += root in lacking or not free
+                # The checkpoint need not have leaves of an object whose state may vary.
+                optional = root is not None and self._stateful[root].required is None
+                self._wanted += root in lacking or not optional
                 continue
             self._wanted += 1
             self._matched += 1
-            if root is not None and self._is_other(root, want, saved):
-                self._add_given(path, root, saved)
+            if root is not None and self._may_differ(root, want, saved):
+                self._add_as_saved(path, root, saved)
             else:
                 self._add(self._leaf(number, want, saved))
         count = len(found) - len(found.described)
@@ -376,7 +370,7 @@ class _Matcher:
         (self._scalars if leaf.spec is None else self._found).append(leaf)
 
     def _match_all(self, paths: Sequence[str]) -> None:
-        """Match the values of all processes."""
+        """Match the paths of `PerProcess.all` with the values of all processes."""
         saved = set(per_process_paths(self.structure)).intersection(paths)
         self._wanted += len(paths)
         self._matched += len(saved)
@@ -386,7 +380,7 @@ class _Matcher:
                 self._add(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
 
     def _check_process_counts(self) -> None:
-        """Compare the numbers of processes at paths with a value per process."""
+        """Check the number of processes that saved a value per process."""
         wanted = self.request.per_process
         if not wanted:
             return
@@ -408,21 +402,21 @@ class _Matcher:
         self._mismatches.raise_any(self.opened.location)
 
     def _matched_ordinals(self) -> set[int]:
-        """Return the ordinals of the saved leaves that are restored, so far."""
+        """Return the ordinals of the saved leaves matched so far."""
         return {*self._found.saved, *(leaf.saved for leaf in self._scalars)}
 
     def _match_rest(self) -> None:
-        """Give leaves that no leaf of the target wants to the objects whose state they are."""
+        """Add the other saved leaves to the objects they belong to, or note them as unexpected."""
         rest = set(range(len(self.paths)) if self.selected is None else self.selected)
         for leaf in sorted(rest - self._matched_ordinals()):
             path, root = self.paths[leaf], self._saved_in[leaf]
             if root is None:
                 self._unexpected.append(path)
             else:
-                self._add_given(path, root, leaf)
+                self._add_as_saved(path, root, leaf)
 
-    def _add_given(self, path: str, root: str, saved: int) -> None:
-        """Add a leaf that its object gets as it was saved, whatever it has there now."""
+    def _add_as_saved(self, path: str, root: str, saved: int) -> None:
+        """Add a leaf that its object gets as it was saved, whatever its present leaf is."""
         found = saved_leaf(self.opened, path, saved, self._arrays[saved])
         fresh = self._stateful[root].fresh
         if fresh is not None and found.spec is not None:
@@ -431,12 +425,12 @@ class _Matcher:
                 found = found._replace(want=want, target=want.target)
         self._add(found)
 
-    def _is_other(self, root: str, want: Wanted, saved: int) -> bool:
-        """Return whether a leaf of a state dict has legitimately changed its type or shape.
+    def _may_differ(self, root: str, want: Wanted, saved: int) -> bool:
+        """Return whether a leaf of a state dict has changed its type or shape, and may have.
 
-        A learning rate of 1 may be 0.5 now, or a tensor, and a replay buffer may have grown, as the
-        extra state of a module and the state of an optimizer may. But the parameters and buffers of
-        a module keep their shapes and dtypes, unless hooks or methods of its own take part.
+        A learning rate of 1 may have become 0.5 or a tensor; a replay buffer, a module's extra
+        state or an optimizer's state may have grown. Parameters and buffers of a module keep shape
+        and dtype, unless the module customizes its state dict.
         """
         opened, array = self.opened, self._arrays[saved]
         if want.target is None and array < 0:
@@ -477,27 +471,24 @@ class _Matcher:
 
     def _scalar(self, want: Wanted, value: Any) -> Any:
         """Return a scalar of the record, as a rank-0 array where the target is an array."""
-        if want.target is None:
-            kind, found = type(want.leaf).__name__, type(value).__name__
+        target, cast = want.target, self.request.cast
+        kind = type(want.leaf).__name__ if target is None else numeric_class(target.spec.dtype)
+        same = same_number(value, kind) if cast else None
+        if target is None:
+            found = type(value).__name__
             if kind == found:
                 return value
-            same = same_number(value, kind) if self.request.cast else None
             if same is None:
                 self._mismatches.add(
                     DtypeMismatchError,
                     want.path,
                     f"the checkpoint holds {value!r:.40} ({found}), the target wants {kind}"
-                    + ("; cast=True converts equal numbers" if not self.request.cast else ""),
+                    + ("" if cast else "; cast=True converts equal numbers"),
                     expected=kind,
                     found=found,
                 )
             return same
-        spec = want.target.spec
-        if (
-            self.request.cast
-            and (same := same_number(value, numeric_class(spec.dtype))) is not None
-        ):
-            value = same
+        value, spec = value if same is None else same, target.spec
         if spec.shape != ():
             self._mismatches.add(
                 ShapeMismatchError,
@@ -533,10 +524,9 @@ class _Matcher:
     # -- objects with a state dict
 
     def _absent(self) -> list[str]:
-        """Return the paths of the objects for which the checkpoint has nothing.
+        """Return the paths of the objects of which the checkpoint has nothing.
 
-        Foreign formats drop empty containers, so an object without leaves looks like one that was
-        not saved; it does not count as missing.
+        Foreign formats drop empty containers: there, objects without leaves are not missing.
         """
         if not self._stateful:
             return []
@@ -548,7 +538,7 @@ class _Matcher:
         return [root for root in roots if root not in held]
 
     def _refuse_parts(self, include: Sequence[str]) -> None:
-        """Refuse an `include` that selects only a part of an object's state."""
+        """Raise if `include` selects only a part of an object's state."""
         leaves: dict[str, list[int]] = defaultdict(list)
         for leaf, root in enumerate(self._saved_in):
             if root is not None:
@@ -573,7 +563,7 @@ class _Matcher:
             )
 
     def _check_required(self) -> None:
-        """Compare the keys that objects require, which must be the same in both states."""
+        """Check that both states of each object have the same required keys."""
         if not any([target.required for target in self._stateful.values()]):
             return
         wanted = self._required_keys(self._wanted_in, self.request.wanted.paths, None)
@@ -581,7 +571,7 @@ class _Matcher:
         for root, held in saved.items():
             lenient = self._stateful[root].takes_strict
             if lenient and not self.request.strict:
-                continue  # `load_state_dict(strict=False)` tells which keys differ
+                continue  # `load_state_dict(strict=False)` returns the keys that differ
             need = wanted.get(root, {})
             advice = "" if lenient else OTHER_STATE
             if {_WRAPPER.sub("", key) for key in need} == {_WRAPPER.sub("", key) for key in held}:
@@ -593,7 +583,7 @@ class _Matcher:
     def _required_keys(
         self, roots: Sequence[str | None], paths: Sequence[str], selected: Collection[int] | None
     ) -> dict[str, dict[str, None]]:
-        """Return by object its required keys, in order."""
+        """Return the required keys of each object, in order."""
         keys: dict[str, dict[str, None]] = defaultdict(dict)
         for leaf, root in enumerate(roots):
             if root is None or (selected is not None and leaf not in selected):
@@ -619,10 +609,8 @@ class _Matcher:
             self._note(path, "a leaf", False, USE_RESTORE_INTO if below else "")
 
     def _note(self, path: str, what: str, in_target: bool, advice: str = "") -> None:
-        """Note a path that only the target has, or only the checkpoint."""
-        having, lacking = "target", "checkpoint"
-        if not in_target:
-            having, lacking = lacking, having
+        """Note a path that only the target or only the checkpoint has."""
+        having, lacking = ("target", "checkpoint") if in_target else ("checkpoint", "target")
         self._mismatches.add(
             TreeMismatchError,
             path,
@@ -632,8 +620,8 @@ class _Matcher:
             advice=advice,
         )
 
-    def _refuse_unless_any_is_taken(self) -> None:
-        """Refuse a target that matches no leaf, unless one goes to an object that may want it."""
+    def _refuse_without_match(self) -> None:
+        """Raise unless some saved leaf goes to an object that accepts any state."""
         for saved in self._matched_ordinals():
             root = self._saved_in[saved]
             if root is not None and self._stateful[root].required is None:
@@ -667,5 +655,5 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two Python scalars are the same value; NaNs are."""
+    """Return whether two Python scalars are the same value; NaN equals NaN."""
     return type(a) is type(b) and (a == b or (a != a and b != b))

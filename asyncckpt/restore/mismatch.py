@@ -15,7 +15,7 @@ from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import where
 
 LISTED = 20
-"""Mismatches that one error lists; the rest are counted."""
+"""Most mismatches that one error lists; it counts the rest."""
 
 _ADVICE: Mapping[type[MismatchError], str] = {
     TreeMismatchError: "Pass strict=False to restore what both have, or choose with include=.",
@@ -36,7 +36,7 @@ UNWRAP = (
     "DistributedDataParallel: pass the module inside it (compiled._orig_mod, ddp.module) to save "
     "and restore, or a target that is wrapped as the saved module was."
 )
-"""Advice for a module whose keys differ by those names only."""
+"""Advice for a module whose keys differ only by these names."""
 
 USE_RESTORE_INTO = (
     "restore(like=...) fills only what a state dict has now: use restore_into(), which gives "
@@ -66,15 +66,11 @@ class Mismatches:
         self.add_error(error, advice)
 
     def add_error(self, error: MismatchError, advice: str = "") -> None:
-        """Note an error that names its path."""
+        """Note a mismatch that names its path."""
         self._found.append((error, advice or _ADVICE[type(error)]))
 
     def raise_any(self, location: str) -> None:
-        """Raise one error for all mismatches, if there are any.
-
-        Raises:
-            MismatchError: of the subclass that all mismatches have in common.
-        """
+        """Raise one error for all mismatches, if any, of their common subclass."""
         if not self._found:
             return
         errors = [error for error, _ in self._found]
@@ -114,42 +110,31 @@ def check_array(
     *,
     cast: bool,
 ) -> None:
-    """Note it if a saved array does not fit an array of the target; one mismatch at most.
+    """Note the first mismatch, if any, between a saved array and an array of the target.
 
-    `facts` are further facts of the saved and the wanted array; with `cast`, dtypes may differ.
+    `facts` are the extra facts of the saved and the wanted array; with `cast`, dtypes may differ.
     """
     have, want = (known.get("prng_impl") for known in facts)
+    kind: type[MismatchError] = DtypeMismatchError
+    expected, found = want, have
     if have != want and have is not None and want is not None:  # their shapes may differ, too
         message = f"the checkpoint holds PRNG keys of {have}, the target wants {want}"
-        mismatches.add(DtypeMismatchError, path, message, expected=want, found=have)
-        return
-    if wanted.shape != saved.shape:
-        mismatches.add(
-            ShapeMismatchError,
-            path,
-            f"the checkpoint holds shape {shape_text(saved.shape)}, the target wants "
-            f"{shape_text(wanted.shape)}",
-            expected=wanted.shape,
-            found=saved.shape,
+    elif wanted.shape != saved.shape:
+        kind, expected, found = ShapeMismatchError, wanted.shape, saved.shape
+        message = (
+            f"the checkpoint holds shape {shape_text(found)}, the target wants "
+            f"{shape_text(expected)}"
         )
+    elif wanted.dtype != saved.dtype and not cast:
+        expected, found = wanted.dtype, saved.dtype
+        message = f"the checkpoint holds {found}, the target wants {expected}; cast=True converts"
+    elif have == want:
         return
-    if wanted.dtype != saved.dtype and not cast:
-        mismatches.add(
-            DtypeMismatchError,
-            path,
-            f"the checkpoint holds {saved.dtype}, the target wants {wanted.dtype}; "
-            "cast=True converts",
-            expected=wanted.dtype,
-            found=saved.dtype,
-        )
-        return
-    if have == want:
-        return
-    if want is None:
+    elif want is None:
         message = f"the checkpoint holds PRNG keys ({have}), the target an array"
     else:
         message = f"the checkpoint holds an array, the target wants PRNG keys ({want})"
-    mismatches.add(DtypeMismatchError, path, message, expected=want, found=have)
+    mismatches.add(kind, path, message, expected=expected, found=found)
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

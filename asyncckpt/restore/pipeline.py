@@ -1,9 +1,9 @@
-"""The restore pipeline: fetch, decode and place of one restore, overlapping."""
+"""The restore pipeline: the overlapping stages fetch, decode and place of one restore."""
 
 # Rule 1: values are handed over only after every checksum has passed.
 # Rule 2: the loop only starts and counts reads; work per leaf runs in worker threads.
-# Rule 3: a leaf is placed once all its chunks have arrived; `_waiting` counts them down. None is if
-#   the memory that is read into is the leaf.
+# Rule 3: a leaf is placed once all its chunks have arrived; `_waiting` counts them down. A leaf
+#   that is its own destination buffer is not placed.
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from asyncckpt.restore.request import RestoreRequest
 from asyncckpt.runtime import Runtime
 
 PLACE_LEAVES = 4096
-"""Leaves placed by one call of a worker, in a few milliseconds."""
+"""Most leaves that one call of a worker places, in a few milliseconds."""
 
 
 @dataclass(eq=False, repr=False)
@@ -44,14 +44,14 @@ class RestorePipeline:
     """One restore, from matched leaves to finished ones.
 
     Attributes:
-        exchanger: reads once what several processes want, if they do so.
+        exchanger: reads chunks that several processes want once for all; None if each reads them.
         results: the restored leaves.
         nbytes: bytes of the restored arrays.
         read_nbytes: bytes read from the store.
-        received_nbytes: bytes that came by exchange between processes.
-        unverified: paths whose bytes had no checksum.
+        received_nbytes: bytes received by exchange between processes.
+        unverified: paths of arrays without checksums.
         notes: for the report.
-        reads: what was read and why, if the restore is to be explained.
+        reads: the ranges read, and for which leaves, with `RestoreOptions.explain`.
     """
 
     runtime: Runtime
@@ -66,10 +66,10 @@ class RestorePipeline:
         self._into = self.request.mode == "into"
         self._atomic = self._into and self.request.options.atomic
         self._placement = Placement(self.opened, self.request)
-        # Whether the memory of ordinary arrays is the leaf itself, so that none has to be placed.
+        # Whether ordinary arrays are their own destination buffers, so that none is placed.
         to_numpy = self.request.mode != "saved" or self.request.framework.name == "numpy"
         self._are_leaves = to_numpy and not self._atomic
-        # A store that copies anyway copies to the destination, also below what direct reads need.
+        # A store that copies anyway may copy smaller chunks straight to the destination, too.
         copies = self.opened.files.capabilities.read_copies
         self._plan = partial(
             plan_reads,
@@ -77,14 +77,14 @@ class RestorePipeline:
             direct_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
         )
         self._buffers: Buffers
-        self._unplaced = 0  # the first destinations, whose memory is the leaf
-        self._waiting: list[int] = []  # for so many chunks, by number of the array
+        self._unplaced = 0  # number of leaves that are not placed; their destinations come first
+        self._waiting: list[int] = []  # chunks that have not arrived, by number of the array
         self._ready: list[int] = []
         self._arrived = asyncio.Event()
         self._tied: dict[Hashable, Any] = {}
         self._twins: dict[int, int] = {}
-        self._equal: dict[int, int] = {}  # leaves that must equal another one: twins, shared ones
-        self._held: dict[int, Sequence[Any]] = {}  # values of both
+        self._equal: dict[int, int] = {}  # leaves that must equal another: twins, shared ones
+        self._held: dict[int, Sequence[Any]] = {}  # values of the arrays among both
         self._done_nbytes = 0
         self._started = False
         self.results: list[Any] = [None] * (len(self._arrays) + len(self._scalars))
@@ -105,7 +105,7 @@ class RestorePipeline:
         """
         compute = self.runtime.engine.compute
         try:
-            # Without arrays too, a process takes part in what the others agree on.
+            # A process without arrays takes part in the agreements, too.
             if self._arrays or self.exchanger is not None:
                 await self._read()
             with self.recorder.span("place"):
@@ -143,7 +143,7 @@ class RestorePipeline:
             compute=compute,
             concurrency=None if options.concurrency == "auto" else options.concurrency,
             own_memory=not self._into or self._atomic,
-            # Whole arrays that all processes of a host fill are read from its disk once.
+            # Processes of one host that fill the same whole arrays read them from its disk once.
             shared=self._into and self.request.process_count > 1,
             arrived=self._count_down,
             progress=partial(self._progress, reads.plan.read_nbytes),
@@ -170,7 +170,7 @@ class RestorePipeline:
                 self.reads += await compute.run(explained, each, self._arrays, owners)
 
     def _count_down(self, destinations: Sequence[int]) -> None:
-        """Note that a chunk of each of these destinations has arrived."""
+        """Count down the chunks of the leaves in these destinations."""
         waiting, owners, sharers = self._waiting, self._buffers.owners, self._buffers.sharers
         leaves = [owners[number] for number in destinations if number >= self._unplaced]
         if sharers:
@@ -201,7 +201,7 @@ class RestorePipeline:
             self.request.progress(Progress("fetch", done, total_nbytes))
 
     def written(self) -> list[str]:
-        """Return the paths of the targets whose own memory is written."""
+        """Return the paths of the targets whose own memory is filled."""
         if not self._into:
             return []
         writes, described = self._placement.writes, self._arrays.described
@@ -213,10 +213,10 @@ class RestorePipeline:
     # -- in worker threads
 
     def _prepare(self, extents: Extents) -> PlannedReads:
-        """Allocate memory and plan the reads; nothing of a target is written yet."""
+        """Allocate memory and plan the reads, without writing to a target."""
         opened = self.opened
         if opened.record is None:
-            self._look_at_foreign(extents)
+            self._check_foreign(extents)
         self._note_large_chunks()
         self._check()
         in_place = self._into and not self._atomic
@@ -247,14 +247,14 @@ class RestorePipeline:
         return reads
 
     def _check(self) -> None:
-        """Check targets, and make the scalars that are no target: both can fail."""
+        """Check targets for overlaps, and make the scalars that are not written in place."""
         if self._into:
             self._equal = self._twins = find_twins(self.matching, self.opened.first_rows)
         elif self.request.shared:
             self._equal = find_shared(self.matching, self.opened.first_rows, self.request.shared)
         self._place_scalars(writing=False)
 
-    def _look_at_foreign(self, extents: Extents) -> None:
+    def _check_foreign(self, extents: Extents) -> None:
         """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
         opened, arrays = self.opened, list(self._arrays)
         self.notes.extend(opened.notes)
@@ -265,10 +265,10 @@ class RestorePipeline:
             self.notes.append(opened.unverified_note(len(self.unverified), len(arrays)))
 
     def _note_large_chunks(self) -> None:
-        """Note compressed chunks that do not fit into the budget, as that of another machine."""
+        """Note compressed chunks larger than the budget, such as those of a larger machine."""
         opened, budget = self.opened, self.runtime.budget.capacity
         if not any(s.chunk_nbytes > budget and s.codec.decode for s in opened.storages):
-            return  # as nearly always, without a look at every leaf
+            return  # nearly always, so that no leaf is looked at
         storages = [opened.storage(array) for leaf in self._arrays for array in leaf.arrays()]
         large = max((s.chunk_nbytes for s in storages if s.codec.decode is not None), default=0)
         if large > budget:
@@ -284,7 +284,7 @@ class RestorePipeline:
             if number in self._twins:
                 self.results[number] = self._target_of(number)
             elif self._atomic:
-                # A value that does not fit must be found before any target is touched.
+                # A value that does not fit must raise before any target is written.
                 parts = self._placement.converted(arrays[number], buffers.take(number))
                 buffers.boxes[number] = parts
             else:
@@ -294,7 +294,7 @@ class RestorePipeline:
         leaf, opened = self._arrays[number], self.opened
         key: Hashable | None = None
         if opened.arrays.tied:
-            # Leaves that share memory come back as one object, unless they differ in other facts.
+            # Leaves that shared memory become one object, unless their extra facts differ.
             shared = tied_key(opened, leaf, self.request.framework.name)
             if shared is not None:
                 facts = opened.leaves.extra.get(leaf.saved)
@@ -307,7 +307,7 @@ class RestorePipeline:
             self._tied[key] = value
 
     def _place_late(self) -> None:
-        """Write the targets of an atomic restore, then those of scalars."""
+        """Write the targets of an atomic restore, then the scalars."""
         if not self._started:
             self._check()
         self._compare()
@@ -324,10 +324,10 @@ class RestorePipeline:
         return want.leaf
 
     def _compare(self) -> None:
-        """Check that what was saved for one target by several names has one value.
+        """Check that leaves that become one array in the target were saved with equal values.
 
         Raises:
-            MismatchError: it has two; names both leaves.
+            MismatchError: two values differ; names both leaves.
         """
         leaves = [*self._arrays, *self._scalars] if self._equal else []
         for number, first in self._equal.items():
@@ -351,7 +351,7 @@ class RestorePipeline:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two arrays or Python scalars are the same, bit by bit."""
+    """Return whether two arrays or Python scalars are bitwise equal."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(bits(one), bits(other))
     return repr(one) == repr(other)

@@ -1,4 +1,4 @@
-"""Place: leaves of the types asked for, made from host memory with checked values."""
+"""The place stage: make leaves of the requested types from checked values in host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Memory = npt.NDArray[Any]
 
 
 class Placement:
-    """Makes the leaves of one restore. Called in worker threads, once per leaf."""
+    """The place stage of one restore, called in worker threads once per leaf."""
 
     def __init__(self, opened: OpenCheckpoint, request: RestoreRequest) -> None:
         self._opened = opened
@@ -30,7 +30,7 @@ class Placement:
         self._into = request.mode == "into"
 
     def writes(self, leaf: LeafRestore) -> bool:
-        """Return whether placing the leaf writes to memory of the caller."""
+        """Return whether placing the leaf writes to the caller's memory."""
         if not self._into or leaf.target is None:
             return False
         return is_filled(leaf.target) and leaf.target.boxes != ()
@@ -54,7 +54,7 @@ class Placement:
     def place(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
         """Return the leaf, which owns the memory of `parts` from here on.
 
-        `parts` are one array, one for each box of the target, or none for a scalar of the record.
+        `parts` are one array, an array per box of the target, or none for a scalar of the record.
 
         Raises:
             RestoreError: the framework could not make the leaf; names it and the checkpoint.
@@ -83,7 +83,7 @@ class Placement:
         if leaf.spec is None:
             parts = [leaf.scalar] * (1 if boxes is None else len(boxes))
         if self._into and boxes == ():
-            return want.leaf  # no element of it is held here: there is nothing to fill
+            return want.leaf  # this process holds no element of it
         buffers = target.buffers if target.buffer is None else (target.buffer,)
         if not self._into or not buffers:
             return adapter.place(target, self.converted(leaf, parts))
@@ -114,11 +114,10 @@ class Placement:
         return scalar_from_array(leaf.path, values, kind)
 
     def _adapter(self, leaf: LeafRestore) -> FrameworkAdapter:
-        """Return the adapter that makes a leaf below an object with a state dict.
+        """Return the adapter that makes a leaf that the present state dict of its object lacks.
 
-        Entries that the present state dict lacks are made by the adapter that the object's class
-        expects, or else by the one that saved them: a PyTorch optimizer takes tensors, a data
-        loader the NumPy arrays that it gave.
+        The object's class may determine it (a PyTorch optimizer takes tensors); otherwise it is the
+        adapter that saved the leaf (a data loader takes the NumPy arrays that it gave).
         """
         request = self._request
         root = enclosing(leaf.path, request.stateful)
@@ -131,9 +130,7 @@ class Placement:
 def cast_values(
     path: str, values: npt.NDArray[Any], dtype: str, out: npt.NDArray[Any] | None = None
 ) -> npt.NDArray[Any]:
-    """Return the values in another dtype (in `out`, if given). Blocking.
-
-    Precision may be lost, values out of range are errors.
+    """Return the values in another dtype, in `out` if given. May lose precision. Blocking.
 
     Raises:
         DtypeMismatchError: a value does not fit into the dtype; names the path and one such value.
@@ -162,7 +159,7 @@ def cast_values(
 
 
 def _overflow(values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> Any:
-    """Return a finite value that a cast has made an infinity or a NaN, or None."""
+    """Return a finite value that a cast turned into an infinity or a NaN, or None."""
     if numeric_class(cast.dtype.name) not in ("float", "complex"):
         return None
     bad = ~np.isfinite(cast)
@@ -174,9 +171,9 @@ def _overflow(values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> Any:
 
 
 def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-    """Return the Python value of an array that stores one, or None.
+    """Return the Python value that an array stores, or None.
 
-    asyncckpt stores long `bytes` as arrays; other libraries store all numbers as arrays.
+    asyncckpt stores long `bytes` as arrays; other libraries, all numbers.
     """
     kind = extra.get("python")
     if kind == "bytes":

@@ -1,6 +1,6 @@
-"""Planned reads: which chunks of a checkpoint fill which memory, and the ranges to read for them.
+"""Planned reads: the ranges to read, and the memory that their chunks fill.
 
-Restores, verifications of foreign checkpoints, and conversions read chunks in this way.
+Restores, conversions, and verification of foreign checkpoints use them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Destinations:
     Attributes:
         path: path of the leaf, for errors.
         array: index of the stored array.
-        box: the wanted part; None for all of it.
+        box: the wanted part of the array; None for all of it.
         values: memory of the box's shape, in the stored dtype; None to read and check only.
-        flat: the same memory as one run of bytes; None where it is not one run, and for small
-            arrays, whose bytes are viewed only when they arrive.
+        flat: the same memory as one run of bytes; None if it is not one run, and for small arrays,
+            whose bytes are viewed only when they arrive.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Destinations:
         values: npt.NDArray[Any] | None,
         flat: Bytes | None,
     ) -> None:
-        """Add a destination of these fields."""
+        """Add a destination."""
         self.path.append(path)
         self.array.append(array)
         self.box.append(box)
@@ -58,7 +58,7 @@ class Destinations:
         self.flat.append(flat)
 
     def requests(self) -> Requests:
-        """Return what is wanted, for the planner."""
+        """Return the wanted boxes for the planner."""
         contiguous = np.array([flat is not None for flat in self.flat], np.bool_)
         return Requests(np.array(self.array, np.int64), self.box, contiguous)
 
@@ -73,9 +73,8 @@ class PlannedReads:
     """The reads that fill some destinations.
 
     Attributes:
-        opened: the checkpoint.
-        files: what is read: its files, or streams that processes exchange.
-        extents: where its chunks are in them.
+        files: the files of the checkpoint, or streams that processes exchange.
+        extents: extents of the chunks in `files`.
         destinations: by number of the request in the plan.
         plan: the ranges to read.
     """
@@ -99,14 +98,9 @@ def plan_reads(
 ) -> PlannedReads:
     """Plan the reads that fill the destinations. Blocking.
 
-    Args:
-        opened: the checkpoint.
-        extents: where its chunks are.
-        destinations: memory to fill.
-        slot_nbytes: longest read of several small chunks.
-        direct_nbytes: least length of a chunk that is read straight into its destination.
-        files: what is read instead of the files of the checkpoint.
-        only: whether to read each chunk; None reads all that are wanted.
+    Small chunks are read together, up to `slot_nbytes`; those of `direct_nbytes` or more, straight
+    into their destinations. `files` replaces the files of the checkpoint; `only` says of each chunk
+    whether to read it (None: read all wanted chunks).
     """
     source = opened.files if files is None else files
     plan = plan_restore(

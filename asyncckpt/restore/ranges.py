@@ -1,6 +1,6 @@
 """Ranges of data files that are read by one call each."""
 
-# Rule: every batch is in exactly one read, and a read that is not `together` has exactly one.
+# Rule: every batch is in exactly one read, and a read that is not `together` has exactly one batch.
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import NamedTuple
 from asyncckpt.planning.restore import ReadBatch
 
 SPAN_NBYTES = 64 << 20
-"""Runs are no longer than this before they are cut."""
+"""Longest run, before it is cut."""
 
 ASIDE_NBYTES = 4 << 20
-"""Small chunks between large ones are read with them up to this size, into memory of their own."""
+"""Most bytes of small chunks that are read with the large ones around them."""
 
 RUN_NBYTES = 16 << 20
-"""Neighbouring chunks that go straight into destinations are read by one call of about this size: a
-hop between threads costs as much as reading a megabyte, a request as much as reading three."""
+"""Approximate size of one call that reads adjacent chunks straight into destinations: a thread hop
+costs as much as reading a megabyte, a request as much as reading three."""
 
 RUN_MIN_NBYTES = 8 << 20
-"""Towards the end of a remote restore, calls are this short: a stream then carries two
-thirds of what it could, but none of them is still running when all others have ended."""
+"""Shortest call towards the end of a remote restore: a stream then reaches two thirds of its
+throughput, but no long call is still running when all others have ended."""
 
 SLACK = 8
-"""Calls exceed these sizes by an eighth at most: they end where a chunk ends, and leave no small
-remainder for a call of its own, unless it follows a chunk that is as large."""
+"""Calls exceed these sizes by at most an eighth, to end where a chunk ends and to leave no small
+remainder for another call, unless that follows a chunk as large."""
 
 
 class Read(NamedTuple):
     """One call that reads.
 
     Attributes:
-        batches: neighbours in one file, by offset.
-        together: each batch goes straight into its destination or into memory of its own; otherwise
+        batches: adjacent batches of one file, by offset.
+        together: each batch goes straight into its destination or into memory of its own; if not,
             there is one batch, which goes through slots.
     """
 
@@ -46,7 +46,7 @@ Begins = Callable[[ReadBatch], bool]
 
 
 def near(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
-    """Yield the reads of a file system, in the order of the files."""
+    """Yield the reads of a file system, in file order."""
     for run in _runs(batches, begins, gap_nbytes):
         yield from _evenly(run, RUN_NBYTES)
 
@@ -56,8 +56,8 @@ def far(
 ) -> Sequence[Read]:
     """Return the reads of an object store, where seeking costs nothing: the longest first.
 
-    A read is no longer than the share of each of `streams` in what remains to be read. The short
-    ones come last, when a long one would still be running after all others have ended (guided
+    A read is no longer than the share of one of `streams` in the remaining bytes. Short reads come
+    last, when a long one would still be running after all others have ended (guided
     self-scheduling, Polychronopoulos and Kuck 1987).
     """
     runs = list(_runs(batches, begins, gap_nbytes))
@@ -71,12 +71,12 @@ def far(
 
 
 def span(batches: Sequence[ReadBatch]) -> int:
-    """Return the bytes from the first batch's begin to the last one's end."""
+    """Return the bytes from the start of the first batch to the end of the last."""
     return batches[-1].offset + batches[-1].nbytes - batches[0].offset
 
 
 def _runs(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
-    """Yield runs of neighbours that need no slot, and small ones between; others one by one."""
+    """Yield runs of adjacent batches, small ones between them included; others one by one."""
     run: list[ReadBatch] = []
     aside = 0
     for batch in batches:
@@ -107,7 +107,7 @@ def _continues(run: Sequence[ReadBatch], batch: ReadBatch, gap_nbytes: int) -> b
 
 
 def _evenly(run: Read, nbytes: int) -> Iterator[Read]:
-    """Yield a run cut into reads of about equal size, near `nbytes` but not far above it."""
+    """Yield a run as reads of about equal size, near `nbytes` but not far above it."""
     most = nbytes + nbytes // SLACK
     ends = [batch.offset + batch.nbytes for batch in run.batches]
     first = 0
@@ -115,7 +115,7 @@ def _evenly(run: Read, nbytes: int) -> Iterator[Read]:
         start = run.batches[first].offset
         left = ends[-1] - start
         share = left / max(1, -(-left // most))
-        # The cut is where a chunk ends, as close to an even share of the run as it can be.
+        # Cut where a chunk ends, as close to an even share of the run as possible.
         last = first
         while last + 1 < len(ends):
             before, after = ends[last] - start, ends[last + 1] - start

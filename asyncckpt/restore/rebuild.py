@@ -1,4 +1,4 @@
-"""The last step of a restore, in the caller's thread: make the tree, and load objects' state."""
+"""The last step of a restore, in the caller's thread: make the tree, or load objects' state."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from asyncckpt.adapters import AdapterSet
 from asyncckpt.errors import RestoreError, RestoreWarning
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.restore import RestoreOutcome
-from asyncckpt.restore.state_dicts import as_it_was, in_kind
+from asyncckpt.restore.state_dicts import with_present_classes, with_present_keys
 from asyncckpt.tree import Flat, PerProcess, escape, match_glob, unflatten, unflatten_like, where
 
 ABSENT: Final = object()
-"""Stands for a leaf that was not restored."""
+"""Placeholder of a leaf that was not restored."""
 
 
 def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet) -> Any:
-    """Return the restored tree, in the containers of `like` or in plain ones."""
+    """Return the restored tree, in the containers of the target if a target was given."""
     if outcome.report.notes:
         _warn(outcome.report)
     if flat is not None:
         pairs = [*zip(flat.paths, flat.leaves, strict=True)]
         values = _of_all(outcome, [path for path, leaf in pairs if leaf is PerProcess.all])
         leaves = [
-            # With strict=False, the checkpoint may have none.
+            # With strict=False, the checkpoint may lack it.
             values.get(path, leaf) if leaf is PerProcess.all else outcome.wanted.get(number, leaf)
             for number, (path, leaf) in enumerate(pairs)
         ]
@@ -39,7 +39,7 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
 
 
 def _share(leaves: list[Any], outcome: RestoreOutcome) -> None:
-    """Give all occurrences of an object the same leaves, those that were restored."""
+    """Use the restored leaves in all occurrences of an object."""
     shared, wanted = outcome.request.shared, outcome.wanted
     for number, first in shared.items():
         if number in wanted:
@@ -49,7 +49,7 @@ def _share(leaves: list[Any], outcome: RestoreOutcome) -> None:
 
 
 def _of_all(outcome: RestoreOutcome, paths: Sequence[str]) -> dict[str, list[Any]]:
-    """Return by path the list of the values that all processes have saved there."""
+    """Return the list of the values that all processes saved at each path."""
     found: dict[str, list[Any]] = {}
     for path, (structure, ordinals) in outcome.structure.subtrees(paths).items() if paths else ():
         values = unflatten(structure, [outcome.saved[ordinal] for ordinal in ordinals])
@@ -58,7 +58,7 @@ def _of_all(outcome: RestoreOutcome, paths: Sequence[str]) -> dict[str, list[Any
 
 
 def _warn(report: RestoreReport) -> None:
-    # The warning names the line that called the facade: async, blocking or the command line.
+    # The warning points to the caller's line outside the package.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("asyncckpt."):
         frame, level = frame.f_back, level + 1
@@ -67,10 +67,10 @@ def _warn(report: RestoreReport) -> None:
 
 
 def _prune(node: Any) -> tuple[Any, bool]:
-    """Return the tree without absent leaves, and whether a leaf remains in it.
+    """Return the tree without absent leaves, and whether it still has a leaf.
 
-    Absent entries of dicts are removed, absent items of sequences become None; containers that are
-    left empty are absent, too. Those that never had a leaf (None, `{}`) stay if their parents do.
+    Absent entries of dicts are removed, absent items of sequences become None. Containers that
+    lose all their leaves are absent, too; those without leaves (None, `{}`) stay with their parent.
     """
     if isinstance(node, dict):
         pruned = [_prune(child) for child in node.values()]
@@ -86,14 +86,14 @@ def _prune(node: Any) -> tuple[Any, bool]:
 
 
 def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> RestoreReport:
-    """Give every object with a state dict the restored one, and replace immutable leaves.
+    """Load the restored state dicts into their objects, and replace immutable leaves.
 
-    With `strict=False` a `load_state_dict` that takes `strict` is called with False, and the keys
-    that it returns are in the report.
+    With `strict=False`, `load_state_dict` is called with `strict=False` if it takes that, and the
+    report has the keys that it returns.
 
     Raises:
         RestoreError: an object refused its state dict, or a container its new leaf; `written`
-            lists what had been written.
+            lists the targets written before.
     """
     request, report = outcome.request, outcome.report
     missing, unexpected = list(report.missing), list(report.unexpected)
@@ -133,44 +133,40 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
 
 
 def _states(outcome: RestoreOutcome, flat: Flat) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, object and restored state dict of every object that gets one."""
+    """Yield path, object and restored state dict of every object that was restored."""
     if not flat.stateful:
         return
     include = outcome.request.include
     subtrees = outcome.structure.subtrees([path for path, _ in flat.stateful])
-    states = _present_states(flat)
+    # The state dict that each object had when the target was flattened.
+    states = {
+        id(owner): flat.objects[-node.children[0]] if node.children[0] < 0 else None
+        for node, owner in zip(flat.structure.nodes, flat.objects, strict=True)
+        if node.kind == "stateful"
+    }
     for path, target in flat.stateful:
         if path not in subtrees:
             continue  # strict=False or include=: the checkpoint has nothing for it
         structure, ordinals = subtrees[path]
         leaves = [outcome.saved.get(ordinal, ABSENT) for ordinal in ordinals]
         if include is not None:
-            # Include selects all or nothing of it: a part was refused before the read.
+            # `include` selects all of an object or nothing: `match` has refused parts.
             held = any([leaf is not ABSENT for leaf in leaves])
             if not (held or (not leaves and match_glob([path], include)[0])):
                 continue
         state = unflatten(structure, leaves)
         present = states[id(target)]
         if outcome.form == "dcp":
-            state = as_it_was(state, present)
-        state = in_kind(state, present)
+            state = with_present_keys(state, present)
+        state = with_present_classes(state, present)
         if outcome.form == "safetensors":
-            # Such files have no versions, so `load_state_dict` must apply its migrations.
+            # These files have no versions, so `load_state_dict` must apply its migrations.
             getattr(state, "__dict__", {}).pop("_metadata", None)
         yield path, target, state
 
 
-def _present_states(flat: Flat) -> dict[int, Any]:
-    """Return by object `id` the state dict that was taken with the target."""
-    return {
-        id(owner): flat.objects[-node.children[0]] if node.children[0] < 0 else None
-        for node, owner in zip(flat.structure.nodes, flat.objects, strict=True)
-        if node.kind == "stateful"
-    }
-
-
 def _keys(path: str, answer: Any, name: str) -> list[str]:
-    """Return the paths of the keys that `load_state_dict` returned, as modules do."""
+    """Return the paths of the keys that `load_state_dict` returned, if it did as modules do."""
     keys = getattr(answer, name, ())
     if not isinstance(keys, (list, tuple, set, frozenset)):
         return []
@@ -187,7 +183,6 @@ def _refused(
         stage="place",
         location=outcome.report.location,
     )
-    # This holds for atomic=True as well: arrays had to be filled before the object could be asked.
     refusal.written = tuple(dict.fromkeys([*outcome.written, *done]))
     refusal.add_note(
         f"{len(refusal.written)} targets have been written (error.written lists them): arrays, "

@@ -1,14 +1,14 @@
 """Restore requests, made in the caller's thread."""
 
-# Rule 1: everything that depends on the caller's thread (state dicts, thread-local state of the
-#   frameworks) is looked up here; the engine sees only values.
+# Rule: everything that depends on the caller's thread (state dicts, thread-local state of the
+#   frameworks) is read here; the engine sees only values.
 
 from __future__ import annotations
 
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -56,13 +56,12 @@ class Wanted(NamedTuple):
     """One leaf of a target.
 
     Attributes:
-        path: its path.
         leaf: the caller's array or Python scalar.
-        adapter: the adapter of an array, None for scalars.
+        adapter: the adapter of an array; None for scalars.
         target: the adapter's description of the array.
-        holder: the container of an immutable leaf that a restore in place replaces.
+        holder: the container of an immutable leaf, which a restore in place replaces.
         fixed: whether both the leaf and its container are immutable.
-        given: whether an object with a state dict gets a new array like it.
+        is_template: whether an object with a state dict gets a new array like this one.
     """
 
     path: str
@@ -71,21 +70,20 @@ class Wanted(NamedTuple):
     target: Target | None = None
     holder: Holder | None = None
     fixed: bool = False
-    given: bool = False
+    is_template: bool = False
 
 
 class TargetLeaves(Sequence[Wanted]):
-    """The leaves of a target, by column: small NumPy arrays need no object each.
+    """The leaves of a target, by column; `leaves[number]` makes a `Wanted` on demand.
 
-    Descriptions of 100,000 arrays cost more time than their bytes, most of it in the garbage
-    collector. `leaves[number]` makes that of an ordinary array on demand.
+    Making 100,000 objects takes longer than reading as many small arrays, mostly because of the
+    garbage collector.
 
     Attributes:
-        paths: path of each.
         leaves: the caller's arrays and Python scalars.
-        in_place: whether the arrays are to be filled.
-        specs: shape and dtype of every ordinary array: a NumPy array of such a dtype which, if it
-            is to be filled, is C-contiguous and owns its memory. None for other leaves.
+        in_place: whether the arrays are filled.
+        specs: shape and dtype of every ordinary leaf, a NumPy array that, if it is filled, is
+            C-contiguous and owns its memory. None for other leaves.
         described: the other leaves, by number.
     """
 
@@ -100,7 +98,7 @@ class TargetLeaves(Sequence[Wanted]):
 
     @classmethod
     def of(cls, wanted: Sequence[Wanted]) -> TargetLeaves:
-        """Return leaves that are described already."""
+        """Return the leaves with these descriptions."""
         made = cls([want.path for want in wanted], [want.leaf for want in wanted])
         made.described = dict(enumerate(wanted))
         return made
@@ -124,12 +122,12 @@ class StatefulTarget(NamedTuple):
     """An object of the target whose `load_state_dict` gets the state saved at its path.
 
     Attributes:
-        adapter: the adapter of the arrays that it takes, None if its class does not tell.
+        adapter: the adapter of the arrays that it takes; None if unknown.
         required: maps a path in its state dict to a key that the present and the saved state must
-            both have, or to None where they may differ; None where nothing is known.
+            both have, or to None where they may differ; None if unknown.
         takes_strict: whether its `load_state_dict` has a parameter `strict`.
-        fresh: called with a path, its part in the state dict, and the saved spec; returns a leaf to
-            restore into where the state dict has none yet, or None. None where nothing is known.
+        fresh: called with a path, the path within the state dict, and the saved spec; returns a
+            leaf to restore into if the state dict has none yet, or None. None if unknown.
     """
 
     adapter: FrameworkAdapter | None
@@ -140,33 +138,34 @@ class StatefulTarget(NamedTuple):
     def is_filled(self, key: str) -> bool:
         """Return whether arrays at this path in the state dict may be filled in place.
 
-        Only modules and optimizers do nothing but copy or keep what they are given. Other objects,
-        and `set_extra_state` of a module, may compare or combine it with their present state,
-        which therefore must not change before.
+        Modules and optimizers only copy or keep the arrays that they are given. Other objects, and
+        `set_extra_state` of a module, may compare or combine them with their present state, which
+        must not change before.
         """
         return self.required is not None and not key.partition("/")[0].endswith("_extra_state")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreRequest:
-    """What a caller wants restored.
+    """The request of a caller for one restore.
 
     Attributes:
-        mode: `saved` restores what was saved, `like` things like a target, `into` fills a target.
+        mode: `saved` makes leaves as they were saved, `like` leaves like those of a target; `into`
+            fills a target.
         wanted: the target's leaves.
         framework: adapter for leaves without a target.
         include: globs on paths, or None for all.
         strict: missing and unexpected leaves are errors.
-        cast: other dtypes are converted.
+        cast: convert other dtypes.
         options: how to restore.
         progress: called as the restore proceeds.
-        stateful: by path, the target's objects with a state dict.
-        loaded: adapters of the frameworks that are imported, by name.
-        per_process: paths of the target at which every process has its own values.
+        stateful: the target's objects with a state dict, by path.
+        loaded: adapters of the imported frameworks, by name.
+        per_process: paths of the target with a value per process.
         process_count: number of processes that restore.
-        save_id: identity of the save that is wanted; empty for any.
-        shared: with mode `like`, the leaves of the target in further occurrences of an object, by
-            ordinal, and the same leaf in the first (`shared_leaves`).
+        save_id: the save to restore; empty for any.
+        shared: with mode `like`, leaves in repeated occurrences of an object, by ordinal, with the
+            same leaf in the first occurrence (`shared_leaves`).
     """
 
     mode: Mode
@@ -198,33 +197,35 @@ def restore_request(
     process: int = 0,
     process_count: int = 1,
 ) -> tuple[RestoreRequest, Flat | None, AdapterSet]:
-    """Return the request, the target taken apart (if there is one), and the adapters.
+    """Return the request, the flattened target (None if there is none), and the adapters.
 
     Raises:
         UnsupportedLeafError: nothing can be restored to a leaf of the target; names its path.
         UsageError: `leaves` is no framework, or the target is no tree.
     """
     adapters = adapters_for_loaded_frameworks(process)
-    flat = None if mode == "saved" else flatten(like, adapters.nodes)
-    stateful = (
-        {} if flat is None else {path: _stateful(owner, adapters) for path, owner in flat.stateful}
-    )
     request = RestoreRequest(
         mode=mode,
-        wanted=TargetLeaves()
-        if flat is None
-        else target_leaves(flat, adapters, stateful, in_place=mode == "into"),
+        wanted=TargetLeaves(),
         framework=adapter_named(leaves),
         include=include,
         strict=strict,
         cast=cast,
         options=options,
         progress=progress,
-        stateful=stateful,
         loaded=adapters.frameworks,
-        per_process=() if flat is None else per_process_paths(flat.structure),
         process_count=process_count,
-        shared=shared_leaves(flat) if flat is not None and mode == "like" else {},
+    )
+    if mode == "saved":
+        return request, None, adapters
+    flat = flatten(like, adapters.nodes)
+    stateful = {path: _stateful(owner, adapters) for path, owner in flat.stateful}
+    request = replace(
+        request,
+        wanted=_target_leaves(flat, adapters, stateful, in_place=mode == "into"),
+        stateful=stateful,
+        per_process=per_process_paths(flat.structure),
+        shared=shared_leaves(flat) if mode == "like" else {},
     )
     return request, flat, adapters
 
@@ -233,7 +234,7 @@ def _stateful(owner: Any, adapters: AdapterSet) -> StatefulTarget:
     return StatefulTarget(
         adapters.expected_by(type(owner)),
         adapters.required_by(owner),
-        takes_strict(owner.load_state_dict),
+        _takes_strict(owner.load_state_dict),
         _fresh(owner, adapters),
     )
 
@@ -253,8 +254,8 @@ def _fresh(owner: Any, adapters: AdapterSet) -> Fresh | None:
     return wanted
 
 
-def takes_strict(load_state_dict: Callable[..., Any]) -> bool:
-    """Return whether the method has a parameter `strict`, as that of modules has."""
+def _takes_strict(load_state_dict: Callable[..., Any]) -> bool:
+    """Return whether the method has a parameter `strict`, as for modules."""
     try:
         parameter = inspect.signature(load_state_dict).parameters.get("strict")
     except (TypeError, ValueError):
@@ -265,17 +266,13 @@ def takes_strict(load_state_dict: Callable[..., Any]) -> bool:
     )
 
 
-def target_leaves(
-    flat: Flat,
-    adapters: AdapterSet,
-    stateful: Mapping[str, StatefulTarget],
-    *,
-    in_place: bool,
+def _target_leaves(
+    flat: Flat, adapters: AdapterSet, stateful: Mapping[str, StatefulTarget], *, in_place: bool
 ) -> TargetLeaves:
-    """Open the leaves of a target, with the holder of each leaf that can only be replaced.
+    """Describe the leaves of a target, with the holder of each leaf that can only be replaced.
 
-    With `in_place`, arrays are to be filled, except those that an object with a state dict gets as
-    new ones (`StatefulTarget.is_filled`).
+    With `in_place`, arrays are filled, unless their object gets new ones
+    (`StatefulTarget.is_filled`).
 
     Raises:
         UnsupportedLeafError: nothing can be restored to a leaf; names its path.
@@ -283,8 +280,8 @@ def target_leaves(
     made = TargetLeaves(flat.paths, flat.leaves, in_place=in_place)
     specs, described = made.specs, made.described
     immutable: list[int] = []
-    # This loop decides what a small leaf costs the caller: an ordinary array with the spec of an
-    # earlier one needs no call.
+    # This loop determines the cost of a small leaf in the caller's thread: an ordinary array with
+    # the dtype and shape of an earlier one needs no call.
     known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
     fills: Iterable[bool] = itertools.repeat(in_place)
     if in_place and stateful:
@@ -310,15 +307,15 @@ def target_leaves(
                 target = adapter.target(path, leaf, in_place=fill)
             except AsyncCheckpointError:
                 raise
-            except Exception as error:  # of a subclass, or of a value that is traced
+            except Exception as error:  # raised by a subclass, or for a traced value
                 raise unreadable(path, leaf, error) from error
             if is_plain and leaf.dtype == DTYPES[target.spec.dtype]:
                 known[leaf.dtype, leaf.shape] = specs[number] = target.spec
                 continue
         if in_place and not is_filled(target):
             immutable.append(number)
-        given = in_place and not fill
-        described[number] = Wanted(path, leaf, adapter, target, given=given)
+        is_template = in_place and not fill
+        described[number] = Wanted(path, leaf, adapter, target, is_template=is_template)
     if immutable:
         plain = [n for n in immutable if enclosing(flat.paths[n], stateful) is None]
         holders = _holders(flat, set(plain))
@@ -329,7 +326,7 @@ def target_leaves(
 
 
 def _no_target(path: str, leaf: Any) -> UnsupportedLeafError:
-    """Return the error for what is neither an array nor a scalar."""
+    """Return the error for a leaf that is neither an array nor a scalar."""
     if leaf is PerProcess.all:
         advice = "PerProcess.all makes a new list, which fills nothing; use restore(like=...)"
     elif leaf is ...:
@@ -343,27 +340,25 @@ def _no_target(path: str, leaf: Any) -> UnsupportedLeafError:
 
 
 def _fills(paths: Sequence[str], stateful: Mapping[str, StatefulTarget]) -> Iterator[bool]:
-    """Yield for each leaf whether its memory is filled: not if its object gets a new array."""
+    """Yield for each leaf whether its memory is filled, or its object gets a new array."""
     for path in paths:
         root = enclosing(path, stateful)
         yield root is None or stateful[root].is_filled(below(path, root))
 
 
 def is_filled(target: Target | None) -> bool:
-    """Return whether a restore in place keeps the object and fills it, or has nothing to fill."""
+    """Return whether a restore in place keeps the array: fills it, or has no element to fill."""
     if target is None:
         return False
     return target.buffer is not None or target.fill or bool(target.buffers) or target.boxes == ()
 
 
 def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:
-    """Return by ordinal the holders of these leaves, of those whose containers are mutable."""
+    """Return the holders of those leaves whose containers are mutable, by ordinal."""
     holders: dict[int, Holder] = {}
     for node, container in zip(flat.structure.nodes, flat.objects, strict=True):
-        is_dataclass = node.kind == "dataclass"
+        is_dataclass = node.kind == "dataclass" and not is_frozen(container)
         if node.kind not in ("dict", "list") and not is_dataclass:
-            continue
-        if is_dataclass and is_frozen(container):
             continue
         keys: Sequence[Key] = range(len(node.children)) if node.kind == "list" else node.keys
         for key, child in zip(keys, node.children, strict=True):
@@ -373,9 +368,9 @@ def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:
 
 
 def enclosing(path: str, roots: Collection[str]) -> str | None:
-    """Return which of these paths is the path or lies above it; roots do not contain each other.
+    """Return the root that is or contains the path, or None; roots do not contain each other.
 
-    The cost is that of the depth of the path, however many roots there are.
+    The cost depends on the depth of the path, not on the number of roots.
     """
     if path in roots:
         return path
@@ -388,5 +383,5 @@ def enclosing(path: str, roots: Collection[str]) -> str | None:
 
 
 def below(path: str, root: str) -> str:
-    """Return the part of a path that follows the path of a container."""
+    """Return the path relative to a container."""
     return path[len(root) + bool(root) :]

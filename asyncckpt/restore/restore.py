@@ -1,6 +1,6 @@
-"""One restore: match, plan, then fetch, decode and place, overlapping."""
+"""One restore: open and match, then run the restore pipeline."""
 
-# Rule 1: nothing of the payload is read, and no target touched, before everything has been matched.
+# Rule: no payload is read, and no target touched, before all leaves have been matched.
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ from asyncckpt.tree import Structure
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreOutcome:
-    """Restored leaves, as far as the caller's thread needs them.
+    """Restored leaves that the caller's thread still needs.
 
     Attributes:
-        request: what was asked for.
         structure: containers of the checkpoint.
         form: its format, as `OpenCheckpoint.format`.
-        saved: by ordinal of the saved leaf, those without a leaf of the target, and those of
-            objects with a state dict.
-        wanted: by ordinal of the target's leaf, those of a target that is not filled.
+        saved: leaves without a leaf of the target, and those of objects with a state dict, by
+            ordinal of the saved leaf.
+        wanted: leaves of a target that is not filled, by ordinal of the target's leaf.
         replaced: path, holder and new value of each immutable leaf.
-        written: paths of the targets whose own memory was written.
-        report: what happened.
+        written: paths of the targets whose own memory was filled.
     """
 
     request: RestoreRequest
@@ -58,14 +56,9 @@ async def run_restore(
     request: RestoreRequest,
     agreement: RestoreAgreement | None = None,
 ) -> RestoreOutcome:
-    """Restore and check every wanted leaf, in the memory or of the type asked for.
+    """Restore and check every wanted leaf, into the memory or as the type requested.
 
-    Args:
-        runtime: threads and memory.
-        files: the checkpoint.
-        step: its step, for the report.
-        request: what is wanted.
-        agreement: with the other processes that restore the checkpoint; None if there are none.
+    `step` is for the report; `agreement` is None if no other process restores the checkpoint.
 
     Cancellation: waits until no thread writes to the targets; their contents are undefined.
 

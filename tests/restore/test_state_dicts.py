@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from asyncckpt.format.foreign.foreign_tree import nest
-from asyncckpt.restore.state_dicts import as_it_was, in_kind
+from asyncckpt.restore.state_dicts import with_present_classes, with_present_keys
 
 
 def through_dcp(state: dict[str, Any]) -> Any:
@@ -39,31 +39,35 @@ STATES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", STATES)
 def test_a_state_dict_comes_back_as_it_was(what: str) -> None:
     state = STATES[what]
-    assert as_it_was(through_dcp(state), copy.deepcopy(state)) == state
+    assert with_present_keys(through_dcp(state), copy.deepcopy(state)) == state
 
 
 @pytest.mark.parametrize("present", [{}, OrderedDict()])
 def test_the_state_of_a_fresh_optimizer_has_integer_keys(present: dict[Any, Any]) -> None:
     state = STATES["an optimizer"]
     fresh = {"state": present, "param_groups": [{"lr": 0.5, "params": [0, 1]}]}
-    assert as_it_was(through_dcp(state), fresh) == state
+    assert with_present_keys(through_dcp(state), fresh) == state
 
 
 def test_more_state_than_is_present_has_keys_of_the_same_kind() -> None:
     saved = {"a": {"0": 1, "1": 2}, "b": {"0": 1, "1": 2}, "c": {"x": 1, "1": 2}}
     present = {"a": {0: 5}, "b": {"0": 5}, "c": {}}
-    assert as_it_was(saved, present) == {"a": {0: 1, 1: 2}, "b": saved["b"], "c": saved["c"]}
+    assert with_present_keys(saved, present) == {
+        "a": {0: 1, 1: 2},
+        "b": saved["b"],
+        "c": saved["c"],
+    }
 
 
 def test_what_was_not_saved_does_not_stay() -> None:
     state = STATES["an optimizer without state"]
     present = {**STATES["an optimizer"], "other": 1}
-    assert as_it_was(through_dcp(state), present) == state
+    assert with_present_keys(through_dcp(state), present) == state
 
 
 def test_a_state_that_is_no_dict_stays_as_it_is() -> None:
-    assert as_it_was([1, {"0": 2}], None) == [1, {"0": 2}]
-    assert as_it_was({"0": 2}, None) == {"0": 2}
+    assert with_present_keys([1, {"0": 2}], None) == [1, {"0": 2}]
+    assert with_present_keys({"0": 2}, None) == {"0": 2}
 
 
 def test_torch_gives_the_same_state_dict_back() -> None:
@@ -90,7 +94,7 @@ def test_containers_are_of_the_kinds_that_the_present_state_dict_has() -> None:
         "new": {3: 4},
     }
     before = copy.deepcopy(present)
-    result = in_kind(saved, present)
+    result = with_present_classes(saved, present)
     assert result == saved and present == before
     assert type(result["milestones"]) is type(result["schedulers"][0]["steps"]) is Counter
     assert type(result["seen"]) is defaultdict and result["seen"]["more"] == []
@@ -105,14 +109,14 @@ def test_a_list_of_a_class_of_its_own_stays_one() -> None:
 
     present = Ring([1, 2])
     present.limit = 5
-    result = in_kind({"ring": [7, 8, 9]}, {"ring": present})["ring"]
+    result = with_present_classes({"ring": [7, 8, 9]}, {"ring": present})["ring"]
     assert (type(result), result, result.limit, present) == (Ring, [7, 8, 9], 5, [1, 2])
-    assert in_kind([1, (2, 3)], [0, (5,)]) == [1, (2, 3)]
+    assert with_present_classes([1, (2, 3)], [0, (5,)]) == [1, (2, 3)]
 
 
 def test_attributes_of_the_present_state_dict_are_kept() -> None:
     present = torch.nn.BatchNorm1d(2).state_dict()
-    result = in_kind(dict.fromkeys(present, 5), present)
+    result = with_present_classes(dict.fromkeys(present, 5), present)
     assert result._metadata == present._metadata == {"": {"version": 2}}  # type: ignore[attr-defined]
     assert set(result.values()) == {5} and present["weight"].tolist() == [1, 1]
 
@@ -123,7 +127,7 @@ def test_a_dict_whose_items_are_attributes_gives_no_present_value() -> None:
             super().__init__(*args, **kwargs)
             self.__dict__ = self
 
-    result = in_kind({"lr": 0.5}, Attributes(lr=1.0, other=2))
+    result = with_present_classes({"lr": 0.5}, Attributes(lr=1.0, other=2))
     assert result == {"lr": 0.5} and vars(result).get("lr", 0.5) == 0.5
 
 
@@ -133,5 +137,5 @@ def test_a_dict_that_cannot_be_made_is_a_plain_one() -> None:
             raise TypeError("frozen")
 
     present = Frozen(a=1)
-    result = in_kind({"a": 2}, present)
+    result = with_present_classes({"a": 2}, present)
     assert (type(result), result, present) == (dict, {"a": 2}, {"a": 1})

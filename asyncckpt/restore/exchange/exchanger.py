@@ -1,9 +1,9 @@
 """The exchange of a restore: chunks that several processes want are read once, in pieces."""
 
-# Rule 1: no process enters a collective before all have said that they are ready for that batch:
-#   that they have read their piece of it and finished the batch before. A failure of one of them
-#   ends the restore of all instead.
-# Rule 2: two batches are held at most: one that has been exchanged, and pieces read ahead.
+# Rule 1: no process enters the collective of a batch before all are ready for it: they have read
+#   their pieces of it and finished the previous batch. If one fails first, the restore ends on all
+#   of them without the collective.
+# Rule 2: at most two batches are in memory: one that has been exchanged, and pieces read ahead.
 
 from __future__ import annotations
 
@@ -23,37 +23,35 @@ from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.streams import Incoming
 
 WORTH_NBYTES = 64 << 20
-"""``broadcast="auto"`` exchanges from this size on: reading less costs less than the agreement."""
+"""Least payload that ``broadcast="auto"`` exchanges: reading less costs less than the agreement."""
 
 BATCH_NBYTES = 64 << 20
-"""Bytes that the members of a stream exchange at a time, about."""
+"""Approximate bytes that the members of a stream exchange at a time."""
 
 READ_NBYTES = 8 << 20
-"""Pieces are read by requests of this size, several at a time."""
+"""Size of the concurrent requests that read a piece."""
 
 PADDING_NBYTES = 4096
-"""Chunks begin at pages: the padding before them is read with them."""
+"""Largest padding read with the chunk behind it: chunks begin at pages."""
 
 MARGIN_S = 5.0
-"""How much longer than `silence_s` a failed collective waits for the reason to be found."""
+"""Time beyond `silence_s` for which a failed collective waits for the reason to be found."""
 
 
 @dataclass(eq=False, repr=False)
 class Exchanger:
-    """The part of one process in the exchange of a restore.
+    """One process' side of the exchange in a restore.
 
     Attributes:
-        agreement: with the other processes on this restore.
+        agreement: agreements with the other processes.
         exchange: their collectives.
-        files: the checkpoint.
-        compute: worker threads.
         reads: reads in flight.
-        least_nbytes: if several processes want less of the payload, each reads it for itself.
-        process: number of this process.
-        batch_nbytes: bytes of a batch, the same on all processes.
-        next_batch: number of the next batch, the same on all processes.
+        least_nbytes: least bytes wanted by several processes that are exchanged.
+        process: index of this process.
+        batch_nbytes: bytes of a batch, equal on all processes.
+        next_batch: number of the next batch, equal on all processes.
         read_nbytes: bytes that this process has read for all.
-        received_nbytes: bytes that it has received by exchange, including its own.
+        received_nbytes: bytes received by exchange, including this process' own.
     """
 
     batch_nbytes = BATCH_NBYTES
@@ -69,7 +67,7 @@ class Exchanger:
     def __post_init__(self) -> None:
         self._limit = asyncio.Semaphore(self.reads)
         self.process = self.agreement.round.group.process_index
-        self._idle: list[Bytes] = []  # memory of pieces that have been exchanged
+        self._idle: list[Bytes] = []  # buffers of exchanged pieces, for reuse
         self.next_batch = 0
         self.read_nbytes = 0
         self.received_nbytes = 0
@@ -77,12 +75,10 @@ class Exchanger:
     async def run(
         self, streams: Sequence[Stream], paths: Sequence[str], incoming: Mapping[int, Incoming]
     ) -> None:
-        """Exchange the streams; all processes call this with the same ones.
+        """Exchange the streams; all processes call this with the same streams.
 
-        Args:
-            streams: what is exchanged.
-            paths: paths of the data files, by their number in the streams.
-            incoming: by number of the stream, for those that this process is a member of.
+        `paths` are those of the data files, by their number in the streams; `incoming` receives the
+        streams of which this process is a member, by number of the stream.
 
         Raises:
             …: the error of any process, with its name.
@@ -117,16 +113,16 @@ class Exchanger:
         self.next_batch = end
 
     async def _exchange(self, stream: Stream, batch: int, piece: Bytes, incoming: Incoming) -> None:
-        """Exchange one batch, of which this process has read a piece."""
+        """Exchange one batch; `piece` is the part that this process has read."""
         taking_part = self._gather(stream.members, piece, batch)
-        # If others would wait for ever, a process that has said that it is ready takes part.
+        # Others may wait without end for a process that is ready: it takes part even if cancelled.
         gathered = await (uninterrupted(taking_part) if self.exchange.binding else taking_part)
         if gathered is None:
-            await self.agreement.round.outcome()  # which is the error of another process
+            await self.agreement.round.outcome()  # raises the error of another process
             raise AssertionError("the restore has failed")
         if isinstance(gathered, StoreError):
-            # A member that dies breaks the collective of all others. Its silence is soon detected,
-            # which names it and ends this wait.
+            # A member that dies breaks the collective of all others. This wait ends when its
+            # silence is detected, with an error that names it.
             await asyncio.sleep(self.agreement.round.silence_s + MARGIN_S)
             raise gathered
         self._idle.append(piece)
@@ -139,8 +135,8 @@ class Exchanger:
     ) -> Bytes | StoreError | None:
         """Return the pieces of all members, once all processes are ready; None if one failed.
 
-        An error of the collective is returned, not raised: taking part may not be cancellable, and
-        waiting for the reason is.
+        Returns an error of the collective instead of raising it, so that the caller can wait for
+        its reason, which is cancellable even if the collective is not.
         """
         if not await self.agreement.ready(batch):
             return None
@@ -150,7 +146,7 @@ class Exchanger:
             return error
 
     async def _read_piece(self, stream: Stream, batch: int, paths: Sequence[str]) -> Bytes:
-        """Read this process' piece of a batch."""
+        """Read the piece of a batch that this process contributes."""
         begin, end = stream.piece(self.process, batch)
         piece = self._idle.pop() if self._idle else np.empty(0, np.uint8)
         if piece.nbytes != stream.piece_nbytes:
@@ -174,7 +170,7 @@ class Exchanger:
             await self.files.read_into(path, offset, buffers)
 
     async def read(self, path: str, offset: int, nbytes: int) -> Bytes:
-        """Return one range of a file, which all processes want and ask for at the same time."""
+        """Return a range of a file; all processes call this for the same range."""
         members = tuple(range(self.agreement.round.group.process_count))
         stream = Stream(
             members=members,

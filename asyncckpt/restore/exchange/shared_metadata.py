@@ -13,18 +13,14 @@ from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Reading
 from asyncckpt.restore.exchange.exchanger import Exchanger
 
 SHARED_NBYTES = 1 << 20
-"""Metadata from this size on are read once: smaller ones cost less than the agreement."""
+"""Least size of metadata that are read once: reading less costs less than the agreement."""
 
 
 class SharedMetadataFiles:
-    """Read access to the metadata of a checkpoint, which all processes read alike.
+    """Read access to the metadata of a checkpoint, shared by all processes.
 
-    Only the record and reads after it are shared: of the metadata of other formats, each process
-    reads what it wants.
-
-    Attributes:
-        location: path or URL of the checkpoint.
-        capabilities: those of its store.
+    Only the record and the reads after it are shared; each process reads the metadata of foreign
+    checkpoints for itself.
     """
 
     def __init__(self, files: CheckpointFiles, exchanger: Exchanger) -> None:
@@ -39,7 +35,7 @@ class SharedMetadataFiles:
         self._shares = False
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Return the content of a file; that of a large record comes from all processes."""
+        """Return the content of a file; all processes read a large record together."""
         if path == RECORD_NAME:
             nbytes = await self._exchanger.agreement.record_nbytes(self._record_nbytes)
             self._shares = nbytes > 0
@@ -50,7 +46,7 @@ class SharedMetadataFiles:
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
-        """Fill the buffers from a file; a large chunk index comes from all processes."""
+        """Fill the buffers from a file; all processes read a large chunk index together."""
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if self._shares and len(buffers) == 1 and nbytes >= SHARED_NBYTES:
             np.copyto(buffers[0], await self._exchanger.read(path, offset, nbytes))
@@ -58,7 +54,7 @@ class SharedMetadataFiles:
         await self._files.read_into(path, offset, buffers, how=how)
 
     async def _record_nbytes(self) -> int:
-        """Return the size of the record, 0 if there is none."""
+        """Return the size of the record; 0 without one."""
         try:
             entries = await self._files.entries(max_entries=MAX_ENTRIES)
         except CheckpointNotFoundError:

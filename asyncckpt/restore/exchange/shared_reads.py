@@ -1,4 +1,4 @@
-"""Reads of a restore in two parts: by exchange, and by this process for itself."""
+"""Reads of a restore in two parts: exchanged, and by this process for itself."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SharedReads(NamedTuple):
     """The reads of a restore in two parts.
 
     Attributes:
-        own: of the chunks that no other process wants.
-        streamed: of the chunks that come by exchange, which are read from streams.
+        own: reads of the chunks that no other process wants.
+        streamed: reads of the exchanged chunks from streams.
         exchange: fills the streams.
     """
 
@@ -34,10 +34,7 @@ class SharedReads(NamedTuple):
 
 
 async def share_reads(exchanger: Exchanger, reads: PlannedReads, plan: Plan) -> SharedReads | None:
-    """Agree with all processes on what is exchanged; return None if that is nothing.
-
-    `reads` are all of this process.
-    """
+    """Split the reads of this process as agreed with all others; None if nothing is exchanged."""
     sharing = await exchanger.agreement.shared(
         reads.plan.rows,
         reads.extents.nbytes,
@@ -50,7 +47,7 @@ async def share_reads(exchanger: Exchanger, reads: PlannedReads, plan: Plan) -> 
 
 
 def _split(sharing: Sharing, exchanger: Exchanger, reads: PlannedReads, plan: Plan) -> SharedReads:
-    """Plan what comes in streams, and what does not."""
+    """Plan the reads from streams, and the others."""
     opened, extents, destinations = reads.opened, reads.extents, reads.destinations
     found = streams(
         sharing,

@@ -1,8 +1,8 @@
 """Streams of exchanged bytes, which a restore reads like files."""
 
-# Rule 1: a batch stays until every one of its bytes has been read; each is read exactly once.
-# Rule 2: the fetch stage starts reads in the order of the stream; otherwise the batch at its head
-#   could never be released.
+# Rule 1: a batch stays until all its bytes have been read, each exactly once.
+# Rule 2: the fetch stage starts reads in stream order; otherwise the batch at the head could never
+#   be released.
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import ORDINARY, Bytes, Reading, StoreCapabilities
 
 READS = 4
-"""Reads in flight. Each only copies a few megabytes, or the rest of a batch."""
+"""Reads in flight: each copies only a few megabytes, or the rest of a batch."""
 
 INLINE_NBYTES = 64 << 10
-"""Copies up to this size are made on the loop."""
+"""Largest copy made on the event loop."""
 
 
 class Incoming:
-    """A stream as this process receives it, batch after batch."""
+    """A stream that this process receives, batch after batch."""
 
     def __init__(self) -> None:
         self._data = np.empty(0, np.uint8)
@@ -31,15 +31,15 @@ class Incoming:
         self._changed = asyncio.Event()
 
     async def deliver(self, data: Bytes) -> None:
-        """Offer the next bytes of the stream to readers; return once all have been read."""
+        """Offer the next bytes of the stream to readers; return once all are read."""
         self._begin += len(self._data)
         self._data, self._left = data, len(data)
-        self._change()
+        self._notify()
         while self._left:
             await self._changed.wait()
 
     async def read_into(self, offset: int, buffers: Sequence[Bytes], workers: Workers) -> None:
-        """Fill the buffers with the bytes from `offset`, as soon as they are there."""
+        """Fill the buffers with the bytes from `offset` on, as they arrive."""
         wanted = [buffer for buffer in buffers if len(buffer)]
         while wanted:
             while offset >= self._begin + len(self._data):
@@ -53,15 +53,15 @@ class Incoming:
             offset += nbytes
             self._left -= nbytes
             if not self._left:
-                self._change()
+                self._notify()
 
-    def _change(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
 def _copy(data: Bytes, buffers: Sequence[Bytes]) -> list[Bytes]:
-    """Copy the data to the buffers; return the buffers that remain to be filled."""
+    """Copy the data to the buffers; return the buffers still to be filled."""
     for number, buffer in enumerate(buffers):
         taken = min(len(buffer), len(data))
         np.copyto(buffer[:taken], data[:taken])
@@ -72,11 +72,7 @@ def _copy(data: Bytes, buffers: Sequence[Bytes]) -> list[Bytes]:
 
 
 class StreamFiles:
-    """The streams of a restore as files, by their paths.
-
-    Attributes:
-        capabilities: those of memory.
-    """
+    """The streams of a restore as files, by their paths."""
 
     capabilities = StoreCapabilities(read_gap_nbytes=0)
 
@@ -85,7 +81,7 @@ class StreamFiles:
         self._workers = workers
 
     def reads(self, wanted: int | None) -> int:
-        """Return how many reads to have in flight, as `CheckpointFiles.reads`."""
+        """Return the number of reads in flight, as `CheckpointFiles.reads`."""
         return READS
 
     async def read_into(
