@@ -1,10 +1,9 @@
 """Casts from one dtype to another: they may lose precision, but not values.
 
-A value that an integer dtype cannot hold is lost, as is an integer beyond the largest float of a
-dtype, or an imaginary part. A float that is too large for a narrower float dtype becomes an
-infinity, which a save allows and a restore refuses; in dtypes without infinities it would become a
-NaN or the largest value, and is lost, too. `float4_e2m1fn` has no NaN, `float8_e8m0fnu` no zero and
-no negative values.
+Lost are values that an integer dtype cannot hold, integers beyond the largest float of a dtype,
+and imaginary parts. A float too large for a narrower float dtype becomes an infinity, which a save
+allows and a restore refuses; in dtypes without infinities it is lost. `float4_e2m1fn` has no NaN,
+`float8_e8m0fnu` no zero and no negative values.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from asyncckpt.spec import DTYPES, numeric_class, saturation
 
 
 def castable(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Return the values in a dtype that NumPy casts to `dtype`: float32 where theirs is not.
+    """Return the values in a dtype that NumPy casts to `dtype`: their own, or else float32.
 
     ml_dtypes lacks casts between some of its dtypes; float32 holds all values of these.
     """
@@ -32,7 +31,7 @@ def castable(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 @lru_cache(maxsize=512)
 def may_lose(source: str, stored: str) -> bool:
-    """Return whether a cast from one dtype to the other may lose values, not only precision."""
+    """Return whether a cast from `source` to `stored` may lose values, not only precision."""
     before, after = numeric_class(source), numeric_class(stored)
     if source == stored or after in ("bool", "complex"):
         return False
@@ -76,8 +75,8 @@ def lost_value(values: npt.NDArray[Any], source: str, stored: str) -> Any:
             if values.imag.any():
                 return values[values.imag != 0][0].item()
             values = values.real
-        # Casts keep the order of values, so it suffices to check the least and the greatest. If
-        # there is a NaN, it is both, unless the dtype has NaNs, too.
+        # Casts keep the order of values, so checking the least and the greatest is enough. A NaN
+        # counts as both, unless the stored dtype has NaNs.
         if numeric_class(stored) == "float" and saturation(stored) is None:
             bounds = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
         else:
@@ -92,11 +91,11 @@ def _holds(stored: str, value: np.generic) -> bool:
     kind = numeric_class(stored)
     if kind == "int":
         low, high = _int_range(stored)
-        number = value.item()  # as a Python number, which compares exactly with any other
+        number = value.item()  # a Python number, which compares exactly
         return bool(low <= number <= high if isinstance(number, int) else low <= number < high + 1)
     largest = saturation(stored)
     if largest is not None:
-        return bool(abs(value.item()) <= largest)  # False of a NaN
+        return bool(abs(value.item()) <= largest)  # False for a NaN
     with np.errstate(over="ignore", invalid="ignore"):
         cast = castable(np.asarray(value), stored).astype(DTYPES[stored])
         if isinstance(value.item(), float):

@@ -1,7 +1,7 @@
-"""A checkpoint opened for reading: what it holds, and where.
+"""A checkpoint opened for reading: its metadata and the places of its chunks.
 
-`open_checkpoint` opens our own. The modules of `checkpoint/foreign/` make the same `OpenCheckpoint`
-from those of other libraries, so that all callers handle one kind of checkpoint.
+`open_checkpoint` opens asyncckpt's own. The modules of `checkpoint/foreign/` make the same
+`OpenCheckpoint` from foreign checkpoints.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from asyncckpt.spec import ArraySpec, Box, ChunkGrid
 from asyncckpt.tree import Structure
 
 IMPLIED_NBYTES = 64 * MIB
-"""Fill values that a foreign checkpoint does not store are allocated up to this size plus four
-times that of its files, or as the target of a restore asks for."""
+"""Memory for fill values that a foreign checkpoint does not store, beyond four times the size of
+its files. Memory of a target does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Storage:
     Attributes:
         spec: shape and dtype.
         chunk_shape: elements per chunk and dimension; chunks that reach past the array are stored
-            full size.
-        codec: decodes stored chunks.
-        fill: the bytes of one element of a chunk that is not stored; empty for zeros.
+            at full size.
+        codec: decoder of stored chunks.
+        fill: bytes of one element of a chunk that is not stored; empty for zeros.
         driver: TensorStore's driver for the array.
         grid: the chunk grid.
         chunk_nbytes: size of a decoded chunk.
@@ -75,7 +75,7 @@ class Storage:
     chunk_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Needed for every chunk that is read.
+        # Computed once, because every chunk that is read needs them.
         object.__setattr__(self, "grid", ChunkGrid(self.spec.shape, self.chunk_shape))
         nbytes = math.prod(self.chunk_shape) * self.spec.itemsize
         object.__setattr__(self, "chunk_nbytes", nbytes)
@@ -87,13 +87,12 @@ class Extents:
 
     Attributes:
         file: index into `OpenCheckpoint.stored_files`; -1 for rows without an extent.
-        offset: first byte in it.
+        offset: first byte in the file.
         nbytes: length of the stored chunk, trailer included.
         crc32c: CRC-32C of each chunk without its trailer, stored apart from the chunk; or None.
         values: stored bytes of rows without an extent, trailer included; a row with neither was
             never stored and consists of the fill value.
-        origin: the extents in the store, for errors, if these are in streams that processes
-            exchange.
+        origin: for extents in streams that processes exchange, those in the store, for errors.
     """
 
     file: Column
@@ -108,7 +107,7 @@ class Extents:
 
 
 ReadExtents = Callable[["OpenCheckpoint", Sequence[int] | None], Awaitable[Extents]]
-"""The checkpoint, and indices of the wanted arrays (None for all) -> the extents of all its chunks,
+"""Maps the checkpoint and the indices of wanted arrays (None for all) to the extents of all chunks,
 each inside its file; rows of other arrays may be -1."""
 
 
@@ -119,24 +118,24 @@ class OpenCheckpoint:
     Attributes:
         files: access to its files.
         format: `asyncckpt`, `orbax`, `ocdbt`, `safetensors` or `dcp`.
-        tree: its containers, as JSON of the record or already decoded.
+        tree: its containers, as JSON of the record or decoded.
         leaves: its leaves in tree order.
         arrays: its arrays; `arrays.spec` indexes `storages`.
         storages: the distinct ways in which arrays are stored.
         stored_files: files that hold chunks or are listed by the record.
-        read_extents: reads where the chunks are.
+        read_extents: reads the extents of its chunks.
         metadata: the user's JSON.
         metrics: the user's numbers.
         save_id: identity of the save; empty for foreign checkpoints.
-        epoch: claim under which it was saved, 0 for none.
+        epoch: claim under which it was saved; 0 without one.
         created_ns: time of the commit, nanoseconds since 1970; 0 if unknown.
         library: name and version of the program that wrote it.
         database: directory of its OCDBT database.
         record: its commit record; None for foreign checkpoints.
-        notes: what a user should know about how it was read.
-        first_rows: first chunk row of every array; tied arrays share them.
-        row_count: chunk rows in all.
-        stored: its arrays in the form that the restore planner needs.
+        notes: remarks for the user on how it was read.
+        first_rows: first chunk row of every array; tied arrays share their rows.
+        row_count: number of chunk rows.
+        stored: its arrays for the restore planner.
     """
 
     files: CheckpointFiles
@@ -204,7 +203,7 @@ class OpenCheckpoint:
         return structure
 
     def leaf_arrays(self) -> list[int]:
-        """Return the array of every leaf: -1 for scalars, the first one of leaves with pieces.
+        """Return the array of every leaf: -1 for scalars, the first piece of leaves in pieces.
 
         The k-th array leaf without pieces has the k-th array that is not a piece.
         """
@@ -220,7 +219,7 @@ class OpenCheckpoint:
         return arrays
 
     def pieces(self, leaf: int, array: int) -> tuple[Piece, ...]:
-        """Return the arrays of a leaf whose first array is `array`: nearly always the only one."""
+        """Return the arrays of a leaf whose first, and nearly always only, array is `array`."""
         if array < 0:
             return ()
         return self.leaves.pieces.get(leaf) or (
@@ -228,7 +227,7 @@ class OpenCheckpoint:
         )
 
     def leaf_pieces(self) -> list[tuple[Piece, ...]]:
-        """Return the arrays of every leaf, none for scalars."""
+        """Return the arrays of every leaf; scalars have none."""
         return [self.pieces(leaf, array) for leaf, array in enumerate(self.leaf_arrays())]
 
     def is_verified(self, arrays: Iterable[int]) -> bool:
@@ -236,7 +235,7 @@ class OpenCheckpoint:
         return all(self.storage(array).codec.verifies for array in arrays)
 
     def unverified_note(self, unverified: int, count: int) -> str:
-        """Return the note of a report about so many of `count` arrays without a checksum."""
+        """Return the note of a report that `unverified` of `count` arrays have no checksum."""
         return (
             f"{unverified} of {count} arrays have no checksum in this {self.format} checkpoint and "
             "could not be verified"
@@ -255,7 +254,7 @@ class OpenCheckpoint:
 
 
 class LeafIndex:
-    """The arrays of one leaf, found by the boxes of the leaf that they hold."""
+    """The arrays of one leaf, found by the box that each holds."""
 
     def __init__(self, opened: OpenCheckpoint, pieces: Sequence[Piece]) -> None:
         self._arrays = [piece.array for piece in pieces]
@@ -265,9 +264,9 @@ class LeafIndex:
     def overlaps(
         self, box: Box, memory: npt.NDArray[Any]
     ) -> Iterator[tuple[int, Box, npt.NDArray[Any]]]:
-        """Yield each array that holds elements of `box`, the part that has them, and its memory.
+        """Yield each array with elements of `box`, their box in that array, and their memory.
 
-        `memory` is that of the whole box.
+        `memory` is the memory of the whole box.
         """
         for number in self._index.meeting(box).tolist():
             held = self._held[number]
@@ -278,10 +277,10 @@ class LeafIndex:
 
 
 def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[int]) -> None:
-    """Check that chunks of these arrays that are not stored take a plausible amount of memory.
+    """Check that the unstored chunks of these arrays do not take more memory than plausible.
 
     Raises:
-        UnsupportedFormatError: they would take more than `IMPLIED_NBYTES` and four times the files.
+        UnsupportedFormatError: they take more than `IMPLIED_NBYTES` plus four times the files.
     """
     if opened.record is not None:
         return  # asyncckpt stores every chunk
@@ -309,15 +308,15 @@ async def open_checkpoint(files: CheckpointFiles, compute: Workers) -> OpenCheck
 
     Raises:
         CheckpointNotFoundError: there is no record.
-        CorruptCheckpointError: it is damaged.
-        UnsupportedFormatError: it is of a newer version.
+        CorruptCheckpointError: the record is damaged.
+        UnsupportedFormatError: the record is of a newer version.
     """
     data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
     return await compute.run(resolve, files, data, compute)
 
 
 def resolve(files: CheckpointFiles, data: bytes, compute: Workers) -> OpenCheckpoint:
-    """Decode a record; `compute` will decode the index."""
+    """Decode a record; threads of `compute` will decode the index."""
     record = decode_record(data, location=files.location)
 
     async def read_extents(_: OpenCheckpoint, __: Sequence[int] | None) -> Extents:
@@ -383,7 +382,7 @@ def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkInde
     place = record.chunk_index
     path = record.files[place.file].path
     try:
-        # Without its own trailing CRC: including it would give the same CRC for every index.
+        # Without its trailing CRC, which would make the CRC of every index the same.
         found = crc32c(data[:-CRC_NBYTES])
         if found != place.crc32c:
             reason = f"its CRC-32C is {found:08x}, the record says {place.crc32c:08x}"

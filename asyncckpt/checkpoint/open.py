@@ -1,18 +1,17 @@
 """Opening a checkpoint of any format.
 
-Each module of `checkpoint.foreign` makes an `OpenCheckpoint` of one family of formats; the bytes of
-those formats are parsed in `format.foreign`.
+Each module of `checkpoint.foreign` opens one family of formats, which `format.foreign` parses.
 """
 
 # Rule 1: nothing stored is executed, unpickled or passed on as a specification.
-# Rule 2: a directory with a commit record is an asyncckpt checkpoint, even if that is damaged.
+# Rule 2: a directory with a commit record, even a damaged one, is an asyncckpt checkpoint.
 # Rule 3: a directory with only the other files of an asyncckpt checkpoint is not a checkpoint.
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,12 +25,10 @@ from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
 
 PROBED_ITEMS = 8
-"""Subdirectories inspected to recognise a directory without known names."""
+"""Most subdirectories inspected to recognize a directory without known names."""
 
 HEAD_NBYTES = 256
-"""First bytes of a file by which it is recognized."""
-
-Open = Callable[[CheckpointFiles], Awaitable[OpenCheckpoint]]
+"""First bytes of a file, by which its kind is recognized."""
 
 _ORBAX_NAMES = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint", "_sharding"))
 _ORBAX_ITEMS = frozenset(("default", "state", "pytree"))
@@ -48,7 +45,7 @@ _OUR_DATA = "default/d"
 """Directory of the data files of an asyncckpt checkpoint."""
 
 _LIKE_OURS = frozenset((None, "orbax", "ocdbt"))
-"""Formats that files of an incomplete asyncckpt checkpoint look like."""
+"""Formats that an asyncckpt checkpoint without its record looks like."""
 
 _NUMPY = "load it with numpy.load, and save the arrays with asyncckpt.save"
 _TORCH = "load it with torch.load(path, weights_only=True), and save that with asyncckpt.save"
@@ -64,16 +61,16 @@ _MAGICS = (
     *((bytes((0x80, n)), "a pickle, which may execute code when loaded", _TORCH) for n in (2, 3)),
     *((bytes((0x80, n)), "a pickle, which may execute code when loaded", _OTHER) for n in (4, 5)),
 )
-"""First bytes of files that are not checkpoints, what they are, and what to do with them."""
+"""First bytes of files that are not checkpoints, their kind, and advice."""
 
 
 async def open_any(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
-    """Open the checkpoint at a location, whichever library wrote it.
+    """Open a checkpoint of any library.
 
     Raises:
-        CheckpointNotFoundError: there is none, or an asyncckpt checkpoint that lacks its record.
+        CheckpointNotFoundError: there is none, or an asyncckpt checkpoint without its record.
         CorruptCheckpointError: its metadata is damaged.
-        UnsupportedFormatError: its format is not read here.
+        UnsupportedFormatError: its format is not supported.
     """
     try:
         return await open_checkpoint(files, compute)
@@ -85,15 +82,14 @@ async def open_any(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
         if name is None:
             raise _nothing(files.location, entries) from None
     module = importlib.import_module(f"asyncckpt.checkpoint.foreign.{name}")
-    opener: Open = getattr(module, f"open_{name}")
-    opened = await opener(files)
+    opened: OpenCheckpoint = await getattr(module, f"open_{name}")(files)
     for note in opened.notes:
         logger.warning("%s: %s", files.location, note)
     return opened
 
 
 async def library_of(files: CheckpointFiles) -> str | None:
-    """Return the library that wrote what has no commit record; None if it is no checkpoint."""
+    """Return the library that wrote a foreign checkpoint; None for anything else."""
     try:
         entries = await files.entries(max_entries=MAX_ENTRIES)
         name = await _format_of(files, entries)
@@ -110,7 +106,7 @@ async def library_of(files: CheckpointFiles) -> str | None:
 
 
 async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | None:
-    """Return the format of a directory or file, or None if it is not a checkpoint."""
+    """Return the format of a foreign checkpoint; None for anything else."""
     names = {entry.name for entry in entries}
     if names == {""}:
         await _check_file(files, entries[0])
@@ -131,7 +127,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
     for name in steps[: -PROBED_ITEMS - 1 : -1] if items else ():
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         if any(entry.name == RECORD_NAME for entry in below):
-            return None  # the root of a run, which may hold foreign checkpoints too
+            return None  # the root of a run, which may also hold foreign checkpoints
     for name in items[:PROBED_ITEMS]:
         # Items of an Orbax step, and parameters without OCDBT, may have any name.
         below = await files.entries(name, max_entries=MAX_ENTRIES)
@@ -142,7 +138,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
 
 
 async def _check_file(files: CheckpointFiles, entry: Entry) -> None:
-    """Raise unless a file is a safetensors file."""
+    """Check that a file is a safetensors file."""
     head = np.zeros(min(HEAD_NBYTES, entry.nbytes), np.uint8)
     await files.read_into("", 0, [head])
     found = _kind_of_file(head.tobytes(), files.location.endswith(".safetensors"))
@@ -158,7 +154,7 @@ async def _check_file(files: CheckpointFiles, entry: Entry) -> None:
 
 
 def _kind_of_file(head: bytes, named_safetensors: bool) -> tuple[str, str] | None:
-    """Return what a file with these first bytes is, and advice; None for safetensors."""
+    """Return the kind of a file with these first bytes, and advice; None for safetensors."""
     if head[5:9] == b"\0\0\0{":  # the length of a header below 2^40 bytes, and its first byte
         return None
     if head.startswith(b"PK\x03\x04"):
@@ -173,7 +169,7 @@ def _kind_of_file(head: bytes, named_safetensors: bool) -> tuple[str, str] | Non
         if head.startswith(magic):
             return kind, advice
     if named_safetensors:
-        return None  # damaged, as its reader will report
+        return None  # damaged: its reader reports that
     if not head:
         return "an empty file", "name the directory of a checkpoint"
     text = head.decode("utf-8", "ignore")

@@ -1,4 +1,4 @@
-"""Copies of chunk payloads between arrays and byte buffers, a range of bytes at a time.
+"""Copies of chunk payloads between arrays and byte buffers, by ranges of bytes.
 
 A payload is a chunk's elements in C order, little endian, padded with zeros to the full chunk
 shape where the chunk reaches past the array. All functions block and run in worker threads.
@@ -22,11 +22,11 @@ from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 class ArrayReader:
     """Reader of payload bytes of one source array, cast to its stored dtype.
 
-    A sharded array is read shard by shard: it is never assembled.
+    Reads a sharded array shard by shard, without assembling it.
 
     Attributes:
-        flats: per shard its bytes in C order if they are one run in host memory and stored
-            unchanged, else None; an array without shards counts as one.
+        flats: for each shard, its bytes in C order if they are one run in host memory and stored
+            unchanged, else None. An array without shards counts as one.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class ArrayReader:
             self._read(number, common.relative_to(held.offset), out[part])
 
     def _read(self, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        """Copy the values of `box`, which is relative to its shard, into `out`."""
+        """Copy the values of `box`, relative to the shard, into `out`."""
         view = self._views[shard]
         if view is not None:
             index: Any = (*box.slices(), ...)
@@ -116,8 +116,8 @@ def gather(
 ) -> None:
     """Copy bytes `start` to `stop` of the payload of chunk `cell` into `out`.
 
-    `read` fills an array with the values of a box of the source, in which the chunk's array begins
-    at `offset`.
+    `read` fills an array with the values of a box of the source. The chunk's array begins at
+    `offset` in the source.
     """
     clipped = grid.box(cell)
     if any(offset):
@@ -131,8 +131,8 @@ def gather(
         if high - low == nbytes:
             _fill(read, box, clipped, out[low - start : high - start].view(dtype))
         else:
-            # The ends of a window are multiples of the page, not of the element size: it may cut an
-            # element in two. The whole element is read, and some of its bytes are copied.
+            # A window ends at a multiple of the page, not of the element size, and may cut an
+            # element in two: the whole element is read, and some of its bytes are copied.
             whole = np.empty(box.size, dtype)
             _fill(read, box, clipped, whole)
             raw = whole.view(np.uint8)[low - position : high - position]
@@ -167,9 +167,8 @@ def scatter(
 ) -> None:
     """Copy the elements of `payload` that lie in `wanted` into `target`.
 
-    `payload` holds bytes of chunk `cell` from `start` on, and `target` has the shape of `wanted`;
-    `start` and the length of `payload` are multiples of the element size; the dtype of `target` is
-    that of the chunk.
+    `payload` holds bytes of chunk `cell` from `start` on, both multiples of the element size.
+    `target` has the shape of `wanted` and the dtype of the chunk.
     """
     clipped = grid.box(cell)
     dtype = DTYPES[spec.dtype]

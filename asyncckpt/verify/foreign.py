@@ -1,4 +1,4 @@
-"""Verification of foreign checkpoints: every chunk is read and decoded."""
+"""Verification of foreign checkpoints by reading and decoding every chunk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncckpt.restore.plan import Destinations, plan_reads
 from asyncckpt.runtime import Runtime
 
 _DAMAGE = ("EIO", "EBADMSG", "EUCLEAN")
-"""Errors of system calls by which a disk or its file system says that it has lost the bytes."""
+"""Errors of system calls that mean the disk or its file system has lost the bytes."""
 
 
 async def verify_foreign(
@@ -30,7 +30,7 @@ async def verify_foreign(
 
     Raises:
         CorruptCheckpointError: the metadata places a chunk outside its file.
-        StoreError: a file cannot be read now, which says nothing about its bytes.
+        StoreError: a file cannot be read now, which does not mean that its bytes are damaged.
     """
     paths = opened.structure().paths()
     leaf_of: dict[int, str] = {}
@@ -66,7 +66,7 @@ async def verify_foreign(
         await read(leaf_of)
     except (CorruptCheckpointError, StoreError) as fault:
         raise_unless_damage(fault)
-        # Something is damaged: all is read again, array by array.
+        # Read again, array by array, to find all damage.
         read_nbytes = inline_nbytes
         for array, path in leaf_of.items():
             try:
@@ -87,9 +87,9 @@ async def verify_foreign(
 
 
 def raise_unless_damage(error: Exception) -> None:
-    """Raise the error if it concerns the reader (rights, limits, a busy store), not the bytes.
+    """Raise the error unless it means damage: rights, limits or a busy store do not.
 
-    Intact checkpoints would be reported as damaged otherwise, and deleted as such.
+    Otherwise, intact checkpoints would be reported as damaged, and deleted.
     """
     if isinstance(error, StoreError) and error.found not in _DAMAGE:
         raise error

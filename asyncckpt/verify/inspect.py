@@ -1,4 +1,4 @@
-"""Inspection: the contents of a checkpoint, from its metadata alone."""
+"""Inspection of a checkpoint from its metadata alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncckpt.tree import unflatten
 async def info_of(
     opened: OpenCheckpoint, step: int | None, compute: Workers, *, timeline: bool = False
 ) -> CheckpointInfo:
-    """Describe a checkpoint from its metadata; with `timeline`, include the timeline of its save.
+    """Describe a checkpoint from its metadata, with the timeline of its save if `timeline`.
 
     Raises:
         CorruptCheckpointError: a required file is missing or damaged.
@@ -56,6 +56,7 @@ def _info(opened: OpenCheckpoint, extents: Extents | None, step: int | None) -> 
         arrays = tuple(piece.array for piece in pieces)
         shared = tuple(tied.get(array, -1) for array in arrays)
         first[arrays] = path
+        assert extents is not None
         leaves.append(_array_info(opened, extents, path, kind, pieces, first.get(shared)))
     return CheckpointInfo(
         location=opened.location,
@@ -75,7 +76,7 @@ def _info(opened: OpenCheckpoint, extents: Extents | None, step: int | None) -> 
 
 def _array_info(
     opened: OpenCheckpoint,
-    extents: Extents | None,
+    extents: Extents,
     path: str,
     kind: str,
     pieces: Sequence[Piece],
@@ -87,7 +88,7 @@ def _array_info(
     stored = 0
     for piece, count in zip(pieces, counts, strict=True):
         start = opened.first_rows[piece.array]
-        stored += 0 if extents is None else int(extents.nbytes[start : start + count].sum())
+        stored += int(extents.nbytes[start : start + count].sum())
     names = opened.arrays.name
     database = ""
     if opened.database or opened.format == "ocdbt":

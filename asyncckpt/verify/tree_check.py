@@ -1,7 +1,7 @@
 """Comparison of the OCDBT database with the commit record and the chunk index.
 
-Restores use the chunk index; TensorStore and Orbax use the database. `verify` checks that both
-lead to the same bytes.
+Restores use the chunk index; TensorStore and Orbax use the database. Both must lead to the same
+bytes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ from asyncckpt.format.record_values import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES, chunk_keys, encode_metadata, metadata_key
 
 PROBLEMS_MAX = 20
-"""Most contradictions listed; a single one is reason enough to distrust the database."""
+"""Most contradictions listed; a single one is enough to distrust the database."""
 
 
 def check_database(
     record: CommitRecord, index: ChunkIndex, contents: Mapping[str, bytes]
 ) -> list[str]:
-    """Return descriptions of all contradictions. Blocking.
+    """Return descriptions of the contradictions. Blocking.
 
-    Args:
-        record: the commit record.
-        index: the chunk index.
-        contents: bytes of the manifest and of the index file, by path.
+    `contents` has the bytes of the manifest and of the index file, by path.
     """
     prefix = f"{record.database}/"
     files = {path.removeprefix(prefix): data for path, data in contents.items()}
-    # Checksums do not tell them apart: a manifest ends with its own, so all of a length share one.
+    # Not by checksum: a manifest ends with its own CRC, so all of one length have the same CRC.
     if files.get("manifest.ocdbt") != record.manifest:
         return ["manifest.ocdbt differs from the manifest in the commit record"]
 
@@ -63,7 +60,7 @@ def check_database(
             value = found.get(key)
             if value is None or not _same(value, index, row, names):
                 problems.append(
-                    f"{key.decode()}: missing, or another place than the chunk index says"
+                    f"{key.decode()}: missing, or at another place than in the chunk index"
                 )
         if len(problems) >= PROBLEMS_MAX:
             return problems

@@ -1,4 +1,4 @@
-"""Verification: whether every byte of a checkpoint is as it was saved."""
+"""Verification that every byte of a checkpoint is as it was saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import side_by_side
+from asyncckpt.checkpoint.foreign.listing import concurrently
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, read_index
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import (
@@ -35,10 +35,7 @@ from asyncckpt.verify.foreign import raise_unless_damage, verify_foreign
 from asyncckpt.verify.tree_check import check_database
 
 DAMAGES_MAX = 1000
-"""Most damages listed; a longer list has no use."""
-
-_EMPTY = np.empty(0, np.int64)
-_NO_CHUNKS = ChunkIndex(_EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint32))
+"""Most damages listed."""
 
 
 async def verify_checkpoint(
@@ -53,7 +50,7 @@ async def verify_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError: its record is damaged, so it is not a checkpoint.
         UnsupportedFormatError: it is of a newer version.
-        StoreError: a file cannot be read now, which says nothing about its bytes.
+        StoreError: a file cannot be read now, which does not mean that its bytes are damaged.
     """
     begun = time.perf_counter()
     compute = runtime.engine.compute
@@ -78,7 +75,8 @@ class _Verify:
         self._total_nbytes = sum(file.nbytes for file in self.record.files)
         self._kept: dict[str, bytearray] = {}
         self._sizes: dict[str, int] = {}
-        self._index = _NO_CHUNKS  # where it cannot be read
+        none = np.empty(0, np.int64)
+        self._index = ChunkIndex(none, none, none, np.empty(0, np.uint32))  # until it is read
 
     async def run(self, step: int | None, begun: float) -> VerifyReport:
         opened, record = self.opened, self.record
@@ -114,11 +112,12 @@ class _Verify:
         by_offset = np.lexsort((index.offset, index.file))
         for row, file in zip(by_offset.tolist(), index.file[by_offset].tolist(), strict=True):
             rows[file].append(row)
-        await self._list()
-        await side_by_side(
-            self.opened.files,
-            lambda number: self._file(number, rows[number]),
-            range(len(files)),
+        for directory in {posixpath.dirname(file.path) for file in files}:
+            with contextlib.suppress(CheckpointNotFoundError):
+                for entry in await self.opened.files.entries(directory, max_entries=MAX_ENTRIES):
+                    self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
+        await concurrently(
+            self.opened.files, lambda number: self._file(number, rows[number]), range(len(files))
         )
         order = {file.path: number for number, file in enumerate(files)}
         self._damages.sort(key=lambda damage: order.get(damage.file, -1))
@@ -149,7 +148,10 @@ class _Verify:
                 )
         except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
             raise_unless_damage(error)
-            self._lost(entry.path, offset, rows, error)
+            lost = [n for n in rows if self._index.offset[n] + self._index.nbytes[n] > offset]
+            leaves: Sequence[str | None] = self._leaves_of(lost)
+            for leaf in leaves or [None]:
+                self._damage(leaf, entry.path, offset, str(error))
             return
         finally:
             pool.release(slots, sys.exception())
@@ -166,22 +168,8 @@ class _Verify:
                 entry.path,
                 None,
                 f"its CRC-32C is {checker.crc:08x}, the record says {entry.crc32c:08x}; no chunk "
-                "of a leaf is concerned",
+                "of a leaf is damaged",
             )
-
-    async def _list(self) -> None:
-        """Note the sizes of all files, as listed by the store."""
-        for directory in {posixpath.dirname(file.path) for file in self.record.files}:
-            with contextlib.suppress(CheckpointNotFoundError):
-                for entry in await self.opened.files.entries(directory, max_entries=MAX_ENTRIES):
-                    self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
-
-    def _lost(self, path: str, offset: int, rows: Sequence[int], error: Exception) -> None:
-        index = self._index
-        lost = [row for row in rows if index.offset[row] + index.nbytes[row] > offset]
-        leaves: Sequence[str | None] = self._leaves_of(lost)
-        for leaf in leaves or [None]:
-            self._damage(leaf, path, offset, str(error))
 
     def _leaves_of(self, rows: Sequence[int]) -> list[str]:
         """Return the paths of the leaves of these chunks, tied leaves included."""
@@ -194,9 +182,9 @@ class _Verify:
 
     @cached_property
     def _owners(self) -> tuple[Sequence[str], Column, Column, Column]:
-        """Paths of all leaves (none if the tree is damaged), and the chunks of each piece.
+        """Paths of all leaves (none if the tree is damaged), and three facts of each piece.
 
-        A piece has the number of its leaf, its first chunk, and one past its last.
+        These are the number of its leaf, its first chunk, and one past its last chunk.
         """
         opened = self.opened
         try:
@@ -218,15 +206,15 @@ class _Verify:
 
 
 class _FileChecker:
-    """Checksums of one file and of the chunks in it, fed from its start to its end.
+    """Checksums of one file and of its chunks, fed from start to end.
 
     Attributes:
         crc: checksum of all data so far.
         bad: rows of damaged chunks.
     """
 
-    # Data may end anywhere, even within a chunk or its trailer: `_crc` is the checksum of the
-    # current chunk up to `_position`, and `_trailer` holds the bytes of its trailer so far.
+    # Data may end within a chunk or its trailer: `_crc` is the checksum of the current chunk up to
+    # `_position`, and `_trailer` holds the bytes of its trailer so far.
 
     def __init__(self, rows: Sequence[int], index: ChunkIndex) -> None:
         self._rows = rows

@@ -1,5 +1,5 @@
-"""Checkpoints of other libraries, opened like our own.
+"""Foreign checkpoints, opened like those of asyncckpt.
 
-Orbax, torch.distributed.checkpoint, safetensors, OCDBT and zarr are here: which files to read, and
-which leaves they hold. Not here: the bytes of those formats (`format.foreign`).
+For Orbax, torch.distributed.checkpoint, safetensors, OCDBT and zarr, these modules choose the files
+to read and find the leaves in them. Not here: the bytes of those formats (`format.foreign`).
 """

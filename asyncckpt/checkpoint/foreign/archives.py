@@ -1,10 +1,10 @@
 """Archives of `torch.save` in the files of a DCP checkpoint.
 
-For tensors only the head is read, which gives the location and order of the elements; other values
+For tensors only the head is read, which gives the place and order of the elements; other values
 are read whole and decoded.
 """
 
-# Rule 1: damage of an archive is recorded as the fault of its entry, not raised: other entries are
+# Rule: damage to an archive is recorded as the fault of its entry, not raised: other entries may be
 #   intact.
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncckpt.options import MIB
 from asyncckpt.spec import ITEMSIZES, array_spec
 
 MAX_VALUE_NBYTES = 256 * MIB
-"""Longest archive of a value other than a tensor; they are read when a checkpoint is opened."""
+"""Longest archive of a value other than a tensor, which is read when a checkpoint is opened."""
 
 GAP_NBYTES = 16 << 10
 """Largest gap between two heads that one read covers."""
@@ -61,9 +61,9 @@ class Archives:
 
     Attributes:
         values: decoded values, by number of the entry.
-        runs: locations of shards, by number of the entry and of the shard in it.
-        inner_runs: locations of the tensors in values, by `id`.
-        faults: why an entry cannot be read, by its number.
+        runs: places of shards, by numbers of the entry and of the shard in it.
+        inner_runs: places of the tensors in values, by `id`.
+        faults: the reason why an entry cannot be read, by its number.
     """
 
     def __init__(self, listing: Listing, entries: Sequence[Entry], allowance: Allowance) -> None:
@@ -79,12 +79,12 @@ class Archives:
         self._head_sizes: list[int] = []
 
     async def read(self) -> None:
-        """Give every entry its value, the runs of its shards, or a fault.
+        """Find the value, the runs or the fault of every entry.
 
         Raises:
             StoreError: reading failed.
         """
-        # In the order of the files, so that neighbours are in one batch.
+        # In file order, so that adjacent archives are in one batch.
         for batch in batches(sorted(self._wants()), lambda want: want.range[2]):
             heads = await self._listing.read([want.range for want in batch], GAP_NBYTES)
             for want, head in zip(batch, heads, strict=True):
@@ -97,10 +97,10 @@ class Archives:
                     self._take(want, *await self._listing.read([longer]))
 
     def _wants(self) -> Iterator[_Want]:
-        """Yield what to read of every archive, except of entries with a known fault."""
+        """Yield the range to read of every archive that is not at fault."""
         for number, entry in enumerate(self._entries):
             for shard, item in enumerate(entry.items):
-                with self._blamed(number, item.file) as shown:
+                with self._recording(number, item.file) as shown:
                     _check(entry, item, self._listing.nbytes_of[item.file], shown)
                     nbytes = item.nbytes if entry.shape is None else min(item.nbytes, HEAD_NBYTES)
                     yield _Want((item.file, item.offset, nbytes), number, shard)
@@ -108,7 +108,7 @@ class Archives:
     def _take(self, want: _Want, data: bytes) -> None:
         entry = self._entries[want.number]
         item = entry.items[want.shard]
-        with self._blamed(want.number, item.file) as shown:
+        with self._recording(want.number, item.file) as shown:
             what = f"the archive of {entry.key[:200]!r}"
             archive = Archive(data, item.nbytes, what, shown, item.offset)
             if entry.shape is None:
@@ -118,10 +118,10 @@ class Archives:
                 self.runs[want.number, want.shard] = self._run(archive, entry, want.shard)
 
     def _run(self, archive: Archive, entry: Entry, shard: int) -> Run:
-        """Return where a shard's elements are, from its archive.
+        """Return the place of a shard's elements, from the head of its archive.
 
         Raises:
-            ShortHeadError: the archive's head is longer than what was read.
+            ShortHeadError: the head is longer than the bytes read.
         """
         tensor, payload = self._head(archive)
         box, file = entry.boxes[shard], self._file_numbers[entry.items[shard].file]
@@ -135,7 +135,7 @@ class Archives:
         return Run(box.offset, box.shape, file, archive.base + start, layout)
 
     def _value(self, archive: Archive, entry: Entry) -> object:
-        """Return the value of an archive, and locate the tensors in it."""
+        """Return the value of an archive, and find the runs of the tensors in it."""
         pickle = archive.pickle()
         value, storages, nbytes = load_tree(pickle, self._allowance, len(entry.path))
         tensors = [leaf for leaf in structure_of(value)[1] if isinstance(leaf, SavedTensor)]
@@ -152,7 +152,7 @@ class Archives:
         return value
 
     def _head(self, archive: Archive) -> tuple[SavedTensor, int]:
-        """Return the tensor and where its payload begins. Similar tensors have equal heads."""
+        """Return the tensor and the start of its payload. Similar tensors have equal heads."""
         for size in self._head_sizes:
             known = self._heads.get(archive.data[:size])
             if known is not None:
@@ -165,8 +165,8 @@ class Archives:
         return tensor, payload
 
     @contextlib.contextmanager
-    def _blamed(self, number: int, path: str) -> Iterator[str]:
-        """Record damage found inside as the fault of an entry."""
+    def _recording(self, number: int, path: str) -> Iterator[str]:
+        """Record an error of parsers as the fault of an entry."""
         try:
             with named(self._listing.files, path) as shown:
                 yield shown
@@ -176,7 +176,7 @@ class Archives:
 
 
 def _check(entry: Entry, item: Item, size: int, file: str) -> None:
-    """Raise unless the archive is within its file of `size` bytes and can be restored."""
+    """Check that the archive is within its file of `size` bytes and can be restored."""
     end = item.offset + item.nbytes
     where = f"{entry.key[:200]!r}"
     if end > size:

@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint`, opened as checkpoints."""
 
 # Rule 1: only `format.foreign.torch.unpickle` reads pickles, and it executes nothing.
-# Rule 2: damage of one archive affects only its leaf: restores that leave the leaf out succeed.
+# Rule 2: damage to one archive affects only its leaf: restores without that leaf succeed.
 
 from __future__ import annotations
 
@@ -39,23 +39,17 @@ FREE_NBYTES = 48 * MIB
 """Memory that decoded metadata may take beyond `ALLOWANCE_RATIO` times its size."""
 
 OPCODES_PER_TURN = 1 << 15
-"""Opcodes interpreted before the event loop gets its turn: about 30 ms."""
+"""Opcodes interpreted before yielding to the event loop: about 30 ms."""
 
 FREE_AXES = 4
-"""Axes along which any number of shards may cut a tensor; meshes cut along fewer."""
+"""Axes along which a tensor may be cut into any number of shards; meshes cut along fewer."""
 
 MAX_CORNERS = 1 << 18
-"""Most corners of the shards of a tensor that is cut along more axes."""
-
-NEWER = (
-    "it was written by a newer version of torch.distributed.checkpoint than this release was "
-    "tested with ({fields}); it was read without them"
-)
-"""Note about fields that torch 2.13 did not have."""
+"""Most corners of all shards of a tensor that is cut along more axes."""
 
 
 async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
-    """Read the metadata and the head of every archive; decode values that are not tensors."""
+    """Open a checkpoint from its metadata, the heads of its tensors, and its other values."""
     data = await files.read(METADATA_NAME, max_nbytes=MAX_METADATA_NBYTES)
     allowance = Allowance(ALLOWANCE_RATIO * len(data) + FREE_NBYTES)
     with named(files, METADATA_NAME) as shown:
@@ -67,7 +61,12 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
             await asyncio.sleep(0)
         entries = decode_entries(unpickler.value, file=shown)
         check_tiling(entries, file=shown)
-    newer = sorted(unpickler.unknown)
+    notes: tuple[str, ...] = ()
+    if unpickler.unknown:  # fields that torch 2.13 lacks
+        notes = (
+            "it was written by a newer version of torch.distributed.checkpoint than this release "
+            f"was tested with ({', '.join(sorted(unpickler.unknown))}); it was read without them",
+        )
     del data, source, unpickler
     listing = await list_some(files, dict.fromkeys(i.file for e in entries for i in e.items))
     archives = Archives(listing, entries, allowance)
@@ -91,14 +90,18 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
         elif leaf.array in archives.faults:
             _add_refused(tables, entries[leaf.array], archives.faults[leaf.array], listing)
         else:
-            _add_tensor(tables, leaf.array, entries[leaf.array], archives)
+            number, entry = leaf.array, entries[leaf.array]
+            assert entry.shape is not None
+            runs = [archives.runs[number, shard] for shard in range(len(entry.items))]
+            empty = Run((0,) * len(entry.shape), entry.shape, 0, 0)
+            tables.add_array("torch", entry.dtype, runs or [empty])
     return tables.open(
         listing,
         "dcp",
         structure,
         library="torch.distributed.checkpoint",
         metadata={},
-        notes=(NEWER.format(fields=", ".join(newer)),) if newer else (),
+        notes=notes,
     )
 
 
@@ -106,14 +109,14 @@ def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
     """Check that the shards of every tensor tile it, in bounded time and memory.
 
     Raises:
-        CorruptCheckpointError: names the tensor and what is wrong.
+        CorruptCheckpointError: names a tensor that they do not tile, and the reason.
     """
     for entry in entries:
         shape, boxes = entry.shape, entry.boxes
         if shape is None:
             continue
         held, size = sum(box.size for box in boxes), math.prod(shape)
-        # The check needs a row per corner; each axis that is cut doubles their number.
+        # The check needs a row per corner; each axis that is cut doubles the number of corners.
         cut = sum(any(b.offset[i] or b.shape[i] != n for b in boxes) for i, n in enumerate(shape))
         if held < size:
             reason: str | None = f"they hold {held} of its {size} elements"
@@ -128,14 +131,6 @@ def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
                 f"{reason}",
                 file=file,
             )
-
-
-def _add_tensor(tables: RunTables, number: int, entry: Entry, archives: Archives) -> None:
-    """Add a tensor as the next leaf."""
-    assert entry.shape is not None
-    runs = [archives.runs[number, shard] for shard in range(len(entry.items))]
-    empty = Run((0,) * len(entry.shape), entry.shape, 0, 0)
-    tables.add_array("torch", entry.dtype, runs or [empty])
 
 
 def _add_refused(

@@ -1,9 +1,8 @@
 """Chunk extents of foreign zarr arrays, found by the keys of their chunks."""
 
 # Rule 1: only the keys of wanted arrays are looked up.
-# Rule 2: extents are checked before anything is read through them: chunks that are not packed have
-#   their exact size, packed ones a plausible ratio, and all together are not much larger than the
-#   files.
+# Rule 2: extents are checked before they are read: uncompressed chunks have their exact size,
+#   compressed ones a plausible ratio, and all together are not much larger than the files.
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ from asyncckpt.format.damage import path_fault
 from asyncckpt.format.zarr import ZarrArray
 
 MAX_RATIO = 1 << 16
-"""Largest ratio to which a chunk may unpack: zstd reaches 2^15, others less."""
+"""Largest compression ratio: zstd reaches 2^15, others less."""
 
 MAX_RATIO_BZ2 = 1 << 21
-"""The same for bzip2, which stores 45 MB of zeros in about 40 bytes."""
+"""Largest compression ratio of bzip2, which stores 45 MB of zeros in about 40 bytes."""
 
 PADDING_NBYTES = 64 << 20
-"""Size of a packed chunk beyond four times the bytes of its array."""
+"""Largest decoded size of a compressed chunk, beyond four times the bytes of its array."""
 
 OVERLAP_NBYTES = 64 << 20
-"""Size of all chunks beyond four times the files: many chunks could claim the same bytes."""
+"""Largest size of all chunks beyond four times the files: copies in a database share bytes."""
 
 ARRAYS_PER_TURN = 512
-"""Arrays looked up before the event loop gets its turn: about 20 ms."""
+"""Arrays looked up before yielding to the event loop: about 20 ms."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,8 +40,8 @@ class FoundArray:
 
     Attributes:
         table: the keys of its chunks, which begin with `base`.
-        zarr: its metadata, decoded from `document`.
-        complete: whether every chunk is stored, so that a missing one is damage.
+        zarr: its metadata, decoded from the file `document`.
+        complete: whether every chunk is stored, so that a missing one means damage.
     """
 
     name: str
@@ -56,9 +55,9 @@ class FoundArray:
 async def read_extents(
     arrays: Sequence[FoundArray], opened: OpenCheckpoint, wanted: Sequence[int] | None
 ) -> Extents:
-    """Return the extents of the chunks of some arrays (None: of all); other rows are empty.
+    """Return the extents of the chunks of the wanted arrays (None: all); other rows are empty.
 
-    `arrays` are those of the checkpoint, in order.
+    `arrays` are all arrays of the checkpoint, in order.
     """
     listing = Listing(opened.files, "", {file.path: file.nbytes for file in opened.stored_files})
     number_of = {path: number for number, path in enumerate(listing.nbytes_of)}
@@ -77,7 +76,8 @@ async def read_extents(
             await asyncio.sleep(0)
     extents = Extents(file, offset, nbytes, None, values)
     _check_sizes(extents, arrays, opened)
-    _check_overlap(int(nbytes[file >= 0].sum()), listing)
+    claimed = int(nbytes[file >= 0].sum())
+    listing.check_claimed("the chunks", claimed, beyond=OVERLAP_NBYTES)
     return extents
 
 
@@ -107,7 +107,7 @@ async def _find(found: FoundArray, listing: Listing) -> list[bytes | Range | Non
 
 
 def _check_sizes(extents: Extents, arrays: Sequence[FoundArray], opened: OpenCheckpoint) -> None:
-    """Raise if a chunk has the wrong size for its array, or cannot unpack to it."""
+    """Check that every chunk has the size of its array's chunks, or can decode to it."""
     present = extents.file >= 0
     present[list(extents.values)] = True
     rows = np.flatnonzero(present)
@@ -117,14 +117,14 @@ def _check_sizes(extents: Extents, arrays: Sequence[FoundArray], opened: OpenChe
     array = np.searchsorted(opened.stored.first_row, rows, "right") - 1
     spec = opened.stored.kind[array]
     kinds = opened.storages
-    packed = np.array([s.codec.decode is not None for s in kinds])[spec]
+    compressed = np.array([s.codec.decode is not None for s in kinds])[spec]
     payload = np.array([s.chunk_nbytes for s in kinds], np.int64)[spec]
     ratios = [MAX_RATIO_BZ2 if "bz2" in s.codec.name else MAX_RATIO for s in kinds]
     ratio = np.array(ratios, np.float64)[spec]
     most = np.array([4 * s.spec.nbytes + PADDING_NBYTES for s in kinds], np.float64)[spec]
     trailer = np.array([s.codec.trailer_nbytes for s in kinds], np.int64)[spec]
     good = np.where(
-        packed,
+        compressed,
         (payload <= np.maximum(stored - trailer, 0) * ratio) & (payload <= most),
         stored == payload + trailer,
     )
@@ -147,17 +147,3 @@ def _check_sizes(extents: Extents, arrays: Sequence[FoundArray], opened: OpenChe
         expected=int(payload[bad]),
         found=int(stored[bad]),
     )
-
-
-def _check_overlap(claimed: int, listing: Listing) -> None:
-    """Raise if chunks share too many bytes; copies inside a database share some."""
-    stored = listing.nbytes
-    if claimed > 4 * stored + OVERLAP_NBYTES:
-        raise damaged(
-            listing.files,
-            None,
-            f"the metadata places {claimed} bytes of chunks in files of {stored} bytes; it is "
-            "damaged or hostile: use another checkpoint",
-            expected=stored,
-            found=claimed,
-        )

@@ -1,7 +1,7 @@
-"""Files of a foreign checkpoint: sizes, reads of many small ranges, and their names in errors."""
+"""Files of a foreign checkpoint: sizes, reads of many small ranges, and names in errors."""
 
-# Rule 1: nothing is read or allocated before the listing shows that it exists. Links are not
-#   listed: the store refuses files that are reached through one.
+# Rule: nothing is read or allocated before the listing shows that it exists. Links are not listed:
+#   the store refuses files that are reached through one.
 
 from __future__ import annotations
 
@@ -31,31 +31,28 @@ MAX_DEPTH = 320
 """Deepest directory: the depth of a tree plus the dimensions of a chunk's key."""
 
 GAP_NBYTES = 64 << 10
-"""Largest gap of unwanted bytes inside one read."""
+"""Largest gap of unwanted bytes within one read."""
 
 READ_NBYTES = 4 << 20
 """Longest read of several ranges."""
 
 BATCH_NBYTES = 16 << 20
-"""Bytes of metadata in memory at a time."""
+"""Approximate bytes of metadata in memory at a time."""
 
 CONCURRENCY = 8
-"""Least number of concurrent reads of metadata: enough to hide the switch to another thread."""
+"""Least number of concurrent reads of metadata, to hide thread switches."""
 
 Range = tuple[str, int, int]
-"""File relative to the checkpoint, first byte, length."""
+"""File (relative to the checkpoint), first byte, length."""
 
 A = TypeVar("A")
 R = TypeVar("R")
 
 
-async def side_by_side(
+async def concurrently(
     files: CheckpointFiles, work: Callable[[A], Awaitable[R]], items: Sequence[A]
 ) -> list[R]:
-    """Return the results of `work` for all items, as many at a time as the store prefers.
-
-    Raises the first failure.
-    """
+    """Return the results of `work` for all items, as many at a time as the store prefers."""
     return await mapped(work, items, max(CONCURRENCY, files.capabilities.reads))
 
 
@@ -77,7 +74,7 @@ def batches(items: Iterable[A], nbytes_of: Callable[[A], int]) -> Iterator[list[
 class Listing:
     """Regular files below one directory of a checkpoint.
 
-    `nbytes_of` has the size of every file by its path. Paths are relative to the checkpoint.
+    `nbytes_of` has the size of each file by its path, relative to the checkpoint.
     """
 
     files: CheckpointFiles
@@ -90,23 +87,38 @@ class Listing:
         return sum(self.nbytes_of.values())
 
     def path(self, name: str) -> str:
-        """Return the path of a name in the directory."""
+        """Return the path of `name` in the directory."""
         return posixpath.join(self.directory, name)
 
     def has(self, name: str) -> bool:
-        """Return whether the directory has a regular file of this name."""
+        """Return whether the directory has a regular file `name`."""
         return self.path(name) in self.nbytes_of
 
-    def refuse_ours(self) -> None:
-        """Check that no file is one that only asyncckpt checkpoints have.
+    async def exists(self, name: str) -> bool:
+        """Return whether the directory has a regular file `name`; raise if it is a link."""
+        if not self.has(name):
+            await refuse_link(self.files, self.path(name))
+        return self.has(name)
 
-        Raises:
-            CheckpointNotFoundError: this is an asyncckpt checkpoint without its record.
-        """
+    def refuse_ours(self) -> None:
+        """Raise `CheckpointNotFoundError` if this is an asyncckpt checkpoint without its record."""
         prefix = self.path("d/")
         for path in self.nbytes_of:
             if path.startswith(prefix) and is_our_data(path[len(prefix) - 2 :]):
                 raise without_record(self.files.location, is_database=not self.directory)
+
+    def check_claimed(self, what: str, nbytes: int, *, beyond: int) -> None:
+        """Check that ranges, which may overlap, take at most four times the files plus `beyond`."""
+        stored = self.nbytes
+        if nbytes > 4 * stored + beyond:
+            raise damaged(
+                self.files,
+                None,
+                f"{what} take {nbytes} bytes, the files that hold them {stored}; the checkpoint is "
+                "damaged or hostile: use another",
+                expected=stored,
+                found=nbytes,
+            )
 
     async def check(self, path: str, offset: int, nbytes: int) -> None:
         """Check that a range is inside its file."""
@@ -126,7 +138,7 @@ class Listing:
             )
 
     async def read(self, ranges: Sequence[Range], gap_nbytes: int = GAP_NBYTES) -> list[bytes]:
-        """Read the bytes of every range; neighbours are read together."""
+        """Read the bytes of every range; adjacent ranges are read together."""
         for path, offset, nbytes in ranges:
             await self.check(path, offset, nbytes)
         order = sorted(range(len(ranges)), key=ranges.__getitem__)
@@ -156,18 +168,18 @@ class Listing:
                 result[order[row]] = data[at : at + in_order[row][2]].tobytes()
 
         runs = list(zip(groups, [*groups[1:], len(order)], strict=True)) if groups else []
-        await side_by_side(self.files, read_run, runs)
+        await concurrently(self.files, read_run, runs)
         return result
 
 
 async def refuse_link(files: CheckpointFiles, path: str) -> None:
-    """Raise if a path is or passes through a link."""
+    """Raise if the path is or contains a link."""
     with contextlib.suppress(CheckpointNotFoundError):
         await files.entries(path, max_entries=MAX_ENTRIES)
 
 
 async def list_files(files: CheckpointFiles, directory: str) -> Listing:
-    """List all regular files below a directory. Links are neither listed nor followed.
+    """List all regular files below a directory; links are neither listed nor followed.
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
@@ -175,7 +187,7 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
     nbytes_of: dict[str, int] = {}
     count = 0
 
-    async def look(path: str) -> list[str]:
+    async def list_one(path: str) -> list[str]:
         nonlocal count
         entries = await files.entries(path, max_entries=MAX_ENTRIES)
         count += len(entries)
@@ -201,17 +213,17 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
 
     level, depth = [directory], 0
     while level:
-        found = await side_by_side(files, look, level)
+        found = await concurrently(files, list_one, level)
         level, depth = list(itertools.chain.from_iterable(found)), depth + 1
     return Listing(files, directory, dict(sorted(nbytes_of.items())))
 
 
 async def list_some(files: CheckpointFiles, paths: Iterable[str]) -> Listing:
-    """List these files, in the order of `paths`; only their directories are listed."""
+    """List these files, in the order of `paths`, by listing only their directories."""
     paths = list(paths)
     first = {posixpath.dirname(path): path for path in reversed(paths)}
 
-    async def look(directory: str) -> dict[str, int]:
+    async def list_one(directory: str) -> dict[str, int]:
         try:
             entries = await files.entries(directory, max_entries=MAX_ENTRIES)
         except CheckpointNotFoundError as error:
@@ -219,12 +231,12 @@ async def list_some(files: CheckpointFiles, paths: Iterable[str]) -> Listing:
         return {posixpath.join(directory, e.name): e.nbytes for e in entries if not e.is_directory}
 
     nbytes_of: dict[str, int] = {}
-    for sizes in await side_by_side(files, look, list(first)):
+    for sizes in await concurrently(files, list_one, list(first)):
         nbytes_of |= sizes
     for path in paths:
         if path not in nbytes_of:
             with contextlib.suppress(CheckpointNotFoundError):
-                await files.read_into(path, 0, [])  # raises why it is not listed
+                await files.read_into(path, 0, [])  # raises the reason, if there is one
             raise missing(files.location, path)
     return Listing(files, "", {path: nbytes_of[path] for path in paths})
 
@@ -246,7 +258,7 @@ def damaged(
     expected: object = None,
     found: object = None,
 ) -> CorruptCheckpointError:
-    """Return the error for metadata that is damaged or hostile; `text` follows the location."""
+    """Return the error for damaged or hostile metadata; `text` follows the location."""
     return CorruptCheckpointError(
         f"{files.location}: {text}",
         file=file,
@@ -259,7 +271,7 @@ def damaged(
 
 @contextlib.contextmanager
 def named(files: CheckpointFiles, path: str) -> Iterator[str]:
-    """Yield the name of a file for errors; add location and file to those raised inside."""
+    """Yield the name of a file for errors; add location and file to the errors of parsers."""
     try:
         yield place(files, path)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
@@ -269,7 +281,7 @@ def named(files: CheckpointFiles, path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def located(files: CheckpointFiles, directory: str = "") -> Iterator[None]:
-    """Add the location to errors of parsers; their files become relative to the checkpoint."""
+    """Add the location to errors of parsers, and make their files relative to the checkpoint."""
     try:
         yield
     except (CorruptCheckpointError, UnsupportedFormatError) as error:

@@ -16,8 +16,8 @@ from asyncckpt.ports import CheckpointFiles
 async def open_ocdbt(files: CheckpointFiles) -> OpenCheckpoint:
     """Open the arrays of the newest version of a database, as a tree of dicts.
 
-    An array's name is split at ``/`` into keys; an array at the root of the database is the whole
-    tree. Chunks that are not stored consist of the fill value.
+    Array names are split at ``/`` into keys; an array at the root of the database is the whole
+    tree. Unstored chunks consist of the fill value.
 
     Raises:
         CheckpointNotFoundError: it has no arrays, or is the database of an asyncckpt checkpoint

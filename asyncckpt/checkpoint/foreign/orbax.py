@@ -1,9 +1,9 @@
-"""Checkpoints of Orbax: one item, or the directory of a step with its items."""
+"""Orbax checkpoints: one item, or the directory of a step with its items."""
 
-# Rule 1: a step with one tree is that tree; one with several is a dict by item name. JSON items are
-#   always in `metadata` by name, and also in the dict if there is one.
-# Rule 2: nothing that the user stored is lost: what another value hides in `metadata`, and numbers
-#   that JSON lacks, are there in another form, with a note.
+# Rule 1: a step with one tree is that tree; a step with several is a dict by item name. JSON items
+#   are always in `metadata` by name, and also in that dict.
+# Rule 2: no value of the user is lost: values whose name in `metadata` another one takes, and
+#   numbers that JSON lacks, are there in another form, with a note.
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
 
 MAX_ITEMS = 1 << 10
-"""Items of one step."""
+"""Most items of one step."""
 
 MAX_ITEM_DEPTH = 3
-"""Depth of nested items: Orbax nests the parts of a random state."""
+"""Deepest nesting of items: Orbax nests the parts of a random state."""
 
 _METRICS = "metrics"
 _JSON_FILES = frozenset(("metadata", "data.json", _METRICS))
@@ -57,10 +57,10 @@ _NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 
 
 async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
-    """Open the tree that Orbax saved: version 0 or 1, one item or a step.
+    """Open a tree that Orbax saved, of version 0 or 1: one item or a step.
 
-    Leaves of kind `scalar` restore as Python numbers, strings as `str`. Typed keys keep their PRNG
-    implementation. Arrays are placed by the target or on the default device, not as saved.
+    Leaves of kind `scalar` are restored as Python numbers, strings as `str`. Typed keys keep their
+    PRNG implementation. Arrays are placed as the target is or on the default device, not as saved.
 
     Raises:
         CheckpointNotFoundError: there is no tree, Orbax has not finished it, or it is the database
@@ -78,7 +78,7 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
         step = await read_document(files, CHECKPOINT_METADATA_FILE, decode_checkpoint_metadata)
     lost: list[str] = []
     for name in sorted(step.handlers.keys() - {entry.name for entry in entries} - {""}):
-        # Deleted, or a link, which must not be skipped silently.
+        # Deleted or a link, neither of which may be skipped silently.
         if path_fault(name) is None:
             await refuse_link(files, name)
         if not step.handlers[name].endswith(_NO_ITEM):
@@ -110,7 +110,7 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
 
 
 def _merged(sources: Sequence[Mapping[str, JsonValue]], notes: list[str]) -> dict[str, JsonValue]:
-    """Merge JSON by name. Values with the name of a later one move to `custom_metadata`."""
+    """Merge JSON by name; a value with the name of a later one moves to `custom_metadata`."""
     merged: dict[str, JsonValue] = {}
     hidden: dict[str, JsonValue] = {}
     for name, value in [pair for source in sources for pair in source.items()]:
@@ -128,7 +128,7 @@ def _merged(sources: Sequence[Mapping[str, JsonValue]], notes: list[str]) -> dic
 
 
 def _finite(metadata: dict[str, JsonValue], notes: list[str]) -> dict[str, JsonValue]:
-    """Replace numbers that JSON lacks by their names, as in the metrics of a commit record."""
+    """Replace numbers that JSON lacks with their names, as in the metrics of a commit record."""
     found = dict(metadata)
     for name, value in metadata.items():
         try:
@@ -149,7 +149,7 @@ async def _read(
 ) -> Item:
     """Read the content of a directory: a tree, a JSON document, items, or something unknown.
 
-    `lost` are items that should be in it, and are not.
+    `lost` are missing items.
     """
     names = {entry.name for entry in entries}
     handler = handlers.get("", "")
@@ -187,7 +187,7 @@ async def _read(
 
 
 def _is_item(entry: Entry, handlers: Mapping[str, str]) -> bool:
-    # Orbax has directories of its own whose names begin like this.
+    # Names of Orbax's own directories begin with an underscore or a dot.
     return (
         entry.is_directory
         and (entry.name in handlers or not entry.name.startswith(("_", ".")))
@@ -201,7 +201,7 @@ async def _read_tree(files: CheckpointFiles, directory: str, handler: str) -> It
 
 
 def _unwrapped(item: Item, handler: str) -> Item:
-    """Replace a tree that wraps a single leaf by that leaf."""
+    """Replace a tree that wraps a single leaf with that leaf."""
     if handler.endswith(_SINGLE_HANDLERS) and isinstance(item.tree, dict):
         if item.tree.keys() == {_SINGLE}:
             item.tree = item.tree[_SINGLE]
@@ -225,7 +225,7 @@ def _joined(items: Mapping[str, Item], lost: Sequence[str]) -> Item:
     result.custom = {name: items[name].custom for name in trees if items[name].custom}
     if trees:
         for name, document in documents.items():
-            # JSON that is too deep for a tree is only in `metadata`.
+            # JSON too deep for a tree is only in `metadata`.
             with contextlib.suppress(ValueError):
                 structure_of({name: document})
                 trees.setdefault(name, document)

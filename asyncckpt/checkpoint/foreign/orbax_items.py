@@ -45,7 +45,7 @@ from asyncckpt.spec import numeric_class
 T = TypeVar("T")
 
 NO_TREE = object()
-"""Unlike None, which is a tree."""
+"""Marks an item without a tree; None is a tree."""
 
 _EMPTY: Mapping[str, Any] = {
     "None": None,
@@ -62,11 +62,11 @@ class Item:
 
     Attributes:
         tree: its tree as in `foreign_tree`, or `NO_TREE`.
-        directory: directory of the tree's database, if its arrays are in a single one.
-        document: its JSON; that of nested items by name.
+        directory: directory of the tree's database, if one database holds all its arrays.
+        document: its JSON; for nested items, their JSON by name.
         has_document: whether it has JSON.
         custom: JSON that the user saved with the tree.
-        notes: what could not be read.
+        notes: remarks on parts that could not be read.
     """
 
     tree: Any = NO_TREE
@@ -78,7 +78,7 @@ class Item:
 
 
 async def read_document(files: CheckpointFiles, path: str, decode: Callable[..., T]) -> T:
-    """Return what `decode` makes of a document; its errors name the file and the checkpoint."""
+    """Read and decode a document; errors name the file and the checkpoint."""
     data = await files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
     with located(files):
         return decode(data, file=path)
@@ -96,10 +96,8 @@ async def read_tree(listing: Listing) -> Item:
     listing.refuse_ours()
     metadata = None
     path = listing.path(METADATA_FILE)
-    if listing.has(METADATA_FILE):
+    if await listing.exists(METADATA_FILE):
         metadata = await read_document(listing.files, path, decode_metadata)
-    else:
-        await refuse_link(listing.files, path)
     table = await _table(listing, metadata)
     is_database = not table.is_directory and listing.has(MANIFEST_NAME)
     item = Item(directory=(listing.directory or ".") if is_database else "")
@@ -110,7 +108,7 @@ async def read_tree(listing: Listing) -> Item:
                 f"{path} is missing: lists are dicts, and strings and empty containers are left out"
             )
         return item
-    item.tree = _grow(listing, metadata, await _leaves(listing, table, metadata))
+    item.tree = _nested(listing, metadata, await _leaves(listing, table, metadata))
     if isinstance(metadata.custom, dict):
         item.custom = metadata.custom
     elif metadata.custom is not None:
@@ -121,7 +119,7 @@ async def read_tree(listing: Listing) -> Item:
 def _contradiction(
     listing: Listing, text: str, expected: object = None, found: object = None
 ) -> CorruptCheckpointError:
-    """Return the error for metadata that does not fit the files, or itself."""
+    """Return the error for metadata that contradicts the files or itself."""
     path = listing.path(METADATA_FILE)
     return damaged(listing.files, path, text, expected=expected, found=found)
 
@@ -129,10 +127,9 @@ def _contradiction(
 async def _table(listing: Listing, metadata: TreeMetadata | None) -> KeyTable:
     use_ocdbt = None if metadata is None else metadata.use_ocdbt
     if use_ocdbt is not False:
-        if listing.has(MANIFEST_NAME):
+        if await listing.exists(MANIFEST_NAME):
             return await read_database(listing)
-        await refuse_link(listing.files, listing.path(MANIFEST_NAME))
-        base = f"{listing.directory}/" if listing.directory else ""
+        base = listing.path("")
         first_parts = {p.removeprefix(base).partition("/")[0] for p in listing.nbytes_of}
         processes = sorted(
             name
@@ -140,7 +137,6 @@ async def _table(listing: Listing, metadata: TreeMetadata | None) -> KeyTable:
             if PROCESS_DIRECTORY.fullmatch(name) and listing.has(f"{name}/{MANIFEST_NAME}")
         )
         if processes:
-            # Orbax has not merged them.
             return merge([await read_database(listing, name) for name in processes])
         # Orbax writes no database for a tree without arrays.
         kinds = {entry.kind for entry in metadata.entries} if metadata is not None else set()
@@ -180,7 +176,7 @@ def _array_leaf(
 async def _arrays(
     listing: Listing, table: KeyTable, metadata: TreeMetadata
 ) -> dict[str, FoundArray]:
-    """Read the arrays of all leaves that have one, by name."""
+    """Find the arrays of all leaves that are arrays, by name."""
     location = listing.files.location
     keys: dict[str, ArrayKey] = {}
     names = (zarr3.METADATA_NAME, zarr2.METADATA_NAME)
@@ -223,7 +219,7 @@ async def _arrays(
 async def _refuse(
     listing: Listing, table: KeyTable, metadata: TreeMetadata, entry: TreeEntry
 ) -> None:
-    """Raise the reason why there is no array of this name."""
+    """Raise the error for an array that is missing."""
     location = listing.files.location
     document = zarr3.METADATA_NAME if metadata.use_zarr3 else zarr2.METADATA_NAME
     if entry.kind not in KINDS:
@@ -249,8 +245,7 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, str]:
     if not names:
         return {}
     path = listing.path(STRINGS_FILE)
-    if not listing.has(STRINGS_FILE):
-        await refuse_link(listing.files, path)
+    if not await listing.exists(STRINGS_FILE):
         raise missing(listing.files.location, path)
     parse = partial(parse_document, what="the document of strings")
     document = await read_document(listing.files, path, parse)
@@ -270,19 +265,18 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, str]:
 
 
 async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str, str]:
-    """Read the PRNG implementations of key arrays by name."""
+    """Read the PRNG implementations of key arrays, by name."""
     if not any(entry.kind == "jax.Array" for entry in metadata.entries):
         return {}
     found: dict[str, str] = {}
     directory = listing.path(ARRAY_METADATAS)
-    if not listing.has(ARRAY_METADATA_FILE):
-        await refuse_link(listing.files, listing.path(ARRAY_METADATA_FILE))
+    await listing.exists(ARRAY_METADATA_FILE)  # raises if it is a link
     for path in sorted(p for p in listing.nbytes_of if posixpath.dirname(p) == directory):
         found |= await read_document(listing.files, path, decode_array_metadatas)
     return found
 
 
-def _grow(listing: Listing, metadata: TreeMetadata, leaves: Sequence[Any]) -> Any:
+def _nested(listing: Listing, metadata: TreeMetadata, leaves: Sequence[Any]) -> Any:
     try:
         paths = [
             [_index(key) if is_index else key for key, is_index in entry.path]

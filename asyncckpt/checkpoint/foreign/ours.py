@@ -1,12 +1,12 @@
-"""Leftovers of asyncckpt checkpoints without a commit record, recognized by their names.
+"""Files of asyncckpt checkpoints without a commit record, recognized by their names.
 
 An object store may hold them before a commit, during a deletion, or after an aborted save. They may
-include Orbax's files, but must not be read as a checkpoint of Orbax.
+include Orbax's files, but must not be read as an Orbax checkpoint.
 """
 
-# Rule 1: only names are checked, because contents may already be deleted.
-# Rule 2: objects with fixed contents are deleted last (`stores/objects/remove.py`): they remain as
-#   long as anything of a checkpoint does.
+# Rule 1: only names are checked, because the contents may already be deleted.
+# Rule 2: fixed-contents objects are deleted last (`stores/objects/remove.py`): they remain as long
+#   as any other object of the checkpoint.
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.record import RECORD_NAME
 
 _FIXED = re.compile(r"\.asyncckpt-[0-9a-f]{32}-fixed-[0-9]{1,9}")
-"""In a checkpoint: contents of fixed names, only on object stores (`stores/objects/layout.py`)."""
+"""In a checkpoint on an object store: fixed-contents objects (`stores/objects/layout.py`)."""
 
 _DATA = re.compile(r"d/[0-9a-f]{32}-[0-9a-z-]{1,64}(\.r[0-9]{1,9})?")
-"""In a database: data files, the index and nodes, and retries of each (`save/upload.py`,
-`save/commit.py`). TensorStore's own names have no dash."""
+"""In a database: data files, index and nodes, and retries of each (`save/upload.py`,
+`save/commit.py`). Names of TensorStore have no dash."""
 
 
 def is_our_leftover(names: Iterable[str]) -> bool:
@@ -31,12 +31,12 @@ def is_our_leftover(names: Iterable[str]) -> bool:
 
 
 def is_our_data(path: str) -> bool:
-    """Return whether a path, relative to its database, is one that only asyncckpt writes."""
+    """Return whether only asyncckpt writes this path, relative to its database."""
     return _DATA.fullmatch(path) is not None
 
 
 def without_record(location: str, *, is_database: bool) -> CheckpointNotFoundError:
-    """Return the error for the directory of a checkpoint, or of its database, without a record."""
+    """Return the error for a checkpoint directory, or its database, without a record."""
     here = location.rstrip("/")
     what, next_step = "an asyncckpt checkpoint", "restore another step"
     if is_database:

@@ -1,8 +1,8 @@
 """Tensors stored in files as runs of bytes, cut into chunks, and the checkpoint that they form.
 
-safetensors and torch files hold a tensor as one run. Cut into chunks, it can be read in parallel,
-within any budget, and in parts. zarr grids pad the last chunk but files do not: what follows the
-last full chunk of an axis is a separate array.
+safetensors and torch files hold a tensor as one run. Chunks allow reading it in parallel, in parts
+and within any budget. zarr grids pad the last chunk of an axis but files do not, so elements behind
+the last full chunk are a separate array.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_SHOWN = 50
 
 
 class RawPiece(NamedTuple):
-    """Part of an array, on a grid whose chunks are all full, each one run of bytes.
+    """Part of an array on a grid of full chunks, each one run of bytes.
 
     Attributes:
         offset: its offset in the array.
@@ -93,9 +93,9 @@ class Run:
     Attributes:
         offset: offset of the part in the leaf.
         shape: its shape.
-        file: index of the file.
-        start: its first byte there.
-        layout: order of its elements; None for C order.
+        file: number of the file.
+        start: first byte in the file.
+        layout: order of the elements; None for C order.
     """
 
     offset: tuple[int, ...]
@@ -106,7 +106,7 @@ class Run:
 
 
 class RunTables:
-    """Leaves of one checkpoint in tree order, and their places in its files."""
+    """Leaves of one checkpoint, added in tree order, and their places in its files."""
 
     def __init__(self) -> None:
         self._kinds: list[str] = []
@@ -131,7 +131,7 @@ class RunTables:
         extra: Mapping[str, JsonValue] | None = None,
         pieces: Sequence[Piece] = (),
     ) -> None:
-        """Add the next leaf: a scalar, or with the arrays that were added for it."""
+        """Add the next leaf: a scalar, or one whose arrays have just been added."""
         if extra:
             self._extra[len(self._kinds)] = extra
         if len(pieces) > 1:
@@ -140,7 +140,7 @@ class RunTables:
         self._values.append(value)
 
     def add_scalar(self, value: Scalar) -> None:
-        """Add a value as the next leaf."""
+        """Add a Python value as the next leaf."""
         if type(value) is not bytes or len(value) <= INLINE_NBYTES:
             self.add_leaf(*encode_scalar(value))
             return
@@ -149,7 +149,7 @@ class RunTables:
     def add_value(
         self, array: np.ndarray[Any, Any], extra: Mapping[str, JsonValue] | None = None
     ) -> None:
-        """Add an array that was read with the metadata as the next leaf."""
+        """Add an array that the metadata contains as the next leaf."""
         spec = array_spec(array.shape, array.dtype.name)
         chunk_shape = tuple(max(1, n) for n in array.shape)
         if array.size:
@@ -166,7 +166,7 @@ class RunTables:
         runs: Sequence[Run],
         extra: Mapping[str, JsonValue] | None = None,
     ) -> Sequence[Piece]:
-        """Add an array as the next leaf; the runs tile it. Return its pieces."""
+        """Add an array that the runs tile as the next leaf; return its pieces."""
         pieces: list[Piece] = []
         for run in runs:
             for piece in self._cut(run, ITEMSIZES[dtype]):
@@ -184,7 +184,7 @@ class RunTables:
     def add_tied(
         self, kind: str, pieces: Sequence[Piece], extra: Mapping[str, JsonValue] | None
     ) -> None:
-        """Add an array as the next leaf, whose elements are those of an earlier one's pieces."""
+        """Add an array with the elements of an earlier array's pieces as the next leaf."""
         own = [Piece(piece.offset, len(self._specs) + n) for n, piece in enumerate(pieces)]
         for tied, piece in zip(own, pieces, strict=True):
             self._tied[tied.array] = piece.array
@@ -202,10 +202,7 @@ class RunTables:
         start: int,
         nbytes: int,
     ) -> None:
-        """Add an unreadable array as the next leaf; restoring it raises `error`.
-
-        `spec` has elements.
-        """
+        """Add an unreadable array, not empty, as the next leaf; restoring it raises `error`."""
 
         def refuse(_: Sequence[Bytes], __: int) -> Bytes:
             raise copy.copy(error)
@@ -226,7 +223,7 @@ class RunTables:
         metrics: Mapping[str, float] | None = None,
         notes: tuple[str, ...] = (),
     ) -> OpenCheckpoint:
-        """Return the checkpoint of all leaves that were added, in the containers of `tree`.
+        """Return the checkpoint of the added leaves in the containers of `tree`.
 
         `listing` has the files that hold them, in the order of their numbers.
         """
@@ -273,7 +270,7 @@ class RunTables:
             shape = run.shape if axes is None else tuple(run.shape[axis] for axis in axes)
             pieces = raw_pieces(shape, itemsize, DEFAULT_CHUNK_NBYTES)
             if axes is not None:
-                pieces = [_turned(piece, axes) for piece in pieces]
+                pieces = [_transposed_back(piece, axes) for piece in pieces]
             self._cuts[key] = pieces
         return pieces
 
@@ -307,8 +304,8 @@ def _joined(faults: Sequence[AsyncCheckpointError], location: str) -> AsyncCheck
     return error
 
 
-def _turned(piece: RawPiece, axes: Sequence[int]) -> RawPiece:
-    """Return a piece of an array with permuted axes as a piece of the array itself."""
+def _transposed_back(piece: RawPiece, axes: Sequence[int]) -> RawPiece:
+    """Return a piece of a transposed array as a piece of the array itself."""
     back = np.argsort(axes)
     counts = [n // c for n, c in zip(piece.shape, piece.chunk_shape, strict=True)]
     return RawPiece(

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import Listing, list_some, named, side_by_side
+from asyncckpt.checkpoint.foreign.listing import Listing, concurrently, list_some, named
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -50,8 +50,8 @@ _CONSOLIDATE = (
 async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
     """Open a safetensors file, or a set of files, from their headers.
 
-    The location is the file, or a directory with either one such file or the index of a set. The
-    tree is a dict of arrays by name, or the one that was converted to safetensors.
+    The location is a file, or a directory with one safetensors file or one index. The tree is a
+    dict of arrays by name, or the tree that was converted to safetensors.
     """
     entries = await files.entries(max_entries=MAX_ENTRIES)
     regular = {entry.name: entry.nbytes for entry in entries if not entry.is_directory}
@@ -63,7 +63,7 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
         _refuse_choice(files.location, indexes or tensors)
     path = tensors[0]
     listing = Listing(files, "", {path: regular[path]})
-    # The only file of a directory holds whole tensors, if a single rank wrote it.
+    # If a single rank wrote the only file of a directory, it holds whole tensors.
     header = await _read_header(listing, path, alone=bool(path))
     return _opened(listing, dict.fromkeys(header.specs, (0, header)), header.metadata)
 
@@ -74,7 +74,7 @@ async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
         weight_map = decode_index(data, file=shown)
     listing = await list_some(files, dict.fromkeys(weight_map.values()))
     paths = list(listing.nbytes_of)
-    read = await side_by_side(files, partial(_read_header, listing), paths)
+    read = await concurrently(files, partial(_read_header, listing), paths)
     headers = dict(zip(paths, read, strict=True))
     numbers = {name: number for number, name in enumerate(paths)}
     with named(files, path) as shown:
@@ -84,10 +84,10 @@ async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
 
 
 async def _read_header(listing: Listing, path: str, *, alone: bool = False) -> Header:
-    """Read the header of a file, which is `alone` if it is known to be the only one.
+    """Read the header of a file; `alone` if it is known to be the only file.
 
     Raises:
-        UnsupportedFormatError: its tensors are, or may be, parts of larger ones.
+        UnsupportedFormatError: its tensors are, or may be, parts of larger tensors.
     """
     files, file_nbytes = listing.files, listing.nbytes_of[path]
     head = np.empty(min(HEAD_NBYTES, file_nbytes), np.uint8)
@@ -128,7 +128,7 @@ def _opened(
     places: Mapping[str, tuple[int, Header]],
     metadata: Mapping[str, JsonValue],
 ) -> OpenCheckpoint:
-    """Return the checkpoint of tensors, given by name: number and header of the file of each."""
+    """Return the checkpoint of these tensors; `places` has number and header of each one's file."""
     tree = _saved_tree(listing.files.location, metadata, tuple(places))
     tables = RunTables()
     pieces: dict[str, Sequence[Piece]] = {}
@@ -158,8 +158,8 @@ def _saved_tree(
 ) -> SavedTree:
     """Return the tree that the metadata describes, or a dict of all tensors by name.
 
-    It is described if another checkpoint was converted to this one. A tree with other tensors than
-    those of the files is ignored.
+    Conversion to safetensors describes the tree. A description with other tensors than those of
+    the files is ignored.
     """
     texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
     try:
@@ -182,14 +182,14 @@ def _saved_tree(
 
 
 def _merged(headers: Mapping[str, Header]) -> dict[str, JsonValue]:
-    """Merge the metadata of a set; if files differ in a key, it has the text of each by file."""
-    said: dict[str, dict[str, str]] = {}
+    """Merge the metadata of a set; a key whose text differs gets a dict of its texts by file."""
+    texts_of: dict[str, dict[str, str]] = {}
     for path, header in headers.items():
         for key, text in header.metadata.items():
-            said.setdefault(key, {})[path] = text
+            texts_of.setdefault(key, {})[path] = text
     return {
         key: dict(texts) if len(set(texts.values())) > 1 else next(iter(texts.values()))
-        for key, texts in said.items()
+        for key, texts in texts_of.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Key tables: the keys of an OCDBT database or directory, and the locations of their values."""
+"""Key tables: the keys of an OCDBT database or a directory, and the places of their values."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from asyncckpt.ports import CheckpointFiles
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyTable:
-    """Keys in order, and their values or the locations of these.
+    """Keys in order, with their values or the places of these.
 
     Attributes:
-        listing: the files that hold them.
-        places: by key, its value, or the range of a file that holds it.
+        listing: the files that hold the values.
+        places: the value of each key, or the range of a file that holds it.
         is_directory: whether every value is a file whose path is the key.
     """
 
@@ -36,12 +36,12 @@ class KeyTable:
     is_directory: bool = False
 
     def nbytes(self, key: bytes) -> int:
-        """Return the length of a value in a file; 0 if it is in the table itself."""
+        """Return the length of a value in a file; 0 for a value in the table itself."""
         place = self.places[key]
         return 0 if isinstance(place, bytes) else place[2]
 
     async def values(self, keys: Sequence[bytes], *, max_nbytes: int) -> list[bytes]:
-        """Read the values of some keys, each in a file of at most `max_nbytes`."""
+        """Return the values of these keys; those in files have at most `max_nbytes` each."""
         found: dict[bytes, bytes] = {}
         ranges: dict[bytes, Range] = {}
         for key in keys:
@@ -68,11 +68,8 @@ class KeyTable:
 
 def directory_table(listing: Listing) -> KeyTable:
     """Return the files of a directory as keys and values."""
-    base = f"{listing.directory}/" if listing.directory else ""
-    places = {
-        path.removeprefix(base).encode(): (path, 0, nbytes)
-        for path, nbytes in listing.nbytes_of.items()
-    }
+    base, sizes = listing.path(""), listing.nbytes_of
+    places = {path.removeprefix(base).encode(): (path, 0, n) for path, n in sizes.items()}
     return KeyTable(listing, dict(sorted(places.items())), is_directory=True)
 
 
@@ -85,7 +82,7 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
     files = listing.files
     directory = listing.path(name) if name else listing.directory
     with located(files, directory):
-        version = await _newest(files, listing, directory)
+        version = await _newest(listing, directory)
         if version is None or version.root is None:
             return KeyTable(listing, {})
         if is_our_data(version.root.file):
@@ -100,7 +97,8 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
     return KeyTable(listing, decoder.values)
 
 
-async def _newest(files: CheckpointFiles, listing: Listing, directory: str) -> Version | None:
+async def _newest(listing: Listing, directory: str) -> Version | None:
+    files = listing.files
     manifest = await _manifest(files, directory, MANIFEST_NAME)
     if not manifest.numbered:
         return manifest.latest
@@ -134,10 +132,9 @@ async def _manifest(files: CheckpointFiles, directory: str, name: str) -> Manife
 
 
 def merge(tables: Sequence[KeyTable]) -> KeyTable:
-    """Merge the tables of several databases, which Orbax leaves unmerged.
+    """Merge the tables of several databases, which Orbax has not merged.
 
-    If several have a key, the first one wins: every process writes the metadata of arrays that it
-    holds parts of.
+    The first table with a key wins: several processes may write the metadata of one array.
     """
     places: dict[bytes, bytes | Range] = {}
     for table in reversed(tables):

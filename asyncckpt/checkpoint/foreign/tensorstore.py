@@ -1,8 +1,8 @@
-"""Decoding of Blosc by TensorStore; no other dependency does it."""
+"""Decoding of Blosc by TensorStore, because no other dependency can."""
 
 # Rule 1: TensorStore gets bytes in memory and a specification made here, never a stored one: it
 #   trusts sizes, and terminates the process if memory runs out.
-# Rule 2: the sizes that the bytes claim are checked before it gets them.
+# Rule 2: the sizes that the bytes claim are checked first.
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BLOSC_VERSIONS = (1, 2)
 
 
 def unpack_blosc(data: Bytes, limit: int) -> Bytes:
-    """Return the bytes that Blosc packed. Blocking.
+    """Decompress Blosc data. Blocking.
 
     Raises:
-        ChunkError: they are damaged or more than `limit`.
+        ChunkError: the data are damaged, or decode to more than `limit` bytes.
     """
     packed = data.tobytes()
     if len(packed) < _BLOSC_HEADER.size:

@@ -25,10 +25,10 @@ from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import FileInfo
 
 UNSTORED_CHUNKS = 1 << 19
-"""Chunks that need not be stored: each takes 24 bytes in the table of extents."""
+"""Most unstored chunks: each takes 24 bytes in the table of extents."""
 
 UNSTORED_FILES = 1 << 12
-"""The same if every chunk is a file: each missing file could be a link, which takes a request."""
+"""Most unstored chunks if each is a file: a missing file may be a link, which takes a request."""
 
 _DECODERS: Mapping[str, Callable[..., ZarrArray | None]] = {
     zarr3.METADATA_NAME: zarr3.decode_metadata,
@@ -81,7 +81,11 @@ async def read_arrays(
     `complete` means that the writer stored every chunk.
     """
     listing = table.listing
-    _check_documents(table, keys)
+    listing.check_claimed(
+        f"the metadata documents of {len(keys)} arrays",
+        sum(min(table.nbytes(key.key), MAX_DOCUMENT_NBYTES) for key in keys),
+        beyond=BATCH_NBYTES,
+    )
     known: dict[tuple[str, bytes], ZarrArray | None] = {}
     found: list[FoundArray | None] = []
     for batch in batches(keys, lambda key: table.nbytes(key.key)):
@@ -101,21 +105,6 @@ async def read_arrays(
     return found
 
 
-def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
-    """Check that the documents do not take many times the bytes of the files: they may overlap."""
-    claimed = sum(min(table.nbytes(key.key), MAX_DOCUMENT_NBYTES) for key in keys)
-    stored = table.listing.nbytes
-    if claimed > 4 * stored + BATCH_NBYTES:
-        raise damaged(
-            table.listing.files,
-            None,
-            f"the metadata documents of {len(keys)} arrays take {claimed} bytes of files of "
-            f"{stored}; the checkpoint is damaged or hostile: use another",
-            expected=stored,
-            found=claimed,
-        )
-
-
 def make_checkpoint(
     files: CheckpointFiles,
     format: str,
@@ -127,7 +116,7 @@ def make_checkpoint(
     database: str = "",
     notes: Sequence[str] = (),
 ) -> OpenCheckpoint:
-    """Return the checkpoint whose tree is `root`; its arrays are `FoundArray`s."""
+    """Return the checkpoint whose tree is `root`, with `FoundArray`s as arrays."""
     try:
         structure, leaves = structure_of(root)
     except ValueError as error:
@@ -178,8 +167,8 @@ def make_checkpoint(
 
 def _storage(array: FoundArray) -> Storage:
     zarr = array.zarr
-    # A codec does not know which shard it decodes: it requires only the chunks that are inside the
-    # array in all shards, also in those that reach past it.
+    # A codec does not know which shard it decodes, so it requires only the chunks that lie inside
+    # the array in every shard, even in one that reaches past the array.
     inside = tuple(n % c or c for n, c in zip(zarr.spec.shape, zarr.chunk_shape, strict=True))
     codec = make_codec(
         zarr.chain,
@@ -200,7 +189,7 @@ def _check_chunk_count(
     storages: Sequence[Storage],
     table: ArrayTable,
 ) -> None:
-    """Check that there are not many more chunks than keys: the table of extents is in memory."""
+    """Check that there are not many more chunks than keys, to bound the table of extents."""
     counts = [storage.grid.chunk_count for storage in storages]
     claimed = sum(counts[spec] for spec in table.spec)
     keys = sum({id(array.table): len(array.table.places) for array in arrays}.values())

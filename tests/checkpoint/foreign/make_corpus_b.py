@@ -429,7 +429,7 @@ def deep_name(directory: Path) -> None:
     write_database(directory, {b"/".join([b"a"] * 1000) + b"/zarr.json": zarr3()})
 
 
-@database(CORRUPT, "places 327680000 bytes of chunks in files")
+@database(CORRUPT, "the chunks take 327680000 bytes")
 def overlapping_chunks(directory: Path) -> None:
     """20,000 chunks of 16 KiB, which are all the same one."""
     count, nbytes = 20_000, 1 << 14
