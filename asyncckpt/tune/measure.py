@@ -1,9 +1,8 @@
 """Measurement of an object store: throughput by object size and number of streams."""
 
-# Rule 1: everything is written below a unique prefix, and all of it is removed, however the
-#   measurement ends.
-# Rule 2: requests are like those of saves and restores, with deadlines and retries, but without
-#   hedges, which would move bytes that were not announced.
+# Rule 1: all objects are written below a unique prefix and removed, however the measurement ends.
+# Rule 2: requests have the deadlines and retries of saves and restores, but no hedges, which would
+#   move more bytes than announced.
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ from asyncckpt.tune.recommend import (
 
 SMALL_NBYTES = 4 * KIB
 SMALL_REQUESTS = 8
-"""Size, and number per direction, of the requests that measure latency."""
+"""Size and number per direction of the requests that measure latency."""
 
 
 async def tune(
@@ -61,14 +60,14 @@ async def tune(
 ) -> TuneReport:
     """Measure an object store, and recommend sizes and concurrency for it.
 
-    Objects of several sizes are written below a unique prefix under `url`, read with several
-    numbers of streams, and removed again.
+    Writes objects of several sizes below a unique prefix under `url`, reads them with several
+    numbers of streams, and removes them.
 
     Args:
         url: location of the checkpoints, for example ``"s3://bucket/run"``.
-        max_nbytes: bytes to move at most, written and read together.
+        max_nbytes: most bytes to move, written and read together.
         max_s: seconds after which the measurement ends with the results so far.
-        host_memory_nbytes: as for saving: most bytes in flight, at least 64 MiB.
+        host_memory_nbytes: most bytes in flight, as for saving; at least 64 MiB.
         storage_options: options of the file system.
         progress: called on the engine's thread with a `Progress`.
 
@@ -76,7 +75,7 @@ async def tune(
 
     Raises:
         UsageError: an argument is wrong, or the URL is not that of an object store.
-        StoreError: the store cannot be written to, read or listed; says what to do.
+        StoreError: the store cannot be written to, read or listed.
     """
     check_loop()
     check_url(url)
@@ -131,14 +130,14 @@ POLICY = dataclasses.replace(RequestPolicy(), hedge_share=0.0, hedge_burst=0.0)
 
 
 class Measurement:
-    """One measurement, on the loop of its requests.
+    """One measurement, on the event loop of its requests.
 
     Attributes:
-        prefix: URL below which everything is written and removed again.
-        planned: the measurements to make, if time suffices.
+        prefix: URL below which objects are written and removed.
+        planned: the points to measure while time remains.
 
     Raises:
-        UsageError: `max_nbytes` is too small for any measurement.
+        UsageError: `max_nbytes` is too small for any point.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class Measurement:
             )
 
     async def run(self) -> TuneReport:
-        """Measure, remove everything that was written, and return the report."""
+        """Measure, remove all written objects, and return the report."""
         try:
             with reported("measuring", self.prefix):
                 report = await self._measure()
@@ -190,7 +189,7 @@ class Measurement:
             async with asyncio.timeout(self._max_s):
                 latencies = await self._small()
                 for number, planned in enumerate(self.planned):
-                    # Time in both directions at the best rate so far; more streams are not slower.
+                    # A point starts only if it can end in time at the best rate so far.
                     best = max((point.nbytes_per_s for point in points), default=math.inf)
                     left_s = begun_s + self._max_s - time.perf_counter()
                     if planned.moved_nbytes / best <= left_s:
@@ -239,8 +238,8 @@ class Measurement:
 
     async def _point(self, key: str, point: GridPoint) -> None:
         """Measure one point in both directions, and delete its objects."""
-        # One body for all objects: this measures the link, not the memory. Its bytes are random,
-        # because stores and proxies that compress would look faster than they are.
+        # One body for all objects, to measure the link, not the memory. Its bytes are random, so
+        # that stores and proxies that compress do not look faster than they are.
         body = await self._body(point.nbytes)
         keys: list[str] = []
 
@@ -261,7 +260,7 @@ class Measurement:
         point: GridPoint,
         request: Callable[[int], Coroutine[Any, Any, None]],
     ) -> None:
-        """Measure the bytes per second of a point's streams together, while all are busy."""
+        """Measure the total throughput of a point's streams while all are busy."""
         self._requests.fix_streams(direction, point.streams)
 
         async def timed(number: int) -> float:
@@ -272,8 +271,7 @@ class Measurement:
             return taken_s
 
         seconds = await mapped(timed, range(point.requests), point.streams)
-        # The median: with the maximum or the mean, a single slow request in a hundred would decide
-        # the result of a point of sixteen requests.
+        # The median, because one slow request among sixteen would dominate the maximum or mean.
         rate = point.streams * point.nbytes / statistics.median(seconds)
         self._points.append(TunePoint(direction, point.nbytes, point.streams, rate))
 
@@ -298,7 +296,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class _Discarded:
-    """A `Sink` that keeps nothing, so that reads are like those of restores, but without copies."""
+    """A `Sink` that discards the bytes, to read as restores do but without copies."""
 
     stop: int
     at: int = 0

@@ -1,7 +1,7 @@
-"""Plan of a measurement of an object store, and the recommendation that follows from it."""
+"""Plan of a measurement of an object store, and the recommendation from its results."""
 
-# Rule 1: the plan is made before anything is sent, so that its bytes can be announced.
-# Rule 2: a point near the fastest that holds less memory is better: the rest is noise.
+# Rule 1: the plan is made before any request, so that its bytes can be announced.
+# Rule 2: among points as fast as the best, up to noise, the one with the least memory wins.
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncckpt.pickled import PickledByName
 from asyncckpt.reports import nbytes_text, rate_text
 
 MAX_NBYTES = 16 * GIB
-"""Most bytes moved in both directions; two thirds of them for the grid's axes."""
+"""Most bytes moved in both directions; the grid's axes take two thirds."""
 
 MAX_S = 120.0
 """Seconds after which the measurement ends with the results so far."""
@@ -24,13 +24,13 @@ STREAMS = (16, 32, 8, 4, 1)
 """The grid, most informative first: both axes through 16 streams of 16 MiB, then the rest."""
 
 FIRST = (4, 4)
-"""MiB and streams of the first point, which shows how long the others will take."""
+"""MiB and streams of the first point, which predicts the time of the others."""
 
 LEAST_REQUESTS = 4
-"""Least requests per point; with fewer, one slow request would decide."""
+"""Fewest requests per point; with fewer, one slow request would dominate."""
 
 NEAR = 0.95
-"""Share of the best rate that counts as equal: repeated points differ by this much."""
+"""Share of the best rate that counts as equal: repeated measurements differ by as much."""
 
 
 class GridPoint(NamedTuple):
@@ -71,7 +71,7 @@ class TunePoint(PickledByName):
 
 @dataclass(frozen=True, slots=True)
 class TuneReport(PickledByName):
-    """Measurements of an object store, and the recommendation that follows from them.
+    """Measurements of an object store, and the recommendation from them.
 
     Attributes:
         location: URL that was measured.
@@ -83,10 +83,10 @@ class TuneReport(PickledByName):
         concurrency: likewise.
         read_concurrency: recommended for `RestoreOptions.concurrency`.
         nbytes_per_s: throughput of writing with the recommended values.
-        reason: why these, in a sentence.
+        reason: the reason for the recommendation, in a sentence.
         moved_nbytes: bytes written and read.
         total_s: seconds taken.
-        notes: remarks for a person.
+        notes: remarks for the user.
     """
 
     location: str
@@ -116,12 +116,10 @@ class TuneReport(PickledByName):
 
 
 def grid(max_nbytes: int, memory_nbytes: int, copies: int) -> tuple[GridPoint, ...]:
-    """Return the measurements that move at most `max_nbytes`, the most informative first.
+    """Return the points to measure with at most `max_nbytes`, the most informative first.
 
-    Args:
-        max_nbytes: bytes of both directions together.
-        memory_nbytes: bytes that may be in flight, copies by the client included.
-        copies: copies of a body or response that the client makes.
+    `memory_nbytes` limits the bytes in flight, including the `copies` that the client makes of each
+    body or response.
     """
     cross = [(SIZES_MIB[0], streams) for streams in STREAMS]
     cross += [(size, STREAMS[0]) for size in SIZES_MIB[1:]]
