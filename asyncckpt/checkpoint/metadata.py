@@ -295,8 +295,8 @@ def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[in
     limit = IMPLIED_NBYTES + 4 * sum(file.nbytes for file in opened.stored_files)
     if implied > limit:
         raise UnsupportedFormatError(
-            f"{opened.location}: {nbytes_text(implied)} of the leaves are not stored, and are "
-            "said to be fill values; if that is right, pass like= with arrays of these shapes",
+            f"{opened.location}: {nbytes_text(implied)} of the leaves are not stored: they are "
+            "implied fill values; if that is right, pass like= with arrays of these shapes",
             location=opened.location,
             expected=limit,
             found=implied,

@@ -145,8 +145,7 @@ async def _check_file(files: CheckpointFiles, entry: Entry) -> None:
     if found is not None:
         kind, advice = found
         raise UnsupportedFormatError(
-            f"{files.location}: this is {kind}, which is not a checkpoint that is read here; "
-            f"{advice}",
+            f"{files.location}: this is {kind}, not a checkpoint that asyncckpt reads; {advice}",
             location=files.location,
             expected="a directory, or a safetensors file",
             found=kind,

@@ -1,4 +1,4 @@
-"""The fetch stage: read ranges of data files into host memory, where possible the destinations."""
+"""The fetch stage: read ranges of data files into destinations or slots."""
 
 # Rule 1: bytes read straight into a destination need no budget; all others hold slots or bytes of
 #   the budget, taken in one acquire before the task of their read exists.

@@ -65,6 +65,7 @@ class RestorePipeline:
         self._arrays, self._scalars = self.matching.arrays, self.matching.scalars
         self._into = self.request.mode == "into"
         self._atomic = self._into and self.request.options.atomic
+        self._in_place = self._into and not self._atomic
         self._placement = Placement(self.opened, self.request)
         # Whether ordinary arrays are their own destination buffers, so that none is placed.
         to_numpy = self.request.mode != "saved" or self.request.framework.name == "numpy"
@@ -112,8 +113,7 @@ class RestorePipeline:
                 await compute.run(self._place_late)
         except (BaseExceptionGroup, AsyncCheckpointError) as failure:
             error = leading_error(failure) if isinstance(failure, BaseExceptionGroup) else failure
-            in_place = self._into and not self._atomic
-            if isinstance(error, AsyncCheckpointError) and in_place and self._started:
+            if isinstance(error, AsyncCheckpointError) and self._in_place and self._started:
                 written = self.written()
                 error.written = tuple(written)
                 error.add_note(
@@ -142,7 +142,7 @@ class RestorePipeline:
             pool=runtime.pool,
             compute=compute,
             concurrency=None if options.concurrency == "auto" else options.concurrency,
-            own_memory=not self._into or self._atomic,
+            own_memory=not self._in_place,
             # Processes of one host that fill the same whole arrays read them from its disk once.
             shared=self._into and self.request.process_count > 1,
             arrived=self._count_down,
@@ -219,13 +219,11 @@ class RestorePipeline:
             self._check_foreign(extents)
         self._note_large_chunks()
         self._check()
-        in_place = self._into and not self._atomic
-        framework = self.request.framework.name
         buffers = allocate(
             opened,
             self._arrays,
-            framework=framework,
-            in_place=in_place,
+            framework=self.request.framework.name,
+            in_place=self._in_place,
             recycled=self.runtime.recycled,
             twins=self._twins,
         )

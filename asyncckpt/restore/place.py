@@ -67,7 +67,7 @@ class Placement:
             location = self._opened.location
             raise RestoreError(
                 f"{where(leaf.path)}: the values were read from {location}, but the leaf could not "
-                f"be made of them: {type(error).__name__}: {error}; the checkpoint is intact: "
+                f"be made from them: {type(error).__name__}: {error}; the checkpoint is intact: "
                 "restore without like= for NumPy arrays",
                 path=leaf.path,
                 stage="place",

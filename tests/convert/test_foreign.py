@@ -140,7 +140,7 @@ async def test_what_claims_much_and_stores_nothing_is_refused(tmp_path: Path) ->
     }
     await ts.open(spec, create=True)
     for destination in ("b", "b.safetensors"):
-        with pytest.raises(asyncckpt.UnsupportedFormatError, match="said to be fill values"):
+        with pytest.raises(asyncckpt.UnsupportedFormatError, match="implied fill values"):
             await asyncckpt.convert(tmp_path / "a", tmp_path / destination)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 

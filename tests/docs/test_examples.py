@@ -527,7 +527,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "torch.save": ("this is a file of torch.save", torch_file),
     "pickle": ("nothing is executed from a checkpoint", dcp_with_an_object),
     "zarr": ("which is not read here", zarr_of_records),
-    "fill values": ("said to be fill values", unstored),
+    "fill values": ("implied fill values", unstored),
     "two files": ("one safetensors file or one index is read", two_files),
     "names": (
         "would both be the tensor",

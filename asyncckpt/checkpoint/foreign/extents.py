@@ -140,9 +140,9 @@ def _check_sizes(extents: Extents, arrays: Sequence[FoundArray], opened: OpenChe
     raise damaged(
         opened.files,
         file,
-        f"a chunk of array {found.name!r} {where} is {stored[bad]} bytes, which cannot hold "
-        f"{payload[bad]} of an array of {found.zarr.spec.nbytes}; the checkpoint is damaged or "
-        "hostile: use another, or leave this array out with include=",
+        f"a chunk of array {found.name!r} {where} has {stored[bad]} bytes, which cannot hold its "
+        f"{payload[bad]} bytes of elements (the array has {found.zarr.spec.nbytes}); the "
+        "checkpoint is damaged or hostile: use another, or leave this array out with include=",
         offset=offset,
         expected=int(payload[bad]),
         found=int(stored[bad]),

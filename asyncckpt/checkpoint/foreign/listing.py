@@ -130,8 +130,8 @@ class Listing:
             raise damaged(
                 self.files,
                 path,
-                f"{path} ends at byte {size}, the metadata places something at bytes {offset} to "
-                f"{offset + nbytes} of it; it is truncated or damaged",
+                f"{path} ends at byte {size}, but the metadata refers to bytes {offset} to "
+                f"{offset + nbytes}; it is truncated or damaged",
                 offset=offset,
                 expected=offset + nbytes,
                 found=size,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from asyncckpt.checkpoint.foreign.listing import list_files, refuse_link
-from asyncckpt.checkpoint.foreign.orbax_items import NO_TREE, Item, read_document, read_tree
+from asyncckpt.checkpoint.foreign.orbax_items import ABSENT, Item, read_document, read_tree
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
@@ -85,7 +85,7 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
             lost.append(name)
     item = await _read(files, "", entries, step.handlers, 0, lost)
     documents = item.document if isinstance(item.document, dict) else {}
-    if item.tree is NO_TREE:
+    if item.tree is ABSENT:
         raise CheckpointNotFoundError(
             f"{files.location}: there is no tree in this Orbax checkpoint; it has the JSON items "
             f"{sorted(documents)}",
@@ -161,7 +161,7 @@ async def _read(
         if documents[0] in _JSON_FILES or handler.endswith(_JSON_HANDLERS):
             path = posixpath.join(directory, documents[0])
             parse = partial(parse_document, what="the JSON item")
-            return Item(document=await read_document(files, path, parse), has_document=True)
+            return Item(document=await read_document(files, path, parse))
     if len(below) > MAX_ITEMS or depth > MAX_ITEM_DEPTH:
         raise CheckpointNotFoundError(
             f"{files.location}: this is not a checkpoint: no tree was found in {directory!r}, "
@@ -181,7 +181,7 @@ async def _read(
             return await _read_tree(files, directory, handler)
         own = {"": handlers.get(name, "")}
         item = items[name] = await _read(files, path, inner, own, depth + 1)
-        if item.tree is NO_TREE and not item.has_document:
+        if item.tree is ABSENT and item.document is ABSENT:
             item.notes.append(f"the item {path!r} was not read: its kind is unknown")
     return _unwrapped(_joined(items, lost), handler)
 
@@ -210,13 +210,13 @@ def _unwrapped(item: Item, handler: str) -> Item:
 
 def _joined(items: Mapping[str, Item], lost: Sequence[str]) -> Item:
     """Merge several items into one."""
-    documents = {name: item.document for name, item in items.items() if item.has_document}
-    result = Item(document=documents, has_document=bool(documents))
+    documents = {n: item.document for n, item in items.items() if item.document is not ABSENT}
+    result = Item(document=documents or ABSENT)
     result.notes = [note for item in items.values() for note in item.notes]
     result.notes += [
         f"the item {name!r} is missing, {CHECKPOINT_METADATA_FILE} lists it" for name in lost
     ]
-    trees = {name: item.tree for name, item in items.items() if item.tree is not NO_TREE}
+    trees = {name: item.tree for name, item in items.items() if item.tree is not ABSENT}
     if len(trees) == 1 and not lost:
         (name,) = trees
         result.tree, result.directory = trees[name], items[name].directory

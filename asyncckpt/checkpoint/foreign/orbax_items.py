@@ -44,8 +44,8 @@ from asyncckpt.spec import numeric_class
 
 T = TypeVar("T")
 
-NO_TREE = object()
-"""Marks an item without a tree; None is a tree."""
+ABSENT = object()
+"""Marks an item without a tree or without JSON; None is a value of both."""
 
 _EMPTY: Mapping[str, Any] = {
     "None": None,
@@ -61,18 +61,16 @@ class Item:
     """Content of a directory.
 
     Attributes:
-        tree: its tree as in `foreign_tree`, or `NO_TREE`.
+        tree: its tree as in `foreign_tree`, or `ABSENT`.
         directory: directory of the tree's database, if one database holds all its arrays.
-        document: its JSON; for nested items, their JSON by name.
-        has_document: whether it has JSON.
+        document: its JSON, or `ABSENT`; for nested items, their JSON by name.
         custom: JSON that the user saved with the tree.
         notes: remarks on parts that could not be read.
     """
 
-    tree: Any = NO_TREE
+    tree: Any = ABSENT
     directory: str = ""
-    document: JsonValue = None
-    has_document: bool = False
+    document: Any = ABSENT
     custom: dict[str, JsonValue] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

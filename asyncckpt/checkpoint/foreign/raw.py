@@ -149,7 +149,7 @@ class RunTables:
     def add_value(
         self, array: np.ndarray[Any, Any], extra: Mapping[str, JsonValue] | None = None
     ) -> None:
-        """Add an array that the metadata contains as the next leaf."""
+        """Add an array whose values the metadata contains, as the next leaf."""
         spec = array_spec(array.shape, array.dtype.name)
         chunk_shape = tuple(max(1, n) for n in array.shape)
         if array.size:
@@ -166,7 +166,7 @@ class RunTables:
         runs: Sequence[Run],
         extra: Mapping[str, JsonValue] | None = None,
     ) -> Sequence[Piece]:
-        """Add an array that the runs tile as the next leaf; return its pieces."""
+        """Add an array that is tiled by the runs, as the next leaf; return its pieces."""
         pieces: list[Piece] = []
         for run in runs:
             for piece in self._cut(run, ITEMSIZES[dtype]):
@@ -184,7 +184,7 @@ class RunTables:
     def add_tied(
         self, kind: str, pieces: Sequence[Piece], extra: Mapping[str, JsonValue] | None
     ) -> None:
-        """Add an array with the elements of an earlier array's pieces as the next leaf."""
+        """Add an array that shares the pieces of an earlier one, as the next leaf."""
         own = [Piece(piece.offset, len(self._specs) + n) for n, piece in enumerate(pieces)]
         for tied, piece in zip(own, pieces, strict=True):
             self._tied[tied.array] = piece.array

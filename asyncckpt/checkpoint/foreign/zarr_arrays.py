@@ -97,11 +97,8 @@ async def read_arrays(
                 with located(listing.files):
                     known[key.document, data] = _DECODERS[key.document](data, file=path)
             zarr = known[key.document, data]
-            found.append(
-                None
-                if zarr is None
-                else FoundArray(key.name, table, key.base, zarr, path, complete)
-            )
+            array = FoundArray(key.name, table, key.base, zarr, path, complete) if zarr else None
+            found.append(array)
     return found
 
 

@@ -103,7 +103,7 @@ DOCUMENTS: dict[str, Document] = {
     "shards-in-shards": (zarr3(codecs=[nested_shards(30)]), CORRUPT, "at most 16"),
     "shard-bomb": (
         zarr3(shape=[1 << 40], chunk_grid=grid(1 << 36), codecs=[sharding([1])]),
-        UNSUPPORTED, "are said to be fill values",
+        UNSUPPORTED, "are implied fill values",
     ),
     "index-compressed": (
         zarr3(codecs=[sharding([4], index_codecs=[LITTLE, ZSTD])]), UNSUPPORTED, "index_codecs",
@@ -445,7 +445,7 @@ def chunk(directory: Path, data: bytes, **changes: Any) -> None:
     write_database(directory, {b"w/zarr.json": zarr3(**changes), b"w/c/0": data}, max_inline=700)
 
 
-@database(CORRUPT, "which cannot hold 16 of an array of 16")
+@database(CORRUPT, "which cannot hold its 16 bytes of elements")
 def short_chunk(directory: Path) -> None:
     """15 bytes where 16 are due."""
     chunk(directory, VALUES[:-1])
@@ -522,7 +522,7 @@ def shard_index_wraps(directory: Path) -> None:
     chunk(directory, VALUES + shard_index((8, (1 << 64) - 16)), codecs=[sharding([4])])
 
 
-@database(CORRUPT, "which cannot hold 1099511627776 of an array")
+@database(CORRUPT, "which cannot hold its 1099511627776 bytes of elements")
 def padding_bomb(directory: Path) -> None:
     """A chunk of 2^40 bytes for an array of four."""
     chunk(directory, zstd(bytes(1000)), chunk_grid=grid(1 << 38), codecs=[LITTLE, ZSTD])
