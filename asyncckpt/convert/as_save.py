@@ -1,4 +1,4 @@
-"""Saving a stored checkpoint of any format, as an ordinary save that reads leaves on the fly."""
+"""Conversion to an asyncckpt checkpoint: an ordinary save whose leaves are read from another."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from asyncckpt.save.snapshot import SaveRequest, Snapshot
 from asyncckpt.spec import ArraySpec, Box
 
 DEVICE = "TFRT_CPU_0"
-"""Device on which Orbax restores typed PRNG keys without a target: every JAX has this one."""
+"""Device on which Orbax restores typed PRNG keys without a target: every JAX process has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
-    """Stand-in for the array of a `Source`: the ordinal of the leaf."""
+    """Ordinal of a leaf, in place of the array of a `Source`."""
 
     number: int
 
     def devices(self) -> Sequence[str]:
-        """Return the devices, as `jax.Array.devices`."""
+        """Return the devices, like `jax.Array.devices`."""
         return (DEVICE,)
 
 
 class StoredAdapter(NumpyAdapter):
-    """Adapter that fetches from a checkpoint, in threads that are not the reader's."""
+    """Adapter that fetches from a checkpoint; its caller's threads are not the reader's."""
 
     name = "stored"
 
@@ -54,8 +54,8 @@ class StoredAdapter(NumpyAdapter):
         self._reader.read(source.leaf.number, box, out)
 
 
-def capture_stored(reader: LeafReader) -> Snapshot:
-    """Return a snapshot of the checkpoint, with arrays as sources that read it."""
+def snapshot_of(reader: LeafReader) -> Snapshot:
+    """Return a snapshot of the checkpoint; its sources read the arrays."""
     opened = reader.opened
     kinds, values = opened.leaves.kind, opened.leaves.value
     result = Snapshot(
@@ -73,7 +73,7 @@ def capture_stored(reader: LeafReader) -> Snapshot:
         if spec is None:
             result.scalars[leaf] = decode_scalar(kind, values[leaf])
             continue
-        # Leaves whose arrays all share their chunks become one array again.
+        # Leaves that share all their arrays become one array again.
         arrays = tuple([tied.get(piece.array, piece.array) for piece in reader.pieces[leaf]])
         first = seen.setdefault(arrays, len(result.sources))
         facts = result.extra.get(leaf)
@@ -82,8 +82,8 @@ def capture_stored(reader: LeafReader) -> Snapshot:
     return result
 
 
-async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) -> Facts:
-    """Commit the tree at the target, one array per leaf; return facts for the report.
+async def write_checkpoint(target: Target, reader: LeafReader, snapshot: Snapshot) -> Facts:
+    """Commit the tree at the target, one array per leaf; return fields of the report.
 
     Cancellation, errors: as for saving; in addition:
 
@@ -92,18 +92,19 @@ async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) 
         CorruptCheckpointError: names leaf, file and offset. Nothing was written.
     """
     opened = reader.opened
-    # Inline values are staged first.
+    # A save stages inline values first.
     largest = INLINE_NBYTES - TRAILER_NBYTES
-    sizes = {leaf: s.spec.nbytes for leaf, s in zip(taken.array_leaf, taken.sources, strict=True)}
-    reader.in_order(sorted(taken.array_leaf, key=lambda leaf: sizes[leaf] > largest))
+    by_leaf = zip(snapshot.array_leaf, snapshot.sources, strict=True)
+    ordered = sorted(by_leaf, key=lambda item: item[1].spec.nbytes > largest)
+    reader.in_order([leaf for leaf, _ in ordered])
     options = dataclasses.replace(
-        target.options, leaf_options=_leaf_options(target, reader, taken), deadline_s=None
+        target.options, leaf_options=_leaf_options(target, reader, snapshot), deadline_s=None
     )
     layouts = LayoutCache()
     if target.orbax:
-        terms = terms_for(target.runtime, target.store, taken.nbytes, options)
+        terms = terms_for(target.runtime, target.store, snapshot.nbytes, options)
         compute = target.runtime.engine.compute
-        layout = await layout_of(taken, terms, cache=layouts, compute=compute)
+        layout = await layout_of(snapshot, terms, cache=layouts, compute=compute)
         if layout.orbax is None:
             raise UnsupportedLeafError(
                 f"{opened.location}: Orbax cannot restore this tree, so it was not "
@@ -112,8 +113,9 @@ async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) 
                 location=opened.location,
                 found=layout.notes,
             )
-    step = _step_of(target.name)
-    saved_step = None if opened.record is None else opened.record.step
+    step = saved_step = _step_of(target.name)
+    if saved_step is None and opened.record is not None:
+        saved_step = opened.record.step
     if saved_step is None:
         saved_step = _step_of(posixpath.basename(opened.location))
     save = Save(
@@ -122,8 +124,8 @@ async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) 
         layouts,
         SaveRequest(
             name=target.name,
-            step=saved_step if step is None else step,
-            snapshot=taken,
+            step=saved_step,
+            snapshot=snapshot,
             metadata={**opened.metadata, **target.metadata},
             metrics=opened.metrics,
             overwrite=target.overwrite,
@@ -140,20 +142,20 @@ async def write_checkpoint(target: Target, reader: LeafReader, taken: Snapshot) 
 
 
 def _step_of(name: str) -> int | None:
-    """Return the step whose name this is, None for other names."""
+    """Return the step of this name, None for other names."""
     return int(name) if STEP_NAME.fullmatch(name) else None
 
 
 def _leaf_options(
-    target: Target, reader: LeafReader, taken: Snapshot
+    target: Target, reader: LeafReader, snapshot: Snapshot
 ) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
-    """Return the user's options, with the source's chunks where others would be read twice."""
+    """Return the user's options, with chunk shapes that read each chunk of the source once."""
     own = target.options.leaf_options
-    terms = terms_for(target.runtime, target.store, taken.nbytes, target.options)
+    terms = terms_for(target.runtime, target.store, snapshot.nbytes, target.options)
     most = terms.sizes.chunk_limit_nbytes
     largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)
     shapes: dict[str, tuple[int, ...]] = {}
-    for leaf, source in zip(taken.array_leaf, taken.sources, strict=True):
+    for leaf, source in zip(snapshot.array_leaf, snapshot.sources, strict=True):
         spec = source.spec
         if is_banded(reader, leaf, spec):
             shape = chunk_shape_for(
@@ -164,7 +166,7 @@ def _leaf_options(
                 limit_nbytes=largest,
             )
             if shape is not None:
-                shapes[taken.paths[leaf]] = shape
+                shapes[snapshot.paths[leaf]] = shape
     if not shapes:
         return own
 
@@ -172,8 +174,10 @@ def _leaf_options(
         chosen = None if own is None else own(path, spec)
         if path not in shapes:
             return chosen
+        if chosen is None:
+            return LeafOptions(chunk_shape=shapes[path])
         if not isinstance(chosen, LeafOptions):
-            return LeafOptions(chunk_shape=shapes[path]) if chosen is None else chosen
+            return chosen  # refused by the plan
         if chosen.chunk_shape is not None or chosen.chunk_nbytes is not None:
             return chosen
         return dataclasses.replace(chosen, chunk_shape=shapes[path])

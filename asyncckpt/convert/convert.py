@@ -6,7 +6,7 @@
     files ──► chunks, decoded, cached ──► boxes ──► windows ──► files ──► rename
 """
 
-# Rule 1: everything that can be refused is refused before the first byte is written.
+# Rule 1: every refusal comes before the first byte is written.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncckpt.arguments import (
     guarded,
     typed,
 )
-from asyncckpt.convert.as_save import capture_stored, write_checkpoint
+from asyncckpt.convert.as_save import snapshot_of, write_checkpoint
 from asyncckpt.convert.destination import Format, Target, format_of
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_writer import write_files
@@ -48,7 +48,7 @@ from asyncckpt.save.commit import DATABASE
 from asyncckpt.stores.objects.clients.opening import fsspec_options
 
 LARGEST_CHUNK_NBYTES = 1 * GIB
-"""Largest chunk that keeps the source's shape if another shape would need more reads."""
+"""Largest chunk that takes the source's chunk shape to avoid repeated reads."""
 
 
 @documented
@@ -62,9 +62,9 @@ async def convert(
 ) -> ConvertReport:
     """Convert `source` to another format at `destination`, whole and durable.
 
-    Leaves are read, checked and written box by box, within the byte budget; nothing is visible
-    before it is whole, and the next conversion removes leftovers of one that died. Ties, scalars,
-    containers, metadata and metrics are kept.
+    Leaves are read, checked and written box by box, within the byte budget. The result becomes
+    visible only when complete; the next conversion removes leftovers of one that died. Ties,
+    scalars, containers, metadata and metrics are kept.
 
     Args:
         source: a checkpoint of any format that `restore` reads, a safetensors file, or the root of
@@ -75,8 +75,8 @@ async def convert(
             destination is a directory, with an index if it has several files.
         max_file_nbytes: size at which a safetensors directory continues in its next file.
         metadata: JSON values added to those of the source.
-        overwrite: replace what is at the destination, atomically; a directory as a whole. One that
-            has other files than safetensors is not replaced by safetensors.
+        overwrite: replace the destination atomically, a directory as a whole. safetensors files
+            never replace a directory that contains other files.
         options: as for saving; `host_memory_nbytes` covers reading and writing, and `leaf_options`
             may cast dtypes.
         storage_options: options of the file system for URLs.
@@ -104,7 +104,7 @@ async def export(
 ) -> ConvertReport:
     """Write `source` to `destination` in a form that Orbax can restore.
 
-    Orbax restores checkpoints of this library as they are, unless a leaf is stored in pieces: this
+    Orbax restores asyncckpt checkpoints as they are, unless a leaf is stored in pieces: `export`
     makes every leaf one array. Arguments, cancellation, errors: as `convert`; in addition:
 
     Raises:
@@ -132,14 +132,14 @@ async def _run(
     check_loop()
     form, max_file_nbytes = format_of(destination, to, max_file_nbytes)
     source_options, destination_options = options_of((source, destination), storage_options)
-    # Stored leaves do not change, so there is nothing to hold or to wait for.
+    # Stored leaves do not change, so the snapshot need not hold or wait for them.
     chosen = dataclasses.replace(typed("options", options, SaveOptions), snapshot="copy")
     if form == "safetensors":
         if chosen.compression is not None:
             raise UsageError(
                 f"{destination}: safetensors files are not compressed; leave compression out"
             )
-        # Files of any size, each one object.
+        # A file of any size is one object.
         destination_options = fsspec_options(destination, destination_options)
     packing = chosen.compression is not None or chosen.leaf_options is not None
     reading, cache, writing = shares(chosen.host_memory_nbytes, packing=packing)
@@ -148,7 +148,6 @@ async def _run(
         destination, direct_io=chosen.direct_io, storage_options=destination_options
     )
     target = Target(
-        location=destination,
         format=form,
         orbax=orbax,
         overwrite=overwrite,
@@ -170,7 +169,7 @@ async def _run(
             async with deadline:
                 await _refuse_existing(target)
                 reader = await runtimes.open(source, source_options, cache)
-                try:  # remove leftovers of conversions and saves that died next to the destination
+                try:  # remove leftovers of dead conversions and saves next to the destination
                     await store.sweep()
                 except AsyncCheckpointError as error:
                     logger.warning("%s could not be swept: %s", store.url, error)
@@ -189,12 +188,12 @@ async def _run(
 
 async def _convert(target: Target, reader: LeafReader, begun: float) -> ConvertReport:
     opened = reader.opened
-    taken = await target.runtime.engine.compute.run(capture_stored, reader)
+    snapshot = await target.runtime.engine.compute.run(snapshot_of, reader)
     write = write_files if target.format == "safetensors" else write_checkpoint
-    facts = await write(target, reader, taken)
+    facts = await write(target, reader, snapshot)
     arrays = [leaf for leaf, pieces in enumerate(reader.pieces) if pieces]
     unverified = [
-        taken.paths[leaf]
+        reader.paths[leaf]
         for leaf in arrays
         if not opened.is_verified(piece.array for piece in reader.pieces[leaf])
     ]
@@ -224,12 +223,12 @@ async def _refuse_existing(target: Target) -> None:
         return
     files = target.store.files(target.name)
     try:
-        taken = await _is_taken(files)
+        exists = await _has_content(files)
     except CheckpointNotFoundError:
         return
     finally:
         await files.close()
-    if taken:
+    if exists:
         raise CheckpointExistsError(
             f"{files.location}: something already exists here; pass overwrite=True "
             "(--overwrite) to replace it, or choose another name",
@@ -237,7 +236,7 @@ async def _refuse_existing(target: Target) -> None:
         )
 
 
-async def _is_taken(files: CheckpointFiles) -> bool:
+async def _has_content(files: CheckpointFiles) -> bool:
     names = {entry.name for entry in await files.entries(max_entries=MAX_ENTRIES)}
     others = {name for name in names if not name.startswith(".asyncckpt-")}
     if files.capabilities.proves_dead or others - {DATABASE}:

@@ -1,4 +1,4 @@
-"""Destination of a conversion, from its arguments."""
+"""Destination of a conversion."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ WHOLE_NBYTES = 8 * MIB
 def format_of(
     location: str | os.PathLike[str], to: str | None, max_file_nbytes: int | None
 ) -> tuple[Format, int | None]:
-    """Return the format to write, and the size at which a set of safetensors files continues.
-
-    The size is None for a single file.
+    """Return the format to write, and `Target.max_file_nbytes`.
 
     Raises:
         UsageError: the arguments contradict each other.
@@ -51,14 +49,13 @@ def format_of(
             expected=("asyncckpt", "safetensors"),
             found=to,
         )
-    format: Format = "asyncckpt"
-    if to == "safetensors" or (to is None and is_file):
-        format = "safetensors"
-    if format == "asyncckpt" and (is_file or max_file_nbytes is not None):
-        raise UsageError(
-            f"{location}: {f'a name in {SUFFIX}' if is_file else 'max_file_nbytes'} is for "
-            'safetensors files; pass to="safetensors", or leave it out'
-        )
+    if not (to == "safetensors" or (to is None and is_file)):
+        if is_file or max_file_nbytes is not None:
+            raise UsageError(
+                f"{location}: {f'a name in {SUFFIX}' if is_file else 'max_file_nbytes'} is for "
+                'safetensors files; pass to="safetensors", or leave it out'
+            )
+        return "asyncckpt", None
     if max_file_nbytes is not None:
         if isinstance(max_file_nbytes, bool) or not isinstance(max_file_nbytes, int):
             raise UsageError(f"max_file_nbytes={max_file_nbytes!r}: pass an int (bytes)")
@@ -69,9 +66,9 @@ def format_of(
                 f"{location}: max_file_nbytes makes a set of files, which is a directory; pass a "
                 f"destination that does not end in {SUFFIX}"
             )
-    elif format == "safetensors" and not is_file:
+    elif not is_file:
         max_file_nbytes = SET_FILE_NBYTES
-    return format, max_file_nbytes
+    return "safetensors", max_file_nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,17 +76,15 @@ class Target:
     """Destination while it is being written: runtime, store and name.
 
     Attributes:
-        location: path or URL as given.
-        format: what is written.
-        orbax: Orbax must be able to restore it.
-        overwrite: replace what exists there.
+        format: format to write.
+        orbax: whether Orbax must be able to restore it.
+        overwrite: whether to replace an existing file, directory or checkpoint.
         max_file_nbytes: size at which a set of safetensors files continues in the next file; None
             for a single file.
-        metadata: added to the user's metadata.
-        largest_nbytes: largest chunk that may keep the shape of the source's.
+        metadata: added to that of the source.
+        largest_nbytes: largest chunk that may take the source's chunk shape.
     """
 
-    location: str | os.PathLike[str]
     format: Format
     orbax: bool
     overwrite: bool
@@ -108,6 +103,6 @@ def is_banded(reader: LeafReader, leaf: int, spec: ArraySpec) -> bool:
     if spec.nbytes <= WHOLE_NBYTES:
         return False
     parts = reader.parts(leaf)
-    # A single chunk, however large, is read once in either order.
+    # A single chunk of any size is read once in either order.
     largest = max(grid.chunk_size for _, grid in parts) * spec.itemsize
     return band_nbytes(parts, spec.itemsize) > max(largest, reader.cache_nbytes // 2)

@@ -23,11 +23,14 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 
 BATCH_LEAVES = 1024
-"""Most small leaves compared in one call of a worker."""
+"""Most boxes compared in one call in a worker thread."""
 
 
 class _Side(NamedTuple):
-    """One checkpoint's array of a leaf that both have, or its number that is no array."""
+    """One checkpoint's values of a common leaf.
+
+    `number` is the value of a scalar whose counterpart is an array; None for arrays.
+    """
 
     reader: LeafReader
     leaf: int
@@ -44,20 +47,20 @@ class _Side(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Pair:
-    """Array leaf of both checkpoints, with equal shapes."""
+    """Leaf of both checkpoints, with equal shapes; an array in at least one."""
 
     path: str
     sides: tuple[_Side, _Side]
     found: Difference = field(default_factory=Difference)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the first side."""
-        return self.sides[0].spec.nbytes
+    def spec(self) -> ArraySpec:
+        """Spec of the first side."""
+        return self.sides[0].spec
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element, of the side where it has more."""
+        """Bytes of an element on the side where it is wider."""
         return max(side.spec.itemsize for side in self.sides)
 
 
@@ -75,7 +78,7 @@ async def diff(
     Args:
         first: a checkpoint, a safetensors file, or the root of a run (its newest step).
         second: likewise.
-        bitwise: compare bits: NaNs may differ, and 0.0 differs from -0.0.
+        bitwise: compare bits, so that NaNs may differ, and 0.0 differs from -0.0.
         options: as for restoring; `host_memory_nbytes` covers both sides.
         storage_options: options of the file system for URLs.
         progress: called on an engine's thread with a `Progress`.
@@ -114,15 +117,14 @@ async def diff(
 
 
 async def _compare(a: LeafReader, b: LeafReader, values: _Values, begun: float) -> DiffReport:
-    place = {path: leaf for leaf, path in enumerate(b.paths)}
+    of_path = {path: leaf for leaf, path in enumerate(b.paths)}
+    common = of_path.keys() & set(a.paths)
     changed: dict[int, LeafDifference] = {}
     pairs: list[_Pair] = []
-    common = 0
     for leaf, path in enumerate(a.paths):
-        other = place.pop(path, None)
-        if other is None:
+        if path not in common:
             continue
-        common += 1
+        other = of_path[path]
         difference = described(a, leaf, b, other, bitwise=values.bitwise)
         if difference is not None:
             changed[leaf] = difference
@@ -132,30 +134,27 @@ async def _compare(a: LeafReader, b: LeafReader, values: _Values, begun: float) 
             number = stored_number(a, leaf, b, other)
         if number is not None:
             spec, value = number
-            sides = (
-                _Side(a, leaf, spec, value if one is None else None),
-                _Side(b, other, spec, value if two is None else None),
-            )
-            pairs.append(_Pair(path, sides))
+            first = _Side(a, leaf, spec, value if one is None else None)
+            second = _Side(b, other, spec, value if two is None else None)
+            pairs.append(_Pair(path, (first, second)))
         elif one is not None and two is not None and one.shape == two.shape:
             pairs.append(_Pair(path, (_Side(a, leaf, one), _Side(b, other, two))))
     for index, reader in enumerate((a, b)):
-        ordered = [pair.sides[index] for pair in pairs]
-        reader.in_order([side.leaf for side in ordered if side.number is None])
+        sides = [pair.sides[index] for pair in pairs]
+        reader.in_order([side.leaf for side in sides if side.number is None])
     await values.compare(pairs)
     for pair in pairs:
         leaf = pair.sides[0].leaf
         if pair.found.count or leaf in changed:
             changed[leaf] = _with_values(changed.get(leaf), pair)
-    known = set(b.paths) - place.keys()
     return DiffReport(
         first=a.opened.location,
         second=b.opened.location,
-        only_first=tuple(path for path in a.paths if path not in known),
-        only_second=tuple(place),
+        only_first=tuple(path for path in a.paths if path not in common),
+        only_second=tuple(path for path in b.paths if path not in common),
         changed=tuple(changed[leaf] for leaf in sorted(changed)),
-        leaf_count=common,
-        nbytes=sum(pair.nbytes for pair in pairs),
+        leaf_count=len(common),
+        nbytes=sum(pair.spec.nbytes for pair in pairs),
         total_s=time.perf_counter() - begun,
         notes=tuple(notes(a.opened, b.opened)),
     )
@@ -163,7 +162,7 @@ async def _compare(a: LeafReader, b: LeafReader, values: _Values, begun: float) 
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """How values are compared."""
+    """Comparison of values, in `streams` concurrent streams."""
 
     runtime: Runtime
     bitwise: bool
@@ -171,10 +170,10 @@ class _Values:
     progress: Callable[[Progress], None] | None
 
     async def compare(self, pairs: Sequence[_Pair]) -> None:
-        """Note in each pair how the values differ."""
+        """Add to each pair's `found` how its values differ."""
         pool, compute = self.runtime.pool, self.runtime.engine.compute
         waiting = _batches(pairs, pool.slot_nbytes // 2)
-        total_nbytes = sum(pair.nbytes for pair in pairs)
+        total_nbytes = sum(pair.spec.nbytes for pair in pairs)
         done_nbytes = 0
 
         async def stream() -> None:
@@ -184,10 +183,10 @@ class _Values:
                 for batch in waiting:
                     # One half of the slot for each side.
                     halves = slots[0].buffer.reshape(2, -1)
-                    found = await compute.run(_look, batch, halves, self.bitwise)
+                    found = await compute.run(_differences, batch, halves, self.bitwise)
                     for (pair, _), difference in zip(batch, found, strict=True):
                         pair.found.merge(difference)
-                    done_nbytes += sum(x.size * pair.sides[0].spec.itemsize for pair, x in batch)
+                    done_nbytes += sum(box.size * pair.spec.itemsize for pair, box in batch)
                     if self.progress is not None:
                         self.progress(Progress("diff", done_nbytes, total_nbytes))
             finally:
@@ -196,8 +195,10 @@ class _Values:
         await together(stream() for _ in range(self.streams))
 
 
-def _look(batch: Sequence[tuple[_Pair, Box]], halves: Values, bitwise: bool) -> list[Difference]:
-    """Read and compare boxes of pairs. Blocking."""
+def _differences(
+    batch: Sequence[tuple[_Pair, Box]], halves: Values, bitwise: bool
+) -> list[Difference]:
+    """Read the boxes of pairs, and return their differences. Blocking."""
     found = []
     for pair, box in batch:
         values = []
@@ -213,7 +214,7 @@ def _look(batch: Sequence[tuple[_Pair, Box]], halves: Values, bitwise: bool) -> 
 
 
 def _batches(pairs: Sequence[_Pair], half_nbytes: int) -> Iterator[list[tuple[_Pair, Box]]]:
-    """Yield batches of boxes to compare, each of at most half a slot on either side."""
+    """Yield batches of boxes to compare; each box takes at most half a slot on either side."""
     batch: list[tuple[_Pair, Box]] = []
     nbytes = 0
     for pair in pairs:
@@ -229,7 +230,7 @@ def _batches(pairs: Sequence[_Pair], half_nbytes: int) -> Iterator[list[tuple[_P
 
 def _boxes(pair: _Pair, half_nbytes: int) -> Iterator[Box]:
     """Yield boxes of a leaf, in the order of the side with the larger chunks."""
-    spec = pair.sides[0].spec
+    spec = pair.spec
     if not spec.size:
         return
     if spec.size * pair.itemsize <= half_nbytes:
@@ -250,7 +251,7 @@ def _with_values(described: LeafDifference | None, pair: _Pair) -> LeafDifferenc
     found = pair.found
     return dataclasses.replace(
         base,
-        size=pair.sides[0].spec.size,
+        size=pair.spec.size,
         count=found.count,
         nan_count=found.nan_count,
         largest=max(0.0, found.largest),

@@ -29,7 +29,7 @@ Values = npt.NDArray[Any]
 class Difference:
     """Differences of the elements compared so far; see `LeafDifference`.
 
-    `largest` is below zero if no element is a number in both.
+    `largest` is negative if no pair of differing elements is free of NaNs.
     """
 
     count: int = 0
@@ -39,7 +39,7 @@ class Difference:
     index: tuple[int, ...] = ()
 
     def add(self, box: Box, first: Values, second: Values, *, bitwise: bool) -> None:
-        """Add the values of one box, which may have different dtypes.
+        """Add the differences of one box, whose values may have different dtypes.
 
         NaN equals NaN and 0.0 equals -0.0, unless `bitwise`.
         """
@@ -65,7 +65,7 @@ class Difference:
         )
 
     def merge(self, other: Difference) -> None:
-        """Add the differences of `other`; the result does not depend on the order."""
+        """Add the differences of `other`, in any order."""
         if not other.count:
             return
         best = min((-found.largest, found.index) for found in (self, other) if found.count)
@@ -97,9 +97,8 @@ def _wide(values: Values) -> Values:
     kind = values.dtype.kind
     if kind in "biufc":
         return values
-    # Of ml_dtypes.
-    integers = numeric_class(values.dtype.name) == "int"
-    return values.astype(np.int8 if integers else np.float32)
+    is_int = numeric_class(values.dtype.name) == "int"  # a dtype of ml_dtypes
+    return values.astype(np.int8 if is_int else np.float32)
 
 
 def _distances(a: Values, b: Values) -> tuple[Values, Values, npt.NDArray[np.bool_]]:
@@ -121,13 +120,13 @@ def _distances(a: Values, b: Values) -> tuple[Values, Values, npt.NDArray[np.boo
 
 
 def _integer_distance(a: Values, b: Values) -> Values:
-    """Return the difference, exact up to the rounding of the result, also beyond 2**53."""
+    """Return the difference, exact up to the rounding of the result even beyond 2**53."""
     if a.dtype == b.dtype == np.uint64:
         return np.where(a > b, a - b, b - a).astype(np.float64)
     if np.uint64 in (a.dtype, b.dtype):
         return np.abs(a.astype(np.float64) - b.astype(np.float64))
     a, b = a.astype(np.int64), b.astype(np.int64)
-    # The difference of two int64 fits uint64, whose subtraction wraps around to it.
+    # The difference of two int64 values fits in uint64; its subtraction wraps around to it.
     high, low = np.maximum(a, b).view(np.uint64), np.minimum(a, b).view(np.uint64)
     return (high - low).astype(np.float64)
 
@@ -136,7 +135,7 @@ def _integer_distance(a: Values, b: Values) -> Values:
 
 
 def _kind(reader: LeafReader, leaf: int) -> str:
-    """Return the kind of a leaf, apart from shape and dtype."""
+    """Return the kind of a leaf, without shape and dtype."""
     kind = reader.opened.leaves.kind[leaf]
     if reader.specs[leaf] is None:
         return kind
@@ -149,7 +148,7 @@ def _kind(reader: LeafReader, leaf: int) -> str:
 def described(
     a: LeafReader, leaf: int, b: LeafReader, other: int, *, bitwise: bool
 ) -> LeafDifference | None:
-    """Return how two leaves of one path differ before their arrays are compared, or None."""
+    """Return how two leaves of one path differ, without comparing the values of arrays."""
     path = a.paths[leaf]
     kinds = _kind(a, leaf), _kind(b, other)
     if kinds[0] != kinds[1]:
@@ -158,7 +157,7 @@ def described(
     if first is None or second is None:
         if first is not second and stored_number(a, leaf, b, other) is not None:
             return None  # the values are compared later
-        # Of two `bytes` values, the longer may be stored as an array, the other not.
+        # A long `bytes` value may be stored as an array, and a shorter one not.
         values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
         if first is second and _same_scalar(kinds[0], *values, bitwise=bitwise):
             return None
@@ -173,10 +172,10 @@ def described(
 def stored_number(
     a: LeafReader, leaf: int, b: LeafReader, other: int
 ) -> tuple[ArraySpec, Values] | None:
-    """Return spec and value, as an array, of a number that one checkpoint holds as an array.
+    """Return spec and value, as an array, of a number that only one checkpoint stores as an array.
 
-    Other libraries store all numbers as arrays. None where both do, or neither, or where the dtype
-    of the array does not hold the other's value exactly.
+    Other libraries store all numbers as arrays. None if the dtype of the array cannot hold the
+    other's value exactly.
     """
     if a.specs[leaf] is None:
         a, leaf, b, other = b, other, a, leaf

@@ -1,9 +1,9 @@
 """Reading any box of any leaf of an open checkpoint, from threads, within bounded memory."""
 
-# Rule 1: chunks are read, checked and decoded whole, by the runtime of the reader; callers wait in
-#   threads of another runtime, or a pool would wait for itself.
-# Rule 2: leaves are read roughly in the announced order: small chunks that follow in that order are
-#   read along.
+# Rule 1: the reader's runtime reads, checks and decodes whole chunks; callers wait in threads of
+#   another runtime, or a pool would wait for itself.
+# Rule 2: callers read leaves roughly in the announced order: a read includes the small chunks that
+#   follow in that order.
 # Rule 3: a thread that waits for room in the cache holds no block, so that others can release
 #   theirs (test_many_threads_within_a_small_bound_read_everything).
 
@@ -33,47 +33,47 @@ from asyncckpt.spec import DTYPES, Box
 Values = npt.NDArray[Any]
 
 AHEAD_NBYTES = 8 * MIB
-"""Small chunks are read together up to this size: a read of 100 bytes takes the same round trip
-through two threads as one of 8 MiB."""
+"""Most bytes of small chunks read together: a read of 100 bytes takes the same round trip through
+two threads as one of 8 MiB."""
 
 ALONE_NBYTES = 4 * MIB
-"""Chunks from this size on are read separately."""
+"""Chunks of this size or more are read separately."""
 
 AHEAD_ROWS = 8192
-"""Most chunks read together, however small."""
+"""Most chunks read together."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Chunks that are loaded and dropped together.
+    """Chunks that are loaded and evicted together.
 
     Attributes:
         rows: rows of the chunks.
         nbytes: decoded bytes.
-        loaded: elements of each row.
+        loaded: decoded values by row.
         users: readers that have not released the block.
-        left: elements that were not read yet.
+        unread: elements that no reader has read yet.
     """
 
     rows: Sequence[int]
     nbytes: int
     loaded: Future[dict[int, Values]] = field(default_factory=Future)
     users: int = 0
-    left: int = 0
+    unread: int = 0
 
 
 class Blocks:
     """Cache of decoded chunks for readers that need every element about once.
 
-    A block is dropped when all its elements were read, or when room is needed and it is the least
-    recently used. A block larger than the capacity is loaded when it is alone. All methods block
-    and may be called from any thread.
+    A block is evicted once all its elements were read, or when another needs its room and it is the
+    least recently used. A block larger than the capacity is loaded when the cache is empty. All
+    methods block and may be called from any thread.
 
     Args:
         capacity_nbytes: upper limit for all blocks together.
-        group: returns the rows to load together with a needed one (which comes first), without
-            those that are present, and their bytes.
-        load: returns the elements of rows.
+        group: returns a row and the others to load with it, and their bytes. It leaves out rows
+            that the given container has.
+        load: returns the decoded values of rows.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Blocks:
         self.peak_nbytes = 0
 
     def take(self, row: int) -> Block:
-        """Return the loaded block with this row, which stays until `release`.
+        """Return the loaded block with this row; it stays in the cache until `release`.
 
         Raises:
             AsyncCheckpointError: loading it failed, in this thread or another one.
@@ -118,33 +118,33 @@ class Blocks:
             values = self._load(block.rows)
         except BaseException as error:
             with self._changed:
-                self._drop(block)
+                self._evict(block)
             block.loaded.set_exception(error)
             raise
-        block.left = sum(part.size for part in values)
+        block.unread = sum(part.size for part in values)
         block.loaded.set_result(dict(zip(block.rows, values, strict=True)))
         return block
 
     def release(self, block: Block, elements: int) -> None:
-        """Release a block after reading so many of its elements."""
+        """Release a block after reading this many of its elements."""
         with self._changed:
             block.users -= 1
-            block.left -= elements
+            block.unread -= elements
             if block.users:
                 return
-            if block.left <= 0:
-                self._drop(block)
+            if block.unread <= 0:
+                self._evict(block)
             self._changed.notify_all()
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drop idle blocks until there is room; return whether there is."""
+        """Evict unused blocks until there is room; return whether there is."""
         for block in [block for block in self._blocks if not block.users]:
             if self._used + nbytes <= self._capacity:
                 break
-            self._drop(block)
+            self._evict(block)
         return self._used + nbytes <= self._capacity or not self._blocks
 
-    def _drop(self, block: Block) -> None:
+    def _evict(self, block: Block) -> None:
         del self._blocks[block]
         self._used -= block.nbytes
         for row in block.rows:
@@ -153,7 +153,7 @@ class Blocks:
 
 
 class LeafReader:
-    """Reader of boxes of the leaves of one checkpoint, used by many threads at a time.
+    """Reader of boxes of the leaves of one checkpoint, for many concurrent threads.
 
     The threads that call `read` belong to another runtime. `cache_nbytes` limits the decoded chunks
     in memory; a larger chunk is held alone.
@@ -177,7 +177,7 @@ class LeafReader:
         self.specs = [opened.leaf_spec(own) if own else None for own in self.pieces]
         self._counts = [storage.grid.chunk_count for storage in opened.storages]
         self._leaf_of = {p.array: leaf for leaf, own in enumerate(self.pieces) for p in own}
-        # Per row its array, the first of those that are tied, and its decoded bytes.
+        # By row: its array (of tied arrays, the one that owns the chunks) and decoded bytes.
         own, kind = opened.arrays.own(), opened.stored.kind
         self._row_array = np.repeat(own, np.array(self._counts, np.int64)[kind[own]])
         sizes = np.array([storage.chunk_nbytes for storage in opened.storages], np.int64)
@@ -190,16 +190,13 @@ class LeafReader:
 
     def in_order(self, leaves: Sequence[int]) -> None:
         """Announce the order in which leaves will be read; call it before any `read`."""
-        rows = [
-            np.arange(first, first + self._counts[self.opened.arrays.spec[piece.array]])
-            for leaf in leaves
-            for piece in self.pieces[leaf]
-            for first in (self.opened.first_rows[piece.array],)
-        ]
+        arrays = [piece.array for leaf in leaves for piece in self.pieces[leaf]]
+        specs, firsts = self.opened.arrays.spec, self.opened.first_rows
+        rows = [np.arange(firsts[a], firsts[a] + self._counts[specs[a]]) for a in arrays]
         order = np.concatenate([np.zeros(0, np.int64), *rows])
         # Tied arrays share rows: the first occurrence counts.
-        _, firsts = np.unique(order, return_index=True)
-        self._sequence = order[np.sort(firsts)]
+        _, occurrences = np.unique(order, return_index=True)
+        self._sequence = order[np.sort(occurrences)]
         self._turn[self._sequence] = np.arange(len(self._sequence))
 
     def read(self, leaf: int, box: Box, out: Values) -> None:
@@ -213,7 +210,7 @@ class LeafReader:
         if len(pieces) == 1 and spec is not None and box.shape == spec.shape:
             array = pieces[0].array
             if self._counts[self.opened.arrays.spec[array]] == 1:
-                # One chunk, as nearly all small leaves are.
+                # One chunk, like nearly all small leaves.
                 self._copy(self.opened.first_rows[array], (), out)
                 return
         index = self._indices.get(leaf)
@@ -235,13 +232,13 @@ class LeafReader:
             self._blocks.release(block, out.size)
 
     def parts(self, leaf: int) -> list[Part]:
-        """Return the arrays of a leaf: the offset of each, and its grid."""
+        """Return offset and grid of each array of a leaf."""
         return [(p.offset, self.opened.storage(p.array).grid) for p in self.pieces[leaf]]
 
     # -- loading
 
     def _group(self, row: int, present: Container[int]) -> tuple[list[int], int]:
-        """Return the row and small ones that will be wanted soon after it, and their bytes."""
+        """Return the row, small ones that callers will soon need too, and the bytes of all."""
         total = int(self._row_nbytes[row])
         rows = [row]
         if total >= ALONE_NBYTES:
@@ -249,7 +246,7 @@ class LeafReader:
         turn = int(self._turn[row]) + 1
         ahead = self._sequence[turn : turn + AHEAD_ROWS]
         sizes = self._row_nbytes[ahead]
-        # Not far beyond large chunks: small ones behind them would be dropped before their use.
+        # Small chunks far behind large ones would be evicted before their use.
         near = int(np.searchsorted(np.cumsum(sizes), 2 * AHEAD_NBYTES, side="right"))
         room = min(AHEAD_NBYTES, self.cache_nbytes // 4)
         for other, nbytes in zip(ahead[:near].tolist(), sizes[:near].tolist(), strict=True):
@@ -295,7 +292,7 @@ class LeafReader:
 
 
 def _part(values: Values, where: tuple[slice, ...]) -> Values:
-    """Return a view, even of rank 0."""
+    """Return a view, even of a single element."""
     index: Any = (*where, ...)
     part: Values = values[index]
     return part

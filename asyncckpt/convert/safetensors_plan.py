@@ -1,6 +1,6 @@
 """Plan of a conversion to safetensors: tensors, files and offsets.
 
-Finds names, dtypes and sizes that do not fit the format before anything is written.
+Refuses names, dtypes and sizes that do not fit the format, before anything is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import Key, where
 
 STEM = "model"
-"""Name of the files of a set, which other libraries expect."""
+"""Stem of the file names of a set, which other libraries expect."""
 
 FRAMEWORK_KEY = "format"
 """Metadata key that Hugging Face's libraries require."""
@@ -44,12 +44,12 @@ CASTS = {
     "float8_e4m3b11fnuz": "bfloat16",
     "complex128": "complex64",
 }
-"""Suggested replacement for each dtype that safetensors lacks: it holds all values, or most."""
+"""Suggested cast for each dtype that safetensors lacks, to one that holds all or most values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor: number of its array in the snapshot, name and spec as stored, file and offset.
+    """One tensor: number of its array in the snapshot, stored name and spec, file and offset.
 
     A `tiled` one is written tile by tile after all windows of its file.
     """
@@ -69,10 +69,10 @@ class FilesPlan:
     Attributes:
         names: file names.
         headers: the first bytes of each file.
-        file_nbytes: their sizes.
+        file_nbytes: size of each file.
         tensors: all tensors, by file and offset.
-        windows: the files cut into slots. A piece's `array` is an index into `tensors`, or below
-            zero for a header; pieces of tiled tensors are left out.
+        windows: the files cut into slots, without tiled tensors. A piece's `array` is an index into
+            `tensors`; negative for a header.
         index: name and content of the index of a set, or None.
     """
 
@@ -88,7 +88,7 @@ def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list
     """Return a name for every leaf: its keys joined by ``.``, as in the state dicts of torch.
 
     Raises:
-        UsageError: two leaves would have one name, or a name is impossible; names the paths.
+        UsageError: two leaves would share a name, or a name does not fit the format; names them.
     """
     names: list[str] = []
     first: dict[str, str] = {}
@@ -115,7 +115,7 @@ def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list
 
 
 def plan_files(
-    taken: Snapshot,
+    snapshot: Snapshot,
     specs: Sequence[ArraySpec],
     *,
     metadata: Mapping[str, object],
@@ -127,29 +127,29 @@ def plan_files(
     """Plan the files for the tree of a snapshot.
 
     Args:
-        taken: the tree.
+        snapshot: the tree.
         specs: shape and stored dtype of every array.
         metadata: the user's metadata.
         metrics: the user's metrics.
-        max_file_nbytes: size at which a set continues in the next file; None for a single file.
+        max_file_nbytes: as `Target.max_file_nbytes`.
         tiled: per array, whether it is written tile by tile.
-        name: name of the single file.
+        name: name of a single file.
 
     Raises:
         UsageError: names, dtypes or sizes do not fit the format; names the leaf.
     """
-    leaf_names = tensor_names(taken.structure.parts(), taken.paths)
-    owned = [number for number in range(len(specs)) if number not in taken.tied]
+    leaf_names = tensor_names(snapshot.structure.parts(), snapshot.paths)
+    owned = [number for number in range(len(specs)) if number not in snapshot.tied]
     for number in owned:
-        _check_dtype(taken.paths[taken.array_leaf[number]], specs[number].dtype)
+        _check_dtype(snapshot.paths[snapshot.array_leaf[number]], specs[number].dtype)
     files = _share(owned, specs, max_file_nbytes)
-    texts = _metadata(taken, leaf_names, metadata, metrics)
+    texts = _metadata(snapshot, leaf_names, metadata, metrics)
     names = _file_names(len(files), None if max_file_nbytes else name)
     headers: list[bytes] = []
     sizes: list[int] = []
     tensors: list[Tensor] = []
     for file, numbers in enumerate(files):
-        rows = [(leaf_names[taken.array_leaf[number]], specs[number]) for number in numbers]
+        rows = [(leaf_names[snapshot.array_leaf[number]], specs[number]) for number in numbers]
         # The first file of a set stores the tree.
         own = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
         header, offsets = encode_header(rows, own)
@@ -221,12 +221,12 @@ def _file_names(count: int, single: str | None) -> list[str]:
 
 
 def _metadata(
-    taken: Snapshot,
+    snapshot: Snapshot,
     names: Sequence[str],
     metadata: Mapping[str, object],
     metrics: Mapping[str, float],
 ) -> dict[str, str]:
-    number_of = {leaf: number for number, leaf in enumerate(taken.array_leaf)}
+    number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
     tensors: list[str | None] = []
     texts = {FRAMEWORK_KEY: "pt"}
     for leaf, name in enumerate(names):
@@ -234,14 +234,14 @@ def _metadata(
         if number is None:
             tensors.append(None)
             continue
-        kept = names[taken.array_leaf[taken.tied.get(number, number)]]
+        kept = names[snapshot.array_leaf[snapshot.tied.get(number, number)]]
         tensors.append(kept)
         if kept != name:
-            # As safetensors.torch.save_model for tensors that share memory.
+            # Like safetensors.torch.save_model for tensors that share memory.
             texts[name] = kept
     texts |= {key: text for key, text in metadata.items() if isinstance(text, str)}
-    leaves = LeafTable(taken.kinds, taken.values, taken.extra, {})
-    tree = SavedTree(taken.structure, leaves, tensors, dict(metadata), dict(metrics))  # type: ignore[arg-type]
+    leaves = LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, {})
+    tree = SavedTree(snapshot.structure, leaves, tensors, dict(metadata), dict(metrics))  # type: ignore[arg-type]
     return texts | encode_tree(tree)
 
 

@@ -1,4 +1,4 @@
-"""Writing of safetensors files: windows of one slot are read and written concurrently.
+"""Writing of safetensors files, in concurrent windows of one slot each.
 
 ::
 
@@ -6,7 +6,7 @@
 """
 
 # Rule 1: each stream takes a slot for one window at a time, in file order.
-# Rule 2: tensors that are written tile by tile follow all windows, which may share their pages.
+# Rule 2: tiled tensors are written after all windows of their file: the two may share pages.
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 T = TypeVar("T")
 
 
-async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Facts:
-    """Write the tree as safetensors files at the target, whole and durable; as `write_checkpoint`.
+async def write_files(target: Target, reader: LeafReader, snapshot: Snapshot) -> Facts:
+    """Write the tree as safetensors files at the target, durably; like `write_checkpoint`.
 
-    Cancellation: waits for reads and writes that are running, then removes what was written.
+    Cancellation: waits for running reads and writes, then removes what was written.
 
     Raises:
         UsageError: the format cannot hold a leaf; names it. Nothing was written.
@@ -52,8 +52,8 @@ async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Fa
         StoreError: writing failed. Nothing remains.
     """
     runtime, store = target.runtime, target.store
-    plan = await runtime.engine.compute.run(_plan, target, reader, taken)
-    reader.in_order([taken.array_leaf[tensor.number] for tensor in plan.tensors])
+    plan = await runtime.engine.compute.run(_plan, target, reader, snapshot)
+    reader.in_order([snapshot.array_leaf[tensor.number] for tensor in plan.tensors])
     total = sum(plan.file_nbytes)
     wanted = target.options.concurrency
     concurrency = store.sizes(
@@ -61,10 +61,9 @@ async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Fa
         budget_nbytes=runtime.budget.capacity,
         concurrency=None if wanted == "auto" else wanted,
     ).concurrency
-    # Windows are one slot long, so that each can also be a part of an upload.
+    # A window is one slot long, so that it can also be one part of an upload.
     pool = runtime.window_pool(store.capabilities, Sizes(total, SLOT_NBYTES, concurrency))
-    single = target.max_file_nbytes is None
-    # A destination is a path or URL (`format_of`), and their stores take files of other formats.
+    # A destination is a path or URL (`format_of`), whose store can export.
     attempt = await cast(ExportingStore, store).begin_export(
         target.name,
         uuid.uuid4().hex,
@@ -72,18 +71,18 @@ async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Fa
         private=target.options.private,
     )
 
-    writer = FilesWriter(target, reader, taken, plan, attempt, pool, concurrency)
+    writer = FilesWriter(target, reader, snapshot, plan, attempt, pool, concurrency)
     try:
         await writer.run()
     except BaseException as error:
         await cleaned_up(to_completion(attempt.abort()), error)
         raise
-    await to_completion(attempt.publish_files(plan.names[0] if single else ""))
+    await to_completion(attempt.publish_files("" if target.max_file_nbytes else plan.names[0]))
     index = 0 if plan.index is None else len(plan.index[1])
     return Facts(
         location=attempt.location,
         step=None,
-        leaf_count=len(taken.paths),
+        leaf_count=len(snapshot.paths),
         array_count=len(plan.tensors),
         nbytes=sum(tensor.spec.nbytes for tensor in plan.tensors),
         stored_nbytes=total + index,
@@ -91,42 +90,42 @@ async def write_files(target: Target, reader: LeafReader, taken: Snapshot) -> Fa
     )
 
 
-def _plan(target: Target, reader: LeafReader, taken: Snapshot) -> FilesPlan:
-    untie(taken, target.options)
+def _plan(target: Target, reader: LeafReader, snapshot: Snapshot) -> FilesPlan:
+    untie(snapshot, target.options)
     specs: list[ArraySpec] = []
-    banded: list[bool] = []
-    for number, leaf in enumerate(taken.array_leaf):
-        source = taken.sources[number]
-        # Stores without positional writes get files in order, even if chunks are read repeatedly.
-        scattered = target.store.capabilities.positional_writes
-        banded.append(scattered and is_banded(reader, leaf, source.spec))
-        if number in taken.tied:
-            specs.append(specs[taken.tied[number]])
+    tiled: list[bool] = []
+    # Stores without positional writes need each file in order, even if chunks are read repeatedly.
+    scattered = target.store.capabilities.positional_writes
+    for number, leaf in enumerate(snapshot.array_leaf):
+        source = snapshot.sources[number]
+        tiled.append(scattered and is_banded(reader, leaf, source.spec))
+        if number in snapshot.tied:
+            specs.append(specs[snapshot.tied[number]])
             continue
-        path = taken.paths[leaf]
+        path = snapshot.paths[leaf]
         own = options_of_leaf(target.options, path, source.spec)
         specs.append(source.spec if own is None else stored_spec(path, source, own))
     return plan_files(
-        taken,
+        snapshot,
         specs,
         metadata={**reader.opened.metadata, **target.metadata},
         metrics=reader.opened.metrics,
         max_file_nbytes=target.max_file_nbytes,
-        tiled=banded,
+        tiled=tiled,
         name=target.name,
     )
 
 
 @dataclass(eq=False, repr=False)
 class FilesWriter:
-    """Writer of the planned files into an attempt, window by window in slots of `pool`.
+    """Writer of the planned files of an attempt, window by window in slots of `pool`.
 
-    Where the store has no positional writes, each window is a part of an upload.
+    If the store has no positional writes, each window is one part of an upload.
     """
 
     target: Target
     reader: LeafReader
-    taken: Snapshot
+    snapshot: Snapshot
     plan: FilesPlan
     attempt: Export
     pool: SlotPool
@@ -140,7 +139,7 @@ class FilesWriter:
     async def run(self) -> None:
         """Write every file, whole and durable.
 
-        Cancellation: waits for reads and writes that are running.
+        Cancellation: waits for running reads and writes.
 
         Raises:
             CorruptCheckpointError: reading a leaf failed; names it.
@@ -186,9 +185,9 @@ class FilesWriter:
         for tensor in self.plan.tensors:
             if tensor.file != file or not tensor.tiled:
                 continue
-            # Counted in the dtype that is read, whose elements may be wider than the stored ones.
-            itemsize = max(tensor.spec.itemsize, self.taken.sources[tensor.number].spec.itemsize)
-            parts = self.reader.parts(self.taken.array_leaf[tensor.number])
+            # The dtype that is read may be wider than the stored one.
+            itemsize = max(tensor.spec.itemsize, self.snapshot.sources[tensor.number].spec.itemsize)
+            parts = self.reader.parts(self.snapshot.array_leaf[tensor.number])
             for box in tiles(parts, itemsize, self.pool.slot_nbytes):
                 yield tensor, box
 
@@ -200,7 +199,7 @@ class FilesWriter:
 
     async def _window(self, file: DataFile, slot: Slot, window: Window) -> bool:
         await self._compute.run(self._fill, window, slot.buffer[: window.nbytes])
-        # No other view of the slot may exist now: a client keeps the body as long as it sends it.
+        # The client keeps the body while it sends it: no other view of the slot may exist now.
         reusable = await file.write(window.offset, slot.body(window.nbytes))
         self._written(window.nbytes)
         return reusable
@@ -228,7 +227,7 @@ class FilesWriter:
                 out[:] = np.frombuffer(header, np.uint8)[piece.start : piece.stop]
                 continue
             tensor = self.plan.tensors[piece.array]
-            # Like the payload of a single chunk that holds the whole tensor.
+            # Same bytes as the payload of one chunk that holds the whole tensor.
             grid = ChunkGrid(tensor.spec.shape, tensor.spec.shape)
             cell = (0,) * len(grid.shape)
             read = self._reader(tensor).read
@@ -236,16 +235,16 @@ class FilesWriter:
         data[end:] = 0
 
     def _reader(self, tensor: Tensor) -> ArrayReader:
-        taken, number = self.taken, tensor.number
-        path = taken.paths[taken.array_leaf[number]]
-        source, adapter = taken.sources[number], taken.sources.adapter(number)
+        snapshot, number = self.snapshot, tensor.number
+        path = snapshot.paths[snapshot.array_leaf[number]]
+        source, adapter = snapshot.sources[number], snapshot.sources.adapter(number)
         return ArrayReader(source, adapter, tensor.spec.dtype, path=path)
 
 
 def _runs(tensor: Tensor, box: Box, data: Bytes) -> tuple[list[int], list[Bytes]]:
     """Return the file offset and the bytes of every run of a box."""
     shape = tensor.spec.shape
-    # Trailing axes along which the box is as wide as the tensor form one run.
+    # Trailing axes along which the box spans the tensor form one run.
     inner = len(shape)
     while inner > 1 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1

@@ -1,7 +1,7 @@
 """Sources of conversions and comparisons: checkpoints of any format, read by a separate engine."""
 
-# Rule 1: reading has a separate runtime: a thread that writes or compares waits for one that reads,
-#   never for one of its own pool.
+# Rule 1: reading has a separate runtime, so that a thread that writes or compares waits for a
+#   thread that reads, and never for one of its own pool.
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ R = TypeVar("R")
 
 
 class Runtimes:
-    """The runtimes of one conversion or comparison: one reads, the other does the work."""
+    """Two runtimes of a conversion or comparison: one reads, the other writes or compares."""
 
     def __init__(self, name: str, *, reading_nbytes: int, working_nbytes: int) -> None:
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading_nbytes)
         self.working = Runtime(f"asyncckpt-{name}", host_memory_nbytes=working_nbytes)
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """Do the work on its engine, then close all files and end all threads."""
+        """Run the work on the working engine, then close all files and end all threads."""
         try:
             return await self.working.engine.submit(work).wait()
         finally:
@@ -53,7 +53,7 @@ class Runtimes:
         storage_options: Mapping[str, Any] | None,
         cache_nbytes: int,
     ) -> LeafReader:
-        """Open a checkpoint on the engine that reads; errors: as `open_source`."""
+        """Open a checkpoint on the reading engine; errors: as `open_source`."""
         opening = partial(
             open_source, self._reading, location, storage_options, cache_nbytes=cache_nbytes
         )
@@ -67,13 +67,13 @@ async def open_source(
     *,
     cache_nbytes: int,
 ) -> LeafReader:
-    """Open the checkpoint at a location, or the newest step of the run at it.
+    """Open the checkpoint at a location, or the newest step of a run there.
 
-    Its store is open until the runtime is closed. `cache_nbytes` limits the decoded chunks that the
-    reader may keep.
+    Closing the runtime closes its store. `cache_nbytes` limits the decoded chunks that the reader
+    may keep.
 
     Raises:
-        CheckpointNotFoundError: it is neither.
+        CheckpointNotFoundError: there is neither.
     """
     if is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
@@ -87,7 +87,7 @@ async def open_source(
                 raise
             store = runtime.store(location, direct_io="auto", storage_options=storage_options)
             opened = await _newest(store, runtime.engine.compute, error)
-    # Given the arrays, readers report at once which of them they cannot read.
+    # Report arrays that cannot be read before reading any.
     wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
     extents = await opened.read_extents(opened, wanted)
     refuse_implied(opened, extents, wanted)
@@ -97,7 +97,7 @@ async def open_source(
 def options_of(
     locations: Sequence[object], storage_options: Mapping[str, Any] | None
 ) -> list[Mapping[str, Any] | None]:
-    """Return the storage options of each location: the given ones for URLs, None for paths.
+    """Return the storage options of each location; None for paths.
 
     Raises:
         UsageError: there are options, but no URL.
@@ -122,14 +122,14 @@ async def _newest(
     """
     names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
     names.sort(key=int, reverse=True)
-    # Steps of other libraries do not count in a run that has its own.
+    # A run that has asyncckpt steps ignores those of other libraries.
     for opener, name in itertools.product((open_checkpoint, open_any), names):
         try:
             return await opener(store.files(name), compute)
         except CheckpointNotFoundError:
             continue
         except CorruptCheckpointError as damage:
-            # Without a valid record it is not a step; other damage is reported.
+            # Without a valid record it is not a step; any other damage is an error.
             if damage.file != RECORD_NAME:
                 raise
             if opener is open_checkpoint:
@@ -142,7 +142,7 @@ async def _newest(
 def shares(host_memory_nbytes: int | None, *, packing: bool = False) -> tuple[int, int, int]:
     """Return the shares of a byte budget for reading, decoded chunks, and writing.
 
-    With `packing`, each chunk to write is held whole, before and after it is packed.
+    With `packing`, a whole chunk is in memory both before and after it is packed.
     """
     nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
     eighth = nbytes // 8

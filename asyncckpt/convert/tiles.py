@@ -1,6 +1,6 @@
-"""Order in which an array is copied out of the chunks that hold it.
+"""Order in which an array is copied out of its chunks.
 
-Chunks are read and decoded whole. Reading an array in C order keeps a band of chunks in memory; if
+Chunks are read and decoded whole. Reading an array in C order keeps a band of chunks in memory. If
 the band is too large, the array is copied chunk by chunk instead: no chunk is decoded twice, and
 the output is written in tiles.
 """
@@ -29,7 +29,7 @@ def band_nbytes(parts: Sequence[Part], itemsize: int) -> int:
 
 
 def _band_nbytes(grid: ChunkGrid, itemsize: int) -> int:
-    # C order returns repeatedly to the chunks along the axes after the first with long chunks.
+    # C order returns to the same chunks along the axes after the first one with long chunks.
     first = next((i for i, c in enumerate(grid.chunk_shape) if c > 1), len(grid.shape))
     return grid.chunk_size * itemsize * math.prod(max(1, n) for n in grid.counts[first + 1 :])
 
@@ -48,7 +48,7 @@ def runs(shape: tuple[int, ...], itemsize: int, target_nbytes: int) -> Iterator[
 def tiles(parts: Sequence[Part], itemsize: int, target_nbytes: int) -> Iterator[Box]:
     """Yield boxes that tile a leaf chunk by chunk, each at most about the target size.
 
-    Small chunks are taken together; a large one is cut into runs of its rows.
+    A tile has several small chunks, or a run of rows of a large one.
     """
     for offset, grid in parts:
         cell = tile_shape(grid, itemsize, target_nbytes)
@@ -61,7 +61,7 @@ def tiles(parts: Sequence[Part], itemsize: int, target_nbytes: int) -> Iterator[
 
 
 def tile_shape(grid: ChunkGrid, itemsize: int, target_nbytes: int) -> tuple[int, ...]:
-    """Return a multiple of the chunk shape, at most the target size, without more padding."""
+    """Return a multiple of the chunk shape, at most the target size and without extra padding."""
     shape = list(grid.chunk_shape)
     room = max(1, target_nbytes // (grid.chunk_size * itemsize))
     for axis in reversed(range(len(shape))):
@@ -79,14 +79,14 @@ def chunk_shape_for(
     target_nbytes: int,
     limit_nbytes: int,
 ) -> tuple[int, ...] | None:
-    """Return a chunk shape for the leaf with which each tile needs few chunks.
+    """Return a chunk shape for the leaf such that each tile needs few chunks.
 
-    None means that the ordinary grid is as good. Chunks beyond the limit are cut evenly.
+    None means that the default grid is as good. Chunks beyond the limit are cut evenly.
     """
     if len(parts) == 1:
         return _within(tile_shape(parts[0][1], itemsize, target_nbytes), itemsize, limit_nbytes)
     widest = [max(lengths) for lengths in zip(*(g.chunk_shape for _, g in parts), strict=True)]
-    # Cut evenly, so that padding is less than one element per chunk.
+    # Evenly, so that padding is less than one element per chunk.
     even = tuple(-(-n // -(-n // min(c, n))) for n, c in zip(shape, widest, strict=True))
     if math.prod(even) * itemsize > LARGEST_TILE * target_nbytes:
         return None

@@ -37,7 +37,7 @@ class Flat:
 
 
 def flatten(tree: Any, nodes: Sequence[NodeAdapter] = ()) -> Flat:
-    """Flatten a tree; `nodes` are for the containers that frameworks have registered.
+    """Flatten a tree; `nodes` handle the containers that frameworks have registered.
 
     Raises:
         UnsupportedLeafError: a dict key is neither exactly str nor exactly int, or not valid
@@ -100,7 +100,7 @@ class _Flattener:
         return Flat(structure, paths, leaves, self._objects, self._stateful)
 
     def _enter(self, value: Any, kind: str, path: str) -> bool:
-        """Add a node; return whether its children are still to be visited."""
+        """Add a node; return whether its children must still be visited."""
         index = len(self._objects)
         if id(value) in self._open:
             raise UsageError(
@@ -145,13 +145,21 @@ class _Flattener:
     def _expand(
         self, value: Any, kind: str, path: str
     ) -> tuple[tuple[Key, ...], Sequence[str], Sequence[Any]]:
+        """Return keys, path parts and values of the children."""
         keys: Sequence[Any]
         if kind == "dict":
             keys, values = tuple(value), list(value.values())
         elif kind in ("list", "tuple"):
             return (), list(map(str, range(len(value)))), list(value)
         elif kind == "stateful":
-            return (), ("",), (_state_dict(value, path),)
+            try:
+                return (), ("",), (value.state_dict(),)
+            except Exception as error:
+                raise UsageError(
+                    f"{where(path)}: state_dict() of {type(value).__name__} raised "
+                    f"{type(error).__name__}: {error}",
+                    path=path,
+                ) from error
         elif kind == "namedtuple":
             keys, values = value._fields, list(value)
         elif kind == "dataclass":
@@ -178,21 +186,11 @@ class _Flattener:
         return tuple(keys), _parts(keys, value, path), values
 
 
-def _state_dict(value: Any, path: str) -> Any:
-    try:
-        return value.state_dict()
-    except Exception as error:
-        raise UsageError(
-            f"{where(path)}: state_dict() of {type(value).__name__} raised {type(error).__name__}: "
-            f"{error}",
-            path=path,
-        ) from error
-
-
 def _parts(keys: Sequence[Any], node: Any, path: str) -> list[str]:
+    """Return the path parts of the keys of a node."""
     kinds = set(map(type, keys))
     if not kinds <= _KEY_TYPES:
-        key = next(key for key in keys if type(key) not in (str, int))
+        key = next(key for key in keys if type(key) not in _KEY_TYPES)
         raise UnsupportedLeafError(
             f"{where(path)}: key {key!r:.80} of this {type(node).__name__} is a "
             f"{type(key).__name__}; keys are str or int: convert it, for example with str(key)",
@@ -206,20 +204,16 @@ def _parts(keys: Sequence[Any], node: Any, path: str) -> list[str]:
             "bits; use a str",
             path=path,
         )
-    if not "".join(map(str, keys)).isascii():
-        _refuse_surrogates(keys, node, path)
+    try:
+        "".join(map(str, keys)).encode()
+    except UnicodeEncodeError as error:
+        surrogate = error.object[error.start]
+        key = next(key for key in keys if type(key) is str and surrogate in key)
+        raise UnsupportedLeafError(
+            f"{where(path)}: key {key!a:.80} of this {type(node).__name__} is not valid Unicode "
+            f"({error.reason}); use another str",
+            path=path,
+            expected="a str that UTF-8 can hold",
+            found=key,
+        ) from None
     return escape_keys(keys, kinds)
-
-
-def _refuse_surrogates(keys: Sequence[Any], node: Any, path: str) -> None:
-    for key in keys:
-        try:
-            str(key).encode()
-        except UnicodeEncodeError as error:
-            raise UnsupportedLeafError(
-                f"{where(path)}: key {key!a:.80} of this {type(node).__name__} is not valid "
-                f"Unicode ({error.reason}); use another str",
-                path=path,
-                expected="a str that UTF-8 can hold",
-                found=key,
-            ) from None

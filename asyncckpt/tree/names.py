@@ -12,7 +12,7 @@ from typing import cast
 Key = str | int
 
 MAX_ARRAY_NAME_NBYTES = 1024
-"""Longer array names are cut and hashed; OCDBT keys may have 64 KiB, but other tools allow less."""
+"""Longer array names are cut and hashed. OCDBT allows 64 KiB, other tools less."""
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f/%\ud800-\udfff]")
 _DOTS = frozenset(("", ".", ".."))
@@ -21,12 +21,12 @@ _INT = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
 
 
 def where(path: str) -> str:
-    """Return the path for error messages."""
+    """Return the path as error messages show it."""
     return path or "the tree itself"
 
 
 def escape(part: Key) -> str:
-    """Return the part escaped for a path (see the docstring of the package)."""
+    """Escape a part of a path, as the docstring of the package says."""
     if isinstance(part, int):
         return str(part)
     if part in _DOTS:
@@ -37,7 +37,7 @@ def escape(part: Key) -> str:
 
 
 def match_glob(paths: Sequence[str], patterns: Iterable[str]) -> tuple[set[int], list[str]]:
-    """Return the indices of the paths that a pattern selects, and the patterns that select none.
+    """Return the indices of the selected paths, and the patterns that select none.
 
     In a pattern, ``*`` matches any characters within a part, ``**`` any across parts (``a/**/b``
     includes ``a/b``), and ``%2A`` a ``*`` in a key. A pattern selects what it matches and
@@ -45,7 +45,7 @@ def match_glob(paths: Sequence[str], patterns: Iterable[str]) -> tuple[set[int],
     """
     selected: set[int] = set()
     unmatched = []
-    order: list[int] = []  # of the paths: those that begin alike are found by bisection
+    order: list[int] = []  # indices sorted by path, for bisection
     for pattern in patterns:
         found: Sequence[int] = range(len(paths))
         start, asterisk, _ = pattern.removesuffix("/").partition("*")
@@ -66,7 +66,7 @@ def match_glob(paths: Sequence[str], patterns: Iterable[str]) -> tuple[set[int],
 
 
 def _beginning_with(start: str, paths: Sequence[str], order: Sequence[int]) -> Sequence[int]:
-    """Return the indices of the paths that begin with a text; `order` sorts the paths."""
+    """Return the indices of the paths that begin with `start`; `order` has indices by path."""
     low = bisect_left(order, start, key=paths.__getitem__)
     high = bisect_right(order, start, key=lambda index: paths[index][: len(start)])
     return order[low:high]
@@ -75,9 +75,9 @@ def _beginning_with(start: str, paths: Sequence[str], order: Sequence[int]) -> S
 def _glob(pattern: str) -> str:
     """Return a regular expression that matches the beginning of a path, up to the end of a part.
 
-    Like that of `fnmatch.translate`, it takes the first place where the text after an asterisk
-    fits, which leaves most of the path to the rest of the pattern, and never tries another one.
-    Each piece is an atomic group: time does not grow exponentially with the number of asterisks.
+    As in `fnmatch.translate`, the text after an asterisk matches at its first occurrence only,
+    which leaves most of the path to the rest of the pattern. Each piece is an atomic group, so that
+    time does not grow exponentially with the number of asterisks.
     """
     first, *others = re.split(r"((?:^|(?<=/))\*\*/|\*\*+)", pattern)
     regex = [_in_parts(first, "" if others else _PART_END)]
@@ -98,9 +98,9 @@ def _in_parts(pattern: str, end: str) -> str:
 
 
 def names_of_paths(paths: Sequence[str]) -> list[str] | None:
-    """Return what `array_names` returns for the leaves at these paths, if nothing is escaped.
+    """Return the result of `array_names` for the leaves at these paths.
 
-    None if a part of a path is escaped, or a name has to be changed for another reason.
+    None if a path has an escaped part, or `array_names` would change a name for another reason.
     """
     text = "\n".join(["", *paths])
     names = text.replace("/", ".").split("\n")[1:]
@@ -112,10 +112,10 @@ def names_of_paths(paths: Sequence[str]) -> list[str] | None:
 def array_names(parts: Sequence[tuple[Key, ...]]) -> list[str]:
     """Return one array name per leaf, all different, depending only on the set of parts.
 
-    Names are those of Orbax, the parts joined by ``.``. If two leaves would share a name, or it is
-    empty, starts with ``.`` or has characters that are escaped in paths, the parts are escaped
-    first (``.`` as ``%2E``, and the first character of a str that looks like an int). Names beyond
-    1,024 bytes are cut and end in a hash. A tree that is a single leaf has the array ``root``.
+    Names are those of Orbax, the parts joined by ``.``. If a name is empty, starts with ``.``, has
+    characters that paths escape, or occurs twice, its parts are escaped first (``.`` as ``%2E``,
+    and the first character of a str that looks like an int). Names beyond 1,024 bytes are cut and
+    end in a hash. A tree that is a single leaf has the array ``root``.
     """
     names = [".".join(map(str, leaf)) for leaf in parts]
     repeated: set[str] = set()

@@ -15,22 +15,22 @@ class AllValues:
         return "PerProcess.all"
 
     def __reduce__(self) -> str:
-        return "PerProcess.all"  # there is one, which copies and pickles are too
+        return "PerProcess.all"  # copies and pickles are the same object
 
 
 class PerProcess:
     """A value, or a tree of values, that differs by process: every process saves its own.
 
-    Examples are the states of random number generators and data loaders. A restore `like` it on the
-    same number of processes returns each its own value. On any other number of processes, use
-    `PerProcess.all` in its place in `like` for the list of all values, by process.
+    Examples are the states of random number generators and data loaders. A restore with a
+    `PerProcess` in `like`, on the same number of processes, returns its own value to each. On any
+    number of processes, `PerProcess.all` in its place restores the list of all values, by process.
 
     Args:
         value: a leaf, or nested containers of leaves, of any shape.
 
     Attributes:
         value: the same.
-        all: takes the place of the value in `like` to restore the values of all processes.
+        all: stands in `like` for the values of all processes.
     """
 
     __slots__ = ("value",)
@@ -68,5 +68,5 @@ class PerProcessNodes:
         return ((self._process,), (node.value,)) if isinstance(node, PerProcess) else None
 
     def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
-        """Return the value as it was wrapped."""
+        """Return the wrapped value."""
         return PerProcess(*children)

@@ -30,11 +30,11 @@ class Node:
     """One container.
 
     Attributes:
-        kind: its kind of container.
+        kind: kind of container.
         keys: one per child for dicts, namedtuples, dataclasses and registered nodes; else empty.
         children: ordinal of a leaf (0 or more), or minus the index of a node in
             `Structure.nodes`. A stateful node has one child, its state dict, at its own path.
-        type_name: qualified name of the type if it is not a builtin; only for people.
+        type_name: qualified name of the type, for information; empty for builtin types.
     """
 
     kind: Kind
@@ -64,18 +64,17 @@ class Structure:
         return _walk(self, escaped=True)[0]
 
     def node_paths(self) -> list[str]:
-        """Return the path of every node; a stateful node and its state dict have the same one."""
+        """Return the path of every node; a stateful node and its state dict share one."""
         return _walk(self, escaped=True)[1]
 
     def subtrees(self, paths: Iterable[str]) -> dict[str, tuple[Structure, range]]:
-        """Return the part of the tree at each path, and which leaves of the whole it holds.
+        """Return the subtree at each path, and the range of its leaves in the whole tree.
 
-        Paths at which there is neither a node nor a leaf have no entry. The whole tree is walked
-        once, however many paths there are.
+        Paths without a node or leaf have no entry. Walks the tree once for all paths.
         """
         leaf_paths, node_paths = _walk(self, escaped=True)
         leaves = {path: leaf for leaf, path in enumerate(leaf_paths)}
-        # A stateful node and its state dict have one path, which means the first of them.
+        # The path of a stateful node and its state dict means the node, which comes first.
         nodes = {path: len(node_paths) - 1 - n for n, path in enumerate(reversed(node_paths))}
         found: dict[str, tuple[Structure, range]] = {}
         for path in paths:
@@ -86,6 +85,7 @@ class Structure:
         return found
 
     def _below(self, first: int) -> tuple[Structure, range]:
+        """Return the subtree of a node, and the range of its leaves."""
         stop = first
         inside = {first}
         ordinals: list[int] = []
@@ -199,7 +199,7 @@ def _check_order(structure: Structure) -> None:
 
 
 def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]:
-    """Return the path of every leaf and of every node; its keys if not `escaped`."""
+    """Return the path of every leaf and of every node; tuples of keys if not `escaped`."""
     root: Any = "" if escaped else ()
     at_leaf = [root] * structure.leaf_count
     at_node = [root] * len(structure.nodes)
@@ -213,7 +213,7 @@ def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]
         if node.kind in KEYED:
             parts = escape_keys(node.keys, set(map(type, node.keys))) if escaped else node.keys
         if escaped and node.children and min(node.children) >= 0:
-            # Only leaves, as in most containers, and so one run.
+            # Only leaves, as in most containers: their ordinals are consecutive.
             first, prefix = node.children[0], f"{base}/" if base else ""
             at_leaf[first : first + len(node.children)] = [f"{prefix}{part}" for part in parts]
             continue

@@ -25,16 +25,16 @@ class NodeAdapter(Protocol):
 
 
 class Types:
-    """Kinds of container of the types in one flatten or unflatten."""
+    """Container kinds by type, cached for one flatten or unflatten."""
 
     def __init__(self, nodes: Sequence[NodeAdapter]) -> None:
-        self._registries = nodes
+        self._adapters = nodes
         self._fields: dict[type, tuple[str, ...]] = {}
         self.kinds: dict[type, str] = dict.fromkeys((int, float, bool, complex, str, bytes), LEAF)
         self.kinds |= {dict: "dict", list: "list", tuple: "tuple", type(None): "none"}
 
     def all_leaves(self, values: Sequence[Any]) -> bool:
-        """Return whether none of these is a container."""
+        """Return whether no value is a container."""
         found = set(map(type, values))
         if not found <= self.kinds.keys():
             for value in values:
@@ -42,7 +42,7 @@ class Types:
         return {self.kinds[kind] for kind in found} <= {LEAF}
 
     def kind(self, value: Any) -> str:
-        """Return the kind of container that a value is, or `LEAF`."""
+        """Return the container kind of a value, or `LEAF`."""
         found = self.kinds.get(type(value))
         if found is None:
             found = self.kinds[type(value)] = self._classify(value)
@@ -66,8 +66,8 @@ class Types:
     def _has_state_dict(self, value: Any) -> bool:
         """Return whether a value is saved as its state dict.
 
-        Wrappers that delegate by `__getattr__` have one too. A registered type must define it
-        itself: `nnx.Rngs` answers any name with a stream of random numbers, which is callable.
+        Wrappers that delegate by `__getattr__` are. A registered type must define `state_dict`
+        itself: every attribute of `nnx.Rngs` is a stream of random numbers, which is callable.
         """
         if not hasattr(type(value), "state_dict") and self.registered(value) is not None:
             return False
@@ -75,10 +75,10 @@ class Types:
         return all(callable(getattr(value, name, None)) for name in methods)
 
     def _fields_hold_children(self, value: Any) -> bool:
-        """Return whether all registered children of a dataclass are in its fields.
+        """Return whether the fields of a dataclass hold all its registered children.
 
-        They need not be: nnx.List and nnx.Dict inherit from a dataclass without fields, and a
-        dataclass may be an nnx module, whose other attributes are state too.
+        nnx.List and nnx.Dict inherit from a dataclass without fields, and a dataclass may be an nnx
+        module, whose other attributes are state too.
         """
         registered = self.registered(value)
         if registered is None:
@@ -91,46 +91,41 @@ class Types:
         return {type(key) for key in keys} == {int} and held.issuperset(map(id, children))
 
     def registered(self, value: Any) -> tuple[NodeAdapter, Sequence[Key], Sequence[Any]] | None:
-        """Return the registry that knows the type, with keys and children, or None."""
-        for registry in self._registries:
-            found = registry.flatten(value)
+        """Return the adapter that knows the type, keys and children; None if there is none."""
+        for adapter in self._adapters:
+            found = adapter.flatten(value)
             if found is not None:
-                return registry, *found
+                return adapter, *found
         return None
 
     def fields(self, value: Any) -> tuple[str, ...]:
         """Return the names of the fields that hold state."""
         names = self._fields.get(type(value))
         if names is None:
-            fields = dataclasses.fields(value)
-            names = tuple(
-                field.name
-                for field in fields
-                if field.metadata.get("pytree_node", True) and not field.metadata.get("static")
-            )
+            fields = {field.name: field.metadata for field in dataclasses.fields(value)}
             registered = self.registered(value)
-            if registered is not None and set(registered[1]) <= {field.name for field in fields}:
-                names = tuple(name for name in names if name in registered[1])
-            self._fields[type(value)] = names
+            keys = fields.keys() if registered is None else set(registered[1])
+            names = self._fields[type(value)] = tuple(
+                name
+                for name, facts in fields.items()
+                if facts.get("pytree_node", True) and not facts.get("static")
+                if name in keys or not keys <= fields.keys()
+            )
         return names
-
-
-OBJECTS: Final = frozenset(("registered", "dataclass"))
-"""Kinds whose containers may be objects with an identity."""
 
 
 def is_frozen(container: Any) -> bool:
     """Return whether a dataclass refuses assignment to its fields.
 
-    Modules of Equinox do, and only their `__setattr__` says so: a class with its own is asked to
-    assign the present value of a field.
+    Equinox modules do so in `__setattr__` alone: a class that defines it is tested by assigning the
+    present value of a field.
     """
     cls: Any = type(container)
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or cls.__setattr__ is object.__setattr__:
         return False
     if parameters.frozen:
-        return True  # an exception for each of many would take longer
+        return True  # the test below would raise, which takes longer
     for field in dataclasses.fields(cls):
         if hasattr(container, field.name):
             try:

@@ -13,25 +13,25 @@ from asyncckpt.errors import UsageError
 from asyncckpt.tree.flatten import Flat
 from asyncckpt.tree.names import Key, where
 from asyncckpt.tree.structure import KEYED, Node, Structure
-from asyncckpt.tree.types import OBJECTS, NodeAdapter, Types, is_frozen
+from asyncckpt.tree.types import NodeAdapter, Types, is_frozen
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """Return the tree of plain containers with these leaves.
+    """Return the tree with these leaves and plain containers.
 
-    Dicts, lists and tuples are as they were; namedtuples, dataclasses, registered nodes and state
-    dicts are dicts of their fields.
+    Namedtuples, dataclasses and registered nodes become dicts of their fields, stateful objects
+    their state dicts.
     """
     return _built(structure, leaves, lambda _, node, children: _plain(node, children))
 
 
 def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapter] = ()) -> Any:
-    """Return a tree with these leaves and the container types of the tree that was flattened.
+    """Return a tree with these leaves and new containers of the same types as the flattened ones.
 
-    The containers of that tree are not changed. A stateful object becomes its state dict. A
-    dataclass is made by its `__init__` if that takes exactly its fields (fields with ``init=False``
-    are set afterwards), else copied without running code of the class. An object that occurs
-    several times is made once, and all its occurrences must have the same leaves (`shared_leaves`).
+    A stateful object becomes its state dict. A dataclass is made by its `__init__` if that takes
+    exactly its fields (fields with ``init=False`` are set afterwards), else copied without running
+    code of the class. An object that occurs several times is made once; all its occurrences must
+    have the same leaves (`shared_leaves`).
 
     Raises:
         UsageError: a container cannot be made with its new children; names its path.
@@ -41,7 +41,6 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
 
     def like(index: int, node: Node, children: list[Any]) -> Any:
         old = flat.objects[index]
-        cls: type = type(old)
         is_object = _has_identity(node, old)
         if is_object and id(old) in made:
             return made[id(old)]
@@ -50,7 +49,7 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
         except Exception as error:
             path = flat.structure.node_paths()[index]
             raise UsageError(
-                f"{where(path)}: making a {cls.__name__} with the restored children failed: "
+                f"{where(path)}: making a {type(old).__name__} with the restored children failed: "
                 f"{type(error).__name__}: {error}; restore without like=, or pass a dict of its "
                 "fields",
                 path=path,
@@ -63,9 +62,9 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
 
 
 def shared_leaves(flat: Flat) -> dict[int, int]:
-    """Return the leaves in further occurrences of an object, and the same leaf in the first one.
+    """Return, for every leaf in a repeated occurrence of an object, its leaf in the first one.
 
-    Both by ordinal. Values, such as tuples, are no objects (`_has_identity`).
+    Both are ordinals. Values such as tuples are not objects (`_has_identity`).
     """
     nodes = flat.structure.nodes
     first: dict[int, int] = {}
@@ -88,17 +87,17 @@ def shared_leaves(flat: Flat) -> dict[int, int]:
 def _has_identity(node: Node, value: Any) -> bool:
     """Return whether a container is an object, such as a layer.
 
-    Mappings and frozen dataclasses are values, like plain dicts and tuples: a target may contain
-    one of them several times as the description of different parts.
+    Mappings and frozen dataclasses are values, like plain dicts and tuples: one of them may
+    describe several parts of a target.
     """
-    is_object = node.kind in OBJECTS and not issubclass(type(value), Mapping)
+    is_object = node.kind in ("registered", "dataclass") and not issubclass(type(value), Mapping)
     return is_object and not is_frozen(value)
 
 
 def _built(
     structure: Structure, leaves: Sequence[Any], make: Callable[[int, Node, list[Any]], Any]
 ) -> Any:
-    """Return the tree whose containers `make` returns, given index, node and children of each."""
+    """Return the tree; `make` returns each container, given its index, node and children."""
     if len(leaves) != structure.leaf_count:
         raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")
     if not structure.nodes:

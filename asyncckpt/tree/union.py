@@ -1,8 +1,8 @@
 """Merging of the trees of several processes into one."""
 
 # Rule 1: only dicts may differ in their keys; every other container is equal in all processes
-#   that have it. A key that only some have comes after those of lower processes.
-# Rule 2: children are matched by keys, not by paths: the path of a key depends on its neighbours,
+#   that have it. Keys follow the order of the lowest process that has each.
+# Rule 2: children are matched by keys, not by paths: the path of a key depends on its siblings,
 #   which may differ in the merged tree.
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MergedTree:
     Attributes:
         structure: its containers.
         leaves: per original tree, the ordinals of its leaves in the merged one.
-        keys_differ: some dict has not the same keys in all trees that have it.
+        keys_differ: whether the keys of some dict differ between trees.
     """
 
     structure: Structure
@@ -39,8 +39,8 @@ def merge_trees(
 ) -> MergedTree:
     """Return the tree with the leaves of all these trees.
 
-    The trees differ, that of the lowest process comes first; `processes` are those that have each,
-    for errors. With `same`, dicts, too, must have equal keys.
+    The trees are distinct, and that of the lowest process comes first. `processes` are the
+    processes that have each tree, for errors. With `same`, the keys of dicts must be equal too.
 
     Raises:
         TreeMismatchError: containers differ; names the path and two processes.
@@ -70,9 +70,9 @@ class _Merger:
         return MergedTree(structure, tuple(self._leaves), self._keys_differ)
 
     def _merge(self, path: str, places: Sequence[Place], leaf: Sequence[bool]) -> int:
-        """Merge what the trees have at a path; return it as in `Node.children`.
+        """Merge the trees below a path; return the result as in `Node.children`.
 
-        `leaf` has whether each place is that of a leaf. Recurses to the tree's depth.
+        `leaf` says which places are leaves. Recurses to the tree's depth.
         """
         if not any(leaf):
             return -self._node(path, places)
