@@ -1,14 +1,13 @@
 """The chunk index: the location and CRC-32C of every chunk, one row per chunk.
 
 Rows are in canonical order: arrays in the order of the commit record, the cells of each in C order.
-An array that shares the chunks of another (tied) has no rows. The CRC of every chunk is stored
-here, apart from the chunk, so that exchanged and stale chunks are detected too.
+A tied array, which shares the chunks of another, has no rows. The CRC of every chunk is stored
+apart from the chunk, so that exchanged and stale chunks are detected too.
 
 Layout, all little endian: magic ``ACKI`` and version `uint32`; row count `uint64`; then by column
 data file `uint32`, offset `uint64`, length `uint64`, CRC `uint32`; then the CRC-32C `uint32` of all
-bytes before it. The length is that of the whole stored chunk: the encoded payload and its trailer
-of 4 bytes, as in the B+tree. The CRC is that of the payload without the trailer, and so equal to
-the trailer.
+bytes before it. The length includes the chunk's trailer of 4 bytes, as in the B+tree. The CRC is
+that of the encoded payload, and equals the trailer.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class ChunkIndex:
         `file_nbytes` are the sizes of the files of the commit record; `file` is named in errors.
 
         Raises:
-            CorruptCheckpointError: names the first row that is not.
+            CorruptCheckpointError: a row is not; names the first one.
         """
         if not len(self):
             return
@@ -88,11 +87,11 @@ def encode_chunk_index(index: ChunkIndex) -> bytes:
 
 
 def decode_chunk_index(data: bytes, *, file: str) -> ChunkIndex:
-    """Decode the index in `data`; `file` is named in errors. Extents are not yet validated.
+    """Decode an index without validating its extents; `file` is named in errors.
 
     Raises:
-        CorruptCheckpointError: the bytes are damaged.
-        UnsupportedFormatError: they are intact, of a newer version.
+        CorruptCheckpointError: the index is damaged.
+        UnsupportedFormatError: it is intact, but of a newer version.
     """
 
     def fault(reason: str, offset: int = 0) -> CorruptCheckpointError:

@@ -1,8 +1,8 @@
 """Claims: which process may write below a root, and which saves it inherited.
 
-Both are JSON objects that end with their checksum, like the commit record. The existence of a claim
-takes its number, the epoch; its content is for people. On object stores, the list that belongs to
-it determines which older records are valid.
+Both are JSON objects that end with their checksum, like the commit record. A claim that exists
+takes its number, the epoch; its content is only information. On object stores, the list of the
+saves that it inherited determines which older records are valid.
 """
 
 from __future__ import annotations
@@ -43,15 +43,14 @@ _INHERITED_HEAD = re.compile(rb'\{"format":"asyncckpt-inherited","version":([0-9
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right of one process, and of those that save with it, to write below a root.
+    """The right of one job to write below a root.
 
     Attributes:
         epoch: its number, from 1; every claim ends all lower ones.
         token: 32 hexadecimal digits, unique to the claim.
-        host: name of the host of the process that made it.
-        pid: number of that process on its host.
-        created_ns: when it was made, by the clock of that host, in nanoseconds since 1970; only for
-            information.
+        host: host of the process that made it.
+        pid: process id on that host.
+        created_ns: time by the clock of that host, in nanoseconds since 1970; for information.
     """
 
     epoch: int
@@ -62,27 +61,27 @@ class Claim:
 
 
 def encode_claim(claim: Claim) -> bytes:
-    """Return the content of a claim's file or object."""
+    """Encode a claim."""
     return _sealed({"format": _CLAIM, "version": _VERSION, **asdict(claim)})
 
 
 def decode_claim(data: bytes) -> Claim | None:
-    """Return the claim with these bytes, None if they are damaged or of a newer release."""
+    """Decode a claim; return None if it is damaged or of a newer version."""
     found = _document(data, _CLAIM, _CLAIM_FORM, CLAIM_NBYTES)
     return None if found is None else Claim(**{name: found[name] for name in Claim.__slots__})
 
 
 def encode_inherited(epoch: int, save_ids: Collection[str]) -> bytes:
-    """Return the content of the list that belongs to the claim `epoch`."""
+    """Encode the list of saves that the claim `epoch` inherited."""
     head = {"format": _INHERITED, "version": _VERSION, "epoch": epoch}
     return _sealed({**head, "save_ids": sorted(save_ids)})
 
 
 def decode_inherited(data: bytes, *, location: str) -> frozenset[str] | None:
-    """Return the save ids of a list, None if it is damaged; `location` is named in errors.
+    """Return the save ids of a list, or None if it is damaged; `location` is named in errors.
 
     Raises:
-        UnsupportedFormatError: it is intact, of a newer version.
+        UnsupportedFormatError: it is intact, but of a newer version.
     """
     head = _INHERITED_HEAD.match(data)
     if head is not None and (version := int(head[1])) > _VERSION and is_sealed(data):

@@ -1,10 +1,10 @@
 """Codecs between the stored bytes of a chunk and its elements.
 
-Our own chunks are `RAW` or `ZSTD`; readers of foreign formats make further codecs.
+Chunks of asyncckpt are `RAW` or `ZSTD`; readers of foreign formats make other codecs.
 """
 
-# Rule 1: a codec never allocates what a chunk claims to need: the size comes from the array's
-#   metadata, and decoding stops beyond it.
+# Rule 1: a codec never trusts a size from a chunk: the size comes from the array's metadata, and
+#   decoding stops beyond it.
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from asyncckpt.errors import CorruptCheckpointError
 Bytes = npt.NDArray[np.uint8]
 
 Decode = Callable[[Sequence[Bytes], int], Bytes]
-"""Stored bytes, spread over buffers, and the size of the payload in bytes -> the payload."""
+"""Buffers of stored bytes and the size of the payload in bytes -> the payload."""
 
 DecodeInto = Callable[[Sequence[Bytes], Bytes], None]
-"""Stored bytes, spread over buffers, and memory of the payload's size, which is filled."""
+"""Buffers of stored bytes and memory of the payload's size -> None; fills the memory."""
 
 INTO_NBYTES = 512 << 10
-"""Payloads from this size on are decoded into their destinations where possible. For shorter ones,
-a stream of zstd costs more than fresh memory and a copy."""
+"""Payloads of this size or more are decoded into their destinations where possible. For smaller
+ones, a zstd stream costs more than fresh memory and a copy."""
 
 _AFTER = b"end"
 _FRAME = zstandard.ZstdCompressor().compress(_AFTER)
-"""Read behind a chunk: its content comes out only if the chunk ends where a frame ends. Without it,
-zstd takes the first bytes of a frame that was cut off for the end of the chunk."""
+"""Read after a chunk: its content appears only if the chunk ends where a frame ends. Without it,
+zstd would accept a truncated frame."""
 
 
 class ChunkError(CorruptCheckpointError):
-    """A chunk differs from what was saved; callers that know the leaf add its name."""
+    """A chunk differs from the saved one; callers that know the leaf add its name."""
 
 
 def check_nbytes(payload: Bytes, nbytes: int) -> None:
-    """Raise `ChunkError` unless the payload of a chunk has its size."""
+    """Raise `ChunkError` unless the payload of a chunk has this size."""
     if payload.nbytes != nbytes:
         raise ChunkError(
             f"it holds {payload.nbytes} bytes, the chunk has {nbytes}",
@@ -57,14 +57,14 @@ class Codec:
     The payload is the chunk's elements in C order, little endian, at full chunk shape.
 
     Attributes:
-        name: its common name; empty for chunks that are stored as they are.
+        name: its common name; empty if the stored bytes are the payload.
         crc32c: whether the CRC-32C of the stored bytes follows them, as 4 bytes little endian.
-        checked: whether `decode` verifies checksums inside the stored bytes, as shards have them.
-        decode: returns the payload of the stored bytes without that trailer, and raises
-            `ChunkError` if they are damaged or give another number of bytes. Blocking; None if the
-            stored bytes are the payload.
-        decode_into: likewise, with memory for the payload, which then holds anything after an
-            error; None for codecs that make new arrays only.
+        checked: whether `decode` verifies checksums inside the stored bytes, as in shards.
+        decode: returns the payload of the stored bytes without that trailer; raises `ChunkError` if
+            they are damaged or give another number of bytes. Blocking; None if the stored bytes are
+            the payload.
+        decode_into: like `decode`, into given memory, which is undefined after an error; None for
+            codecs that only make new arrays.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Codec:
 
     @property
     def trailer_nbytes(self) -> int:
-        """Bytes that follow the stored ones."""
+        """Bytes of the checksum after the stored bytes."""
         return 4 if self.crc32c else 0
 
 
 class _Parts:
-    """A readable stream over consecutive buffers, which are not copied."""
+    """Readable stream over consecutive buffers, without copying."""
 
     def __init__(self, parts: Sequence[Bytes]) -> None:
         self.parts = [memoryview(part) for part in parts]
@@ -99,10 +99,10 @@ class _Parts:
 
 
 def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
-    """Return the chunk's elements as `nbytes` bytes, from zstd frames in `parts`. Blocking.
+    """Decompress the zstd frames in `parts`, whose content has `nbytes` bytes. Blocking.
 
     Raises:
-        ChunkError: a frame is damaged, or they hold another number of bytes.
+        ChunkError: a frame is damaged, or the content has another size.
     """
     try:
         if len(parts) == 1 and zstandard.frame_content_size(memoryview(parts[0])) == nbytes:
@@ -115,15 +115,15 @@ def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
 
 
 def decompress_zstd_into(parts: Sequence[Bytes], out: Bytes) -> None:
-    """Fill `out` with the chunk's elements, from zstd frames in `parts`. Blocking.
+    """Decompress the zstd frames in `parts` into `out`. Blocking.
 
-    Of a frame that declares its size and lies in one part, zstd writes them there directly;
-    others pass through a window of its own.
+    zstd writes directly to `out` if a frame declares its size and lies in one part; otherwise it
+    copies from a window of its own.
 
     Raises:
-        ChunkError: a frame is damaged, or they hold another number of bytes.
+        ChunkError: a frame is damaged, or the content has another size.
     """
-    view, filled, behind = memoryview(out), 0, b""
+    view, filled, after = memoryview(out), 0, b""
     source = _Parts(parts)
     try:
         with zstandard.ZstdDecompressor().stream_reader(cast(Any, source)) as reader:
@@ -131,10 +131,10 @@ def decompress_zstd_into(parts: Sequence[Bytes], out: Bytes) -> None:
                 filled += count
             if filled == len(view):
                 source.parts.append(memoryview(_FRAME))
-                behind = reader.read(len(_AFTER) + 1)
+                after = reader.read(len(_AFTER) + 1)
     except zstandard.ZstdError as error:
         raise _undecodable(error) from None
-    if behind != _AFTER:
+    if after != _AFTER:
         found = "more" if filled == len(view) else filled
         raise ChunkError(
             f"the zstd frame holds {found} bytes, the chunk has {len(view)}",
@@ -153,7 +153,7 @@ def decompress_within(frame: bytes | memoryview | Bytes, most: int) -> bytes:
     view = memoryview(frame)
     try:
         nbytes = zstandard.frame_content_size(view)
-        if nbytes < 0:  # not declared: counted in a stream, whose end zstd does not check
+        if nbytes < 0:  # not declared: count in a stream, whose end zstd does not check
             with zstandard.ZstdDecompressor().stream_reader(view) as reader:
                 nbytes = reader.seek(most + 1)
         if nbytes > most:
@@ -172,12 +172,12 @@ def _undecodable(error: zstandard.ZstdError) -> ChunkError:
 
 
 _idle: list[zstandard.ZstdDecompressor] = []
-"""Unused contexts: a new one costs as much as decompressing 10 KiB. There are never more than
-threads that decompressed at the same time."""
+"""Unused contexts: a new one costs as much as decompressing 10 KiB. There is at most one for each
+thread that decompressed at the same time."""
 
 
 def _decompress_at_once(frame: Bytes, nbytes: int) -> Bytes:
-    """Return the content of a frame that declares this size, which zstd then enforces."""
+    """Return the content of a frame that declares this size; zstd enforces the size."""
     try:
         context = _idle.pop()
     except IndexError:
@@ -190,10 +190,10 @@ def _decompress_at_once(frame: Bytes, nbytes: int) -> Bytes:
 
 
 RAW = Codec("", crc32c=True)
-"""Our uncompressed chunks."""
+"""Uncompressed chunks of asyncckpt."""
 
 ZSTD = Codec("zstd", crc32c=True, decode=decompress_zstd, decode_into=decompress_zstd_into)
-"""Our compressed chunks."""
+"""Compressed chunks of asyncckpt."""
 
 PLAIN = Codec("", crc32c=False)
-"""Bytes without any checksum, as in safetensors."""
+"""Bytes without a checksum, as in safetensors."""

@@ -1,8 +1,8 @@
 """CRC-32C (Castagnoli) of bytes, and of concatenations from the CRCs of their parts.
 
-The only module that imports the PyPI package `crc32c`, which is LGPL licensed and releases the GIL
-for buffers of 32 KiB and more. The combination is the usual one over GF(2): appending `n` bytes
-multiplies the checksum, read as a polynomial, by x^(8n) modulo the CRC polynomial.
+The only module that imports the PyPI package `crc32c`, which is licensed under the LGPL. CRCs are
+combined over GF(2) as usual: appending `n` bytes multiplies the checksum, read as a polynomial, by
+x^(8n) modulo the CRC polynomial.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Bit-reflected Castagnoli polynomial x^32 + x^28 + x^27 + … + 1 (RFC 3720, appendix B.4).
 _POLYNOMIAL = 0x82F63B78
-# The polynomial x^8 in the reflected representation, in which bit 31 is the power 0.
+# x^8 in the reflected representation, in which bit 31 is x^0.
 _ONE_BYTE = 1 << 23
 
 _LENGTH_BITS = 56
@@ -68,7 +68,7 @@ def _operator(bit: int) -> tuple[array[int], ...]:
 def combine(crc_a: int, crc_b: int, nbytes_b: int) -> int:
     """Return the CRC of a‖b, from the CRCs of a and b and the length of b.
 
-    Takes about half a microsecond per bit that is set in the length, 2 to 8 µs in all.
+    Takes about half a microsecond per set bit of the length, 2 to 8 µs in total.
 
     Raises:
         ValueError: the length is negative, or 2^56 bytes and more.

@@ -17,7 +17,7 @@ def corrupt(
     expected: object = None,
     found: object = None,
 ) -> CorruptCheckpointError:
-    """Return the error for damage in `file`; `offset` counts from the start of the file."""
+    """Return the error for damage at byte `offset` of `file`."""
     at = "" if offset is None else f", byte {offset}"
     return CorruptCheckpointError(
         f"{file}{at}: {what} is damaged: {reason}; restore another step or copy",
@@ -41,8 +41,8 @@ def unsupported(
 def path_fault(path: str) -> str | None:
     """Return why `path` must not be opened below a checkpoint, or None if it is safe.
 
-    Safe paths are relative, joined by ``/``, and have no empty, ``.`` or ``..`` part, no backslash,
-    no control character and at most 4,096 bytes of UTF-8.
+    A safe path is relative, joined by ``/``, has no empty, ``.`` or ``..`` part, no backslash or
+    control character, and at most 4,096 bytes of UTF-8.
     """
     if not path:
         return "is empty"

@@ -1,9 +1,9 @@
-"""Entries: what one process has written of a checkpoint, for the process that commits it.
+"""Entries: a report of one process's writes, for the process that commits the checkpoint.
 
 Layout, all integers little endian: magic ``ACKE`` and version `uint32`; length of the header
-`uint32`; the header, a JSON object; the columns that it names, each with its type and number of
-values; then the CRC-32C `uint32` of all bytes before it. An entries object exists from the end of a
-process's writes until the record is published. It is not part of the checkpoint.
+`uint32`; the header, a JSON object; the columns that it names, each with its number of values; then
+the CRC-32C `uint32` of all bytes before it. An entries object exists from the end of a process's
+writes until the record is published. It is not part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import numpy.typing as npt
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, path_fault
-from asyncckpt.format.fields import check_form, parse_json
-from asyncckpt.format.record import MAX_RANK
+from asyncckpt.format.fields import MAX_RANK, check_form, parse_json
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MIB
 from asyncckpt.spec import Box
@@ -38,7 +37,7 @@ MAX_ENTRIES_NBYTES = 1 << 33
 
 _HEAD = struct.Struct("<4sII")
 _PROCESS: dict[str, Any] = {"save_id": str, "process": (1 << 63) - 1, "digest": str, "facts": dict}
-"""Members of the header that are fields of `Entries` as they are."""
+"""Members of the header that equal fields of `Entries`."""
 
 _HEADER = {**_PROCESS, "files": list, "columns": list}
 
@@ -66,7 +65,7 @@ _COMPARED = ("checked", "checked_crc", "scalar", "scalar_crc")
 
 
 class WrittenFile(NamedTuple):
-    """A durable data file: its path in the database, its length, and its CRC-32C."""
+    """A durable data file; its path is relative to the database."""
 
     path: str
     nbytes: int
@@ -78,11 +77,11 @@ class Parts:
     """Boxes of small leaves that no process holds whole.
 
     Attributes:
-        array: the array of each box's leaf, `int64`.
-        nbytes: bytes of its elements; 0 if another holder of the box sends them, `int64`.
-        crc: CRC-32C of its elements, as every holder computes it, `uint32`.
-        box: its offset and shape, `int64[rows, 2, rank]`. `rank` is the highest of all leaves;
-            others have offset 0 and shape 1 in the dimensions that they lack.
+        array: index of the leaf's array per box, `int64`.
+        nbytes: bytes of the box's elements; 0 if another process sends them, `int64`.
+        crc: CRC-32C of the box's elements, computed by every process that holds them, `uint32`.
+        box: offset and shape, `int64[rows, 2, rank]`. `rank` is the highest of all leaves; others
+            have offset 0 and shape 1 in the dimensions that they lack.
         values: the elements of all boxes, each in C order, `uint8`.
     """
 
@@ -97,7 +96,7 @@ class Parts:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, Box, bytes, int]]) -> Parts:
-        """Return the parts with these arrays, boxes, elements (maybe empty), and CRC-32Cs."""
+        """Return the parts from rows of array, box, elements (may be empty) and CRC-32C."""
         rank = max([len(box.shape) for _, box, _, _ in parts], default=0)
         boxes: list[int] = []
         for _, box, _, _ in parts:
@@ -133,18 +132,18 @@ NOTHING = Parts.of(())
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """What one process has written.
+    """Entries of one process.
 
     Attributes:
         save_id: the attempt, 32 hex digits.
         process: number of the process.
         digest: digest of the schema of its plan.
         files: its data files.
-        chunk: number of every chunk that it wrote to a file, `int64`.
-        file: index into `files` of each, `int64`.
-        offset: where each begins in its file, `int64`.
-        nbytes: stored length of each with its trailer, `int64`.
-        crc: CRC-32C of each without its trailer, `uint32`.
+        chunk: numbers of the chunks in its data files, `int64`.
+        file: index into `files` of each chunk, `int64`.
+        offset: first byte of each chunk in its file, `int64`.
+        nbytes: stored length of each chunk with its trailer, `int64`.
+        crc: CRC-32C of each chunk without its trailer, `uint32`.
         values: stored bytes, trailer included, of small chunks by number.
         parts: boxes of small leaves that are sharded over several processes.
         checked: numbers of chunks whose checksum every holder computed, `int64`.
@@ -174,14 +173,13 @@ class Entries:
 
 def encode_entries(entries: Entries) -> bytes:
     """Encode the entries."""
-    columns: dict[str, npt.NDArray[Any]] = {}
-    for name in _WRITTEN + _COMPARED:
-        columns[name] = getattr(entries, name)
-    columns["value_chunk"] = np.array(list(entries.values), np.int64)
-    columns["value_nbytes"] = np.array(list(map(len, entries.values.values())), np.int64)
-    columns["values"] = np.frombuffer(b"".join(entries.values.values()), np.uint8)
-    for name in Parts.__slots__:
-        columns[f"part_{name}"] = getattr(entries.parts, name)
+    columns: dict[str, npt.NDArray[Any]] = {
+        **{name: getattr(entries, name) for name in _WRITTEN + _COMPARED},
+        "value_chunk": np.array(list(entries.values), np.int64),
+        "value_nbytes": np.array(list(map(len, entries.values.values())), np.int64),
+        "values": np.frombuffer(b"".join(entries.values.values()), np.uint8),
+        **{f"part_{name}": getattr(entries.parts, name) for name in Parts.__slots__},
+    }
     header = json.dumps(
         {
             **{name: getattr(entries, name) for name in _PROCESS},
@@ -190,10 +188,8 @@ def encode_entries(entries: Entries) -> bytes:
         },
         separators=(",", ":"),
     ).encode()
-    blocks = [_HEAD.pack(MAGIC, VERSION, len(header)), header]
-    for name, column in columns.items():
-        blocks.append(column.astype(_KINDS[name], copy=False).tobytes())
-    data = b"".join(blocks)
+    blocks = [c.astype(_KINDS[name], copy=False).tobytes() for name, c in columns.items()]
+    data = b"".join((_HEAD.pack(MAGIC, VERSION, len(header)), header, *blocks))
     return data + crc32c(data).to_bytes(CRC_NBYTES, "little")
 
 
@@ -214,15 +210,14 @@ def decode_entries(data: bytes, *, file: str) -> Entries:
         raise fault(f"they begin with {magic.hex()}, version {version}")
     crc = crc32c(memoryview(data)[:-CRC_NBYTES])
     if int.from_bytes(data[-CRC_NBYTES:], "little") != crc:
-        raise fault(f"their CRC-32C is {crc:08x}, another is stored")
+        raise fault(f"their CRC-32C is {crc:08x}, not the stored one")
     body = _HEAD.size + header_nbytes
     header = parse_json(
         data[_HEAD.size : body], "a header of entries", file=file, most_nbytes=MAX_HEADER_NBYTES
     )
     try:
         check_form(header, _HEADER)
-        columns = _columns(data, body, header["columns"])
-        return _entries(header, columns)
+        return _entries(header, _columns(data, body, header["columns"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise fault(f"{type(error).__name__}: {error}") from None
 
@@ -271,21 +266,11 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
     values = {chunk: stored[a:b] for chunk, (a, b) in zip(chunks, spans, strict=True)}
     fields: dict[str, Any] = {name: header[name] for name in _PROCESS}
     fields |= {name: columns[name] for name in _WRITTEN + _COMPARED}
-    return Entries(
-        files=tuple(files),
-        values=values,
-        parts=_parts(**{name: columns[f"part_{name}"] for name in Parts.__slots__}),
-        **fields,
-    )
+    return Entries(files=tuple(files), values=values, parts=_parts(columns), **fields)
 
 
-def _parts(
-    array: npt.NDArray[np.int64],
-    nbytes: npt.NDArray[np.int64],
-    crc: npt.NDArray[np.uint32],
-    box: npt.NDArray[np.int64],
-    values: npt.NDArray[np.uint8],
-) -> Parts:
+def _parts(columns: Mapping[str, npt.NDArray[Any]]) -> Parts:
+    array, nbytes, crc, box, values = (columns[f"part_{name}"] for name in Parts.__slots__)
     rank, rest = divmod(box.size, max(1, 2 * len(array)))
     if rest or rank > MAX_RANK:
         raise ValueError(f"{len(array)} parts of leaves have {box.size} offsets and extents")

@@ -1,7 +1,7 @@
 """JSON documents of bounded size, and the forms of their members."""
 
-# Rule 1: a document's size and number of values are bounded before it is parsed, since three bytes
-#   of ``[],`` become seventy: parsing takes at most about 20 times the document.
+# Rule 1: the size of a document and its number of values are bounded before it is parsed, because
+#   three bytes of ``[],`` become seventy. Parsing takes at most about 20 times the document.
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from asyncckpt.format.damage import corrupt
 MAX_DEPTH = 256
 """Deepest nesting of containers in a stored document."""
 
+MAX_RANK = 32
+"""Most dimensions of an array: the limit of NumPy before 2.0. torch allows 64."""
 FREE_VALUES = 1 << 17
-"""Values that a document of any length may have."""
+"""Values allowed in a document of any length."""
 
 NBYTES_PER_VALUE = 6
-"""Bytes of a document per further value. Tensors in a safetensors header have one per 7 bytes,
-leaves in Orbax's metadata one per 18."""
+"""Bytes of a document per additional value. A safetensors header has one value per 7 bytes, Orbax's
+metadata one per 18."""
 
 
 def parse_json(data: bytes, what: str, *, file: str, most_nbytes: int, base: int = 0) -> Any:
-    """Return the value of a whole JSON document of bounded size, density and depth.
+    """Parse a whole JSON document of bounded size, density and depth.
 
-    In errors the document is called `what`, at byte `base` of `file`.
+    Errors call it `what`, at byte `base` of `file`.
 
     Raises:
         CorruptCheckpointError: it is too large or too deep, is not JSON in UTF-8, or has a key
@@ -54,7 +56,7 @@ def parse_json(data: bytes, what: str, *, file: str, most_nbytes: int, base: int
 def parse_object(
     data: bytes, what: str, *, file: str, most_nbytes: int, base: int = 0
 ) -> dict[str, Any]:
-    """Return the members of a whole JSON object; otherwise as `parse_json`."""
+    """Parse a whole JSON object; otherwise like `parse_json`."""
     document = parse_json(data, what, file=file, most_nbytes=most_nbytes, base=base)
     if not isinstance(document, dict):
         raise corrupt(what, "it is not a JSON object", file=file, offset=base)
@@ -73,7 +75,7 @@ def check_depth(value: object, name: str) -> None:
     """Raise ValueError unless `value` is JSON of bounded depth. Never recurses."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
-        # A level of a large tree has 100,000 items of three types: it is checked by type.
+        # Checked by type: a level of a large tree has 100,000 items of three types.
         flat = True
         for kind in set(map(type, level)):
             if not issubclass(kind, _JSON):
@@ -98,21 +100,20 @@ def check_depth(value: object, name: str) -> None:
 _CONTAINERS = (dict, list, tuple)
 _JSON = (*_CONTAINERS, str, int, float, type(None))
 
-
 _TYPES: dict[Any, str] = {list: "a list", dict: "an object", str: "a string", int: "an integer"}
 
 
 def check_form(value: Any, form: Any, name: str = "") -> None:
-    """Raise ValueError unless the value has the form; `name` is its place.
+    """Raise ValueError unless the value has the form; errors call it `name`.
 
     Forms are:
 
-    * a pattern: a string that matches it as a whole;
-    * a number: an integer from 0 up to it;
-    * `str`, `list` or `dict`: any of these; `object`: anything;
-    * ``[str]`` or ``[int]``: a list of these; ``[form]``: a list whose items have the form;
-    * ``(form,)``: null, or of the form;
-    * a dict: an object with these members and no others, each of its form.
+    * a pattern: a string that fully matches;
+    * a number: an integer from 0 to that number;
+    * `str`, `list` or `dict`: any string, list or object; `object`: anything;
+    * ``[str]`` or ``[int]``: a list of strings or integers; ``[form]``: a list of items of a form;
+    * ``(form,)``: null, or a value of the form;
+    * a dict: an object with exactly these members, each of its form.
     """
     expected: Any = form if isinstance(form, type) else type(form)
     if expected is tuple:

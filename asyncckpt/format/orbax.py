@@ -1,4 +1,4 @@
-"""Files that Orbax needs to restore an OCDBT database that it did not write.
+"""Files that Orbax needs to restore an OCDBT database of another writer.
 
 Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `serialization/type_handlers.py` and
 `serialization/jax_array_handlers.py`. All are in the directory of the database:
@@ -6,10 +6,10 @@ Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `serialization/type_handler
 - ``_METADATA`` lists every leaf, its path and the handler that restores it. Always needed.
 - ``_strings.json`` holds the string leaves, if there are any.
 - ``_sharding`` gives the device of `jax.Array` leaves that are restored without a target.
-- ``array_metadatas/process_0`` lists the arrays that are the data of typed PRNG keys.
+- ``array_metadatas/process_0`` lists the arrays that hold typed PRNG keys.
 
-Orbax names an array after its path, parts joined by ``.`` without escapes, and does not find an
-array under another name (`OrbaxLeaf.array_name`). `conflicts` lists the leaves that this affects.
+Orbax looks for an array under its path, parts joined by ``.`` without escapes. `conflicts` lists
+the leaves with another name (`OrbaxLeaf.array_name`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EMPTY = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
 """Kinds of empty containers."""
 
 KEY_TYPES = {True: 1, False: 2}
-"""`key_type` of a key by whether it is an index of a list or tuple."""
+"""`key_type` of a key: 1 for an index of a list or tuple."""
 
 _VALUES = {
     kind: f'"value_type":"{kind}","skip_deserialize":{"true" if kind in EMPTY else "false"}'
@@ -61,16 +61,15 @@ class OrbaxLeaf:
     """Leaf or empty container of the tree.
 
     Attributes:
-        path: keys from the root, and whether each is an index of a list or tuple. Fields of
-            namedtuples and dataclasses are dictionary keys.
-        kind: ``np.ndarray`` restores as such (or what the target is), ``jax.Array`` too, but needs
-            `device` without a target; ``scalar`` is a rank-0 array that restores as a Python
-            number; ``string`` is in `_strings.json`; the others are empty containers.
+        path: an `OrbaxPath`; fields of namedtuples and dataclasses are dictionary keys.
+        kind: ``np.ndarray`` and ``jax.Array`` restore as such or as the target's type, and the
+            latter needs `device` without a target; ``scalar`` is a rank-0 array that restores as a
+            Python number; ``string`` is in `_strings.json`; the others are empty containers.
         array_name: name of the array in the database; None for strings and empty containers.
-        shape: shape of a ``jax.Array`` as stored, for keys with their data dimension.
+        shape: stored shape of a ``jax.Array``; for keys, with their data dimension.
         chunk_shape: chunk shape of a ``jax.Array``.
         device: ``jax.Array`` only: `str` of the device to restore to without a target.
-        key_impl: ``jax.Array`` only: implementation of a typed PRNG key, as ``threefry2x32``.
+        key_impl: ``jax.Array`` only: implementation of a typed PRNG key, such as ``threefry2x32``.
         text: the value of a ``string`` leaf.
     """
 
@@ -90,14 +89,14 @@ class OrbaxLeaf:
 
 
 class OrbaxArrays(NamedTuple):
-    """Leaves of one container that are arrays or scalars, stored under the names Orbax computes.
+    """Array and scalar leaves of one container, stored under the names that Orbax expects.
 
-    Nearly all leaves are, and so need no object each.
+    Nearly all leaves are such, and so need no object each.
 
     Attributes:
         base: path of the container.
-        in_sequence: whether it is a list or tuple.
-        keys: key of every leaf in it.
+        in_sequence: whether the container is a list or tuple.
+        keys: key of every leaf in the container.
         kinds: ``np.ndarray`` or ``scalar``, per leaf.
     """
 
@@ -114,10 +113,10 @@ class OrbaxArrays(NamedTuple):
 
 
 def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[str]:
-    """Return the Orbax names of leaves that Orbax would not find, or would confuse with others.
+    """Return the Orbax names of leaves that Orbax would not find or would confuse with others.
 
-    These are arrays stored under another name than Orbax computes, leaves with equal names in
-    Orbax, strings with the same place in `_strings.json`, and a lone leaf, which has no name there.
+    These are arrays stored under other names than Orbax expects, leaves with equal Orbax names,
+    strings with equal places in `_strings.json`, and a tree that is a single leaf.
     """
     _, bad = _place_strings(leaves)
     names: list[str] = []
@@ -138,7 +137,7 @@ def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[str]:
 def _place_strings(
     leaves: Iterable[OrbaxLeaf | OrbaxArrays],
 ) -> tuple[dict[str, JsonValue], set[str]]:
-    """Return `_strings.json`, and the names of strings that Orbax would not read from it."""
+    """Return the content of `_strings.json`, and the names of strings that it cannot hold."""
     document: dict[str, JsonValue] = {}
     refused: set[str] = set()
     for leaf in leaves:
@@ -161,14 +160,14 @@ def _place_strings(
 def string_keys(name: str) -> list[str]:
     """Return the keys from the root of `_strings.json` to the string of this name.
 
-    Orbax reads it by the JSON pointer ``/<name>``, without escaping the name first: a ``/`` in it
-    descends, ``~1`` means ``/`` and ``~0`` means ``~``.
+    Orbax reads it by the JSON pointer ``/<name>`` without escaping the name: ``/`` descends, ``~1``
+    means ``/`` and ``~0`` means ``~``.
     """
     return [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
 
 
 def encode_files(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> dict[str, bytes]:
-    """Encode all files that Orbax needs beside the database, by path in its directory."""
+    """Encode all files that Orbax needs in addition to the database, by path in its directory."""
     entries: list[bytes] = []
     sharding: dict[str, str] = {}
     arrays: list[JsonValue] = []

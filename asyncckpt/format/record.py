@@ -1,4 +1,4 @@
-"""The commit record `checkpoint.json`: the file that, written last, makes a checkpoint exist.
+"""The commit record `checkpoint.json`, which is written last and makes a checkpoint exist.
 
 It is one JSON object in UTF-8 without spaces. Its last member is ``"crc32c"``, and the file ends
 with exactly these 12 bytes: a quote, 8 lower-case hex digits, ``"}`` and a line feed. The digits
@@ -6,7 +6,7 @@ are the CRC-32C of every byte before that quote, so the name ``"crc32c":`` is co
 of the record ends like this and begins with the members ``format``, ``version`` and ``save_id``.
 
 Version 2 lists the files that are written after the record (``fixed``) right after these members,
-so that the beginning of a record shows which should exist. It may also contain the chunk index.
+so that the beginning of a record is enough to find them. It may also contain the chunk index.
 """
 
 # Encoding runs the checks of decoding, so that every written record can be read.
@@ -28,7 +28,7 @@ from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, Usa
 from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, path_fault
-from asyncckpt.format.fields import check_depth, check_form
+from asyncckpt.format.fields import MAX_RANK, check_depth, check_form
 from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.record_values import (
     RECORD_VERSION,
@@ -51,14 +51,14 @@ RECORD_NAME = "checkpoint.json"
 
 STEP_NAME = re.compile(r"0|[1-9][0-9]{0,18}")
 """Names of steps; other names are ignored and never deleted."""
+
 _FORMAT = "asyncckpt"
 _WHAT = "the commit record"
 RECORD_TAIL_NBYTES = 12
-"""The checksum that ends a record: a quote, 8 digits, a quote, a brace and a line feed."""
+"""Bytes of the checksum that ends a record, from its first quote to the line feed."""
 
 _TAIL = re.compile(rb'"[0-9a-f]{8}"\}\n')
 
-MAX_RANK = 32
 _MAX_COUNT = 1 << 32
 
 _KIND = re.compile(r"[a-z][a-z0-9_.]{0,63}")
@@ -74,7 +74,8 @@ _HEAD = re.compile(
 """The beginning of every record."""
 
 _EPOCH = re.compile(rb'"step":(?:null|[0-9]{1,19}),"epoch":([0-9]{1,19}),"writer":')
-"""Members after `fixed`, whose rows have none of these names; in a string, quotes are escaped."""
+"""Members after `fixed`. Nothing before them matches: rows of `fixed` have other names, and quotes
+in strings are escaped."""
 
 _MAX = (1 << 63) - 1
 _CRC = re.compile(r"[0-9a-f]{8}")
@@ -109,33 +110,33 @@ _MEMBERS: dict[str, Any] = {
 """Members of version 2 and their forms."""
 
 _PLAIN = ("step", "epoch", "writer", "writers", "plan_digest", "created_ns", "library")
-"""Members that are attributes of the record as they are; the document has them in this order."""
+"""Members that equal attributes of the record, in the order of the document."""
 
 _TABLES = ("tree", "leaves", "specs", "arrays")
 """Members that depend only on tree and layout, except for the values of scalars."""
 
-_MEMBERS_BESIDE = {k: form for k, form in _MEMBERS.items() if k not in _TABLES}
+_OWN_MEMBERS = {k: form for k, form in _MEMBERS.items() if k not in _TABLES}
 
 _MEMBERS_1 = {k: form for k, form in _MEMBERS.items() if k != "fixed"} | {"chunk_index": _INDEX}
 
 
 EncodedTables = tuple[str, str]
-"""The part that records of one tree and layout share, as checked JSON: the members `_TABLES` up to
-the values of scalars, and after them."""
+"""Checked JSON that all records of one tree and layout share: the members `_TABLES` up to the
+values of scalars, and after these values."""
 
 
 class _UnknownDtypeError(ValueError):
-    """A dtype that this release does not know; the text is its name."""
+    """A dtype unknown to this release; the text is its name."""
 
 
 def encode_tables(
     tree: JsonValue, leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayTable
 ) -> EncodedTables:
-    """Encode and check tables for all records that share them.
+    """Encode and check the tables that several records can share.
 
     Raises:
         UsageError: the tree is too deep, or a string is not valid Unicode.
-        ValueError: they contradict each other.
+        ValueError: the tables contradict each other.
     """
     _check_user_depth("tree", tree)
     kinds = sorted(set(leaves.kind))
@@ -151,7 +152,7 @@ def encode_tables(
         f'"tree":{_json(tree)},"leaves":{{"kinds":{_json(kinds)},"kind":{_json(codes)},"values":',
         f',{owned[1:]},"specs":{_json(stored)},"arrays":{_json(columns)}',
     )
-    # As it will be read back: JSON changes neither the tree nor lists of strings or integers.
+    # The document that a reader will decode: JSON changes neither the tree nor plain lists.
     values = json.loads(_json(_scalars(leaves)))
     document = {
         "tree": tree,
@@ -177,11 +178,10 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
         ValueError: the record contradicts itself.
     """
     _check_user_depth("metadata", dict(record.metadata))
-    metrics = record.metrics
-    index, fixed = record.chunk_index, record.fixed
+    metrics, index, fixed = record.metrics, record.chunk_index, record.fixed
     own = record.files[: len(record.files) - len(fixed)]
     if record.files[len(own) :] != fixed:
-        raise ValueError("the fixed names are not the last of the files")
+        raise ValueError("the files with fixed names do not come last")
     if tables is None:
         tables = encode_tables(record.tree, record.leaves, record.specs, record.arrays)
     head = {
@@ -241,17 +241,17 @@ def _json(value: object) -> str:
 
 
 def seal(text: str) -> bytes:
-    """Return the bytes of a JSON object with its checksum as the last member."""
+    """Return the bytes of a JSON object, with its checksum added as the last member."""
     body = text[:-1].encode() + b',"crc32c":'
     return body + b'"%08x"}\n' % crc32c(body)
 
 
 def decode_record(data: bytes, *, location: str) -> CommitRecord:
-    """Return the record whose bytes are `data`; `location` is named in errors.
+    """Decode a commit record; `location` is named in errors.
 
     Raises:
-        CorruptCheckpointError: the bytes are damaged, contradict each other, or name unsafe paths.
-        UnsupportedFormatError: they are intact, of a newer version or with a newer dtype.
+        CorruptCheckpointError: the record is damaged, contradicts itself, or names unsafe paths.
+        UnsupportedFormatError: it is intact, but of a newer version or with a newer dtype.
     """
 
     def damaged(
@@ -294,10 +294,10 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
 
 
 def check_version(data: bytes, *, location: str) -> None:
-    """Check the version at the beginning of an intact commit record, without decoding it.
+    """Check the version of an intact commit record without decoding it.
 
     Raises:
-        UnsupportedFormatError: it is newer than this release reads.
+        UnsupportedFormatError: this release cannot read it.
     """
     found = _HEAD.match(data)
     if found is not None and (version := int(found[1])) > RECORD_VERSION:
@@ -316,12 +316,12 @@ def _newer(what: str, location: str, expected: object, found: object) -> Unsuppo
 
 
 def is_record(data: bytes) -> bool:
-    """Return whether these bytes are a commit record whose checksum holds, without decoding it."""
+    """Return whether these bytes are a commit record with a valid checksum, without decoding it."""
     return data.startswith(b'{"format":"asyncckpt",') and is_sealed(data)
 
 
 def is_sealed(data: bytes) -> bool:
-    """Return whether these bytes end with their checksum, as `seal` writes it."""
+    """Return whether these bytes end with a valid checksum, as `seal` writes it."""
     if len(data) < RECORD_TAIL_NBYTES:
         return False
     found = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
@@ -329,42 +329,39 @@ def is_sealed(data: bytes) -> bool:
 
 
 def save_id_of(data: bytes) -> str | None:
-    """Return the save id of a commit record whose checksum holds, or None for anything else."""
+    """Return the save id of a commit record with a valid checksum; None for anything else."""
     found = _HEAD.match(data) if is_record(data) else None
     return None if found is None else found[2].decode()
 
 
 def epoch_of(data: bytes) -> int | None:
-    """Return the epoch in a commit record, or in its beginning; None if there is none."""
+    """Return the epoch from a commit record or its beginning; None if there is none."""
     found = _EPOCH.search(data)
     return None if found is None else int(found[1])
 
 
 def outline_of(data: bytes, *, head: bool = False) -> Outline | None:
-    """Return the outline of a commit record, or None for anything else.
+    """Return the outline of a commit record; None for anything else.
 
-    That of a newer version has only the save id. With `head`, `data` is only the beginning of the
-    record, which no checksum covers, so that nothing may be changed because of it. Then the outline
-    has only the save id and `fixed`; it is None if `data` ends before these do.
+    For a newer version it has only the save id. With `head`, `data` is the beginning of a record,
+    which no checksum covers: change nothing because of it. The outline then has only the save id
+    and `fixed`; it is None if `data` ends before these do.
     """
-    if head:
-        found = _HEAD.match(data)
-        if found is None:
-            return None
-        if found[3] is None:
-            return Outline(found[2].decode())
-        try:
+    found = _HEAD.match(data)
+    if found is None or not (head or is_record(data)):
+        return None
+    save_id = found[2].decode()
+    try:
+        if head and found[3] is None:
+            return Outline(save_id)
+        if head:
             text = data[found.end() :].decode(errors="ignore")
             rows, _ = json.JSONDecoder().raw_decode(text)
             check_form(rows, _FIXED)
-            return Outline(found[2].decode(), fixed=tuple(map(_fixed, rows)))
-        except (ValueError, RecursionError):
-            return None
-    save_id = save_id_of(data)
-    if save_id is None:
-        return None
-    try:
+            return Outline(save_id, fixed=tuple(map(_fixed, rows)))
         record = decode_record(data, location="")
+    except (ValueError, RecursionError):
+        return None
     except (CorruptCheckpointError, UnsupportedFormatError):
         return Outline(save_id)
     return Outline(
@@ -380,16 +377,16 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> CommitRecord:
-    """Return the record in a JSON document, which is checked completely.
+    """Return the record in a JSON document, after checking all of it.
 
-    With `known`, the document has no tables: those of that record, already checked, are used.
+    With `known`, the document has no tables: the record takes the checked tables of `known`.
 
     Raises:
-        ValueError: names the member of the document, and why it is wrong.
+        ValueError: a member is wrong; names it and says why.
     """
     version = document["version"]
     members = _MEMBERS if version > 1 else _MEMBERS_1
-    check_form(document, members if known is None else _MEMBERS_BESIDE)
+    check_form(document, members if known is None else _OWN_MEMBERS)
     check_depth(document["metadata"], "metadata")
     if known is None:
         tree, (leaves, specs, arrays) = document["tree"], _tables(document)
@@ -427,7 +424,7 @@ def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> Comm
 
 
 def _tables(document: dict[str, Any]) -> tuple[LeafTable, tuple[StoredSpec, ...], ArrayTable]:
-    """Return leaves, specs and arrays of a document, checked against each other."""
+    """Return leaves, specs and arrays of a document, after checking them against each other."""
     check_depth(document["tree"], "tree")
     columns = document["arrays"]
     tied = _by_index(columns["tied"], len(columns["name"]), "arrays.tied")
@@ -493,7 +490,7 @@ def _leaves(table: dict[str, Any], array_count: int) -> LeafTable:
 
 
 def _values(kind: Sequence[str], values: Sequence[JsonValue]) -> list[JsonValue]:
-    """Return the value of every leaf, given those of the scalars."""
+    """Return the value of every leaf, given the values of the scalars."""
     rows = [row for row, name in enumerate(kind) if name in SCALAR_KINDS]
     if len(rows) != len(values):
         raise ValueError(f"leaves.values has {len(values)} entries for {len(rows)} scalar leaves")
@@ -508,7 +505,7 @@ def _values(kind: Sequence[str], values: Sequence[JsonValue]) -> list[JsonValue]
 
 
 def _by_index(table: dict[str, Any], below: int, name: str) -> dict[int, Any]:
-    """Return an object whose keys are indices below `below`, in canonical decimal."""
+    """Convert the keys of an object to indices below `below`; they are canonical decimal."""
     result = {}
     for key, value in table.items():
         if not _ARRAY_INDEX.fullmatch(key) or int(key) >= below:
@@ -619,7 +616,7 @@ def _check_arrays(leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayT
             raise ValueError(f"leaves.pieces[{leaf}] {reason}")
     scalars = sum(map(SCALAR_KINDS.__contains__, kinds))
     whole = len(kinds) - scalars - len(pieces)
-    # Arrays of leaves may be followed by scalars, stored as arrays for other readers.
+    # After the arrays of leaves come scalars that are stored as arrays too, for other readers.
     if not 0 <= len(names) - whole - len(owned) <= scalars:
         raise ValueError(
             f"arrays.name has {len(names)} entries, the leaves own {whole + len(owned)} arrays "

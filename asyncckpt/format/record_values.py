@@ -23,12 +23,12 @@ from asyncckpt.spec import ArraySpec, ChunkGrid
 RECORD_VERSION = 2
 
 MAX_ZSTD_RATIO = 1 << 16
-"""zstd expands 4 bytes to at most 128 KiB; a chunk with a larger ratio is hostile."""
+"""zstd expands 4 bytes to at most 128 KiB: a chunk with a larger ratio is hostile."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSpec:
-    """How arrays of one kind are stored; `zstd_level` None is uncompressed."""
+    """Storage of arrays of one kind; `zstd_level` None means uncompressed."""
 
     spec: ArraySpec
     chunk_shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class StoredSpec:
 
 
 class Piece(NamedTuple):
-    """One of several arrays that store a leaf; it starts at `offset` of the leaf."""
+    """One of several arrays that store a leaf; `offset` is its place in the leaf."""
 
     offset: tuple[int, ...]
     array: int
@@ -60,7 +60,7 @@ class LeafTable:
         kind: per leaf, a scalar kind (`SCALAR_KINDS`) or any other word for an array leaf, for
             example ``numpy``, ``jax``, ``torch``.
         value: per leaf, the JSON of `encode_scalar`; None for arrays.
-        extra: facts beside the value, by leaf index.
+        extra: additional facts, by leaf index.
         pieces: by leaf index, the arrays of leaves that are stored as several or in another order.
     """
 
@@ -72,12 +72,12 @@ class LeafTable:
 
 @dataclass(frozen=True, slots=True)
 class ArrayTable:
-    """The arrays in record order: first those of leaves, then scalars stored as arrays too.
+    """The arrays in record order: those of leaves, then scalars that are stored as arrays too.
 
     Attributes:
         name: name in the OCDBT database, unique.
         spec: index into the specs of the record.
-        tied: the earlier array whose chunks a tied array shares, by array index.
+        tied: by index of a tied array, the earlier array whose chunks it shares.
     """
 
     name: list[str]
@@ -102,12 +102,12 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class FixedName(FileEntry):
-    """A file whose name all attempts share, so that it is written after the record.
+    """A file whose name all attempts share, and which is therefore written after the record.
 
     Attributes:
-        md5: MD5 of its content in hex, to compare with the checksums in an object store's listings.
-        object: path of an object of the attempt with the same content; None if the record itself
-            has the content, as for the manifest.
+        md5: MD5 of its content in hex, as in an object store's listings.
+        object: path of an object of the attempt with the same content; None for the manifest, whose
+            content is in the record.
     """
 
     md5: str
@@ -116,7 +116,8 @@ class FixedName(FileEntry):
     @classmethod
     def of(cls, path: str, data: bytes, object: str | None = None) -> FixedName:
         """Return the fixed name of a file with this content."""
-        return cls(path, len(data), crc32c(data), md5_of(data), object)
+        md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return cls(path, len(data), crc32c(data), md5, object)
 
     def matches(self, data: bytes) -> bool:
         """Return whether `data` has the size and CRC-32C of the content."""
@@ -131,7 +132,7 @@ class Outline:
         save_id: identity of the attempt.
         paths: every file of the checkpoint except the record.
         fixed: files that are written after the record; empty in version 1.
-        contents: by path, contents of files that the record itself has.
+        contents: by path, contents of files that the record contains.
     """
 
     save_id: str
@@ -140,21 +141,16 @@ class Outline:
     contents: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def md5_of(data: bytes) -> str:
-    """Return the MD5 of `data` in hex, which S3 and Google Cloud Storage list for an object."""
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class IndexExtent:
-    """The location of the chunk index, and the CRC-32C of its bytes without the trailing CRC.
+    """The location of the chunk index.
 
     Attributes:
         file: index into the files of the record.
         offset: first byte in that file.
         nbytes: length.
-        crc32c: CRC-32C of the index without its last 4 bytes.
-        data: the index itself if it is small, so that readers need not fetch it; else None.
+        crc32c: CRC-32C of the index without its last 4 bytes, its own CRC.
+        data: the index itself if it is small, which saves readers a request; else None.
     """
 
     file: int
@@ -171,7 +167,7 @@ class CommitRecord:
     Attributes:
         save_id: identity of the attempt, lower-case hex.
         step: the step, None for one-shot saves.
-        epoch: the claim under which it was written.
+        epoch: number of the claim under which it was written.
         writer: index of the process that wrote the record.
         writers: number of processes that wrote data.
         plan_digest: digest of `specs` and `arrays`, lower-case hex.
@@ -179,11 +175,11 @@ class CommitRecord:
         library: name and version of the program.
         tree: the structure, opaque here.
         leaves: the leaves in tree order.
-        specs: the distinct ways in which arrays are stored.
+        specs: the distinct specs of stored arrays.
         arrays: the arrays in record order.
-        files: every file of the checkpoint except the record; those written after it, if the store
-            needs that, come last.
-        chunk_index: where the chunk index is.
+        files: every file of the checkpoint except the record; files that are written after the
+            record come last.
+        chunk_index: location of the chunk index.
         manifest: bytes of `manifest.ocdbt`.
         metadata: the user's JSON object.
         metrics: the user's numbers, for retention.
@@ -225,7 +221,7 @@ class CommitRecord:
         """Check that the rows, extents and lengths of a chunk index match this record.
 
         Raises:
-            CorruptCheckpointError: names the first row that does not.
+            CorruptCheckpointError: a row does not; names the first one.
         """
         file = self.files[self.chunk_index.file].path
         own = self.arrays.own()

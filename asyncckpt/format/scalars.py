@@ -7,8 +7,8 @@ int    decimal string
 float  16 hex digits, the IEEE 754 bits, most significant first
 complex list of two such strings, real and imaginary part
 bool   true or false
-str    the string; one that is not valid Unicode (lone surrogates) as {"utf8": base64} of its
-       UTF-8 form with surrogates passed through
+str    the string; with lone surrogates, {"utf8": base64} of its UTF-8 form, in which they
+       pass through
 bytes  base64
 ====== =======================================================================================
 """
@@ -28,7 +28,7 @@ Scalar: TypeAlias = int | float | complex | bool | str | bytes
 SCALAR_KINDS = frozenset(("int", "float", "complex", "bool", "str", "bytes"))
 
 MAX_INT_DIGITS = 4300
-"""Python refuses to convert longer decimal strings, which takes quadratic time."""
+"""Python refuses to convert longer decimal strings, because that takes quadratic time."""
 
 _INT_BOUND = 10**MAX_INT_DIGITS
 _INT = re.compile(r"0|-?[1-9][0-9]*")
@@ -45,7 +45,7 @@ def is_unicode(text: str) -> bool:
 
 
 def encode_scalar(value: Scalar) -> tuple[str, JsonValue]:
-    """Return kind and JSON of a scalar leaf; subclasses count as their base.
+    """Return kind and JSON of a scalar leaf; an instance of a subclass has the kind of its base.
 
     Raises:
         UnsupportedLeafError: the type is not one of the six, or the integer has over 4,300 digits.

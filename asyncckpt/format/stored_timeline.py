@@ -1,7 +1,7 @@
 """The timeline of a save, stored in the index file before the chunk index.
 
 A JSON object, then 12 bytes: its length `uint32` little endian, its CRC-32C `uint32` little endian,
-and ``ACKT``. The record does not mention it: a file without these last four bytes has no timeline.
+and ``ACKT``. The record does not mention it: without this magic there is no timeline.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MAGIC = b"ACKT"
 
 
 def encode_timeline(timeline: Timeline) -> bytes:
-    """Return the bytes of a timeline with as many spans as fit; none if it is empty.
+    """Encode as many spans of a timeline as fit; return no bytes for an empty one.
 
-    It always has each stage of the process that recorded it, from begin to end and with all bytes.
+    Every stage of the process that recorded it is included, from begin to end and with all bytes.
     Other processes follow in order while they fit.
     """
     own = [span for span in timeline.spans if span.process == timeline.process]
@@ -35,16 +35,17 @@ def encode_timeline(timeline: Timeline) -> bytes:
         data = json.dumps(document, separators=(",", ":")).encode()
         if len(data) <= MAX_TIMELINE_NBYTES - _TAIL.size:
             return data + _TAIL.pack(len(data), crc32c(data), _MAGIC)
-        if most == 1 and not others:
-            break
-        if most == 1:
+        if most > 1:
+            most //= 2
+        elif others:
             del others[-(1 + len(others) // 4) :]
-        most = max(1, most // 2)
+        else:
+            break
     return b""
 
 
 def decode_timeline(data: bytes) -> Timeline | None:
-    """Return the timeline at the end of these bytes; None if there is none or it is damaged."""
+    """Decode the timeline at the end of these bytes; None if it is missing or damaged."""
     if len(data) < _TAIL.size:
         return None
     nbytes, crc, magic = _TAIL.unpack(data[-_TAIL.size :])

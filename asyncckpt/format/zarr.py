@@ -3,8 +3,8 @@
 `zarr2.decode_metadata` and `zarr3.decode_metadata` return a `ZarrArray` for a stored document.
 """
 
-# Rule 1: a stored document is never passed on: it is checked, and TensorStore gets a newly built
-#   specification. A shape of 2^40 terminates a process that trusts it.
+# Rule 1: a stored document never reaches TensorStore, which gets a new specification built from the
+#   checked values: a shape of 2^40 kills a process that trusts it.
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.damage import corrupt, unsupported
-from asyncckpt.format.fields import parse_object
+from asyncckpt.format.fields import MAX_RANK, parse_object
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 
-# What a stored document may claim.
-MAX_RANK = 32
+# Limits of what a stored document may claim.
 MAX_ARRAY_NBYTES = 1 << 48
 MAX_CHUNK_NBYTES = 1 << 40
 MAX_CHUNKS = 1 << 32
 
 MAX_DOCUMENT_NBYTES = 1 << 20
-"""A longer metadata document is not read."""
+"""Longest metadata document."""
 
 MAX_CODECS = 16
 """Codecs of one array, including those inside shards."""
@@ -39,10 +38,10 @@ MAX_CODECS = 16
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """Encoding of the cell of a chunk as its key, which follows the name of the array.
+    """Encoding of the cell of a chunk as the end of its key, after the name of the array.
 
     Attributes:
-        prefix: whether keys begin with ``c``, as in the default encoding of version 3.
+        prefix: whether this part begins with ``c``, as in the default encoding of version 3.
         separator: separator of the numbers, ``/`` or ``.``.
     """
 
@@ -52,7 +51,7 @@ class ChunkKeys:
     def all(self, base: bytes, counts: Sequence[int]) -> list[bytes]:
         """Return the keys of all chunks, in C order, of a grid with `counts` cells per dimension.
 
-        `base` is their prefix: the name of the array and a ``/``, or nothing.
+        `base` is their prefix: the name of the array and a ``/``, or empty.
         """
         if not counts:
             return [base + (b"c" if self.prefix else b"0")]
@@ -70,12 +69,11 @@ class Chain:
     """Chain of codecs from the elements of a chunk to its stored bytes, in the order of encoding.
 
     Attributes:
-        order: the dimensions in the order in which their elements are stored, slowest first; empty
-            for C order.
+        order: dimensions in storage order, slowest first; empty for C order.
         big_endian: whether elements are stored most significant byte first.
-        shards: the chunks inside the chunk; None for one run of elements.
-        packing: names of the codecs for bytes that follow: `zstd`, `gzip`, `zlib`, `bz2`, `blosc`
-            and `crc32c`.
+        shards: the chunks inside the chunk; None if there are none.
+        packing: names of the bytes-to-bytes codecs: `zstd`, `gzip`, `zlib`, `bz2`, `blosc` and
+            `crc32c`.
     """
 
     order: tuple[int, ...] = ()
@@ -95,10 +93,10 @@ class Shards:
 
     Attributes:
         chunk_shape: elements of a chunk per dimension; divides the shape of the shard.
-        chain: how these chunks are stored.
+        chain: codecs of these chunks.
         index_crc32c: whether a CRC-32C follows the index.
         index_big_endian: whether its numbers are stored most significant byte first.
-        index_at_start: whether it precedes the chunks.
+        index_at_start: whether the index precedes the chunks.
     """
 
     chunk_shape: tuple[int, ...]
@@ -113,11 +111,8 @@ class ZarrArray:
     """Array described by a metadata document.
 
     Attributes:
-        spec: shape and dtype.
         chunk_shape: elements per dimension under one key.
-        chain: the codecs of a chunk.
-        fill_value: bytes of an element of chunks that are not stored.
-        keys: encoding of the keys of chunks.
+        fill_value: bytes of an element in chunks that are not stored.
     """
 
     spec: ArraySpec
@@ -137,12 +132,12 @@ class ZarrArray:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Checks of a metadata document; every mismatch is an error that names `file`."""
+    """Checks of a metadata document; errors name `file`."""
 
     file: str
 
     def members(self, data: bytes) -> dict[str, Any]:
-        """Return the members of the JSON object."""
+        """Parse the JSON object."""
         return parse_object(
             data, "the zarr metadata", file=self.file, most_nbytes=MAX_DOCUMENT_NBYTES
         )
@@ -152,7 +147,7 @@ class Document:
         return corrupt("the zarr metadata", reason, file=self.file)
 
     def unsupported(self, what: str, found: object, expected: object) -> UnsupportedFormatError:
-        """Return the error for a feature that is not read here."""
+        """Return the error for a feature that asyncckpt does not read."""
         shown = repr(found)[:120]
         return unsupported(
             f"the zarr array has {what} {shown}, which is not read here; expected {expected}; "
@@ -163,7 +158,7 @@ class Document:
         )
 
     def integers(self, value: object, what: str, *, least: int) -> tuple[int, ...]:
-        """Return a list of at most `MAX_RANK` integers."""
+        """Return a list of at most `MAX_RANK` integers as a tuple."""
         if not isinstance(value, list) or len(value) > MAX_RANK:
             raise self.fault(f"its {what} is not a list of at most {MAX_RANK} numbers")
         for n in value:
@@ -196,7 +191,7 @@ class Document:
         try:
             return b"".join(_fill_bytes(part, part_dtype) for part in parts)
         except (ValueError, TypeError, OverflowError):
-            raise self.fault(f"its fill value {repr(value)[:40]} is no {dtype}") from None
+            raise self.fault(f"its fill value {repr(value)[:40]} is not a {dtype}") from None
 
 
 # ------------------------------------------------------------------------------------ fill values
@@ -207,7 +202,7 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _fill_bytes(value: object, dtype: str) -> bytes:
-    """Return the bytes of one JSON number of a fill value; raise ValueError or OverflowError."""
+    """Encode one JSON number of a fill value; raise ValueError or OverflowError if it cannot."""
     kind = DTYPES[dtype]
     if dtype == "bool":
         if type(value) is not bool:
@@ -217,7 +212,7 @@ def _fill_bytes(value: object, dtype: str) -> bytes:
         if type(value) is not int:
             raise ValueError
         stored = np.array(value, kind)
-        if stored.item() != value:  # ml_dtypes wraps what does not fit
+        if stored.item() != value:  # ml_dtypes wraps values that do not fit
             raise OverflowError
         return stored.tobytes()
     if isinstance(value, str):
@@ -229,6 +224,6 @@ def _fill_bytes(value: object, dtype: str) -> bytes:
     if type(value) not in (int, float):
         raise ValueError
     if dtype == "float8_e8m0fnu" and value == 0:
-        return b"\0"  # as TensorStore reads it: the smallest value, for the dtype has no zero
+        return b"\0"  # the smallest value, as in TensorStore: the dtype has no zero
     with np.errstate(over="ignore"):
         return np.array(value, kind).tobytes()

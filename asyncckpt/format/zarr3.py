@@ -32,7 +32,7 @@ METADATA_NAME = "zarr.json"
 
 _ZEROS = {"bool": False, "int": 0, "float": 0.0, "complex": [0.0, 0.0]}
 
-# Documents differ by (spec, chunk shape, level); a state has few of them.
+# A state has few combinations of spec, chunk shape and level.
 _CACHED_DOCUMENTS = 8192
 
 
@@ -77,32 +77,19 @@ def chunk_keys(name: str, counts: Sequence[int]) -> list[bytes]:
 
 
 def decode_metadata(data: bytes, *, file: str) -> ZarrArray | None:
-    """Decode a metadata document within limits; None for a group, which holds no elements itself.
-
-    `file` is named in errors.
+    """Decode a metadata document within limits; return None for a group. Errors name `file`.
 
     Raises:
         CorruptCheckpointError: the document is damaged, or claims more than the limits.
-        UnsupportedFormatError: it is intact, but has a dtype, grid, key encoding or codec that is
-            not read here.
+        UnsupportedFormatError: it is intact, but has an unsupported dtype, grid, key encoding or
+            codec.
     """
     return _Zarr3(file).decode(data)
 
 
 _KNOWN_MEMBERS = frozenset(
-    (
-        "zarr_format",
-        "node_type",
-        "shape",
-        "data_type",
-        "chunk_grid",
-        "chunk_key_encoding",
-        "fill_value",
-        "codecs",
-        "attributes",
-        "dimension_names",
-        "storage_transformers",
-    )
+    "zarr_format node_type shape data_type chunk_grid chunk_key_encoding fill_value codecs "
+    "attributes dimension_names storage_transformers".split()
 )
 _SEPARATORS = {"default": "/", "v2": "."}
 _PACKING = ("zstd", "gzip", "blosc", "crc32c")
@@ -186,14 +173,14 @@ class _Zarr3(Document):
         if names[at] == "bytes":
             return Chain(in_order, self.is_big_endian(configuration, itemsize), None, tuple(rest))
         if rest:
-            raise self.unsupported("codecs", names, "nothing behind sharding_indexed")
+            raise self.unsupported("codecs", names, "nothing after sharding_indexed")
         stored_shape = tuple(chunk_shape[n] for n in order)
         shards = self.shards(configuration, stored_shape, itemsize, most - len(codecs))
         return Chain(in_order, False, shards)
 
     def permutation(self, configuration: dict[str, Any], rank: int) -> tuple[int, ...]:
         order = configuration.get("order")
-        if order in ("C", "F"):  # of older writers
+        if order in ("C", "F"):  # from older writers
             return tuple(range(rank)) if order == "C" else tuple(range(rank))[::-1]
         numbers = self.integers(order, "transpose order", least=0)
         if sorted(numbers) != list(range(rank)):

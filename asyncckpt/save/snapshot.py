@@ -21,7 +21,7 @@ from asyncckpt.adapters.numpy import NumpyAdapter, memory_identity
 from asyncckpt.adapters.python import bytes_as_array, unreadable, unsupported
 from asyncckpt.adapters.sources import Sources
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError, UsageError
-from asyncckpt.format.record import MAX_RANK
+from asyncckpt.format.fields import MAX_RANK
 from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
 from asyncckpt.planning.merge import Merged, OwnPart, own_part

@@ -122,31 +122,27 @@ def _plain(node: Node, children: list[Any]) -> Any:
 
 def _like(node: Node, old: Any, children: list[Any], types: Types) -> Any:
     cls = type(old)
+    if cls in (dict, list, tuple) or node.kind in ("stateful", "none"):
+        return _plain(node, children)
     if node.kind == "dict":
-        if cls is dict:
-            return dict(zip(node.keys, children, strict=True))
         new = copy.copy(old)  # keeps default factories, and `_metadata` of torch's state dicts
         for key, child in zip(node.keys, children, strict=True):
             new[key] = child
         return new
     if node.kind == "list":
-        if cls is list:
-            return children
         new = copy.copy(old)
         new[:] = children
         return new
     if node.kind == "tuple":
-        return tuple(children) if cls is tuple else cls(children)
+        return cls(children)
     if node.kind == "namedtuple":
         return cls._make(children)
     if node.kind == "dataclass":
         return _dataclass_like(old, dict(zip(node.keys, children, strict=True)), types)
-    if node.kind == "registered":
-        registered = types.registered(old)
-        if registered is None:
-            raise TypeError("the type is no longer registered")
-        return registered[0].unflatten(old, children)
-    return children[0] if node.kind == "stateful" else None
+    registered = types.registered(old)
+    if registered is None:
+        raise TypeError("the type is no longer registered")
+    return registered[0].unflatten(old, children)
 
 
 def _dataclass_like(old: Any, values: Mapping[Key, Any], types: Types) -> Any:

@@ -1,19 +1,46 @@
-"""Manifests of any number of versions, as other writers make them."""
+"""Manifests of any configuration and number of versions, as other writers make them."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from asyncckpt.format.ocdbt.datafiles import MISSING, Location, encode_data_files
 from asyncckpt.format.ocdbt.manifest import Manifest
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, encode_varint, frame
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Configuration of a database, by default that of Orbax; `zstd_level` None: not compressed."""
+
+    max_inline_value_bytes: int = 1024
+    max_decoded_node_bytes: int = 100_000_000
+    version_tree_arity_log2: int = 4
+    zstd_level: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionNode:
+    """Location of a list of older versions."""
+
+    generation: int
+    location: Location
+    num_generations: int
+    commit_time_ns: int
+    height: int
+
+
+DEFAULT = Config()
+
+
+def encode_manifest(
+    manifest: Manifest, config: Config = DEFAULT, nodes: Sequence[VersionNode] = ()
+) -> bytes:
     """The bytes of `manifest.ocdbt`, uncompressed and without base paths."""
     if len(manifest.uuid) != 16:
         raise ValueError("the uuid of a database has 16 bytes")
-    config = manifest.config
     head = [
         manifest.uuid,
         bytes([manifest.numbered]),
@@ -35,7 +62,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         index = paths.setdefault(path, len(paths))
         return encode_varint(index), encode_varint(offset), encode_varint(nbytes)
 
-    versions, nodes = manifest.versions, manifest.version_nodes
+    versions = manifest.versions
     roots = [place(version.root) for version in versions]
     places = [place(node.location) for node in nodes]
     out = [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.format.ocdbt.datafiles import DataFile, Location
-from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version, VersionNode
+from asyncckpt.format.ocdbt.manifest import Manifest, Version
 from asyncckpt.format.ocdbt.nodes import InteriorNode, LeafNode
 
 Dump = dict[str, Any]
@@ -26,9 +26,7 @@ def dump(structure: Structure) -> Dump:
         return {
             "type": "manifest",
             "uuid": structure.uuid.hex(),
-            "config": asdict(structure.config),
             "versions": [asdict(version) for version in structure.versions],
-            "version_nodes": [asdict(node) for node in structure.version_nodes],
             **({"numbered": True} if structure.numbered else {}),
         }
     files = [asdict(file) for file in structure.files]
@@ -96,12 +94,7 @@ def _load_manifest(document: Dump) -> Manifest:
 
     return Manifest(
         bytes.fromhex(document["uuid"]),
-        Config(**document["config"]),
         tuple(Version(**{**v, "root": location(v["root"])}) for v in document["versions"]),
-        tuple(
-            VersionNode(**{**n, "location": Location(**n["location"])})
-            for n in document["version_nodes"]
-        ),
         document.get("numbered", False),
     )
 

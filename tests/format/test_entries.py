@@ -114,12 +114,18 @@ def test_a_forged_header_is_refused(change: Any) -> None:
     ],
 )
 def test_parts_without_a_valid_place_are_refused(box: list[int], nbytes: list[int]) -> None:
-    array, crc = np.full(len(nbytes), 3), np.full(len(nbytes), 9, np.uint32)
-    values = np.frombuffer(b"abcd", np.uint8)
-    known = module._parts(np.array([3]), np.array([4]), crc[:1], np.array([0, 1]), values)
-    assert known.box.tolist() == [[[0], [1]]]
+    def columns(box: list[int], nbytes: list[int]) -> dict[str, np.ndarray]:
+        return {
+            "part_array": np.full(len(nbytes), 3),
+            "part_nbytes": np.array(nbytes),
+            "part_crc": np.full(len(nbytes), 9, np.uint32),
+            "part_box": np.array(box),
+            "part_values": np.frombuffer(b"abcd", np.uint8),
+        }
+
+    assert module._parts(columns([0, 1], [4])).box.tolist() == [[[0], [1]]]
     with pytest.raises(ValueError):
-        module._parts(array, np.array(nbytes), crc, np.array(box), values)
+        module._parts(columns(box, nbytes))
 
 
 def test_another_version_is_refused() -> None:

@@ -47,7 +47,12 @@ GOLDEN = Path(__file__).parent / "golden"
 def manifest() -> bytes:
     root = Location("d/index-00ff", 4096, 777)
     version = Version(1, root, 2, 5, 900, 123_456, 1_700_000_000_000_000_000)
-    return encode_manifest(bytes(range(16)), version)
+    return encode_manifest(
+        bytes(range(16)),
+        version,
+        max_inline_value_bytes=1024,
+        max_decoded_node_bytes=100_000_000,
+    )
 
 
 def tree() -> EncodedTree:

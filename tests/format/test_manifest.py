@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.manifest import (
-    Config,
     Manifest,
     Version,
-    VersionNode,
     decode_manifest,
     generation_of,
     numbered_name,
 )
 from asyncckpt.format.ocdbt.manifest import encode_manifest as manifest_of
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, frame
-from tests.format.manifests import encode_manifest
+from tests.format.manifests import Config, VersionNode, encode_manifest
 
 u62 = st.integers(0, 2**62 - 1)
 names = st.sampled_from(["d/a", "d/ab", "d/index", "x"])
@@ -33,43 +31,43 @@ empty = st.builds(
 )
 
 
-@st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
-    def numbered(rows: list[object]) -> tuple[object, ...]:
-        return tuple(dataclasses.replace(row, generation=i + 1) for i, row in enumerate(rows))
+nodes = st.builds(VersionNode, st.just(0), locations, u62, u62, st.integers(0, 255))
+configs = st.builds(
+    Config, st.integers(0, 2**20), u62, st.integers(1, 16), st.none() | st.integers(-5, 22)
+)
 
-    nodes = st.builds(VersionNode, st.just(0), locations, u62, u62, st.integers(0, 255))
-    return Manifest(
-        draw(st.binary(min_size=16, max_size=16)),
-        Config(
-            draw(st.integers(0, 2**20)),
-            draw(u62),
-            draw(st.integers(1, 16)),
-            draw(st.none() | st.integers(-5, 22)),
-        ),
-        numbered(draw(st.lists(rooted | empty, max_size=4))),
-        numbered(draw(st.lists(nodes, max_size=3))),
-    )
+
+def numbered(rows: list[object]) -> tuple[object, ...]:
+    return tuple(dataclasses.replace(row, generation=i + 1) for i, row in enumerate(rows))
+
+
+manifests = st.builds(
+    Manifest,
+    st.binary(min_size=16, max_size=16),
+    st.lists(rooted | empty, max_size=4).map(numbered),
+)
 
 
 SMALL = Manifest(
     bytes(range(16)),
-    Config(),
     (Version(1, Location("d/index-0", 4096, 777), 2, 5, 900, 12_345, 1_700_000_000_000_000_000),),
 )
 
 
-@given(manifests())
-def test_manifests_round_trip(manifest: Manifest) -> None:
-    assert decode_manifest(encode_manifest(manifest), file="m") == manifest
+@given(manifests, configs, st.lists(nodes, max_size=3).map(numbered))
+def test_manifests_round_trip(
+    manifest: Manifest, config: Config, older: tuple[VersionNode, ...]
+) -> None:
+    assert decode_manifest(encode_manifest(manifest, config, older), file="m") == manifest
 
 
 @pytest.mark.parametrize("root", [SMALL.versions[0].root, None])
 def test_our_manifests_have_one_version_and_no_more(root: Location | None) -> None:
     facts = (2, 5, 900, 12_345) if root else (0, 0, 0, 0)
     version = Version(1, root, *facts, 1_700_000_000_000_000_000)
-    assert manifest_of(SMALL.uuid, version) == encode_manifest(
-        dataclasses.replace(SMALL, versions=(version,))
+    limits = {"max_inline_value_bytes": 20, "max_decoded_node_bytes": 300}
+    assert manifest_of(SMALL.uuid, version, **limits) == encode_manifest(
+        dataclasses.replace(SMALL, versions=(version,)), Config(**limits)
     )
 
 
@@ -124,8 +122,8 @@ def without_base_paths(manifest: Manifest) -> Manifest:
 
 
 def test_a_manifest_of_numbered_manifests_has_no_versions() -> None:
-    manifest = Manifest(bytes(range(16)), Config(zstd_level=3), numbered=True)
-    assert decode_manifest(encode_manifest(manifest), file="m") == manifest
+    manifest = Manifest(bytes(range(16)), numbered=True)
+    assert decode_manifest(encode_manifest(manifest, Config(zstd_level=3)), file="m") == manifest
     with pytest.raises(CorruptCheckpointError, match="bytes follow the end"):
         decode_manifest(reframed(lambda body: body.__setitem__(16, 1)), file="m")
 
@@ -161,5 +159,16 @@ def test_a_version_without_a_root_has_no_keys() -> None:
 
 
 def test_the_level_of_zstd_is_a_little_endian_int32() -> None:
-    data = encode_manifest(Manifest(bytes(16), Config(zstd_level=-3)))
+    data = encode_manifest(Manifest(bytes(16)), Config(zstd_level=-3))
     assert b"\x01" + struct.pack("<i", -3) in data
+    assert decode_manifest(data, file="m") == Manifest(bytes(16))
+
+
+def test_the_location_of_a_version_node_is_checked() -> None:
+    for location, reason in (
+        (Location("", 0, 1), "empty path"),
+        (Location("d/a", 2**63 - 2, 2), "ends past 2"),
+    ):
+        data = encode_manifest(SMALL, nodes=[VersionNode(1, location, 1, 1, 1)])
+        with pytest.raises(CorruptCheckpointError, match=reason):
+            decode_manifest(data, file="m")

@@ -533,7 +533,7 @@ def test_an_index_in_the_record_is_the_one_that_its_checksum_names() -> None:
 
 
 def test_fixed_names_are_the_last_of_the_files() -> None:
-    with pytest.raises(ValueError, match="last of the files"):
+    with pytest.raises(ValueError, match="do not come last"):
         encode_record(dataclasses.replace(NAMED, files=NAMED.files[::-1]))
 
 

@@ -161,7 +161,7 @@ def test_hostile_or_damaged_documents_are_refused(changes: dict[str, object]) ->
         ({"codecs": [LITTLE, {"name": "lz4"}]}, "codecs"),
         ({"codecs": [LITTLE, LITTLE]}, "codecs"),
         ({"codecs": [LITTLE, TRANSPOSE]}, "codecs"),
-        ({"codecs": [sharding([LITTLE]), GZIP]}, "nothing behind sharding_indexed"),
+        ({"codecs": [sharding([LITTLE]), GZIP]}, "nothing after sharding_indexed"),
         ({"codecs": [sharding([LITTLE], index_location="middle")]}, "index_location"),
         ({"codecs": [sharding([LITTLE], index_codecs=[LITTLE, GZIP])]}, "index_codecs"),
         ({"codecs": [{"name": "bytes"}]}, "endian"),

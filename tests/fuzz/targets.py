@@ -24,7 +24,7 @@ from asyncckpt.format.chunks import (
 from asyncckpt.format.ocdbt.btree import encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
-from asyncckpt.format.ocdbt.manifest import Manifest, Version, VersionNode, decode_manifest
+from asyncckpt.format.ocdbt.manifest import Manifest, Version, decode_manifest
 from asyncckpt.format.ocdbt.nodes import decode_node
 from asyncckpt.format.ocdbt.walk import TreeLimits, decode_tree
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, NODE_MAGIC
@@ -41,7 +41,7 @@ from asyncckpt.format.record_values import (
 from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import flatten, unflatten
-from tests.format.manifests import encode_manifest
+from tests.format.manifests import VersionNode, encode_manifest
 from tests.format.values import value_columns
 from tests.fuzz import hostile
 from tests.fuzz.engine import Target
@@ -59,13 +59,13 @@ def _manifest() -> Target:
     )
     older = VersionNode(2, root, 2, 1_600_000_000_000_000_000, 1)
     bodies = [
-        unframed(encode_manifest(manifest))
-        for manifest in (
-            Manifest(bytes(16)),
-            Manifest(bytes(range(16)), versions=versions[:1]),
-            Manifest(bytes(range(16)), versions=versions),
-            Manifest(bytes(range(16)), versions=versions[2:], version_nodes=(older,)),
-            Manifest(bytes(16), numbered=True),
+        unframed(encode_manifest(manifest, nodes=nodes))
+        for manifest, nodes in (
+            (Manifest(bytes(16)), ()),
+            (Manifest(bytes(range(16)), versions=versions[:1]), ()),
+            (Manifest(bytes(range(16)), versions=versions), ()),
+            (Manifest(bytes(range(16)), versions=versions[2:]), (older,)),
+            (Manifest(bytes(16), numbered=True), ()),
         )
     ]
     seeds = [kind + body for kind in (PLAIN, PACKED) for body in bodies]

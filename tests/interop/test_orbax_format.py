@@ -23,7 +23,7 @@ from asyncckpt.format import orbax, zarr3
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import encode_tree
 from asyncckpt.format.ocdbt.keys import prepare_keys
-from asyncckpt.format.ocdbt.manifest import Config, Manifest
+from asyncckpt.format.ocdbt.manifest import Manifest
 from asyncckpt.format.orbax import OrbaxLeaf
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
 from tests.format.manifests import encode_manifest
@@ -83,7 +83,7 @@ def write_database(directory: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> 
     (directory / "d" / "data").write_bytes(data)
     (directory / "d" / "nodes").write_bytes(b"".join(tree.blocks))
     (directory / "manifest.ocdbt").write_bytes(
-        encode_manifest(Manifest(uuid.uuid4().bytes, Config(), (tree.version,)))
+        encode_manifest(Manifest(uuid.uuid4().bytes, (tree.version,)))
     )
 
 

@@ -1,4 +1,4 @@
-"""Trees of foreign checkpoints: dicts, lists, tuples and None, and leaves of any other type."""
+"""Trees of foreign checkpoints: dicts, lists, tuples and None, with leaves of all other types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS: Mapping[type, Kind] = {
 
 
 class _Container(dict[Key, Any]):
-    """Container under construction; a plain dict is a value that has its place in one."""
+    """Container under construction, unlike a plain dict, which is a value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class ForeignLeaf:
     Attributes:
         kind: `numpy`, `jax` or `torch`.
         array: the array in the reader's representation.
-        extra: facts beside the array.
+        extra: additional facts.
     """
 
     kind: str
@@ -41,11 +41,11 @@ class ForeignLeaf:
 
 
 def nest(paths: Sequence[Sequence[Key]], values: Sequence[Any], *, strict: bool = False) -> Any:
-    """Return the tree with these values at these paths; a value may be a leaf or a tree itself.
+    """Return the tree with these values at these paths; a value may be a leaf or a subtree.
 
-    A container whose keys count from 0 becomes a list. With `strict`, it is an error if others have
-    integers as keys. Without, they remain dicts with such keys, as does the root in any case: torch
-    leaves out empty containers, and so their index. A single value without a path is the tree.
+    A container whose keys count from 0 becomes a list. With `strict`, integer keys in any other
+    container are an error. Without, it remains a dict, like the root: torch leaves out empty
+    containers and so their indices. A single value with an empty path is the tree.
 
     Raises:
         ValueError: two values have one path, one is inside another, or too deep; names the path.
@@ -63,7 +63,7 @@ def nest(paths: Sequence[Sequence[Key]], values: Sequence[Any], *, strict: bool 
 
 def _add(at: _Container, path: Sequence[Key], value: Any) -> None:
     if not path:
-        raise ValueError("it is a leaf without a path, beside others")
+        raise ValueError("it is empty, but there are other leaves")
     if len(path) >= MAX_DEPTH:
         raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
     for key in path[:-1]:
@@ -91,7 +91,7 @@ def _grown(container: _Container, path: tuple[Key, ...], strict: bool) -> Any:
 
 
 def structure_of(root: Any) -> tuple[Structure, list[Any]]:
-    """Return the structure of a tree, and its leaves in order; `root` may be a leaf itself.
+    """Return the structure of a tree, and its leaves in order; `root` may be a leaf.
 
     Raises:
         ValueError: the tree is too deep.

@@ -8,8 +8,8 @@ Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `metadata/step_metadata_ser
 - ``array_metadatas/process_<i>``: which arrays are the data of typed PRNG keys;
 - ``_CHECKPOINT_METADATA``: the items of a step with their handlers, metrics and times.
 
-``_sharding`` is not read: it gives the device of arrays without a target, for which asyncckpt uses
-the default device. `orbax.checkpoint` is an empty file that only marks a directory.
+``_sharding``, the device of arrays without a target, is not read: asyncckpt uses the default
+device. `orbax.checkpoint` is an empty marker file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from asyncckpt.format.scalars import JsonValue
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
 PROCESS_DIRECTORY = re.compile(r"ocdbt\.process_[^/]+")
-"""Databases of single processes, beside or instead of a merged one."""
+"""Databases of single processes, which may have been merged into one."""
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-"""Part of the name of a directory that Orbax has not finished."""
+"""Part of the name of an unfinished directory."""
 
 MAX_DOCUMENT_NBYTES = 1 << 28
 """A million leaves take 250 bytes each in `_METADATA`."""
@@ -44,7 +44,7 @@ class TreeEntry:
     Attributes:
         path: keys from the root, and whether each is an index of a list or tuple.
         kind: its `value_type`, the name of a handler: one of `KINDS`, or an unknown one.
-        elsewhere: whether its value is not an array, but in a file of older releases.
+        elsewhere: whether its value is in a file of older releases instead of an array.
     """
 
     path: tuple[tuple[str, bool], ...]
@@ -59,11 +59,11 @@ class TreeEntry:
 
 @dataclass(frozen=True, slots=True)
 class TreeMetadata:
-    """Content of `_METADATA`: leaves and empty containers in its order, and how arrays are stored.
+    """Content of `_METADATA`: leaves and empty containers in order, and the storage of arrays.
 
     Attributes:
         use_ocdbt: whether arrays are in an OCDBT database; None if not stated.
-        complete: whether every chunk is stored, even if it consists of the fill value.
+        complete: whether chunks are stored even if they consist of the fill value.
         custom: the user's JSON.
     """
 
@@ -79,8 +79,8 @@ class StepMetadata:
     """Content of `_CHECKPOINT_METADATA`.
 
     Attributes:
-        handlers: class that wrote each item, by item name; under ``""`` for a single item.
-        committed_ns: time of the commit, nanoseconds since 1970; 0 if not stated.
+        handlers: class that wrote each item, by item name; ``""`` is the name of a single item.
+        committed_ns: time of the commit in nanoseconds since 1970; 0 if not stated.
     """
 
     handlers: Mapping[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class StepMetadata:
 
 
 def parse_document(data: bytes, what: str, *, file: str) -> Any:
-    """Return the JSON value of a whole document."""
+    """Parse a whole JSON document."""
     return parse_json(data, what, file=file, most_nbytes=MAX_DOCUMENT_NBYTES)
 
 
@@ -102,7 +102,7 @@ def _members(data: bytes, what: str, file: str) -> dict[str, Any]:
 
 
 def decode_metadata(data: bytes, *, file: str) -> TreeMetadata:
-    """Decode a `_METADATA`; `file` is named in errors."""
+    """Decode `_METADATA`; `file` is named in errors."""
     what = "the Orbax metadata"
     document = _members(data, what, file)
     tree = document.get("tree_metadata")
@@ -152,9 +152,9 @@ def find_string(document: object, name: str) -> str | None:
 
 
 def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
-    """Return implementations of typed PRNG keys by array name; other arrays are left out."""
+    """Return the implementations of typed PRNG keys by array name, without other arrays."""
     if b"random_key_impl" not in data:
-        return {}  # most checkpoints: entries for all arrays, but no typed keys
+        return {}  # as in most checkpoints: entries for all arrays, but no typed keys
     what = "the array metadata"
     document = _members(data, what, file)
     found = {}
@@ -177,7 +177,7 @@ def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
 
 
 def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:
-    """Decode a `_CHECKPOINT_METADATA`; missing members are empty."""
+    """Decode `_CHECKPOINT_METADATA`; missing members are empty."""
     what = "the checkpoint metadata"
     document = _members(data, what, file)
 
@@ -201,7 +201,7 @@ def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:
 
 
 def numbers(document: object) -> dict[str, float]:
-    """Return the members of a JSON object that are numbers."""
+    """Return the numeric members of a JSON object."""
     members = document.items() if isinstance(document, dict) else ()
     return {
         name: float(value)

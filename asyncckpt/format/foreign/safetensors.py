@@ -14,12 +14,11 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from asyncckpt.format.damage import corrupt, unsupported
-from asyncckpt.format.fields import parse_object
+from asyncckpt.format.fields import MAX_RANK, check_form, parse_object
 from asyncckpt.format.scalars import JsonValue, is_unicode
 from asyncckpt.spec import ArraySpec, array_spec
 
@@ -30,7 +29,6 @@ LENGTH_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of the format itself."""
 
-MAX_RANK = 32
 MAX_NAME_CHARS = 1 << 16
 
 # safetensors dtype -> zarr v3 data type name; None for dtypes that cannot be restored.
@@ -61,14 +59,14 @@ DTYPES: dict[str, str | None] = {
 CODES: dict[str, str] = {name: code for code, name in DTYPES.items() if name is not None}
 
 _HEADER = "the safetensors header"
-_FIELDS = frozenset(("dtype", "shape", "data_offsets"))
+_TENSOR = {"dtype": str, "shape": [int], "data_offsets": [int]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
     """Tensors of a safetensors file in the order of its header, and its strings by name.
 
-    `offsets` has the first byte of each tensor in the file.
+    `offsets` are the positions of the tensors in the file.
     """
 
     specs: Mapping[str, ArraySpec]
@@ -81,7 +79,7 @@ def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
     if len(prefix) < LENGTH_NBYTES:
         raise corrupt(
             "the safetensors file",
-            f"it has {len(prefix)} bytes, its length alone takes {LENGTH_NBYTES}",
+            f"it has {len(prefix)} bytes, the header's length alone takes {LENGTH_NBYTES}",
             file=file,
             offset=0,
             expected=LENGTH_NBYTES,
@@ -92,8 +90,8 @@ def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
     if not 2 <= nbytes <= limit:
         raise corrupt(
             "the safetensors file",
-            f"it claims a header of {nbytes} bytes; with {file_nbytes} bytes in all it has at "
-            f"most {limit}",
+            f"it claims a header of {nbytes} bytes; a file of {file_nbytes} bytes has at most "
+            f"{limit}",
             file=file,
             offset=0,
             expected=limit,
@@ -124,29 +122,33 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
         for name, tensor in document.items():
             if len(name) > MAX_NAME_CHARS or not is_unicode(name):
                 raise ValueError(f"a tensor cannot be named {name[:80]!a}")
-            where = f"of tensor {name[:200]!r}"
-            _check_members(tensor, where)
-            code: str = tensor["dtype"]
-            begin, end = tensor["data_offsets"]
+            where = f"tensor {name[:200]!r}"
+            check_form(tensor, _TENSOR, where)
+            code, shape, span = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+            if len(shape) > MAX_RANK:
+                raise ValueError(f"{where} has more than {MAX_RANK} dimensions")
+            if len(span) != 2 or not 0 <= span[0] <= span[1] < 1 << 63:
+                shown = str(span)[:80]
+                raise ValueError(f"data_offsets of {where} are {shown}, not first and last byte")
+            begin, end = span
             dtype = DTYPES.get(code)
             if dtype is None:
                 known = "cannot be restored" if code in DTYPES else "is unknown to this release"
                 raise unsupported(
-                    f"the dtype {code[:40]!a} {where} {known}; convert the tensor with the library "
-                    "that wrote it",
+                    f"the dtype {code[:40]!a} of {where} {known}; convert the tensor with the "
+                    "library that wrote it",
                     file=file,
                     offset=_place(data, name),
                     expected=tuple(CODES.values()),
                     found=code[:40],
                 )
-            spec = array_spec(tuple(tensor["shape"]), dtype)
-            elements = math.prod(filter(None, spec.shape))
-            if min(spec.shape, default=0) < 0 or elements * spec.itemsize >= 1 << 62:
-                shown = str(tensor["shape"])[:80]
-                raise ValueError(f"shape {where} is {shown}, which no array has")
+            spec = array_spec(tuple(shape), dtype)
+            elements = math.prod(filter(None, shape))
+            if min(shape, default=0) < 0 or elements * spec.itemsize >= 1 << 62:
+                raise ValueError(f"shape of {where} is {str(shape)[:80]}, which no array has")
             if spec.nbytes != end - begin:
                 raise ValueError(
-                    f"data_offsets {where} span {end - begin} bytes, {spec} takes {spec.nbytes}"
+                    f"data_offsets of {where} span {end - begin} bytes, {spec} takes {spec.nbytes}"
                 )
             specs[name], offsets[name] = spec, start + begin
             ends.append(end)
@@ -157,31 +159,9 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
 
 
 def _place(data: bytes, name: str) -> int:
-    """Return the offset of a name in the file, or of the header if it is escaped there."""
+    """Return the offset of a name in the file; of the header if the name is escaped there."""
     at = data.find(f'"{name}"'.encode("utf-8", "replace")) if name else 0
     return LENGTH_NBYTES + max(0, at)
-
-
-def _check_members(value: Any, where: str) -> None:
-    """Raise ValueError unless a tensor has its members, and these have their forms."""
-    members = value.keys() if isinstance(value, dict) else set()
-    for member in members - _FIELDS:
-        raise ValueError(f"{member[:80]!a} {where} is not a member of this version")
-    if members != _FIELDS:
-        raise ValueError(f"{', '.join(sorted(_FIELDS - members))} {where} is missing")
-    for member, most in (("shape", MAX_RANK), ("data_offsets", 2)):
-        items = value[member]
-        if not isinstance(items, list) or set(map(type, items)) - {int}:
-            raise ValueError(f"{member} {where} is not a list of integers")
-        if len(items) > most:
-            raise ValueError(f"{member} {where} has more than {most} integers")
-        if max(map(abs, items), default=0) >= 1 << 63:
-            raise ValueError(f"{member} {where} has an integer beyond 64 bits")
-    span = value["data_offsets"]
-    if len(span) != 2 or not 0 <= span[0] <= span[1]:
-        raise ValueError(f"data_offsets {where} are {span}, not first and last byte")
-    if not isinstance(value["dtype"], str):
-        raise ValueError(f"the dtype {where} is not a string")
 
 
 def _check_cover(
@@ -189,7 +169,7 @@ def _check_cover(
 ) -> None:
     """Raise unless the tensors fill the `nbytes` of data from `start` without gaps or overlaps.
 
-    `ends` are one past the last byte of each in the data.
+    `ends` are where the tensors end, relative to `start`.
     """
     begins = (offset - start for offset in offsets.values())
     first, last = np.fromiter(begins, np.int64, len(offsets)), np.array(ends, np.int64)
@@ -211,7 +191,7 @@ def _check_cover(
             found=int(first[row]),
         )
     if due[-1] != nbytes:
-        short = "is truncated" if due[-1] > nbytes else "goes on behind them"
+        short = "is truncated" if due[-1] > nbytes else "continues after them"
         raise corrupt(
             "the safetensors file",
             f"its tensors take {due[-1]} bytes and it has {nbytes} after the header: it {short}",
@@ -225,10 +205,10 @@ def _check_cover(
 def encode_header(
     tensors: Sequence[tuple[str, ArraySpec]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[int]]:
-    """Return the first bytes of a file with these tensors, and where the data of each begins.
+    """Return the first bytes of a file with these tensors, and the position of each tensor.
 
-    Names are unique and dtypes those of the format, as `convert.safetensors_plan` checks. Tensors
-    are stored by decreasing element size, so that each is aligned to its elements.
+    `convert.safetensors_plan` has checked names and dtypes. Tensors are stored by decreasing
+    element size, so that each is aligned to its elements.
     """
     order = sorted(range(len(tensors)), key=lambda row: (-tensors[row][1].itemsize, row))
     document: dict[str, JsonValue] = {}

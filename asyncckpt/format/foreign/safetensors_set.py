@@ -1,7 +1,7 @@
-"""Sets of safetensors files, and the index that gives the file of every tensor.
+"""Sets of safetensors files, and their index.
 
-The index, ``*.safetensors.index.json``, is one JSON object: ``weight_map`` gives the file of every
-tensor by its name; other members (``metadata``, with a ``total_size`` that writers compute in
+The index, ``*.safetensors.index.json``, is one JSON object: ``weight_map`` maps the name of every
+tensor to its file; other members (``metadata``, with a ``total_size`` that writers compute in
 different ways) are ignored. Source: `huggingface_hub` 0.30, `serialization/_base.py`.
 """
 
@@ -20,20 +20,20 @@ from asyncckpt.format.scalars import is_unicode
 INDEX_SUFFIX = ".safetensors.index.json"
 
 MAX_INDEX_NBYTES = 100_000_000
-"""The limit of a header, which says more about every tensor."""
+"""The limit of a header, which takes more bytes per tensor."""
 
 SHARDS_KEY = "DCP_SHARDING_INFO"
-"""Metadata of torch's `HuggingFaceStorageWriter`: offset of each tensor in the whole one."""
+"""Metadata of torch's `HuggingFaceStorageWriter`: offset of each shard in its tensor."""
 
 SHARD_NAME = re.compile(r"shard-[0-9]+-.*")
-"""Files of `HuggingFaceStorageWriter(save_distributed=True)`: shards of one rank. Nothing says how
-many ranks there were, so an incomplete set cannot be told from a complete one."""
+"""Files of `HuggingFaceStorageWriter(save_distributed=True)`: shards of one rank. No file records
+the number of ranks, so that an incomplete set looks complete."""
 
 _INDEX = "the index of the safetensors files"
 
 
 def holds_parts(metadata: Mapping[str, str], *, file: str) -> bool:
-    """Return whether the file's metadata says that its tensors are parts of larger ones."""
+    """Return whether a file holds shards of larger tensors, according to its metadata."""
     text = metadata.get(SHARDS_KEY)
     if text is None:
         return False
@@ -49,7 +49,7 @@ def holds_parts(metadata: Mapping[str, str], *, file: str) -> bool:
 
 
 def decode_index(data: bytes, *, file: str) -> dict[str, str]:
-    """Return the file of every tensor of a set of safetensors files."""
+    """Return the file of every tensor from the index of a set."""
     document = parse_object(data, _INDEX, file=file, most_nbytes=MAX_INDEX_NBYTES)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -69,16 +69,15 @@ def decode_index(data: bytes, *, file: str) -> dict[str, str]:
 
 
 def check_set(weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str) -> None:
-    """Raise unless index and headers agree about the file of every tensor."""
+    """Raise unless index and headers agree on the file of every tensor."""
     for name, path in weight_map.items():
         if name not in headers[path].specs:
             raise _disagree(file, f"it places {name[:200]!r} in {path}, which does not hold it")
     for path, header in headers.items():
         stray = next((name for name in header.specs if weight_map.get(name) != path), None)
         if stray is not None:
-            placed = weight_map.get(stray)
-            says = "which it does not name" if placed is None else f"which it places in {placed}"
-            raise _disagree(file, f"{path} holds {stray[:200]!r}, {says}")
+            says = f"places in {weight_map[stray]}" if stray in weight_map else "does not name"
+            raise _disagree(file, f"{path} holds {stray[:200]!r}, which it {says}")
 
 
 def _disagree(file: str, reason: str) -> CorruptCheckpointError:
@@ -86,6 +85,6 @@ def _disagree(file: str, reason: str) -> CorruptCheckpointError:
 
 
 def encode_index(weight_map: Mapping[str, str], nbytes: int) -> bytes:
-    """Return the index of a set of files whose tensors take `nbytes` in total."""
+    """Encode the index of a set whose tensors have `nbytes` in total."""
     document = {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
     return json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"

@@ -1,8 +1,8 @@
 """Tree of a checkpoint, stored in the metadata of a safetensors file.
 
-safetensors holds tensors and strings by name. The rest of a checkpoint is one JSON object under the
-metadata key ``asyncckpt``; text beyond `PART_CHARS` characters continues under ``asyncckpt.1``,
-``asyncckpt.2``, …:
+A safetensors file has tensors and strings by name. The rest of a checkpoint is one JSON object
+under the metadata key ``asyncckpt``; text beyond `PART_CHARS` characters continues under
+``asyncckpt.1``, ``asyncckpt.2``, …:
 
 ``version``    1
 ``nodes``      the containers, as in a commit record: ``kind``, ``type``, ``keys``, ``children``
@@ -12,8 +12,8 @@ metadata key ``asyncckpt``; text beyond `PART_CHARS` characters continues under 
 ``metadata``   the user's metadata
 ``metrics``    the user's metrics, each as a scalar of kind ``float``
 
-If the tensors of a file are not those that the tree names, another program has changed the file,
-and the tree is ignored.
+If the tree does not name exactly the tensors of the file, another program has changed the file, and
+readers ignore the tree.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PART_CHARS = 1 << 20
 DEFAULT_KIND = "numpy"
 
 MAX_USER_NBYTES = 1 << 20
-"""Larger user metadata is refused, because readers limit the values in untrusted files."""
+"""Largest user metadata: readers limit the values in untrusted files."""
 
 SPARE_LEAVES = 100_000
-"""Scalars and containers that a tree may have in addition to two per tensor of the file."""
+"""Leaves and containers that a tree may each have in addition to two per tensor of the file."""
 
 _VERSION = 1
 _WHAT = "the tree in the safetensors metadata"
@@ -70,7 +70,7 @@ class SavedTree:
 
 
 def encode_tree(tree: SavedTree) -> dict[str, str]:
-    """Return the metadata entries of a file that holds this tree.
+    """Encode a tree as metadata entries.
 
     Raises:
         UsageError: the user's metadata is too large.
@@ -130,7 +130,7 @@ def decode_tree(
     document = parse_object(text, _WHAT, file=file, most_nbytes=MAX_HEADER_NBYTES)
     if type(document.get("version")) is int and document["version"] > _VERSION:
         raise unsupported(
-            f"the tree beside the tensors has version {document['version']}, this release reads "
+            f"the tree in the metadata has version {document['version']}, this release reads "
             f"{_VERSION}; use a newer release",
             file=file,
             expected=_VERSION,
@@ -144,10 +144,10 @@ def decode_tree(
 
 
 def _decode(document: dict[str, Any], most: int) -> SavedTree:
-    """Return the tree, of at most `most` containers and leaves each.
+    """Return the tree, of at most `most` containers and `most` leaves.
 
     Raises:
-        ValueError: names the member of the document, and why it is wrong.
+        ValueError: a member is wrong; names it and says why.
     """
     check_form(document, _MEMBERS)
     if document["version"] != _VERSION:
@@ -156,13 +156,16 @@ def _decode(document: dict[str, Any], most: int) -> SavedTree:
     if len(nodes) > most or len(rows) > most:
         raise ValueError(f"leaves or nodes has more than {most} items")
     structure = Structure.from_json({"leaves": len(rows), "nodes": nodes})
-    decoded_rows = [_leaf(row, members) for row, members in enumerate(rows)]
-    leaves = LeafTable(
-        [kind for kind, *_ in decoded_rows],
-        [value for _, value, *_ in decoded_rows],
-        {row: extra for row, (_, _, extra, _) in enumerate(decoded_rows) if extra},
-    )
-    tensors = [tensor for *_, tensor in decoded_rows]
+    extras: dict[int, Mapping[str, JsonValue]] = {}
+    leaves = LeafTable([], [], extras)
+    tensors: list[str | None] = []
+    for row, members in enumerate(rows):
+        kind, value, extra, tensor = _leaf(row, members)
+        leaves.kind.append(kind)
+        leaves.value.append(value)
+        tensors.append(tensor)
+        if extra:
+            extras[row] = extra
     decoded = {name: decode_scalar("float", bits) for name, bits in document["metrics"].items()}
     metrics = cast(Mapping[str, float], decoded)
     return SavedTree(structure, leaves, tensors, document["metadata"], metrics)

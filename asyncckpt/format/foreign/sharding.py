@@ -1,8 +1,8 @@
 """The zarr v3 codec `sharding_indexed`: many chunks under one key, and their index.
 
 A shard consists of its chunks in any order and an index: for every chunk, in C order, its offset in
-the shard and its length, two `uint64`; all bits are set for a chunk that is not stored. The index
-is at the end of the shard or at its start, and may be followed by a CRC-32C. Source: zarr-specs v3,
+the shard and its length, two `uint64`; for a missing chunk, all their bits are set. The index is at
+the end or start of the shard, and a CRC-32C may follow it. Source: zarr-specs v3,
 `codecs/sharding-indexed/v1.0`.
 """
 
@@ -20,16 +20,16 @@ from asyncckpt.format.zarr import Shards
 from asyncckpt.format.zarr3 import CRC_NBYTES
 
 ENTRY_NBYTES = 16
-"""Bytes of the index per chunk."""
+"""Bytes of one entry of the index."""
 
 _MISSING = (1 << 64) - 1
 
 
 def without_crc32c(data: Bytes, what: str = "a CRC-32C") -> Bytes:
-    """Return the bytes before their CRC-32C, called `what` in errors.
+    """Return the bytes without their CRC-32C, after checking it; errors call it `what`.
 
     Raises:
-        ChunkError: it is missing or differs.
+        ChunkError: the CRC-32C is missing or differs.
     """
     end = data.nbytes - CRC_NBYTES
     if end < 0:
@@ -45,7 +45,7 @@ def without_crc32c(data: Bytes, what: str = "a CRC-32C") -> Bytes:
 def decode_index(
     data: Bytes, shards: Shards, shard_shape: Sequence[int]
 ) -> list[tuple[int, int] | None]:
-    """Return offset and length in the shard of every chunk; None for chunks that are not stored.
+    """Return offset and length in the shard of every chunk; None for missing chunks.
 
     Raises:
         ChunkError: the index is cut off, its checksum differs, or a chunk is outside the shard.
@@ -93,12 +93,11 @@ def unshard(
 ) -> Bytes:
     """Return the elements of a whole shard.
 
-    `codec` decodes its chunks. `fill` is one element of the chunks that are not stored, empty for
-    zero. `stored` is the shape of the corner of the shard whose chunks must all be stored; None if
-    any may be missing.
+    `codec` decodes its chunks. `fill` is one element of missing chunks, empty for zero. `stored` is
+    the shape of the corner of the shard that must be stored; None if any chunk may be missing.
 
     Raises:
-        ChunkError: the index or a chunk is damaged, or a chunk that must be stored is missing.
+        ChunkError: the index or a chunk is damaged, or a required chunk is missing.
     """
     places = decode_index(data, shards, shape)
     chunk_shape = shards.chunk_shape

@@ -1,7 +1,7 @@
 """zarr v2 arrays: the metadata document `.zarray`.
 
 Source: zarr-specs v2, as the `zarr` driver of TensorStore reads and writes it: dtypes of
-`ml_dtypes` are given by name, and a fill value of null means zero.
+`ml_dtypes` have names, and a fill value of null means zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ METADATA_NAME = ".zarray"
 _COMPRESSORS = ("zstd", "zlib", "gzip", "bz2", "blosc")
 _REQUIRED = ("shape", "chunks", "dtype", "compressor", "fill_value", "order", "filters")
 
-# NumPy's name of the byte order and kind, for example <f4, or >i8, or |b1.
+# NumPy's names with byte order, kind and size, for example <f4, >i8 or |b1.
 _TYPESTRS = {
     order + dtype.str[1:]: (name, order == ">")
     for dtype, name in DTYPE_NAMES.items()

@@ -1,7 +1,7 @@
 """Decoding of zarr chunks: a `Codec` for a chain of zarr codecs."""
 
-# Rule 1: every step is given the most bytes that it may produce, from the array's metadata, and
-#   stops there (test_a_bomb_takes_no_more_memory_than_its_chunk).
+# Rule 1: every step stops at a limit of bytes that comes from the array's metadata
+#   (test_a_bomb_takes_no_more_memory_than_its_chunk).
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from asyncckpt.format.zarr import Chain
 from asyncckpt.spec import ITEMSIZES
 
 Unpack = Callable[[Bytes, int], Bytes]
-"""Packed bytes and the most bytes that they may unpack to -> the unpacked bytes. Blocking.
+"""Packed bytes and the limit of unpacked ones -> the unpacked bytes. Blocking.
 
-Raises `ChunkError` if the packed bytes are damaged or unpack to more."""
+Raises `ChunkError` if the packed bytes are damaged or unpack to more than the limit."""
 
 
 def make_codec(
@@ -38,11 +38,11 @@ def make_codec(
     """Return the codec that decodes stored chunks of this shape and dtype.
 
     Args:
-        chain: how the chunks are stored.
+        chain: codecs of the chunks.
         shape: elements of a chunk per dimension.
         dtype: dtype of the elements.
-        fill: one element of chunks that are missing inside a shard.
-        stored: shape of the corner of a shard that must be stored; None if any may be missing.
+        fill: as in `unshard`.
+        stored: as in `unshard`.
         more: functions for additional packings, by name.
         file: the metadata document, for errors.
     """
@@ -62,7 +62,7 @@ def make_codec(
     names = [*(name for name, used in flags if used), *packing]
     if not names:
         return Codec("", chain.crc32c)
-    # What zstd packed first has the size of the chunk, unless it is a shard.
+    # If zstd packed first, its content has the size of the chunk, except in shards.
     exact = ZSTD.decode if packing[:1] == ("zstd",) and chain.shards is None else None
     axes = chain.order or tuple(range(len(shape)))
     inner = None
@@ -72,7 +72,7 @@ def make_codec(
 
     def decode(parts: Sequence[Bytes], nbytes: int) -> Bytes:
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        # Incompressible data grow when packed: by 1 % and 600 bytes in bzip2, by less in others.
+        # Packing grows incompressible data: in bzip2 by 1 % and 600 bytes, in others by less.
         limits = [nbytes]
         for _ in packing[1:]:
             limits.append(limits[-1] + limits[-1] // 64 + 1024)
@@ -101,7 +101,7 @@ def _ordered(data: Bytes, chain: Chain, shape: tuple[int, ...], dtype: str) -> B
     """Return the elements little endian and in C order."""
     itemsize = ITEMSIZES[dtype]
     if chain.big_endian:
-        # Copied first: the bytes of a slot may be at any address.
+        # Copied first: the bytes of a slot may be unaligned.
         width = itemsize // (2 if dtype.startswith("complex") else 1)
         data = data.copy().view(f"u{width}").byteswap(inplace=True).view(np.uint8)
     if chain.order:

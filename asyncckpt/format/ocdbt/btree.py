@@ -8,7 +8,7 @@ length, number of keys, tree bytes and indirect value bytes.
 """
 
 # Rule 1: keys in a node omit the common prefix that its parent declares; the root omits nothing.
-# Rule 2: all numbers of a node are columns: there is no Python step per key.
+# Rule 2: all numbers of a node are columns, so that no Python code runs per key.
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class ValueColumns:
     """Values of all keys, in key order.
 
     Attributes:
-        buffers: what holds the inline values.
+        buffers: buffers of the inline values.
         file: index into the data files; for inline values -1 minus the index of the buffer.
-        offset: its first byte in that file or buffer.
-        nbytes: its length.
+        offset: first byte in that file or buffer.
+        nbytes: length.
     """
 
     buffers: Sequence[bytes | bytearray]
@@ -56,13 +56,13 @@ class ValueColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedTree:
-    """Nodes to write, and the version of the database that they are.
+    """Nodes of a tree, and the version of the database that they form.
 
     Attributes:
-        blocks: nodes to be written one after the other, starting at the given node offset.
+        blocks: consecutive nodes, from the given node offset on.
         version: the first version of a database; its root is None for a tree without keys.
-        inline_offset: offset in the node file of every inline value, -1 for indirect ones. Nodes
-            are not compressed, so that a reader may read the value there.
+        inline_offset: offset in the node file of every inline value, -1 for indirect ones. Readers
+            may read a value there, because nodes are not compressed.
     """
 
     blocks: list[bytearray]
@@ -75,8 +75,8 @@ class _Level:
     """Entries of all nodes of one height, by column: values, or the nodes below.
 
     Attributes:
-        keys: the key of each value, or the first key of each node below.
-        prefix: length of what all keys of an entry have in common; of a value, that of its key.
+        keys: the key of each value, or the first key of each node.
+        prefix: length of the prefix that all keys of a node share; of a value, that of its key.
         offset: first byte of the value or node in its file.
         nbytes: its length.
         num_keys: keys of the entry.
@@ -108,10 +108,10 @@ def encode_tree(
     max_decoded_node_nbytes: int,
     commit_time_ns: int = 0,
 ) -> EncodedTree:
-    """Encode the nodes of the tree that maps the keys to the values, committed at this time.
+    """Encode the nodes of the tree that maps the keys to the values.
 
-    Node bodies are at most `max_decoded_node_nbytes` long, except those that cannot be split: a
-    leaf of one entry and an interior node of two.
+    Node bodies have at most `max_decoded_node_nbytes` bytes, unless they cannot be split: a leaf of
+    one entry, or an interior node of two.
     """
     count = len(columns)
     none = np.zeros(count, np.int64)
@@ -163,13 +163,13 @@ def encode_tree(
 def _split_leaves(
     level: _Level, file: I64, data_files: Sequence[str], max_nbytes: int
 ) -> list[int]:
-    """Return where leaves begin and end; `file` is the data file of each value."""
+    """Return the boundaries of leaves; `file` is the data file of each value."""
     count, indirect = len(level.keys), file >= 0
     cost = varint_sizes(level.nbytes) + 1
     place = varint_sizes(np.maximum(file, 0)) + varint_sizes(np.maximum(level.offset, 0))
     cost += np.where(indirect, place, level.nbytes)
-    # A node lists the files it uses. Every change to a file among the entries counts as one
-    # listing, limited to the cost of all files together.
+    # A node lists the files that it uses. Every change of file among the entries counts as a
+    # listing, up to the cost of all files together.
     path_nbytes = np.array([0, *map(len, map(str.encode, data_files))], np.int64)[
         -len(data_files) :
     ]
@@ -187,13 +187,10 @@ def _split_leaves(
 
 
 def _split_children(level: _Level, node_file: str, max_nbytes: int) -> list[int]:
-    """Return where interior nodes begin and end."""
+    """Return the boundaries of interior nodes."""
     cost = 1 + sum(map(varint_sizes, level.child_columns), start=varint_sizes(level.prefix))
-    count, table = len(level.keys), encode_data_files([node_file])
-    head_nbytes = 1 + len(table) + len(encode_varint(count))
-    return _split(
-        level.keys, cost, head_nbytes, max_nbytes, np.zeros(count, np.int64), 0, 0, least=2
-    )
+    head_nbytes = 1 + len(encode_data_files([node_file])) + len(encode_varint(len(level.keys)))
+    return _split(level.keys, cost, head_nbytes, max_nbytes, least=2)
 
 
 def _split(
@@ -201,16 +198,17 @@ def _split(
     cost: I64,
     head_nbytes: int,
     max_nbytes: int,
-    runs: I64,
-    first_run: int,
-    all_runs: int,
+    runs: I64 | int = 0,
+    first_run: int = 0,
+    all_runs: int = 0,
     *,
     least: int,
 ) -> list[int]:
-    """Return boundaries of runs of `least` or more entries that fit in `max_nbytes`.
+    """Return boundaries of nodes of `least` or more entries that fit in `max_nbytes`.
 
-    `cost` is that of every entry without its key, `head_nbytes` that of a node without entries;
-    `runs` are added where data files change.
+    `cost` has the bytes of each entry without its key, `head_nbytes` those of a node without
+    entries. `runs` has the bytes of a file's listing where data files change; `first_run` and
+    `all_runs` are those of the first and of all files of a node.
     """
     suffix = keys.lengths - keys.shared
     cost = cost + varint_sizes(keys.shared) + varint_sizes(suffix) + suffix
@@ -248,7 +246,7 @@ def _encode_values(
     file, offset, nbytes = (c[start:stop] for c in (values.file, values.offset, values.nbytes))
     in_file = file >= 0
     used, local = np.unique(file[in_file], return_inverse=True)
-    # Copies of one node's values: the garbage collector does not track them, as it does views.
+    # Copies of one node's values: unlike views, the garbage collector does not track them.
     inline = ~in_file
     starts, ends = offset[inline], offset[inline] + nbytes[inline]
     places = zip((-1 - file[inline]).tolist(), starts.tolist(), ends.tolist(), strict=True)
@@ -278,7 +276,7 @@ def _encode_node(
     table: bytes,
     fields: Sequence[bytes | bytearray],
 ) -> bytearray:
-    """Return a node of some entries, whose keys it stores without their common prefix."""
+    """Encode the node of some entries, whose keys it stores without their common prefix."""
     keys = level.keys
     lengths = keys.lengths[start:stop] - keys.shared[start:stop]
     lengths[0] = keys.lengths[start] - prefix
@@ -297,9 +295,9 @@ def _encode_node(
 
 
 def _inline_offsets(values: ValueColumns, bounds: Sequence[int], ends: I64) -> I64:
-    """Return where inline values are in leaves that end at `ends`; -1 for indirect values.
+    """Return the offset of every inline value in leaves that end at `ends`; -1 for indirect ones.
 
-    They are the last in a leaf, followed only by its checksum.
+    Inline values are the last in a leaf, followed only by its checksum.
     """
     sizes = np.where(values.file < 0, values.nbytes, 0)
     stops = np.cumsum(sizes)

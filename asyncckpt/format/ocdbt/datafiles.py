@@ -1,4 +1,4 @@
-"""Data-file tables, with which every manifest and node begins: the files of its entries.
+"""Data-file tables: the files that the entries of a manifest or node refer to.
 
 A file's path relative to the database is transitive path + base path + relative path. The files
 named in a node have the transitive and base path of the file that contains the node.
@@ -15,14 +15,14 @@ import numpy as np
 from asyncckpt.format.damage import MAX_PATH_NBYTES, path_fault
 from asyncckpt.format.ocdbt.wire import Reader, encode_varint, encode_varints
 
-# Paths share prefixes, so a small table can expand to a large one.
+# Paths share prefixes, so that a small table can expand to a large one.
 _MAX_TABLE_NBYTES = 1 << 26
 
 MAX_DATA_FILES = 1 << 20
 """Rows of a table."""
 
 MISSING = (1 << 64) - 1
-"""Offset and length of a root that does not exist."""
+"""Offset and length of a missing root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class DataFile:
 class Location:
     """Byte range of a file of the database.
 
-    `base_path` is the path that the files named inside a node found there are relative to.
+    If it is a node, the files that the node names are relative to `base_path`.
     """
 
     file: str
@@ -75,7 +75,7 @@ def encode_data_files(paths: Sequence[str]) -> bytes:
 def decode_data_files(
     reader: Reader, *, base_path: str = "", max_files: int = MAX_DATA_FILES
 ) -> tuple[DataFile, ...]:
-    """Decode the table at the reader's cursor; `base_path` is the transitive path of its node."""
+    """Decode the table at the reader's cursor; `base_path` is the transitive path of the node."""
     count = reader.count("data files", nbytes_each=2)
     if not count:
         return ()
@@ -111,7 +111,7 @@ def decode_data_files(
 
 
 def used_file(reader: Reader, files: Sequence[DataFile], index: int) -> DataFile:
-    """Return the row that an entry refers to, which must exist and have a path."""
+    """Return the row that an entry refers to; it must exist and have a path."""
     if index >= len(files):
         raise reader.fault(f"data file {index} is not in a table of {len(files)}")
     if not files[index].path:

@@ -1,4 +1,4 @@
-"""Columns of the keys of a tree, computed once per set of keys."""
+"""Columns of the keys of a tree."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WORD = 8  # bytes compared at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyColumns:
-    """Sorted keys and columns derived from them, which all saves with these keys can share.
+    """Sorted keys and derived columns, which all saves with these keys share.
 
     Attributes:
         text: strictly increasing keys, one after the other.
-        starts: where each begins in `text`.
+        starts: start of each key in `text`.
         lengths: bytes of each key.
         shared: bytes that each key shares with the one before it; 0 for the first.
-        suffixes: every key without its shared bytes, one after the other.
-        suffix_ends: end of each suffix in `suffixes`, with a leading 0.
+        suffixes: keys without their shared bytes, one after the other.
+        suffix_ends: 0, then the end of each suffix in `suffixes`.
     """
 
     text: bytes
@@ -77,7 +77,7 @@ def key_columns(text: bytes, lengths: I64) -> KeyColumns:
 
 def _shared_with_previous(text: bytes, starts: I64, lengths: I64) -> I64:
     text += bytes(_WORD)
-    # Every run of eight bytes as a little-endian number, overlapping, without a copy.
+    # Overlapping view: the eight bytes from every position as a little-endian number.
     words = np.ndarray((len(text) - _WORD + 1,), "<u8", text, 0, (1,))
     first, second = starts[:-1], starts[1:]
     limit = np.minimum(lengths[:-1], lengths[1:])

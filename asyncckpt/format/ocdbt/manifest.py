@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
-import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,43 +35,27 @@ from asyncckpt.format.ocdbt.wire import (
 )
 
 MAX_MANIFEST_NBYTES = 1 << 26
-"""A manifest has at most 2^arity_log2 versions, far less than 64 MiB."""
+"""Far more than 2^arity_log2 versions take."""
 
 # A manifest may decompress to `_FREE_NBYTES` plus `_MAX_RATIO` times its size.
 _FREE_NBYTES = 1 << 22
 _MAX_RATIO = 64
 
 _MAX_FILES = 1 << 17
-"""Data files that a manifest names: those of 2^16 roots and of version nodes."""
-
-MAX_INLINE_VALUE_NBYTES = 1024
-"""Largest value that TensorStore and Orbax store inline."""
-
-MAX_DECODED_NODE_NBYTES = 100_000_000
-"""The limit in manifests of Orbax; nodes of asyncckpt are smaller."""
+"""Most data files of a manifest: those of 2^16 roots and of version nodes."""
 
 VERSION_TREE_ARITY_LOG2 = 4
 """Default of TensorStore."""
 
 MANIFEST_NAME = "manifest.ocdbt"
-"""File of the manifest in the directory of a database."""
+"""Name of the manifest in the directory of a database."""
 
 _NUMBERED = re.compile(r"manifest\.([0-9a-f]{16})")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """Configuration of a database; `zstd_level` None means no compression."""
-
-    max_inline_value_bytes: int = MAX_INLINE_VALUE_NBYTES
-    max_decoded_node_bytes: int = MAX_DECODED_NODE_NBYTES
-    version_tree_arity_log2: int = VERSION_TREE_ARITY_LOG2
-    zstd_level: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Version:
-    """Version of the database. `root` is None if it holds no key."""
+    """Version of the database; `root` is None if it has no keys."""
 
     generation: int
     root: Location | None
@@ -84,32 +67,19 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionNode:
-    """Location of a list of older versions, which are not read."""
-
-    generation: int
-    location: Location
-    num_generations: int
-    commit_time_ns: int
-    height: int
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
-    """Decoded manifest; the last of `versions` is the newest.
+    """Decoded manifest, without the configuration; the last of `versions` is the newest.
 
-    A `numbered` one has no versions: they are in the manifests of single generations.
+    A `numbered` one has no versions: each generation has its own manifest.
     """
 
     uuid: bytes
-    config: Config = field(default_factory=Config)
     versions: tuple[Version, ...] = ()
-    version_nodes: tuple[VersionNode, ...] = ()
     numbered: bool = False
 
     @property
     def latest(self) -> Version | None:
-        """Newest version, or None if nothing was ever written to the database."""
+        """Newest version, or None if the database was never written to."""
         return self.versions[-1] if self.versions else None
 
 
@@ -119,19 +89,15 @@ def numbered_name(generation: int) -> str:
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation whose manifest has this file name, or None for other names."""
+    """Return the generation whose manifest has this file name; None for other names."""
     found = _NUMBERED.fullmatch(name)
     return int(found[1], 16) if found is not None else None
 
 
 def encode_manifest(
-    uuid: bytes,
-    version: Version,
-    *,
-    max_inline_value_bytes: int = MAX_INLINE_VALUE_NBYTES,
-    max_decoded_node_bytes: int = MAX_DECODED_NODE_NBYTES,
+    uuid: bytes, version: Version, *, max_inline_value_bytes: int, max_decoded_node_bytes: int
 ) -> bytes:
-    """Encode `manifest.ocdbt` of a database with only this version."""
+    """Encode the manifest of a database with only this version."""
     root = version.root or Location("", MISSING, MISSING)
     body = b"".join(
         (
@@ -157,11 +123,11 @@ def encode_manifest(
 
 
 def decode_manifest(data: bytes, *, file: str) -> Manifest:
-    """Decode the manifest whose bytes are `data`; `file` is named in errors.
+    """Decode a manifest; `file` is named in errors.
 
     Raises:
-        CorruptCheckpointError: the bytes are damaged.
-        UnsupportedFormatError: they are intact, but of an unsupported kind or version.
+        CorruptCheckpointError: it is damaged.
+        UnsupportedFormatError: it is intact, but of an unsupported kind or version.
     """
     reader = unframe(
         data,
@@ -173,19 +139,19 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
     )
     uuid = reader.take(16)
     kind = reader.varint()
-    inline = reader.varint(below=1 << 32)
-    node_nbytes = reader.varint(below=1 << 63)
+    reader.varint(below=1 << 32)  # most bytes of an inline value
+    reader.varint(below=1 << 63)  # most bytes of a decoded node
     arity = reader.uint8()
     if not 1 <= arity <= 16:
         raise reader.fault(f"the version tree's arity 2^{arity} is not between 2 and 2^16")
     method = reader.varint()
     if method > 1:
         raise reader.fault(f"compression method {method} is unknown")
-    level = struct.unpack("<i", reader.take(4))[0] if method else None
-    config = Config(inline, node_nbytes, arity, level)
+    if method:
+        reader.take(4)  # its level
     if kind == 1:
         reader.end()
-        return Manifest(uuid, config, numbered=True)
+        return Manifest(uuid, numbered=True)
     if kind:
         raise unsupported(
             f"the OCDBT database has manifests of kind {kind}, this release reads kinds 0 and 1; "
@@ -195,14 +161,10 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
             found=kind,
         )
     files = decode_data_files(reader, max_files=_MAX_FILES)
-    manifest = Manifest(
-        uuid,
-        config,
-        _decode_versions(reader, files),
-        _decode_version_nodes(reader, files),
-    )
+    versions = _decode_versions(reader, files)
+    _check_version_nodes(reader, files)
     reader.end()
-    return manifest
+    return Manifest(uuid, versions)
 
 
 def _generations(reader: Reader, what: str, *, nbytes_each: int) -> list[int]:
@@ -235,14 +197,13 @@ def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Versi
     return tuple(versions)
 
 
-def _decode_version_nodes(reader: Reader, files: tuple[DataFile, ...]) -> tuple[VersionNode, ...]:
-    generations = _generations(reader, "version nodes", nbytes_each=14)
-    count = len(generations)
-    *places, num_generations = (reader.varints(count).tolist() for _ in range(4))
-    times = np.frombuffer(reader.take(8 * count), "<u8").tolist()
-    heights = reader.take(count)
-    locations = [_location(reader, files, *place) for place in zip(*places, strict=True)]
-    return tuple(map(VersionNode, generations, locations, num_generations, times, heights))
+def _check_version_nodes(reader: Reader, files: tuple[DataFile, ...]) -> None:
+    """Check the locations of older versions, which are not read."""
+    count = len(_generations(reader, "version nodes", nbytes_each=14))
+    *places, _ = (reader.varints(count).tolist() for _ in range(4))
+    reader.take(9 * count)  # times and heights
+    for place in zip(*places, strict=True):
+        _location(reader, files, *place)
 
 
 def _location(

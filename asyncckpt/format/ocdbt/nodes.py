@@ -20,14 +20,14 @@ from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.ocdbt.wire import I64, MAX_BODY_NBYTES, NODE_MAGIC, Reader, unframe
 
 MAX_KEYS_NBYTES = 1 << 30
-"""Bytes of all keys of a tree; keys share prefixes, so a small node can expand to many bytes."""
+"""Most bytes of all keys of a tree: keys share prefixes, so that a small node can expand a lot."""
 
 _INT64_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafNode:
-    """Keys and values, by row: a value is inline (`file` and `offset` -1) or in `files[file]`."""
+    """Keys and values by row: a value is inline (`file` and `offset` -1) or in `files[file]`."""
 
     keys: list[bytes]
     files: tuple[DataFile, ...]
@@ -44,7 +44,7 @@ class LeafNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InteriorNode:
-    """Children in key order: first key, common prefix length, location and statistics of each."""
+    """First key, common prefix length, location and statistics of each child, in key order."""
 
     height: int
     keys: list[bytes]
@@ -59,7 +59,7 @@ class InteriorNode:
 
     @property
     def num_keys(self) -> int:
-        """Number of keys in all children, as the node declares it."""
+        """Declared number of keys in all children."""
         return int(self.child_num_keys.sum())
 
     def child(self, row: int) -> Location:
@@ -93,16 +93,16 @@ def decode_node(
         file: path for errors.
         offset: first byte of the frame in `file`.
         expected_height: height implied by the parent, or None to accept any.
-        base_path: transitive path of the files named in the node (`Location.base_path`).
-        key_prefix: prefix common to the subtree, which the node omits.
-        max_nbytes: largest body accepted.
-        max_keys_nbytes: most bytes that its keys may take together.
+        base_path: as in `Location`.
+        key_prefix: prefix of all keys, which the node omits.
+        max_nbytes: largest body.
+        max_keys_nbytes: most bytes of all keys.
         max_entries: most keys or children.
         max_files: most data files.
 
     Raises:
-        CorruptCheckpointError: the bytes are damaged or pass a limit.
-        UnsupportedFormatError: they are intact, but of a newer format version.
+        CorruptCheckpointError: the node is damaged or exceeds a limit.
+        UnsupportedFormatError: it is intact, but of a newer format version.
     """
     what = "the B+tree node"
     reader = unframe(data, NODE_MAGIC, what=what, file=file, offset=offset, max_nbytes=max_nbytes)

@@ -1,4 +1,4 @@
-"""Decoding of a whole tree, level by level, from blocks that the caller fetches."""
+"""Decoding of a whole tree, level by level, from nodes that the caller fetches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FREE_FILES = 1 << 10
 _FREE_NBYTES = 16 << 20
 
 _MAX_RATIO = 64
-"""Ratio to which a node may decompress beyond `_FREE_NBYTES`. Nodes with equal metadata documents
-reach about 40."""
+"""Highest compression ratio beyond `_FREE_NBYTES`. Nodes with equal metadata documents reach about
+40."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class TreeLimits:
         """Return the limits of a database of `count` files with `nbytes` in total.
 
         Nodes do not overlap and take at least 18 bytes. A key with a small value takes 16 or more,
-        even in compressed nodes. Keys may take as many bytes as the files, which is enough although
-        they share prefixes.
+        even in compressed nodes. Keys may take as many bytes as the files: enough even though they
+        share prefixes.
         """
         most = cls()
         return cls(
@@ -67,7 +67,7 @@ Values = dict[bytes, bytes | tuple[str, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Node to be read, as its parent describes it."""
+    """Node to fetch, as its parent describes it."""
 
     location: Location
     prefix: bytes
@@ -78,8 +78,8 @@ class _Wanted:
 class TreeDecoder:
     """Decoder of the nodes of one version.
 
-    While `wanted` is not empty, fetch those ranges and pass their bytes to `feed` in that order.
-    Then `values` has all keys; paths in it are relative to the database, and follow `base`.
+    While `wanted` is not empty, fetch its ranges and pass their bytes to `feed` in the same order.
+    Then `values` has all keys; its paths are `base` followed by a path relative to the database.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class TreeDecoder:
         return [want.location for want in self._level]
 
     def feed(self, blocks: Sequence[bytes]) -> None:
-        """Decode the nodes of one level; `wanted` then names those of the next.
+        """Decode the nodes of one level; `wanted` then has those of the next.
 
         Raises:
-            CorruptCheckpointError: a node is damaged, out of place, or the tree passes a limit.
+            CorruptCheckpointError: a node is damaged or misplaced, or the tree exceeds a limit.
         """
         children: list[_Wanted] = []
         for want, data in zip(self._level, blocks, strict=True):
@@ -116,7 +116,7 @@ class TreeDecoder:
         self._level = children
 
     def _admit(self, count: int, nbytes: int, where: Location) -> None:
-        """Count more nodes, of `nbytes` in total, and raise if they pass the limits."""
+        """Count nodes of `nbytes` in total, and raise if they exceed the limits."""
         limits = self._limits
         self._nodes += count
         self._nbytes += nbytes

@@ -5,8 +5,7 @@ version varint 0; compression varint (0 none, 1 zstd); body; CRC-32C `uint32` li
 bytes before it.
 """
 
-# Rule 1: a count from a file is compared with the remaining bytes before anything is allocated for
-#   it.
+# Rule 1: every count from a file is compared with the remaining bytes before any allocation.
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ FRAME_TRAILER = 4
 FRAME_OVERHEAD = FRAME_HEADER + FRAME_TRAILER
 
 MAX_BODY_NBYTES = 1 << 28
-"""Largest body that is decompressed; Orbax asks for nodes of up to 100 MB."""
+"""Largest decompressed body; Orbax configures nodes of up to 100 MB."""
 
 _VARINT_NBYTES = 10  # 64 bits in groups of 7
 _INT64_MAX = (1 << 63) - 1
@@ -86,7 +85,7 @@ def encode_varints(values: I64) -> bytes:
 class Reader:
     """Cursor over the body of a frame; every failure is a `CorruptCheckpointError`.
 
-    `offset` is the start of the body in `file`. With `moves` False, the body was decompressed, and
+    `offset` is the start of the body in `file`. Without `moves`, the body was decompressed, and
     `offset` is the start of its frame.
     """
 
@@ -102,7 +101,7 @@ class Reader:
 
     @property
     def remaining(self) -> int:
-        """Bytes that are still to be read."""
+        """Number of unread bytes."""
         return len(self._data) - self.pos
 
     def fault(self, reason: str) -> CorruptCheckpointError:
@@ -111,7 +110,7 @@ class Reader:
         return corrupt(self._what, reason, file=self._file, offset=offset)
 
     def need(self, count: int, what: str, *, nbytes_each: int = 1) -> None:
-        """Raise unless the bytes that remain suffice for this many items."""
+        """Raise unless the remaining bytes suffice for this many items."""
         if count * nbytes_each > self.remaining:
             raise self.fault(
                 f"{count} {what} need more than the {self.remaining} bytes that remain"
@@ -209,12 +208,10 @@ def frame_of(magic: int, body: Iterable[Buffer]) -> bytearray:
 def unframe(
     data: bytes, magic: int, *, what: str, file: str, offset: int, max_nbytes: int
 ) -> Reader:
-    """Check a frame; return a reader of its body.
-
-    `data` is the whole frame, found at `offset` in `file`; `max_nbytes` bounds the body.
+    """Check the whole frame at `offset` of `file`, and return a reader of its body.
 
     Raises:
-        CorruptCheckpointError: any byte of the frame is wrong.
+        CorruptCheckpointError: the frame is damaged, or its body exceeds `max_nbytes`.
         UnsupportedFormatError: the frame is intact, but of a newer format version.
     """
     size = len(data)

@@ -89,7 +89,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
         "a gap: 'b' begins",
     ),
     "truncated": (GOOD[:-1], CORRUPT, "is truncated"),
-    "bytes-behind": (GOOD + b"\0", CORRUPT, "goes on behind them"),
+    "bytes-behind": (GOOD + b"\0", CORRUPT, "continues after them"),
     "size-lie": (st_file({"a": st_tensor(0, 8, shape=[3])}, 8), CORRUPT, "float32[3] takes 12"),
     "shape-bomb": (
         st_file({"a": st_tensor(0, 8, shape=[1 << 40, 1 << 40])}, 8),
@@ -107,7 +107,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "unknown-member": (
         st_file({"a": {**st_tensor(0, 4), "x": 1}}, 4),
         CORRUPT,
-        "'x' of tensor 'a'",
+        "tensor 'a'.'x'",
     ),
     "metadata-of-numbers": (st_file({"__metadata__": {"a": 1}}), CORRUPT, "is not a string"),
     "depth": (st_file(b'{"a":{"shape":' + b"[" * 60_000), CORRUPT, "is not JSON"),

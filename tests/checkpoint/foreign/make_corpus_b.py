@@ -17,7 +17,7 @@ from typing import Any
 import zstandard
 
 from asyncckpt.format.ocdbt.datafiles import Location
-from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version
+from asyncckpt.format.ocdbt.manifest import Manifest, Version
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, NODE_MAGIC
 from tests.checkpoint.foreign.databases import (
     CRC,
@@ -111,8 +111,8 @@ DOCUMENTS: dict[str, Document] = {
     "index-nowhere": (
         zarr3(codecs=[sharding([4], index_location="left")]), UNSUPPORTED, "index_location",
     ),
-    "packed-shards": (zarr3(codecs=[sharding([4]), ZSTD]), UNSUPPORTED, "nothing behind"),
-    "bad-fill": (zarr3(fill_value="zero"), CORRUPT, "fill value 'zero' is no float32"),
+    "packed-shards": (zarr3(codecs=[sharding([4]), ZSTD]), UNSUPPORTED, "nothing after"),
+    "bad-fill": (zarr3(fill_value="zero"), CORRUPT, "fill value 'zero' is not a float32"),
     "from-the-future": (zarr3(zarr_format=4), UNSUPPORTED, "zarr_format 4"),
     "must-understand": (
         zarr3(consolidation={"must_understand": True}), UNSUPPORTED, "consolidation",
@@ -360,7 +360,7 @@ def compression_from_the_future(directory: Path) -> None:
 
 def numbered(directory: Path, name: str, manifest: Manifest) -> None:
     good(directory)
-    root = encode_manifest(Manifest(UUID, Config(), numbered=True))
+    root = encode_manifest(Manifest(UUID, numbered=True))
     write(directory / "manifest.ocdbt", root)
     write(directory / name, encode_manifest(manifest))
 
@@ -634,7 +634,7 @@ def deep_tree(directory: Path) -> None:
     item(directory, entry(*path, kind="None", skip_deserialize=True))
 
 
-@checkpoint(CORRUPT, "it is a leaf without a path, beside others")
+@checkpoint(CORRUPT, "it is empty, but there are other leaves")
 def leaf_without_a_path(directory: Path) -> None:
     """The tree itself, and a leaf of it."""
     item(directory, W, entry(kind="None", skip_deserialize=True))

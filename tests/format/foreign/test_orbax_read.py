@@ -239,7 +239,7 @@ def test_the_structure_is_one_that_a_record_could_hold() -> None:
         ([("a", "b"), ("a", 0)], r"the path \['a'\].* \['b', 0\] .*are not all from 0"),
         ([("a", 1)], "are not all from 0"),
         ([("a",) * 257], "256 containers deep"),
-        ([("a",), ()], "a leaf without a path, beside others"),
+        ([("a",), ()], "it is empty, but there are other leaves"),
     ],
 )
 def test_trees_that_cannot_be_are_refused(paths: list[tuple[str | int, ...]], reason: str) -> None:

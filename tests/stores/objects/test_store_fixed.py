@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from asyncckpt.errors import AsyncCheckpointError
-from asyncckpt.format.record_values import FixedName, Outline, md5_of
+from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import HEAD_NBYTES
 from asyncckpt.stores.objects.layout import RECORD
@@ -24,7 +24,13 @@ FIXED = FixedName.of("default/small", RIGHT, SOURCE)
 
 
 def entry(data: bytes, modified_s: float, checksum: str | None = None) -> Listed:
-    return Listed("", len(data), False, modified_s, md5_of(data) if checksum is None else checksum)
+    return Listed(
+        "",
+        len(data),
+        False,
+        modified_s,
+        FixedName.of("", data).md5 if checksum is None else checksum,
+    )
 
 
 @pytest.mark.parametrize(

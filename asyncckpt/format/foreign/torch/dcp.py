@@ -1,9 +1,8 @@
-"""Metadata of `torch.distributed.checkpoint`, checked.
+"""Checks of the metadata of `torch.distributed.checkpoint`.
 
-`.metadata` names every key of the flattened state dict, its path in the nested one
-(`planner_data`), whether it is a tensor, and for every shard the file, offset and length of an
-archive of `torch.save`. Source: `metadata.py`, `filesystem.py` and `default_planner.py` of torch
-2.13.
+`.metadata` has every key of the flattened state dict, its path in the nested one (`planner_data`),
+whether it is a tensor, and for every shard the file, offset and length of an archive of
+`torch.save`. Source: `metadata.py`, `filesystem.py` and `default_planner.py` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _extents = partial(extents, below=MAX_ELEMENTS)
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes of one archive in a file."""
+    """Location of one archive."""
 
     file: str
     offset: int
@@ -66,8 +65,8 @@ class Entry:
         path: its path in the nested state dict; integers are indices of lists.
         shape: shape of a tensor; None for other values.
         dtype: torch dtype of a tensor, without its module.
-        boxes: shards of a tensor that hold elements; not yet checked to tile it.
-        items: the archive of every box; of other values, a single archive.
+        boxes: nonempty shards of a tensor; not yet checked to tile it.
+        items: the archive of every box; for other values, a single archive.
     """
 
     key: str
@@ -102,7 +101,7 @@ def _entries(value: object, file: str) -> list[Entry]:
     described = _dict(value.state_dict_metadata, "state_dict_metadata")
     places = _places(value.storage_data)
     paths = _dict({} if paths is None else paths, "planner_data")
-    # Ranks append their shards; planner_data has the order of the state dict.
+    # Ranks append their shards, but planner_data has the order of the state dict.
     order = [key for key in paths if key in described]
     order += [key for key in described if key not in paths]
     entries = [_entry(key, described[key], paths.get(key, (key,)), places, file) for key in order]
@@ -133,7 +132,7 @@ def _entry(
 ) -> Entry:
     where = f"{key[:200]!r}"
     if type(path) is not tuple or not path or set(map(type, path)) - {str, int}:
-        raise ValueError(f"planner_data of {where} is no path of strings and integers")
+        raise ValueError(f"planner_data of {where} is not a path of strings and integers")
     if len(path) > MAX_DEPTH or any(type(p) is int and not 0 <= p < 1 << 31 for p in path):
         raise ValueError(f"planner_data of {where} is too deep, or has an index out of range")
     if isinstance(value, BytesStorageMetadata):
@@ -164,7 +163,7 @@ def _entry(
 
 
 def _boxes(chunks: object, rank: int, where: str) -> tuple[Box, ...]:
-    """Return the shards that hold elements."""
+    """Return the nonempty shards."""
     if type(chunks) is not list:
         raise ValueError(f"{where} has no list of shards")
     boxes = []
@@ -201,7 +200,7 @@ def _item(info: StorageInfo | None, where: str, file: str) -> Item:
 
 
 def _check_places(entries: Sequence[Entry]) -> None:
-    """Raise if a path is unsafe or two archives overlap: no more may be read than is stored."""
+    """Raise if a path is unsafe, or if archives overlap, which would multiply the bytes to read."""
     items = sorted(
         (item.file, item.offset, item.nbytes, entry.key)
         for entry in entries
@@ -220,20 +219,20 @@ def _check_places(entries: Sequence[Entry]) -> None:
 
 def _dict(value: object, name: str, kind: type = str) -> dict[Any, Any]:
     if type(value) is not dict or any(type(key) is not kind for key in value):
-        raise ValueError(f"{name} is no dict by {kind.__name__}")
+        raise ValueError(f"{name} is not a dict with keys of type {kind.__name__}")
     return value
 
 
 def _shown(value: object) -> str:
-    """Return the `repr` of a string, or the type of anything else, which may be nested deeply."""
+    """Return the `repr` of a string, or the type of any other value, which may be nested deeply."""
     return repr(value[:80]) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def layout_of(archive: Archive, saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
-    """Return the layout of a shard's elements in its archive, which describes the tensor `saved`.
+    """Return the layout of a shard, which the archive describes as the tensor `saved`.
 
-    The metadata says that the shard has this shape and torch dtype. It is an error if the archive
-    holds another tensor, less than it claims, or elements that are not dense.
+    `shape` and `dtype` come from the metadata. It is an error if `saved` differs, reaches past its
+    storage, or is not dense.
     """
     if saved.dtype != dtype or saved.shape != shape:
         raise archive.corrupt(

@@ -1,10 +1,10 @@
 """Pickles of plain values, as `torch.save` writes them: numbers, strings, bytes and containers.
 
-Protocol 2 writes `bytes` and `complex` as calls of `_codecs.encode` and `complex`; these,
-`OrderedDict` (read as a dict) and `torch.Size` (read as a tuple) are the only accepted calls. Where
-nothing is written back, arrays and scalars of NumPy and names of devices are accepted too
-(`READ_NAMES`; `torch_pickle` adds tensors). Source: `__reduce__` and `__setstate__` in `methods.c`
-and `descriptor.c` of NumPy 2.3.
+Protocol 2 writes `bytes` and `complex` as calls of `_codecs.encode` and `complex`; the only other
+accepted calls are `OrderedDict` (read as a dict) and `torch.Size` (read as a tuple). Values that
+are never written back may also have NumPy arrays, NumPy scalars and device names (`READ_NAMES`;
+`torch_pickle` adds tensors). Source: `__reduce__` and `__setstate__` in `methods.c` and
+`descriptor.c` of NumPy 2.3.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncckpt.format.fields import MAX_RANK
 from asyncckpt.format.foreign.torch.unpickle import (
     DICT_NBYTES,
     INT_NBYTES,
@@ -28,22 +29,19 @@ from asyncckpt.tree import MAX_DEPTH
 from asyncckpt.tree.structure import MAX_KEY_BITS
 
 LEAF_NBYTES = 192
-"""Memory that a leaf takes in the tables of an open checkpoint: its path, its value, its place."""
+"""Memory of a leaf in the tables of an open checkpoint: its path, value and place."""
 
 _ARRAY_NBYTES = 256
-"""Memory of an array without its elements, and of views while it is made."""
-
-MAX_RANK = 32
-"""Most dimensions of a NumPy array before 2.0."""
+"""Memory of an array without its elements, and of temporary views."""
 
 _CODES = frozenset("b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16".split())
-"""NumPy dtypes that are read, as `numpy.dtype` is called with them."""
+"""Arguments of `numpy.dtype` for the supported dtypes."""
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 def _encode(arguments: tuple[Any, ...], allowance: Allowance) -> bytes:
-    """Return bytes as protocol 2 writes them: a call of `_codecs.encode`."""
+    """Return bytes, which protocol 2 writes as a call of `_codecs.encode`."""
     if len(arguments) != 2 or type(arguments[0]) is not str or arguments[1] != "latin1":
         raise ValueError("it encodes something other than bytes")
     allowance.take(TEXT_NBYTES + len(arguments[0]))
@@ -65,7 +63,7 @@ def _complex(arguments: tuple[Any, ...], allowance: Allowance) -> complex:
 
 
 def empty_dict(arguments: tuple[Any, ...], allowance: Allowance) -> dict[Any, Any]:
-    """Return an empty dict for a `collections.OrderedDict`, whose items are set afterwards."""
+    """Return an empty dict for a `collections.OrderedDict`; its items are set later."""
     if arguments:
         raise ValueError("it makes an OrderedDict from arguments")
     allowance.take(DICT_NBYTES)
@@ -73,11 +71,9 @@ def empty_dict(arguments: tuple[Any, ...], allowance: Allowance) -> dict[Any, An
 
 
 def _size(arguments: tuple[Any, ...], _: Allowance) -> tuple[int, ...]:
-    if len(arguments) != 1 or type(arguments[0]) is not tuple:
-        raise ValueError("it makes a torch.Size of something other than a tuple")
-    if any(type(n) is not int for n in arguments[0]):
-        raise ValueError("it makes a torch.Size of something other than integers")
-    return arguments[0]
+    if list(map(type, arguments)) != [tuple] or set(map(type, arguments[0])) - {int}:
+        raise ValueError("it makes a torch.Size of something other than a tuple of integers")
+    return tuple(arguments[0])
 
 
 def _device(arguments: tuple[Any, ...], allowance: Allowance) -> str:
@@ -100,7 +96,7 @@ class SavedDtype(Stub):
     code: str
 
     def set_state(self, state: object) -> dict[str, object]:
-        """Set the byte order. The rest of the state describes dtypes that are not read."""
+        """Set the byte order; the rest of the state concerns unsupported dtypes."""
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|"):
             raise ValueError("the state of a numpy.dtype has no byte order")
         self.order = state[1]
@@ -108,7 +104,7 @@ class SavedDtype(Stub):
 
 
 class ValueLeaf:
-    """Base class for leaves of a value that are not scalars."""
+    """Base class for leaves other than scalars."""
 
     __slots__ = ()
 
@@ -119,7 +115,7 @@ class ValueLeaf:
 
     @property
     def fault(self) -> str:
-        """What it is, if it cannot be read."""
+        """Description of an unsupported leaf; empty for others."""
         return ""
 
 
@@ -127,7 +123,7 @@ class SavedArray(Stub, ValueLeaf):
     """NumPy array or scalar, a leaf of a value.
 
     Attributes:
-        array: a view of the pickle's bytes, in its byte order; None if its dtype is not read.
+        array: a view of the pickle's bytes, in its byte order; None if its dtype is unsupported.
         dtype: the name of its dtype.
     """
 
@@ -140,7 +136,7 @@ class SavedArray(Stub, ValueLeaf):
 
     @property
     def fault(self) -> str:
-        """What it is, if it cannot be read."""
+        """Description of an unsupported leaf; empty for others."""
         return f"a NumPy array of the dtype {self.dtype!r}" if self.array is None else ""
 
     def set_state(self, state: object) -> dict[str, object]:
@@ -151,23 +147,23 @@ class SavedArray(Stub, ValueLeaf):
         return {}
 
     def fill(self, shape: object, dtype: object, fortran: object, data: object) -> None:
-        """Fill the array; one of a dtype that is not read stays None."""
+        """Set the array, if its dtype is supported."""
         if type(shape) is not tuple or len(shape) > MAX_RANK or not isinstance(dtype, SavedDtype):
             raise ValueError("a NumPy array has no shape, or no dtype")
         if any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
-            raise ValueError("a NumPy array has an extent that is no size")
+            raise ValueError("a NumPy array has an extent that is not a size")
         self.dtype = dtype.code
         if dtype.code not in _CODES:
             return
         stored = np.dtype(dtype.code).newbyteorder(dtype.order or "<")
         if type(data) is not bytes or math.prod(shape) * stored.itemsize != len(data):
             raise ValueError("the bytes of a NumPy array do not fit its shape and dtype")
-        # Not copied: a pickle may make many arrays of the same bytes.
+        # Not copied: many arrays of a pickle may share the same bytes.
         self.array = np.frombuffer(data, stored).reshape(shape, order="F" if fortran else "C")
 
 
 class _Class:
-    """The class `numpy.ndarray`, which is only an argument of calls."""
+    """The class `numpy.ndarray`, which pickles only pass as an argument."""
 
 
 _NDARRAY = _Class()
@@ -183,7 +179,7 @@ def _dtype(arguments: tuple[Any, ...], allowance: Allowance) -> SavedDtype:
 
 
 def _new_array(arguments: tuple[Any, ...], allowance: Allowance) -> SavedArray:
-    """Return an array that is filled afterwards, as `numpy._core.multiarray._reconstruct`."""
+    """Return an array that is filled later, like `numpy._core.multiarray._reconstruct`."""
     if len(arguments) != 3 or arguments[0] is not _NDARRAY:
         raise ValueError("it makes a NumPy array of another class")
     allowance.take(SavedArray.__basicsize__ + _ARRAY_NBYTES)
@@ -222,14 +218,14 @@ READ_NAMES: Names = {
 
 
 def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) -> Any:
-    """Return the plain value of a pickle, which will be `depth` containers deep in a tree."""
+    """Return the plain value of a pickle; it will be below `depth` containers in a tree."""
     return plain_value(Unpickler(source, NAMES, allowance), source, allowance, depth=depth)
 
 
 def plain_value(
     unpickler: Unpickler, source: PickleSource, allowance: Allowance, *, depth: int = 0
 ) -> Any:
-    """Return the value of a pickle; its leaves are scalars, or each a `ValueLeaf`."""
+    """Return the value of a pickle, whose leaves are scalars and `ValueLeaf` instances."""
     value = unpickler.run()
     try:
         found = _not_plain(value, allowance, MAX_DEPTH - depth, unpickler.nbytes)
@@ -244,10 +240,11 @@ def plain_value(
 
 
 def _not_plain(value: Any, allowance: Allowance, depth: int, most: int) -> str | None:
-    """Return what in a value is not plain, or None. Shared containers count for every use.
+    """Describe a part of a value that is not plain, or return None. Containers count at every use.
 
-    Raises `ValueError` if it is deeper than `depth` or has more than `most` parts, `MemoryError` if
-    its leaves take more than the allowance.
+    Raises:
+        ValueError: the value is deeper than `depth` or has more than `most` parts.
+        MemoryError: its leaves take more than the allowance.
     """
     level = [value]
     count = 0
@@ -272,7 +269,7 @@ def _not_plain(value: Any, allowance: Allowance, depth: int, most: int) -> str |
             else:
                 return f"a {kind.__name__}"
             if count + len(inner) > most:
-                raise ValueError("it uses one container so often that its value has no bounds")
+                raise ValueError("it repeats one container so often that its value is too large")
         count += len(inner)
         level = inner
         depth -= 1

@@ -1,7 +1,7 @@
 """Layouts of dense arrays that are not in C order, or are conjugated or negated views.
 
-torch saves the strides of a tensor (transposed weights, `channels_last`), and two bits that make it
-the conjugate or negative of its storage.
+torch saves the strides of a tensor (transposed weights, `channels_last`), and two bits for the
+conjugate and the negative of its storage.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def codec_of(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Codec:
     def decode(parts: Sequence[Bytes], nbytes: int) -> Bytes:
         stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
         check_nbytes(stored, nbytes)
-        # A slot's memory is reused: the result is always a copy.
+        # Always a copy: the slot's memory is reused.
         values = stored.view(DTYPES[dtype]).reshape(stored_shape).transpose(back).copy()
         if layout.conj:
             np.conjugate(values, out=values)

@@ -1,10 +1,10 @@
 """Names that pickles of torch may use, and their stubs.
 
-Two kinds of pickles are read here: the metadata of `torch.distributed.checkpoint`, and one tensor
-as `torch.save` writes it. torch is not imported: classes are stubs with the relevant fields, dtypes
-are their names. Source: `metadata.py` and `filesystem.py` of `torch.distributed.checkpoint`,
-`torch/_utils.py` and `torch/serialization.py` of torch 2.13; torch 2.15 adds a sixth item to the
-state of `TensorProperties`.
+For the metadata of `torch.distributed.checkpoint`, and for tensors and trees of `torch.save`. torch
+is not imported: classes are stubs with the relevant fields, dtypes are their names. Source:
+`metadata.py` and `filesystem.py` of `torch.distributed.checkpoint`, `torch/_utils.py` and
+`torch/serialization.py` of torch 2.13; torch 2.15 adds a sixth item to the state of
+`TensorProperties`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.format.fields import MAX_RANK
 from asyncckpt.format.foreign.torch.plain_values import (
     READ_NAMES,
     ValueLeaf,
@@ -28,9 +29,6 @@ from asyncckpt.format.foreign.torch.unpickle import (
 )
 from asyncckpt.spec import ITEMSIZES
 
-MAX_RANK = 32
-"""Most dimensions of a NumPy array before 2.0; torch allows 64."""
-
 ENTRY_NBYTES = 64
 """Memory of one entry of a dict."""
 
@@ -41,7 +39,7 @@ DTYPES = tuple(
     "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 complex64 "
     "complex128".split()
 )
-"""Torch dtypes that can be restored; zarr v3 has them under the same names."""
+"""Torch dtypes that can be restored; zarr v3 uses the same names."""
 
 _OTHER_DTYPES = (
     *"complex32 float4_e2m1fn_x2 qint8 qint32 quint8 quint4x2 quint2x4 "
@@ -49,28 +47,25 @@ _OTHER_DTYPES = (
     *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u")),
 )
 
-_STORAGES = {
-    f"{kind}Storage": dtype
-    for kind, dtype in zip(
-        "Bool Byte Char Short Int Long BFloat16 Half Float Double ComplexFloat "
-        "ComplexDouble".split(),
-        "bool uint8 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64 "
-        "complex128".split(),
-        strict=True,
-    )
-}
+_STORAGES = dict(
+    pair.split(":")
+    for pair in "BoolStorage:bool ByteStorage:uint8 CharStorage:int8 ShortStorage:int16 "
+    "IntStorage:int32 LongStorage:int64 BFloat16Storage:bfloat16 HalfStorage:float16 "
+    "FloatStorage:float32 DoubleStorage:float64 ComplexFloatStorage:complex64 "
+    "ComplexDoubleStorage:complex128".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Dtype(ValueLeaf):
-    """Torch dtype, or with `storage` its storage class; the untyped class has no name."""
+    """Torch dtype, or with `storage` its storage class; the name of the untyped class is empty."""
 
     name: str
     storage: bool = False
 
     @property
     def fault(self) -> str:
-        """What it is, if it cannot be read."""
+        """Description of an unsupported leaf; empty for others."""
         return "a class of storages" if self.storage else ""
 
 
@@ -85,13 +80,13 @@ _STORAGE_NAMES: Names = {
 def extents(
     value: object, what: str = "a torch.Size", *, below: int = _MAX_EXTENT
 ) -> tuple[int, ...]:
-    """Return a checked tuple of sizes or offsets, which may be hashed.
+    """Return a tuple of sizes or offsets after checking it.
 
     Raises:
-        ValueError: it is no such tuple; calls it `what`.
+        ValueError: it is anything else; calls it `what`.
     """
     if type(value) is not tuple or len(value) > MAX_RANK or any(type(n) is not int for n in value):
-        raise ValueError(f"{what} is no tuple of at most {MAX_RANK} integers")
+        raise ValueError(f"{what} is not a tuple of at most {MAX_RANK} integers")
     if any(not 0 <= n < below for n in value):
         raise ValueError(f"{what} has an item that is out of range")
     return value
@@ -121,12 +116,12 @@ class ChunkStorageMetadata(Stub):
 
 
 class TensorProperties(Stub):
-    """Properties of a tensor, whose state is a tuple: dtype, layout, and items that are ignored."""
+    """Properties of a tensor; their state is a tuple of dtype, layout and ignored items."""
 
     __slots__ = ("dtype", "layout")
 
     def set_state(self, state: object) -> dict[str, object]:
-        """Set dtype and layout; return the numbers of items that torch 2.14 did not have."""
+        """Set dtype and layout; return the numbers of items that are new since torch 2.14."""
         if type(state) is not tuple or len(state) < _PROPERTIES:
             raise ValueError(
                 f"the state of TensorProperties is not a tuple of {_PROPERTIES} or more"
@@ -149,7 +144,7 @@ class StorageInfo(Stub):
 
 
 def _nothing(_: tuple[Any, ...], __: Allowance) -> None:
-    """Return None for objects that a reader does not need."""
+    """Return None for objects without use here."""
 
 
 def _layout(arguments: tuple[Any, ...], _: Allowance) -> str:
@@ -159,11 +154,11 @@ def _layout(arguments: tuple[Any, ...], _: Allowance) -> str:
 
 
 def metadata_names() -> Names:
-    """Return the globals that a file `.metadata` may name; each file needs its own table."""
+    """Return a new table of the globals that one file `.metadata` may name."""
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def size(arguments: tuple[Any, ...], allowance: Allowance) -> tuple[int, ...]:
-        # Shards have few distinct shapes and offsets: each is stored once.
+        # Shards have few distinct shapes and offsets: keep each once.
         shape = extents(arguments[0] if len(arguments) == 1 else None)
         allowance.take(ENTRY_NBYTES)
         return shapes.setdefault(shape, shape)
@@ -206,9 +201,9 @@ class SavedStorage:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor(ValueLeaf):
-    """Tensor of a pickle, as a view of a storage; offset and strides count elements.
+    """Tensor of a pickle: a view of a storage, with offset and strides in elements.
 
-    With `conj` or `neg`, its values are the complex conjugates or negatives of the stored ones.
+    `conj` and `neg` mean that values are the complex conjugates or negatives of the stored ones.
     """
 
     storage: SavedStorage
@@ -226,7 +221,7 @@ class SavedTensor(ValueLeaf):
 
     @property
     def fault(self) -> str:
-        """What it is, if it cannot be read."""
+        """Description of an unsupported leaf; empty for others."""
         return "" if self.dtype in DTYPES else f"a tensor of the dtype {self.dtype}"
 
 
@@ -270,7 +265,7 @@ def _view(arguments: tuple[Any, ...], dtype: str, bits: object) -> SavedTensor:
     if bits is None:
         return SavedTensor(storage, dtype, offset, shape, strides)
     if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
-        raise ValueError("a tensor has attributes that are not read here")
+        raise ValueError("a tensor has unsupported attributes")
     return SavedTensor(
         storage, dtype, offset, shape, strides, bits.get("conj") is True, bits.get("neg") is True
     )
@@ -297,9 +292,9 @@ def load_tensor(source: PickleSource, allowance: Allowance) -> tuple[SavedTensor
 def load_tree(
     source: PickleSource, allowance: Allowance, depth: int
 ) -> tuple[Any, dict[str, SavedStorage], int]:
-    """Return the value of a pickle, the storages that it names by key, and its length.
+    """Return the value of a pickle, its storages by key, and its length.
 
-    The value has plain containers and scalars, and arrays, tensors and dtypes as leaves.
+    The value has plain containers; leaves are scalars, arrays, tensors and dtypes.
     """
     storages: dict[str, SavedStorage] = {}
 

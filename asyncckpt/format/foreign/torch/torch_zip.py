@@ -1,9 +1,9 @@
-"""Archives of `torch.save`, located from their first bytes.
+"""Archives of `torch.save`, whose tensors are found from their first bytes.
 
 An archive is a zip file of uncompressed members: `data.pkl`, a few tiny ones (`byteorder`,
-`.format_version`, …), then the payloads `data/0`, `data/1`, … Sizes are stored after the members
-and in the directory at the end. But a pickle ends with an opcode, so that the head of an archive is
-enough to find a tensor. Source: APPNOTE.TXT 6.3.10, `torch.serialization` and
+`.format_version`, …), then the payloads `data/0`, `data/1`, … Sizes follow the members and are in
+the directory at the end. But a pickle ends with an opcode, so that the head of an archive is enough
+to find a tensor. Source: APPNOTE.TXT 6.3.10, `torch.serialization` and
 `caffe2/serialize/inline_container.cc` of torch 2.13.
 """
 
@@ -22,20 +22,20 @@ HEAD_NBYTES = 1024
 """Enough for the head of nearly every tensor: 704 bytes with torch 2.13."""
 
 LONG_HEAD_NBYTES = 64 << 10
-"""Longest head that is searched; writers make shorter ones."""
+"""Longest head to search; writers make shorter ones."""
 
 _HEADER = struct.Struct("<4sHHHHHIIIHH")
 _HEADER_MAGIC = b"PK\x03\x04"
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 _DESCRIPTORS = (struct.Struct("<4sIII"), struct.Struct("<4sIQQ"))
-_SIZES_BEHIND = 1 << 3
+_SIZES_FOLLOW = 1 << 3
 _UTF8 = 1 << 11
 _MAX_SMALL_NBYTES = 256
 _MAX_MEMBERS = 16
 
 
 class ShortHeadError(Exception):
-    """The archive's head is longer than the bytes that were read."""
+    """The archive's head is longer than the given bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
-    """First bytes of one archive, which has `nbytes` in total.
-
-    In errors it is called `what`, at byte `base` of `file`.
-    """
+    """First bytes of one archive of `nbytes`; errors call it `what`, at byte `base` of `file`."""
 
     data: bytes
     nbytes: int
@@ -65,7 +62,7 @@ class Archive:
         return PickleSource(self.data, self.what, self.file, self.base, self._first().start)
 
     def tensor(self, allowance: Allowance) -> tuple[SavedTensor, int]:
-        """Return the archive's one tensor, and where its payload begins in the archive.
+        """Return the archive's one tensor, and the offset of its payload in the archive.
 
         Raises:
             ShortHeadError: more bytes are needed.
@@ -85,7 +82,7 @@ class Archive:
         raise self.corrupt(f"it has no {wanted!r} among its first {_MAX_MEMBERS} members", 0)
 
     def payloads(self, pickle_nbytes: int, nbytes_of: Mapping[str, int]) -> dict[str, int]:
-        """Return where the payloads of storages begin, by key, in an archive that is read whole.
+        """Return the offsets of the payloads by key, in an archive whose bytes are complete.
 
         `nbytes_of` has the sizes of all its storages.
         """
@@ -103,12 +100,19 @@ class Archive:
         return found
 
     def _other(self, member: Member) -> int:
-        """Return the length of a member that is no payload; check what it says."""
-        nbytes = self._small(member)
+        """Return the length of a tiny member; refuse a foreign byte order."""
+        nbytes = member.nbytes
+        if nbytes is None:
+            most = member.start + _MAX_SMALL_NBYTES + 4
+            end = self.data.find(_DESCRIPTOR_MAGIC, member.start, most)
+            if end < 0:
+                error = self.corrupt(f"its member {member.name[:80]!r} does not end", member.start)
+                raise self._short_or(error)
+            nbytes = end - member.start
         order = self.data[member.start : member.start + nbytes]
         if member.name == "byteorder" and order != b"little":
             raise unsupported(
-                f"{self.what} was written on a machine of another byte order "
+                f"{self.what} was written on a machine with another byte order "
                 f"({order[:20]!r}); only little endian is read",
                 file=self.file,
                 offset=self.base + member.start,
@@ -130,7 +134,7 @@ class Archive:
         )
         if magic != _HEADER_MAGIC:
             raise self.corrupt(f"{magic!r} is not the header of a member of a zip file", at)
-        if method or flags & ~(_SIZES_BEHIND | _UTF8):
+        if method or flags & ~(_SIZES_FOLLOW | _UTF8):
             raise unsupported(
                 f"{self.what} is a zip file with compressed or encrypted members; torch.save "
                 "stores them uncompressed",
@@ -141,9 +145,9 @@ class Archive:
             )
         name = self._bytes(at + _HEADER.size, name_nbytes).decode("utf-8", "replace")
         start = at + _HEADER.size + name_nbytes + extra_nbytes
-        if start > self.nbytes or (packed != nbytes and not flags & _SIZES_BEHIND):
+        if start > self.nbytes or (packed != nbytes and not flags & _SIZES_FOLLOW):
             raise self.corrupt(f"the header of its member {name[:80]!r} contradicts itself", at)
-        known = None if flags & _SIZES_BEHIND or nbytes == 0xFFFFFFFF else nbytes
+        known = None if flags & _SIZES_FOLLOW or nbytes == 0xFFFFFFFF else nbytes
         return Member(name.partition("/")[2], start, known)
 
     def _end(self, member: Member, nbytes: int) -> int:
@@ -162,16 +166,6 @@ class Archive:
                 return end + layout.size
         raise self.corrupt(f"its member {member.name[:80]!r} has no data descriptor", end)
 
-    def _small(self, member: Member) -> int:
-        """Return the length of a tiny member."""
-        if member.nbytes is not None:
-            return member.nbytes
-        end = self.data.find(_DESCRIPTOR_MAGIC, member.start, member.start + _MAX_SMALL_NBYTES + 4)
-        if end < 0:
-            error = self.corrupt(f"its member {member.name[:80]!r} does not end", member.start)
-            raise self._short_or(error)
-        return end - member.start
-
     def _bytes(self, at: int, nbytes: int) -> bytes:
         if at + nbytes > self.nbytes:
             raise self.corrupt("it ends inside the header of a member", self.nbytes)
@@ -180,7 +174,7 @@ class Archive:
         return self.data[at : at + nbytes]
 
     def _short_or(self, error: CorruptCheckpointError) -> Exception:
-        """Return the error, or a demand for the longest head if less has been read."""
+        """Return the error, or a request for the longest head if less has been read."""
         longest = min(self.nbytes, LONG_HEAD_NBYTES)
         return ShortHeadError() if len(self.data) < longest else error
 

@@ -1,16 +1,16 @@
 """One-pass interpreter of pickles. Nothing that a pickle names is imported, called or executed.
 
-A pickle is a program for a small stack machine. The opcodes that `pickle.dumps` writes for plain
-values in protocols 2 to 5 are interpreted; globals are looked up in a table that the caller
-supplies; everything else is refused. Source: `pickletools` of CPython 3.13.
+A pickle is a program for a small stack machine. The interpreter knows the opcodes that
+`pickle.dumps` writes for plain values in protocols 2 to 5, looks up globals in the caller's table,
+and refuses everything else. Source: `pickletools` of CPython 3.13.
 """
 
-# Rule 1: an opcode pays for what it makes before it makes it (`Allowance`), so that memory is
-#   bounded by the pickle's own size. Costs are upper bounds; only the state of an instance, which
-#   is cleared once applied, is refunded.
+# Rule 1: an opcode pays for each object before it makes it (`Allowance`), so that the pickle's size
+#   bounds the memory. Costs are upper bounds; only the state of an instance, which is cleared once
+#   applied, is refunded.
 # Rule 2: nothing recurses, and only strings, integers and stubs are hashed: values may be nested as
 #   deep as the pickle is long (test_hostile_pickles_are_refused_within_their_memory).
-# Rule 3: a method first reads its whole argument through `_bytes`, which checks where the data end.
+# Rule 3: a method first reads its whole argument through `_bytes`, which checks for the end.
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MAX_NAME_NBYTES = 512
 """Longest module or name of a global."""
 
 MAX_INTEGER_NBYTES = 1785
-"""Integers of 4,300 digits, the most that Python itself converts from text."""
+"""Integers of 4,300 digits: Python itself converts no longer ones from text."""
 
 ALLOWANCE_RATIO = 20
-"""Bytes that decoded objects may count per byte of their pickle. Metadata of many small shards
-counts 16, and takes half of that."""
+"""Bytes of decoded objects, by their upper bounds, per byte of their pickle. Metadata of many small
+shards needs 16, and actually takes half of that."""
 
 # Upper bounds of the sizes of objects in 64-bit CPython, garbage-collector headers included.
 _SLOT_NBYTES: Final = 32
@@ -48,11 +48,7 @@ _MEMO_NBYTES: Final = 9
 
 
 class Allowance:
-    """Bytes of memory that decoded objects may take.
-
-    Attributes:
-        left: bytes that may still be taken.
-    """
+    """Memory for decoded objects; `left` is the number of bytes still available."""
 
     __slots__ = ("left",)
 
@@ -72,9 +68,9 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickleSource:
-    """Bytes that contain a pickle, which begins at `start`; bytes after its end are ignored.
+    """Bytes with a pickle that begins at `start`; bytes after its end are ignored.
 
-    In errors it is called `what`; the bytes begin at byte `base` of `file`.
+    Errors call it `what`; the bytes begin at byte `base` of `file`.
     """
 
     data: bytes
@@ -88,7 +84,7 @@ class PickleSource:
         return corrupt(self.what, reason, file=self.file, offset=self.base + at)
 
     def refused(self, found: str, at: int) -> UnsupportedFormatError:
-        """Return the error for something at byte `at` that is not read."""
+        """Return the error for an unsupported object or opcode at byte `at`."""
         return unsupported(
             f"{self.what} has {found}, which is not read (nothing is executed from a checkpoint); "
             "save it as tensors, arrays, numbers, strings and plain containers, or leave it out "
@@ -112,7 +108,7 @@ class Stub:
         return None
 
     def set_state(self, state: object) -> dict[str, object]:
-        """Fill the slots from `state`, by name, and return the fields that are not slots.
+        """Fill the slots from `state` by name, and return the other fields.
 
         Raises:
             ValueError: the state is not a dict.
@@ -131,8 +127,8 @@ class Stub:
 
 
 Function = Callable[[tuple[Any, ...], Allowance], object]
-"""A call that a pickle may make, with its arguments. It takes the memory of its result from the
-allowance, and raises ValueError if the arguments do not fit."""
+"""A function that a pickle may call. It takes the memory of its result from the allowance, and
+raises ValueError if the arguments do not fit."""
 
 Names = Mapping[tuple[str, str], object]
 """Globals by module and name: a `Function`, a subclass of `Stub`, or a value."""
@@ -148,11 +144,11 @@ class Unpickler:
     Args:
         source: the pickle.
         names: the globals that it may name.
-        allowance: the memory that its objects may take.
+        allowance: memory for its objects.
         persistent: returns the object of a persistent id; raises ValueError if there is none.
 
     Attributes:
-        unknown: fields of newer writers that were ignored, as `Class.field`.
+        unknown: ignored fields of newer writers, as `Class.field`.
     """
 
     def __init__(
@@ -191,7 +187,7 @@ class Unpickler:
         return self._at - self._source.start
 
     def step(self, count: int) -> bool:
-        """Interpret up to `count` opcodes; return True once the last one was done."""
+        """Interpret up to `count` opcodes; return whether the pickle has ended."""
         data, take = self._data, self._allowance.take
         begun = self._at
         try:
@@ -205,7 +201,7 @@ class Unpickler:
             return True
         except IndexError:
             short = "it ends before its last opcode"
-            reason = short if begun >= len(data) else "it takes more values than there are"
+            reason = short if begun >= len(data) else "it takes more values than the stack has"
             raise self._source.corrupt(reason, begun) from None
         except ValueError as error:
             raise self._source.corrupt(str(error), begun) from None
@@ -242,7 +238,7 @@ class Unpickler:
         return self._bytes(end + 1 - self._at)[:-1].decode()
 
     def _pop(self, count: int) -> list[Any]:
-        """Pop the last `count` values, or with 0 those since the last mark."""
+        """Pop the last `count` values; with 0, those since the last mark."""
         stack, marks = self._stack, self._marks
         start = len(stack) - count if count else marks.pop()
         # Values below a mark must not be popped.
@@ -375,8 +371,8 @@ class Unpickler:
         if filled:
             self._allowance.left += DICT_NBYTES - EMPTY_NBYTES + 2 * _SLOT_NBYTES * filled
         for name, value in unknown.items():
-            # A newer writer's field may be ignored if it is empty; otherwise it may change the
-            # meaning of others, as compression would.
+            # An unknown field of a newer writer may change the meaning of others, as compression
+            # would, unless it is empty.
             if value:
                 found = f"the field {name!r} of {kind}, unknown to this release,"
                 raise self._source.refused(found, self._at - 1)
@@ -435,7 +431,7 @@ READ: Final[dict[int, _Row]] = {
     0x62: (Unpickler._build, 0, _SLOT_NBYTES),  # b  BUILD
     0x51: (Unpickler._persist, 0, _SLOT_NBYTES + DICT_NBYTES),  # Q  BINPERSID
 }
-"""By opcode: its method, the method's argument, and the memory that the opcode pays for."""
+"""By opcode: method, its argument, and the memory that the opcode pays for."""
 
 REFUSED: Final[dict[int, str]] = {
     **dict.fromkeys(b"ILFSVdlgp", "an opcode of protocol 0"),
@@ -452,6 +448,6 @@ REFUSED: Final[dict[int, str]] = {
     0x31: "the opcode POP_MARK",
     0x32: "the opcode DUP",
 }
-"""By opcode that is refused: what it writes."""
+"""By refused opcode: the object that it makes."""
 
 _TABLE: Final = tuple(READ.get(code, (Unpickler._refuse, code, 0)) for code in range(256))
