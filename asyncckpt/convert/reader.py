@@ -48,7 +48,6 @@ class Block:
     """Chunks that are loaded and evicted together.
 
     Attributes:
-        rows: rows of the chunks.
         nbytes: decoded bytes.
         loaded: decoded values by row.
         users: readers that have not released the block.

@@ -67,9 +67,7 @@ class FilesPlan:
     """Files of a conversion.
 
     Attributes:
-        names: file names.
         headers: the first bytes of each file.
-        file_nbytes: size of each file.
         tensors: all tensors, by file and offset.
         windows: the files cut into slots, without tiled tensors. A piece's `array` is an index into
             `tensors`; negative for a header.

@@ -75,18 +75,19 @@ async def open_source(
     Raises:
         CheckpointNotFoundError: there is neither.
     """
+    compute = runtime.engine.compute
     if is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-        opened = await _newest(store, runtime.engine.compute)
+        opened = await _newest(store, compute)
     else:
         store, name = runtime.one(location, direct_io="auto", storage_options=storage_options)
         try:
-            opened = await open_any(store.files(name), runtime.engine.compute)
-        except CheckpointNotFoundError as error:
+            opened = await open_any(store.files(name), compute)
+        except CheckpointNotFoundError as missing:
             if isinstance(location, tuple):  # a store and a name in it
                 raise
             store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-            opened = await _newest(store, runtime.engine.compute, error)
+            opened = await _newest(store, compute, missing)
     # Report arrays that cannot be read before reading any.
     wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
     extents = await opened.read_extents(opened, wanted)
@@ -113,12 +114,12 @@ def is_bucket(location: object) -> bool:
 
 
 async def _newest(
-    store: Store, compute: Workers, error: CheckpointNotFoundError | None = None
+    store: Store, compute: Workers, missing: CheckpointNotFoundError | None = None
 ) -> OpenCheckpoint:
     """Open the newest step.
 
     Raises:
-        CheckpointNotFoundError: there is none; `error` if given.
+        CheckpointNotFoundError: there is none; `missing` if given.
     """
     names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
     names.sort(key=int, reverse=True)
@@ -134,7 +135,7 @@ async def _newest(
                 raise
             if opener is open_checkpoint:
                 logger.warning("%s; it is skipped, as if it did not exist", damage)
-    raise error or CheckpointNotFoundError(
+    raise missing or CheckpointNotFoundError(
         f"{store.url}: there is no checkpoint here", location=store.url
     )
 

@@ -91,7 +91,7 @@ class OrbaxLeaf:
 class OrbaxArrays(NamedTuple):
     """Array and scalar leaves of one container, stored under the names that Orbax expects.
 
-    Nearly all leaves are such, and so need no object each.
+    Nearly all leaves belong to one: they need no object each.
 
     Attributes:
         base: path of the container.

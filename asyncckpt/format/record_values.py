@@ -147,8 +147,6 @@ class IndexExtent:
 
     Attributes:
         file: index into the files of the record.
-        offset: first byte in that file.
-        nbytes: length.
         crc32c: CRC-32C of the index without its last 4 bytes, its own CRC.
         data: the index itself if it is small, which saves readers a request; else None.
     """
@@ -173,18 +171,14 @@ class CommitRecord:
         plan_digest: digest of `specs` and `arrays`, lower-case hex.
         created_ns: wall-clock time in ns since the Unix epoch.
         library: name and version of the program.
-        tree: the structure, opaque here.
-        leaves: the leaves in tree order.
+        tree: JSON of the structure.
         specs: the distinct specs of stored arrays.
-        arrays: the arrays in record order.
         files: every file of the checkpoint except the record; files that are written after the
             record come last.
-        chunk_index: location of the chunk index.
         manifest: bytes of `manifest.ocdbt`.
         metadata: the user's JSON object.
         metrics: the user's numbers, for retention.
         database: directory of the OCDBT database, one path part.
-        version: format version.
     """
 
     save_id: str

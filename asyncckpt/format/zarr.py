@@ -174,7 +174,7 @@ class Document:
             )
         grid = ChunkGrid(spec.shape, chunk_shape)
         for what, found, limit in (
-            ("bytes in all", spec.nbytes, MAX_ARRAY_NBYTES),
+            ("bytes in total", spec.nbytes, MAX_ARRAY_NBYTES),
             ("bytes per chunk", grid.chunk_size * spec.itemsize, MAX_CHUNK_NBYTES),
             ("chunks", grid.chunk_count, MAX_CHUNKS),
         ):

@@ -22,10 +22,8 @@ class Flat:
     """A flattened tree.
 
     Attributes:
-        structure: the containers.
         paths: path of every leaf.
-        leaves: the leaves.
-        objects: the containers themselves, one per node of `structure`.
+        objects: the original containers, one per node of `structure`.
         stateful: path and object of every outermost object that is saved as its state dict.
     """
 

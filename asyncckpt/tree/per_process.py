@@ -30,7 +30,7 @@ class PerProcess:
 
     Attributes:
         value: the same.
-        all: stands in `like` for the values of all processes.
+        all: in `like`, restores the values of all processes.
     """
 
     __slots__ = ("value",)

@@ -24,7 +24,6 @@ class MergedTree:
     """The tree of all processes.
 
     Attributes:
-        structure: its containers.
         leaves: per original tree, the ordinals of its leaves in the merged one.
         keys_differ: whether the keys of some dict differ between trees.
     """

@@ -78,10 +78,8 @@ class _Level:
         keys: the key of each value, or the first key of each node.
         prefix: length of the prefix that all keys of a node share; of a value, that of its key.
         offset: first byte of the value or node in its file.
-        nbytes: its length.
-        num_keys: keys of the entry.
-        tree_nbytes: bytes of its nodes.
-        indirect_nbytes: bytes of its values in data files.
+        tree_nbytes: bytes of all nodes from the entry down.
+        indirect_nbytes: bytes of all values of the entry in data files.
     """
 
     keys: KeyColumns

@@ -30,8 +30,6 @@ class TreeLimits:
     """Bounds for decoding one tree.
 
     Attributes:
-        max_nodes: nodes in all.
-        max_keys: keys in all.
         max_keys_nbytes: bytes of all keys, including shared prefixes.
         max_nodes_nbytes: stored bytes of all nodes.
         max_files: data files that one node names.
