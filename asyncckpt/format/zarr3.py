@@ -171,7 +171,10 @@ class _Zarr3(Document):
         in_order = () if order == tuple(range(len(order))) else order
         configuration = codecs[at][1]
         if names[at] == "bytes":
-            return Chain(in_order, self.is_big_endian(configuration, itemsize), None, tuple(rest))
+            endian = configuration.get("endian", "little" if itemsize == 1 else None)
+            if endian not in ("little", "big"):
+                raise self.unsupported("endian", endian, "little or big")
+            return Chain(in_order, endian == "big" and itemsize > 1, None, tuple(rest))
         if rest:
             raise self.unsupported("codecs", names, "nothing after sharding_indexed")
         stored_shape = tuple(chunk_shape[n] for n in order)
@@ -186,12 +189,6 @@ class _Zarr3(Document):
         if sorted(numbers) != list(range(rank)):
             raise self.fault(f"its transpose order is {list(numbers)}, the rank {rank}")
         return numbers
-
-    def is_big_endian(self, configuration: dict[str, Any], itemsize: int) -> bool:
-        endian = configuration.get("endian", "little" if itemsize == 1 else None)
-        if endian not in ("little", "big"):
-            raise self.unsupported("endian", endian, "little or big")
-        return bool(endian == "big") and itemsize > 1
 
     def shards(
         self, configuration: dict[str, Any], shard_shape: tuple[int, ...], itemsize: int, most: int
