@@ -1,11 +1,10 @@
 """Commit: the index of everything written, and the record that makes the checkpoint exist."""
 
 # Rule 1: the record is published last; before it, the checkpoint does not exist.
-# Rule 2: everything that depends on the plan alone (keys, templates, Orbax's files) is made once
-#   per plan and written while data are still on their way; only the index waits for the last
-#   checksum.
-# Rule 3: an index that is written again gets another name: the first one may still be on its way
-#   to an object store, and would otherwise replace its successor.
+# Rule 2: everything that depends only on the plan (keys, templates, Orbax's files) is made once per
+#   plan and written during the uploads; only the index waits for the last checksum.
+# Rule 3: an index that is written again gets another name: a late request for the first one could
+#   otherwise replace its successor in an object store.
 
 from __future__ import annotations
 
@@ -43,11 +42,10 @@ MANIFEST = "manifest.ocdbt"
 
 INDEX_IN_RECORD_NBYTES = 24 * KIB
 """Largest chunk index that the record repeats, which saves a restore one round trip: 1,000 chunks,
-16 GiB. Reading the record stays one request (1 MiB)."""
-
+16 GiB. Reading the record still takes one request (1 MiB)."""
 
 Opened = Callable[[], Awaitable[AttemptFiles]]
-"""Returns where the files of a save go, once that is open."""
+"""Returns the attempt of a save, once it is open."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,11 +53,11 @@ class Committable:
     """A save whose files are all durable.
 
     Attributes:
-        record: its commit record; where process 0 commits, the path of the entries for it.
+        record: its commit record; on processes other than 0, the path of their entries.
         stored_nbytes: bytes of all files, the record included.
         file_count: number of files, the record included.
-        parts: what each process did, for the report; none where one saves alone.
-        timelines: when each other process did what, as far as it is known.
+        parts: part of each process, for the report; none if one process saves alone.
+        timelines: the known timelines of other processes.
     """
 
     record: bytes
@@ -71,18 +69,18 @@ class Committable:
 
 @dataclass(eq=False, repr=False)
 class Commit:
-    """Writes everything of one save but its data: Orbax's files, the index, the record.
+    """Orbax's files, index and record of one save: everything except its data.
 
     Attributes:
-        attempt: where the files go; None where another process writes these.
+        attempt: the attempt; None if another process writes these files.
         layout: plan, catalog and Orbax's files.
-        request: the tree, and what the caller wants in the record.
+        request: the tree, and the caller's metadata.
         save_id: identity of the save, 32 hex digits.
         compute: threads that encode.
         epoch: the claim under which the processes save.
         writers: number of processes that save together.
-        after_data: where files keep their names, `put_index` is called once the data are durable:
-            consent is asked for when this process has written its part.
+        after_data: with positional writes, `put_index` is called only once the data are durable, so
+            that consent is asked for after this process has written its part.
         checked: rows whose checksums are compared with those of replicas in other processes.
     """
 
@@ -114,10 +112,10 @@ class Commit:
     async def put_index(self, payload: Payload) -> Committable:
         """Write index file and manifest, and encode the record; on return the files are durable.
 
-        If the request has a `consent`, nothing is written before that is given. May be called
-        again with other paths of the data files; the last result counts.
+        Waits for the request's `consent` before writing. May be called again if paths of data
+        files have changed; the last result counts.
 
-        Cancellation: waits for writes that are running.
+        Cancellation: waits for running writes.
         """
         attempt = self.attempt
         assert attempt is not None and self.layout.catalog is not None
@@ -162,8 +160,8 @@ class Commit:
     ) -> bytes:
         """Encode the record, and add small files to `files`. Blocking."""
         for (name, data), source in zip(small, sources, strict=True):
-            # Files that the store names after the record have a source; others have their names
-            # before. The manifest is in the record itself.
+            # Files with a source get their fixed names only after the record is published. The
+            # manifest is in the record itself.
             if source is None:
                 files.append(FileEntry(name, len(data), crc32c(data)))
             else:
@@ -171,8 +169,8 @@ class Commit:
                 files.append(FixedName.of(name, data, source))
         request, layout = self.request, self.layout
         snapshot = request.snapshot
-        # The chunk index ends with its own CRC, which is left out: the CRC of data followed by
-        # their CRC is a constant, and would bind nothing.
+        # Without the CRC at the end of the chunk index: the CRC of data followed by their own CRC
+        # is a constant, and would verify nothing.
         chunks = index.chunk_index
         return encode_record(
             CommitRecord(

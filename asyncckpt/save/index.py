@@ -30,16 +30,15 @@ NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
-    """The sorted keys of a database and their values; depends on the arrays alone.
+    """The sorted keys of a database and their values; depends only on the arrays.
 
     Attributes:
         columns: the sorted keys, prepared for encoding.
-        chunk: number of the chunk per key, -1 for zarr metadata.
-        inline: index into the inline values per key (templates first, then those of
-            `inline_chunk`), or -1.
+        chunk: chunk number per key, -1 for zarr metadata.
+        inline: index per key into the inline values (`templates`, then `inline_chunk`), or -1.
         templates: distinct `zarr.json` documents.
-        inline_chunk: chunks of the arrays whose only chunk is in the B+tree.
-        inline_key: per such array, the key whose value is its chunk.
+        inline_chunk: chunks stored inline in the B+tree.
+        inline_key: per inline chunk, its key.
     """
 
     columns: KeyColumns
@@ -51,11 +50,11 @@ class Catalog:
 
 
 def make_catalog(arrays: Arrays) -> Catalog:
-    """Return the catalog of these arrays, with the chunks of all processes."""
+    """Return the catalog of the arrays, with the chunks of all processes."""
     templates: dict[bytes, int] = {}
     template_of: list[int] = []
     suffixes_of: list[list[bytes]] = []
-    # Of every part: where its sorted keys are among metadata and chunks in C order.
+    # For every part, the positions of its sorted keys among metadata and chunks in C order.
     places_of: list[int] = []
     for part in arrays.parts:
         data = encode_metadata(part.spec, part.grid.chunk_shape, part.layout.zstd_level)
@@ -66,13 +65,13 @@ def make_catalog(arrays: Arrays) -> Catalog:
         places_of += 0, *places
     nbytes_of = np.fromiter(map(len, itertools.chain.from_iterable(suffixes_of)), np.int64)
     count_of = np.array(list(map(len, suffixes_of)), np.int64)
-    # Names have no slash, so keys of different arrays do not interleave.
+    # Names contain no slash, so keys of different arrays do not interleave.
     stems = list(map(str.encode, arrays.names))
     ends = [stem + b"/" for stem in stems]
     order = sorted(range(len(stems)), key=ends.__getitem__)
     kinds = arrays.part[order]
     pairs = zip(order, kinds.tolist(), strict=True)
-    # Joined with the empty first suffix, every other one follows the name.
+    # The first suffix is empty, so that joining puts the name before each other one.
     text = b"".join([stems[number].join(suffixes_of[kind]) for number, kind in pairs])
     stem_nbytes = np.fromiter(map(len, stems), np.int64, len(stems))[order]
     array, place = expanded(count_of[kinds] - 1)
@@ -82,7 +81,7 @@ def make_catalog(arrays: Arrays) -> Catalog:
     is_chunk = chunk >= 0
     chunk += np.where(is_chunk, arrays.first_chunk[order][array], 0)
     index = np.array(template_of, np.int64)[kinds][array]
-    # Inline chunks, tied ones included, carry their value with every key.
+    # Every key of an inline chunk, tied ones included, has its value.
     value_of_chunk = np.full(arrays.chunk_count, -1, np.int64)
     inline_chunk = arrays.first_chunk[arrays.inline]
     value_of_chunk[inline_chunk] = np.arange(len(inline_chunk)) + len(templates)
@@ -105,8 +104,8 @@ class Index:
 
     Attributes:
         blocks: contents of the index file: B+tree nodes of about 1 MiB, the timeline, and the chunk
-            index; a small file is one block.
-        chunk_index: the end of the file.
+            index; one block if the file is small.
+        chunk_index: the chunk index, at the end of the file.
         manifest: contents of the manifest.
         nbytes: length of the file.
         crc: its CRC-32C.
@@ -123,7 +122,7 @@ class InlineChunks(NamedTuple):
     """Stored chunks of small arrays.
 
     Attributes:
-        data: their bytes, one after the other.
+        data: their bytes, concatenated.
         nbytes: length of each.
     """
 
@@ -139,14 +138,14 @@ class Payload:
     """Output of the data stages of a save, input of the commit.
 
     Attributes:
-        chunks: place and checksum of every row of the plan (one process alone: of every chunk), or,
-            merged, of every chunk of all processes. Inline ones have file -1.
-        inline: stored chunks of all inline arrays that this process writes, in their order.
+        chunks: place and checksum of every row of the plan or, merged, of every chunk of all
+            processes. Inline ones have file -1.
+        inline: stored chunks of all inline arrays that this process writes, in order.
         files: every data file, with a path relative to the database.
         parts: boxes of small leaves that several processes hold in parts, and their values.
-        checked: rows that are compared with replicas of other processes.
-        checked_crc: CRC-32C of the payload of each of them.
-        timeline: when the stages were busy so far.
+        checked: rows to compare with replicas in other processes.
+        checked_crc: payload CRC-32C of each of them.
+        timeline: when the stages have been busy so far.
     """
 
     chunks: ChunkIndex
@@ -163,8 +162,8 @@ def encode_index(
 ) -> Index:
     """Encode B+tree, chunk index and manifest of a save. Blocking.
 
-    `path` of the index file is relative to the database, `save_id` has 16 bytes, and `now_ns` is
-    the commit time in nanoseconds since 1970.
+    The `path` of the index file is relative to the database, `save_id` has 16 bytes, and `now_ns`
+    is the commit time in nanoseconds since 1970.
     """
     chunks = payload.chunks
     templates, inline = catalog.templates, payload.inline
@@ -195,11 +194,8 @@ def encode_index(
         max_inline_value_bytes=INLINE_NBYTES,
         max_decoded_node_bytes=NODE_NBYTES,
     )
-    blocks: list[bytes | bytearray] = [
-        *tree.blocks,
-        encode_timeline(payload.timeline),
-        chunk_index,
-    ]
+    timeline = encode_timeline(payload.timeline)
+    blocks: list[bytes | bytearray] = [*tree.blocks, timeline, chunk_index]
     nbytes = sum(map(len, blocks))
     if nbytes <= NODE_NBYTES:
         blocks = [b"".join(blocks)]

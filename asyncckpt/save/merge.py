@@ -4,15 +4,14 @@
 # Rule 2: replicas are compared before anything is committed. If they differed, one array would
 #   silently be assembled from parts of different values.
 # Rule 3: entries count only once their process has posted that it is ready: by then all of its
-#   files are durable. Entries that are written again get another name, like an index
-#   (`save/commit.py`).
+#   files are durable. Entries that are written again get another name, like an index (`commit.py`).
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from operator import add
 from typing import Any
 
@@ -35,9 +34,8 @@ from asyncckpt.format.entries import (
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
 from asyncckpt.planning.replicas import checked_rows
-from asyncckpt.reports import Timeline
+from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
-from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import InlineChunks, Payload
 from asyncckpt.save.plan_cache import Layout, LayoutCache
 from asyncckpt.save.save import SaveState
@@ -47,20 +45,20 @@ from asyncckpt.spec import DTYPES
 from asyncckpt.tree import where
 
 READS = 16
-"""Entries read at a time."""
+"""Entries read concurrently."""
 
 
 @dataclass(eq=False, repr=False)
 class SharedCommit(Commit):
-    """Commits what all processes have written, as process 0; the others pass their entries on.
+    """Commit of what all processes have written; processes other than 0 pass on their entries.
 
     Attributes:
         round_: messages of the processes about this save.
-        files: returns where the files of this process go, once that is open.
-        state: when all was staged.
+        files: returns the files of this process's attempt, once it is open.
+        state: has the time until all was staged.
         layouts: learns that the trees of the processes may differ.
-        Others: as `Commit`; `after_data` always where this process passes its entries on, because
-            they say when its files were durable.
+        Others: as `Commit`; `after_data` is always set for processes other than 0, because their
+            entries say when their files were durable.
     """
 
     _: KW_ONLY
@@ -79,26 +77,30 @@ class SharedCommit(Commit):
     async def put_index(self, payload: Payload) -> Committable:
         """Write the index of what all processes have written, once all are ready.
 
-        Processes other than 0 pass their entries on. Errors: as `Commit.put_index`, and:
+        Processes other than 0 pass on their entries. Errors: as `Commit.put_index`, and:
 
         Raises:
-            MismatchError: replicas or local values differ, or `overwrite` does; names the leaf or
-                argument, and the processes.
-            UsageError: entries of a process cannot be seen here; names it and its host.
+            MismatchError: replicas, local values or `overwrite` differ; names the leaf or argument,
+                and the processes.
+            UsageError: a process's entries are not visible here; names it and its host.
         """
         if not self.round_.leads:
             return await self._pass_on(self._entries(payload))
         if self._others is None:
-            refuse = (
-                None if self.layout.compared else partial(out_of_step, self.round_, self.layouts)
+
+            def refuse(process: int, message: bytes) -> MismatchError:
+                change = json.loads(message)[0]
+                return out_of_step(self.round_, self.layouts, process, 0, change)
+
+            ready = await self.round_.gathered(
+                "ready", instead="plan", refuse=None if self.layout.compared else refuse
             )
-            ready = await self.round_.gathered("ready", instead="plan", refuse=refuse)
             self._others = await mapped(self._read, sorted(ready.items()), READS)
         snapshot, layout = self.request.snapshot, self.layout
         entries = [self._entries(payload), *self._others]
         self._check_overwrite(entries)
         hosts = self.round_.group.hosts
-        parts = tuple([part_of(one, hosts[one.process]) for one in entries])
+        parts = tuple([_part_of(one, hosts[one.process]) for one in entries])
         spans = [one.facts.get("spans", ()) for one in self._others]
         timelines = list(map(Timeline.from_rows, spans))
         for one in self._others:
@@ -114,14 +116,41 @@ class SharedCommit(Commit):
         return replace(await super().put_index(merged), parts=parts, timelines=timelines)
 
     def _entries(self, payload: Payload) -> Entries:
-        return entries_of(
-            payload,
-            self.layout,
-            self.request.snapshot,
+        """Return the entries of this process."""
+        plan, extents, snapshot = self.layout.plan, payload.chunks, self.request.snapshot
+        process = self.round_.group.process_index
+        written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
+        chunks = plan.row_chunk[list(plan.inline)].tolist()
+        data, nbytes = payload.inline
+        ends = np.cumsum(nbytes)
+        places = zip(chunks, (ends - nbytes).tolist(), ends.tolist(), strict=True)
+        parts = [
+            (held.array, held.box, data if held.writer == process else b"", crc32c(data))
+            for held, data in payload.parts
+        ]
+        scalars = [[snapshot.kinds[leaf], snapshot.values[leaf]] for leaf in snapshot.scalars]
+        return Entries(
             save_id=self.save_id,
-            process=self.round_.group.process_index,
-            overwrite=self.request.overwrite,
-            times=(self.state.blocked_s, time.perf_counter() - self.request.begun),
+            process=process,
+            digest=self.layout.schema_digest,
+            files=payload.files,
+            chunk=plan.row_chunk[written],
+            file=extents.file[written],
+            offset=extents.offset[written],
+            nbytes=extents.nbytes[written],
+            crc=extents.crc32c[written],
+            values={chunk: bytes(data[start:end]) for chunk, start, end in places},
+            parts=Parts.of(parts),
+            checked=plan.row_chunk[payload.checked],
+            checked_crc=payload.checked_crc,
+            scalar=np.array(list(snapshot.scalars), np.int64),
+            scalar_crc=np.array([crc32c(json.dumps(s).encode()) for s in scalars], np.uint32),
+            facts={
+                "scalars": [(leaf, snapshot.values[leaf]) for leaf in snapshot.only_here],
+                "spans": payload.timeline.rows(1),
+                "times": (self.state.blocked_s, time.perf_counter() - self.request.begun),
+                "overwrite": self.request.overwrite,
+            },
         )
 
     def _check_overwrite(self, entries: Sequence[Entries]) -> None:
@@ -140,11 +169,11 @@ class SharedCommit(Commit):
         path = f"{self.save_id}-entries-{entries.process}-{next(self._numbers)}"
         data = await self.compute.run(encode_entries, entries)
         await (await self.files()).pass_on(path, data)
-        part = part_of(entries, self.round_.group.host)
+        part = _part_of(entries, self.round_.group.host)
         return Committable(path.encode(), part.written_nbytes, part.file_count, (part,))
 
     async def _read(self, one: tuple[int, bytes]) -> Entries:
-        """Return the entries of one process, given its number and their path."""
+        """Return the entries of a process, given its number and their path."""
         process, path = one[0], one[1].decode()
         attempt = await self.files()
         data = await taken(attempt, path, self.round_, max_nbytes=MAX_ENTRIES_NBYTES)
@@ -154,7 +183,7 @@ class SharedCommit(Commit):
         return entries
 
     async def _put_late(self, merged: Payload, late: Mapping[int, bytes]) -> None:
-        """Write the chunks that were assembled here, and add their places."""
+        """Write the chunks assembled from parts, and add their places."""
         path = f"d/{self.save_id}-parts{next(self._numbers)}"
         data = b"".join(late.values())
         assert self.attempt is not None
@@ -168,14 +197,20 @@ class SharedCommit(Commit):
         merged.files.append(WrittenFile(path, len(data), crc32c(data)))
 
 
+def _part_of(entries: Entries, host: str) -> ProcessPart:
+    """Return a process's line of the report."""
+    nbytes = sum(file.nbytes for file in entries.files)
+    return ProcessPart(entries.process, host, nbytes, len(entries.files), *entries.facts["times"])
+
+
 class BoxesOfParts:
-    """The parts that all processes have sent of small leaves, sorted.
+    """The parts of small leaves that all processes have sent, sorted.
 
     Attributes:
-        parts: array by array, the boxes of each in C order, equal boxes of several holders by
-            process; their values stay in the order in which they were sent.
-        process: the holder of each.
-        start: where its values begin.
+        parts: sorted by array, then box in C order, then process; their values stay in the order in
+            which they were sent.
+        process: holder of each part.
+        start: offset of its values.
         first: row of the first part of the same box.
     """
 
@@ -183,7 +218,7 @@ class BoxesOfParts:
         every = Parts.joined([one.parts for one in entries])
         process = np.repeat([one.process for one in entries], [len(one.parts) for one in entries])
         columns = every.box.reshape(len(every), 2 * every.box.shape[2]).T
-        # The last key counts most.
+        # The last key is the primary one.
         order = np.lexsort((process, *columns[::-1], every.array))
         self.parts = Parts(
             every.array[order],
@@ -201,13 +236,13 @@ class BoxesOfParts:
         np.maximum.accumulate(self.first, out=self.first)
 
     def by_array(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield each array, and its rows with values: one of the holders of a box sends it."""
+        """Yield each array and its rows with values: one holder of each box sends them."""
         sent = np.flatnonzero(self.parts.nbytes)
         arrays, starts = np.unique(self.parts.array[sent], return_index=True)
         yield from zip(arrays.tolist(), np.split(sent, starts[1:]), strict=False)
 
     def chunk(self, layout: Layout, array: int, rows: npt.NDArray[np.int64]) -> bytes:
-        """Return the only chunk of a small array, assembled from its parts.
+        """Assemble the only chunk of a small array from its parts.
 
         Raises:
             UsageError: parts are missing.
@@ -222,7 +257,7 @@ class BoxesOfParts:
         view = memoryview(self.parts.values)
         pieces = [*map(view.__getitem__, map(slice, starts.tolist(), (starts + nbytes).tolist()))]
         if part.grid.chunk_shape == part.spec.shape and (shape[:, 1:] == part.spec.shape[1:]).all():
-            return b"".join(pieces)  # rows of the array, which follow each other
+            return b"".join(pieces)  # consecutive rows of the array
         values = np.zeros(part.grid.chunk_shape, dtype)
         begins = (offset - part.offset).tolist()
         for begin, extent, piece in zip(begins, shape.tolist(), pieces, strict=True):
@@ -234,12 +269,12 @@ class BoxesOfParts:
 def merge(
     layout: Layout, entries: Sequence[Entries], boxes: BoxesOfParts, named: Callable[[int], str]
 ) -> tuple[Payload, dict[int, bytes]]:
-    """Return places and checksums of all chunks, and the stored bytes of those without a place.
+    """Return places and checksums of all chunks, and the stored bytes of chunks without a place.
 
-    Without a place are the chunks of small leaves whose parts several processes hold.
+    Chunks without a place are assembled from the parts of several processes.
 
     Raises:
-        UsageError: a chunk has no place, or two; names the processes.
+        UsageError: a chunk was written by no process, or twice; names the processes.
     """
     arrays = layout.plan.arrays
     count = arrays.chunk_count
@@ -263,7 +298,7 @@ def merge(
     for array, rows in boxes.by_array():
         chunk = int(arrays.first_chunk[array])
         if seen[chunk]:
-            continue  # a process holds all of it
+            continue  # a process has written all of it
         seen[chunk] = 1
         payload = boxes.chunk(layout, array, rows)
         stored = payload + crc32c(payload).to_bytes(CRC_NBYTES, "little")
@@ -282,7 +317,7 @@ def merge(
 def _disagreement(reason: str) -> UsageError:
     return UsageError(
         f"the processes planned differently ({reason}); nothing was committed. Save again: all "
-        "plans that were kept are dropped"
+        "cached plans were dropped"
     )
 
 
@@ -296,7 +331,7 @@ def compare(
     """Check that replicas and local values are equal on all processes.
 
     Raises:
-        MismatchError: some are not; names the first such leaf and two processes.
+        MismatchError: some differ; names the first such leaf and two processes.
     """
     for one in entries:
         if one.digest != entries[0].digest:
@@ -323,7 +358,7 @@ def _first_difference(
 ) -> tuple[int, int, int] | None:
     """Return the lowest number with different checksums, and two processes that have them.
 
-    `what` is ``scalar`` or ``checked``, and `count` the number of those.
+    `what` is ``scalar`` or ``checked``; the numbers are below `count`.
     """
     crcs, owners = np.zeros(count, np.uint32), np.full(count, -1, np.int64)
     found: tuple[int, int, int] | None = None
@@ -344,17 +379,17 @@ def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:
     """Return the leaf that a chunk belongs to."""
     arrays = layout.plan.arrays
     first = arrays.first_chunk.copy()
-    first[list(arrays.tied)] = arrays.chunk_count  # they have the numbers of earlier arrays
+    first[list(arrays.tied)] = arrays.chunk_count  # they share the chunks of earlier arrays
     array = int(np.flatnonzero(first <= chunk)[-1])
     return snapshot.array_leaf[int(arrays.leaf[array])]
 
 
 def _difference(path: str, one: str, other: str) -> MismatchError:
     return MismatchError(
-        f"{where(path)}: {one} and {other} hold different values of this leaf, or of one shard of "
-        "it; nothing was committed. If every process is to keep its own, wrap it in "
-        "asyncckpt.PerProcess; if the values may differ and one will do, as BatchNorm's statistics "
-        'do, return LeafOptions(replicas="first") for it in leaf_options; else find out why they '
+        f"{where(path)}: {one} and {other} hold different values of this leaf, or of one of its "
+        "shards; nothing was committed. To save the value of each process, wrap it in "
+        "asyncckpt.PerProcess; if any one of the values will do, as for BatchNorm's statistics, "
+        'return LeafOptions(replicas="first") for it in leaf_options; else find out why they '
         "differ",
         path=path,
         expected="equal values",

@@ -1,4 +1,4 @@
-"""Orbax's metadata files, with which Orbax restores an asyncckpt checkpoint where it can."""
+"""Orbax's metadata files, from which Orbax restores an asyncckpt checkpoint if it can."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EMPTY: Mapping[str, Kind] = {
 }
 
 _INT_KEYED = frozenset((PER_PROCESS, "flax.nnx.statelib.State"))
-"""Registered types whose int keys are those of a mapping: the state of an nnx.List has some."""
+"""Registered types whose int keys are mapping keys: the state of an nnx.List has some."""
 
 
 def orbax_files(
@@ -36,7 +36,7 @@ def orbax_files(
 ) -> tuple[Mapping[str, bytes] | None, tuple[str, ...]]:
     """Return Orbax's files by their path in the database, or None and a note with the reason.
 
-    `mirrors` are leaves whose scalars are stored as arrays too, after those of `snapshot`.
+    `mirrors` are leaves whose scalars are also stored as arrays, after those of `snapshot`.
     """
     if plan.arrays.pieces:
         first, *others = plan.arrays.pieces
@@ -68,9 +68,9 @@ def orbax_files(
 
 
 def key_devices(snapshot: Snapshot) -> dict[int, str]:
-    """Return by leaf a device that holds its typed PRNG keys, to which Orbax restores them.
+    """Return, by leaf, a device to which Orbax restores its typed PRNG keys.
 
-    Keys of other processes have none here: Orbax's files are not written for trees that differ.
+    None for keys that only other processes have: Orbax's files are not written for such trees.
     """
     devices: dict[int, str] = {}
     for leaf, facts in snapshot.extra.items():
@@ -84,7 +84,7 @@ def key_devices(snapshot: Snapshot) -> dict[int, str]:
 def _is_sequence(node: Node) -> bool:
     """Return whether the keys of the children are indices to Orbax.
 
-    Those of a type that is registered with `jax.tree_util` without keys are indices, too.
+    They also are for types registered with `jax.tree_util` without keys.
     """
     if node.kind == "registered" and node.type_name not in _INT_KEYED:
         return node.keys == tuple(range(len(node.keys)))
@@ -101,7 +101,7 @@ class _Walk:
         self._devices = key_devices(snapshot)
 
     def leaves(self) -> list[OrbaxLeaf | OrbaxArrays]:
-        """Return leaves and empty containers; most leaves by container."""
+        """Return leaves and empty containers; most leaves are grouped by container."""
         nodes = self._snapshot.structure.nodes
         if not nodes:
             return [self._leaf((), 0)]
@@ -138,7 +138,7 @@ class _Walk:
     def _group(
         self, base: OrbaxPath, sequence: bool, keys: Sequence[str], leaves: Sequence[int]
     ) -> OrbaxArrays | None:
-        """Return the leaves of a container if all are arrays under the names Orbax computes."""
+        """Return the leaves of a container if all are arrays with the names Orbax computes."""
         kinds = list(map(self._snapshot.kinds.__getitem__, leaves))
         group = OrbaxArrays(base, sequence, keys, [self._kind(leaf) for leaf in leaves])
         if "str" in kinds or not self._devices.keys().isdisjoint(leaves):
@@ -148,10 +148,10 @@ class _Walk:
     def _kind(self, leaf: int) -> Kind:
         snapshot = self._snapshot
         python = snapshot.extra[leaf].get("python") if leaf in snapshot.extra else None
-        # Of another library's checkpoint: a Python number that is stored as an array.
+        # A Python number stored as an array in another library's checkpoint.
         if python is not None and python != "bytes":
             return "scalar"
-        # Arrays of JAX are plain ones, too: Orbax then needs no device of the machine that saved.
+        # JAX arrays are plain arrays too, so that Orbax needs no device of the saving machine.
         return "scalar" if snapshot.kinds[leaf] in SCALAR_KINDS else "np.ndarray"
 
     def _leaf(self, path: tuple[tuple[str, bool], ...], leaf: int) -> OrbaxLeaf:

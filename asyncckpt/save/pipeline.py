@@ -1,27 +1,25 @@
-"""The stages of one save wired together: overlapping, each bounded by the one after it.
+"""Pipeline of the overlapping stages of one save, each bounded by the next one.
 
 ::
 
     stage ──► serialize ──► upload ──► commit
-      │ windows in plan order   │ several writes at a time
-      └ slots of the budget ◄───┘ free when written
+      │ windows in plan order   │ several concurrent writes
+      └ slots of the budget ◄───┘ released once written
 
 Compressed chunks are packed into windows of their own. The index is written while the last windows
-are on their way; an object store may give a file another name meanwhile, and then the index is
-written again.
+are being written; if an object store renames a file meanwhile, the index is written again.
 """
 
-# Rule 1: the stages share nothing but queues of slots; a slow stage makes the one before it wait.
-# Rule 2: queues are unbounded; what bounds them is the budget, whose slots their items hold.
-# Rule 3: every slot is released after the last thread is done with it, whatever happens.
+# Rule 1: the stages share only queues of slots; a slow stage makes the one before it wait.
+# Rule 2: queues are bounded only by the budget, whose slots their items hold.
+# Rule 3: every slot is released after its last use by a thread, also after errors.
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,13 +44,13 @@ from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """Stage, serialize and upload of one save, and the index of what they have written.
+    """Stage, serialize and upload of one save, followed by the index.
 
     Attributes:
-        staging: copies leaves into slots, for as long as all stages run.
-        commit: writes the index, or passes this process' entries on.
-        files: where the bytes go.
-        sizes: sizes of files and windows, and writes in flight.
+        staging: copies leaves into slots.
+        commit: writes the index, or passes on this process's entries.
+        files: data files of the attempt.
+        sizes: sizes of files and windows, and the number of concurrent writes.
         reference: hold immutable leaves instead of copying them.
         staged: called when every leaf may be mutated.
     """
@@ -70,7 +68,7 @@ class Pipeline:
         self._recorder = self.staging.recorder
         self._inline = NO_CHUNKS
         self._parts: list[tuple[HeldBox, bytes]] = []
-        self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
+        self._checked_crc: dict[int, int] = {}  # of replicas not written here uncompressed
         self._extents = ChunkIndex(
             file=plan.row_file.copy(),
             offset=plan.row_offset.copy(),
@@ -81,12 +79,12 @@ class Pipeline:
         self._chunks: asyncio.Queue[StagedChunks | None] = asyncio.Queue()
         self._final: asyncio.Queue[FileWindow | StagedWindow | None] = asyncio.Queue()
         self._unfolded = len(plan.windows)
-        self._folded = asyncio.Event()  # all windows are
+        self._folded = asyncio.Event()  # set once all windows are folded
         if not plan.windows:
             self._folded.set()
-        self._turn: asyncio.Event | None = None  # the window taken last by an upload is folded
+        self._turn: asyncio.Event | None = None  # set once the window claimed last is folded
         self._packer: ChunkPacker | None = None
-        packing = 0  # windows that compressed chunks make, at most
+        packing = 0  # at most as many windows of compressed chunks
         if plan.compressed:
             pool = self.staging.window_pool
             nbytes = int(plan.row_payload[list(plan.compressed)].sum())
@@ -98,40 +96,23 @@ class Pipeline:
                 self._compute,
                 emit=self._final.put_nowait,
             )
-        self._packing = min(self.sizes.concurrency, packing)  # slots that are full at a time
+        self._packing = min(self.sizes.concurrency, packing)  # slots being written
         self._streams = min(self.sizes.concurrency, len(plan.windows) + packing)
 
     async def run(self) -> Committable:
-        """Make all files of the save durable, but not the record.
+        """Make all files of the save durable except the record.
 
-        Every leaf was copied before `staged` was called.
+        All leaves are copied or held before `staged` is called.
 
-        Cancellation: waits for copies and writes that are running, then frees all slots.
+        Cancellation: waits for running copies and writes, then releases all slots.
 
         Raises:
             StagingError: names the leaf.
             StoreError: names the file.
         """
         try:
-            async with self._data() as uploads:
-                if uploads and self.files.positional and self.commit.after_data:
-                    await asyncio.wait(uploads)
-                return await self._put_index(uploads)
-        finally:
-            if self._packer is not None:
-                self._packer.release()
-
-    @asynccontextmanager
-    async def _data(self) -> AsyncIterator[Sequence[asyncio.Task[None]]]:
-        """Run the data stages; the block begins when all bytes and checksums are final.
-
-        Yields the uploads that may still be running. After the block all data are durable.
-        """
-        try:
             async with asyncio.TaskGroup() as group:
-                uploads: list[asyncio.Task[None]] = []
-                while len(uploads) < self._streams:
-                    uploads.append(group.create_task(self._upload()))
+                uploads = [group.create_task(self._upload()) for _ in range(self._streams)]
                 if self.files.positional and self._plan.windows:
                     # Creating a file and its blocks takes about as long as copying a window.
                     group.create_task(self.files.open(0))
@@ -143,15 +124,18 @@ class Pipeline:
                 for _ in uploads:
                     self._final.put_nowait(None)
                 await self._folded.wait()
-                yield uploads
+                if uploads and self.files.positional and self.commit.after_data:
+                    await asyncio.wait(uploads)
+                return await self._put_index(uploads)
         finally:
-            self.staging.release()
+            self.staging.release_all()
+            if self._packer is not None:
+                self._packer.release()
 
     async def _put_index(self, uploads: Sequence[asyncio.Task[None]]) -> Committable:
-        """Write the index, and write it again if a file was sent under another name since.
+        """Write the index, and again whenever an upload still running has renamed its file.
 
-        Such a file may be sealed during or after the write of the index. The record refers to the
-        index of the last call, which has the final names.
+        The record refers to the last index, which has the final names.
         """
         files, running = self.files, set(uploads)
         while True:
@@ -163,7 +147,7 @@ class Pipeline:
                 _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
 
     async def _indexed(self) -> Committable:
-        """Write the index of places and checksums as they are now."""
+        """Write the index of the current places and checksums."""
         rows: list[WrittenFile] = []
         for file, (nbytes, crc) in enumerate(zip(self.files.nbytes, self.files.crcs, strict=True)):
             path = self.files.path(file).removeprefix(f"{DATABASE}/")
@@ -188,11 +172,10 @@ class Pipeline:
         if held:
             self.staged()
         if self._packer is not None:
-            # After mutable leaves were copied: their copies are kept, and what is kept counts.
-            await self._packer.reserve(self._packing + 1, beside=staging.most_nbytes)
+            # After copying mutable leaves, because their kept copies count against the budget.
+            await self._packer.reserve(self._packing + 1, spare_nbytes=staging.most_nbytes)
         if staging.grow:
-            # While the caller waits and memory lasts, nothing is done but copying; checksums and
-            # writes follow as soon as either ends.
+            # Only copy while the caller waits and memory lasts; checksums and writes follow.
             await staging.windows(self._final.put_nowait)
         else:
             await staging.windows(self._emit, self._checksums.seal)
@@ -206,18 +189,18 @@ class Pipeline:
             await self._trail(inline)
 
     async def _check_replicas(self) -> None:
-        """Compute the checksums of replicas that this process does not write, or compresses."""
+        """Compute the checksums of replicas that this process compresses or does not write."""
         plan, checked = self._plan, self.commit.checked
         if not checked.size:
             return
-        process = self._recorder.process
-        elsewhere = (plan.row_writer[checked] != process) | np.isin(checked, plan.compressed)
-        self._checked_crc = await self.staging.checksums(checked[elsewhere].tolist())
+        foreign = plan.row_writer[checked] != self._recorder.process
+        rows = checked[foreign | np.isin(checked, plan.compressed)]
+        self._checked_crc = await self.staging.checksums(rows.tolist())
 
     # -- serialize
 
     async def _trail(self, data: bytearray) -> None:
-        """Compute the checksums of inline values, now that the caller no longer waits."""
+        """Append the checksums of inline values, after the caller has been released."""
         start = time.perf_counter()
         rows = list(self._plan.inline)
         nbytes = self._extents.nbytes[rows]
@@ -227,9 +210,9 @@ class Pipeline:
         self._recorder.add("serialize", start, len(data))
 
     async def _seal(self, item: StagedWindow) -> FileWindow:
-        """Compute the checksums of a window that was only copied, and fold it in its turn.
+        """Checksum a window that was only copied, and fold it after the previous window.
 
-        Windows are taken in plan order, so that the one before always comes to its end.
+        Windows are claimed in plan order, so the previous window always finishes.
         """
         before, turn = self._turn, asyncio.Event()
         self._turn = turn
@@ -243,28 +226,22 @@ class Pipeline:
         return self._fold(item, sums)
 
     def _emit(self, item: StagedWindow) -> None:
-        """Hand a window that was sealed when it was copied to the uploads."""
+        """Pass a window that is already sealed to the uploads."""
         assert item.sums is not None
         self._final.put_nowait(self._fold(item, item.sums))
 
     def _fold(self, item: StagedWindow, sums: WindowSums) -> FileWindow:
-        """Return a sealed window with its bytes final; called in plan order."""
+        """Make the bytes of a sealed window final; called in plan order."""
         window, slot = item.window, item.slot
         self._checksums.fold(window, slot.buffer, sums)
         self._unfolded -= 1
         if not self._unfolded:
             self._folded.set()
-        return FileWindow(
-            window.file,
-            window.offset,
-            window.nbytes,
-            slot,
-            window.nbytes,
-            self.staging.written,
-        )
+        nbytes, written = window.nbytes, self.staging.written
+        return FileWindow(window.file, window.offset, nbytes, slot, nbytes, written)
 
     async def _compress(self, packer: ChunkPacker) -> None:
-        """Compress staged chunks, several at a time, and pack them in plan order."""
+        """Compress staged chunks concurrently, and pack them in plan order."""
         compressor = Compressor()
         plan, arrays = self._plan, self._plan.arrays
         running: deque[tuple[StagedChunks, asyncio.Task[list[Compressed]]]] = deque()
@@ -273,8 +250,8 @@ class Pipeline:
                 zstd = [arrays.of(plan.row_array[row]).layout.zstd_level or 0 for row in item.rows]
                 call = self._compressed(compressor, item, zstd)
                 running.append((item, group.create_task(call)))
-                # The queue may be empty because the budget is used up: then nothing more comes
-                # before the oldest has been written and its memory released.
+                # If the queue is empty because the budget is used up, the next chunks come only
+                # after the oldest ones have been written and their memory released.
                 while running and (len(running) > self._compute.count or self._chunks.empty()):
                     await self._place(packer, *running.popleft())
             while running:
@@ -290,13 +267,10 @@ class Pipeline:
             )
 
     async def _place(
-        self,
-        packer: ChunkPacker,
-        chunks: StagedChunks,
-        task: asyncio.Task[list[Compressed]],
+        self, packer: ChunkPacker, chunks: StagedChunks, task: asyncio.Task[list[Compressed]]
     ) -> None:
         made = await task
-        self.staging.give(chunks.slots)
+        self.staging.release(chunks.slots)
         with self._recorder.span("serialize", sum(stored.nbytes for stored in made)):
             places = await packer.write(made)
         extents = self._extents
@@ -304,18 +278,18 @@ class Pipeline:
             extents.file[row], extents.offset[row] = place
             extents.nbytes[row], extents.crc32c[row] = stored.nbytes, stored.crc
         self.files.written(sum(chunks.nbytes) + len(made) * CRC_NBYTES)
-        # These bytes stand for the compressor's output, which is gone only now.
-        self.staging.give((), chunks.extra_nbytes)
+        # Accounts for the compressor's output, which is freed only now.
+        self.staging.release((), chunks.extra_nbytes)
 
     # -- upload
 
     async def _upload(self) -> None:
-        """Write windows one after the other, until the queue ends."""
+        """Write windows until the queue ends."""
         while (item := await self._final.get()) is not None:
-            # Each upload seals at most one window ahead of its write: after `start_save`,
-            # checksums take only the processor time that the device leaves.
+            # Each upload seals only the window that it writes next, so that after `start_save`
+            # checksums take only the processor time that the writes leave.
             window = item if isinstance(item, FileWindow) else await self._seal(item)
             with self._recorder.span("upload", window.nbytes):
                 await self.files.write(window)
-            # A view in this frame would keep a client from sending the buffer as it is.
+            # A view left in this frame would force a client to copy the buffer.
             del item, window

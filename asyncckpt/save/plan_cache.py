@@ -1,4 +1,4 @@
-"""Cached layouts: everything about a save that depends on the tree's schema alone.
+"""Cached layouts: everything about a save that depends only on the tree's schema.
 
 The next save of the same paths, shapes, dtypes and options reuses the plan, sorted keys, templates
 and Orbax's files.
@@ -38,7 +38,7 @@ from asyncckpt.spec import DTYPES, ArraySpec, Shard, array_spec
 from asyncckpt.tree import array_names, names_of_paths, where
 
 CACHED_LAYOUTS = 2
-"""Layouts kept: a training loop saves one tree, sometimes a second one for evaluation."""
+"""Layouts in the cache: a training loop saves one tree, sometimes a second one for evaluation."""
 
 UNEVEN = (
     "the processes have different trees, which Orbax's metadata is not written for; "
@@ -51,22 +51,22 @@ PLANNING_LEAVES = 200
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What all saves of one schema share.
+    """Plan and encoded metadata that all saves of one schema share.
 
     Attributes:
         plan: places of all chunks; arrays of leaves first, then scalars as arrays for Orbax.
-        catalog: sorted keys and templates; None where another process commits.
+        catalog: sorted keys and templates; None if another process commits.
         specs: distinct ways in which arrays are stored.
-        arrays: the arrays of the plan, as the record has them.
-        pieces: offsets and arrays of the leaves that are stored as several, by leaf index.
-        mirrors: leaf index of every scalar that is stored as an array too.
-        orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
-        notes: for the report.
+        arrays: the arrays of the plan, as in the record.
+        pieces: offset and array of each piece, by leaf index.
+        mirrors: leaf indices of scalars that are also stored as arrays.
+        orbax: Orbax's files, by path in the database's directory; None if Orbax cannot restore it.
+        notes: notes for the report.
         digest: SHA-256 (hex) of `specs` and `arrays`.
-        tables: the tables of the record; None where another process commits, or knows a part.
-        schema_digest: digest of the schema on which the processes that save together agreed.
-        fresh: they agreed on it for this save.
-        compared: they compared their schemas before this save, whether or not it is fresh.
+        tables: the tables of the record; None if another process commits or trees differ.
+        schema_digest: digest of the schema on which the processes agreed.
+        fresh: the processes agreed on it for this save.
+        compared: the processes compared their schemas before this save.
     """
 
     plan: SavePlan
@@ -89,7 +89,7 @@ class Limits(NamedTuple):
 
     Attributes:
         budget_nbytes: memory for chunks that are held whole.
-        chunk_nbytes: target size at most, None for no limit.
+        chunk_nbytes: upper limit of the target size, None for no limit.
         chunk_limit_nbytes: largest chunk that can be stored, None for no limit.
     """
 
@@ -103,11 +103,11 @@ class Agreement:
     """Agreement of all processes on one schema.
 
     Attributes:
-        run_id: of the group whose processes agreed.
-        own: digest of this process' schema.
+        run_id: run id of the group that agreed.
+        own: digest of this process's schema.
         partial: this process holds only a part of some leaf.
-        limits: the lowest of all processes.
-        merged: the tree of all processes; None where their schemas are equal.
+        limits: the lowest limits of all processes.
+        merged: the tree of all processes; None if their schemas are equal.
     """
 
     run_id: str
@@ -118,7 +118,7 @@ class Agreement:
 
     @property
     def digest(self) -> str:
-        """Digest of the schema, or of all that were merged and the processes that have them."""
+        """Digest of the schema, or of all merged schemas and their processes."""
         return self.own if self.merged is None else self.merged.digest
 
 
@@ -126,11 +126,10 @@ class LayoutCache:
     """The latest layouts, and agreements of processes, by schema; used on one engine's loop.
 
     Attributes:
-        hits: searches that found one.
+        hits: searches that found a layout.
         misses: searches that found none.
-        may_differ: in some save, the dicts of the processes had different keys, or a leaf changed
-            on some of the processes only; the same on all processes that know an agreement of their
-            group.
+        may_differ: in some save, dicts had different keys on different processes, or a leaf changed
+            only on some of them; equal on all processes that know an agreement of their group.
     """
 
     def __init__(self) -> None:
@@ -141,7 +140,7 @@ class LayoutCache:
         self.may_differ = False
 
     def find(self, key: Sequence[object]) -> Layout | None:
-        """Return the layout made for an equal key, compared part by part, never by hash."""
+        """Return the layout for an equal key; keys are compared part by part, never by hash."""
         for number, (known, layout) in enumerate(self._entries):
             if known == key:
                 self._entries.insert(0, self._entries.pop(number))
@@ -151,36 +150,36 @@ class LayoutCache:
         return None
 
     def forget(self) -> None:
-        """Drop all layouts."""
+        """Drop all layouts and agreements."""
         self._entries.clear()
         self._agreements.clear()
 
     def agreement(self, key: Sequence[object]) -> Agreement | None:
-        """Return what processes agreed on for an equal schema, or None."""
+        """Return the agreement on an equal schema, or None."""
         return next((agreed for known, agreed in self._agreements if known == key), None)
 
     def latest_agreed(self) -> Sequence[object] | None:
-        """Return the schema that was agreed on last, or None."""
+        """Return the schema of the latest agreement, or None."""
         return self._agreements[0][0] if self._agreements else None
 
     def agree(self, key: Sequence[object], agreed: Agreement) -> None:
-        """Keep what processes agreed on, until other schemas replace it."""
+        """Cache an agreement until others replace it."""
         others = [known for known in self._agreements if known[0] != key]
         self._agreements = [(key, agreed), *others[: CACHED_LAYOUTS - 1]]
 
     def keep(self, key: Sequence[object], layout: Layout) -> None:
-        """Keep the layout until others replace it."""
+        """Cache a layout until others replace it."""
         self._entries.insert(0, (key, layout))
         del self._entries[CACHED_LAYOUTS:]
 
 
 class Terms(NamedTuple):
-    """What a layout depends on besides the tree.
+    """Inputs of a layout besides the tree.
 
     Attributes:
-        options: the caller's.
+        options: the caller's options.
         budget_nbytes: memory for chunks that are held whole.
-        sizes: lengths of files and windows.
+        sizes: sizes of files and windows.
         process: number of this process.
         process_count: number of processes that save together.
     """
@@ -203,7 +202,7 @@ def terms_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
         data_file_nbytes=None if size == "auto" else size,
         concurrency=None if streams == "auto" else streams,
     )
-    # The rest of the budget holds the windows that compressed chunks are packed into.
+    # The rest of the budget holds the windows into which compressed chunks are packed.
     if store.capabilities.positional_writes:
         budget_nbytes -= sizes.window_nbytes
     else:
@@ -214,15 +213,11 @@ def terms_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
 async def layout_of(
     snapshot: Snapshot, terms: Terms, *, cache: LayoutCache, compute: Workers
 ) -> Layout:
-    """Return the layout of a snapshot, cached if an earlier one had the same schema.
-
-    Raises:
-        UsageError: as `make_layout`.
-    """
+    """Return the layout of a snapshot: cached, or made with the errors of `make_layout`."""
     key = layout_key(snapshot, terms)
     layout = cache.find(key)
     if layout is None:
-        # A user's function may be slow, too.
+        # A user's function may be slow too.
         if len(snapshot.paths) > PLANNING_LEAVES or terms.options.leaf_options is not None:
             layout = await compute.run(make_layout, snapshot, terms)
         else:
@@ -232,9 +227,9 @@ async def layout_of(
 
 
 def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
-    """Return everything a layout depends on; equal keys give equal layouts."""
+    """Return the key of a layout; equal keys give equal layouts."""
     options, budget_nbytes, sizes, process, process_count = terms
-    # The layout depends on a scalar's text, which Orbax's files hold, or whether a dtype holds it.
+    # Orbax's files contain the text of strings; of other scalars only whether a dtype holds them.
     scalars = [
         value if isinstance(value, str) else scalar_as_array_fits(value)
         for value in snapshot.scalars.values()
@@ -263,7 +258,6 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
 
 def tree_key(snapshot: Snapshot) -> list[object]:
     """Return the parts of a key that describe the tree without the values of scalars."""
-    # Boxes and the processes that hold them are part of the shards.
     divisions: dict[int, object] = {}
     for number, source in snapshot.sources.opened.items():
         if source.shards is not None or source.partition is not None:
@@ -271,7 +265,7 @@ def tree_key(snapshot: Snapshot) -> list[object]:
     return [
         snapshot.paths,
         snapshot.kinds,
-        [*snapshot.array_leaf],  # which grows when scalars are added as arrays
+        [*snapshot.array_leaf],  # copied, because `add_mirrors` extends it
         [*snapshot.sources.specs],  # likewise
         divisions,
         snapshot.tied,
@@ -298,18 +292,18 @@ _MIRROR_SPECS = {
 
 
 def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
-    """Plan this process' part in the saves of one schema. Blocking.
+    """Plan this process's part in the saves of one schema. Blocking.
 
     Raises:
-        UsageError: `leaf_options` returned something that does not fit its leaf, or the shards of
-            a leaf do not fit `layout`; names the path.
+        UsageError: the result of `leaf_options` does not fit its leaf, or the shards of a leaf do
+            not fit `layout`; names the path.
         …: from `leaf_options`; a note names the path.
     """
     options, budget_nbytes, sizes, process, process_count = terms
     names = names_of_paths(snapshot.paths) or array_names(snapshot.structure.parts())
     leaves = _leaf_layouts(snapshot, names, terms)
     mirrors: list[int] = []
-    # Where processes have different trees, each knows only its own scalars.
+    # If trees differ, each process knows only its own scalars.
     for leaf, value in ({} if snapshot.uneven else snapshot.scalars).items():
         if scalar_as_array_fits(value):
             mirrors.append(leaf)
@@ -330,7 +324,7 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
             process_count=process_count,
         )
     except UsageError as error:
-        if error.path in names:  # that of an array
+        if error.path in names:  # the name of an array
             error.path = snapshot.paths[names.index(error.path)]
             error.args = (f"{where(error.path)}: {error}",)
         raise
@@ -384,8 +378,8 @@ def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> Non
         if nbytes > budget_nbytes:
             path = snapshot.paths[snapshot.array_leaf[int(plan.arrays.leaf[array])]]
             raise UsageError(
-                f"{path}: its chunk_shape or its shards make chunks of {nbytes} bytes; what is "
-                f"compressed is held whole, and the budget has {budget_nbytes} for it: pass a "
+                f"{path}: its chunk_shape or its shards make chunks of {nbytes} bytes; chunks to "
+                f"compress are held whole, and the budget has {budget_nbytes} for them: pass a "
                 'smaller chunk_shape, store it with LeafOptions(compression="none"), shard it '
                 "evenly, or raise host_memory_nbytes",
                 path=path,
@@ -395,7 +389,7 @@ def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> Non
 
 
 def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> list[LeafLayout]:
-    """Return how every array is to be stored; one object for all that differ in names only."""
+    """Return the layout of every array; one object for all that differ only in their names."""
     options = terms.options
     level = options.compression_level if options.compression == "zstd" else None
     chunk_nbytes = _bounded(options.chunk_nbytes, level, terms)
@@ -407,7 +401,7 @@ def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> lis
         name = names[leaf]
         first = snapshot.tied.get(number)
         if first is not None:
-            # Other options of this path are ignored: the bytes are stored once, in one dtype.
+            # This path's own options are ignored: the bytes are stored once, in one dtype.
             leaves.append(leaves[first]._replace(name=name, tied_to=first))
             continue
         own = None
@@ -435,7 +429,7 @@ def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> lis
 
 
 def untie(snapshot: Snapshot, options: SaveOptions) -> None:
-    """Part arrays that share all bytes, but are to be stored in different dtypes. Blocking.
+    """Separate arrays that share all bytes, but are stored in different dtypes. Blocking.
 
     Raises:
         …: as `options_of_leaf` and `stored_spec`.
@@ -460,12 +454,12 @@ def untie(snapshot: Snapshot, options: SaveOptions) -> None:
 
 
 def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOptions | None:
-    """Ask `leaf_options` about a leaf.
+    """Return the result of `leaf_options` for a leaf.
 
     Raises:
-        UsageError: it returned neither `LeafOptions` nor None; names the path.
-            Or it raised what ends a program or cancels, such as `SystemExit`.
-        …: what it raised otherwise; a note names the path.
+        UsageError: it returned neither `LeafOptions` nor None, or raised a `BaseException` such as
+            `SystemExit`; names the path.
+        …: any `Exception` that it raised; a note names the path.
     """
     if options.leaf_options is None:
         return None
@@ -474,7 +468,7 @@ def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOpt
     except Exception as error:
         error.add_note(f"raised by leaf_options for {where(path)} ({spec})")
         raise
-    except BaseException as error:  # would end the engine's thread, or pose as a cancellation
+    except BaseException as error:  # would end the engine's thread, or look like a cancellation
         raise UsageError(
             f"{where(path)}: leaf_options raised {type(error).__name__}: {error}; to end a save, "
             "raise an Exception",
@@ -488,20 +482,18 @@ def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOpt
 
 
 def stored_spec(path: str, source: Source, own: LeafOptions) -> ArraySpec:
-    """Return the array's spec in the dtype that its options ask for.
+    """Return the array's spec in the dtype of its options.
 
     Raises:
-        UsageError: a cast is asked for, but its bytes are not numbers; names the path.
+        UsageError: the options ask for a cast of bytes that are not numbers; names the path.
     """
     spec = source.spec
     if own.dtype is None or own.dtype == spec.dtype:
         return spec
     facts = source.extra or {}
-    kind = None
+    kind = "a bytes object" if facts.get("python") == "bytes" else None
     if "prng_impl" in facts:
         kind = "a PRNG key"
-    elif facts.get("python") == "bytes":
-        kind = "a bytes object"
     if kind is not None:
         raise UsageError(
             f"{where(path)}: this leaf is {kind}, which has no values to cast to {own.dtype}; "
@@ -523,7 +515,7 @@ def scalar_as_array_fits(value: Any) -> bool:
 def _bounded(chunk_nbytes: int, level: int | None, terms: Terms) -> int:
     if terms.sizes.chunk_nbytes is not None:
         chunk_nbytes = min(chunk_nbytes, terms.sizes.chunk_nbytes)
-    # A compressed chunk is held twice, whole; four of them must fit, or stages cannot overlap.
+    # A chunk to compress is held whole, twice; stages overlap only if four such chunks fit.
     return chunk_nbytes if level is None else min(chunk_nbytes, terms.budget_nbytes // 4)
 
 
@@ -541,25 +533,18 @@ def _with_options(
     if limit is not None and chunk_nbytes > limit:
         raise UsageError(
             f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
-            f"bytes; this store takes objects in one request, of at most {limit} bytes within the "
-            "budget: pass smaller chunks, or raise host_memory_nbytes",
+            f"bytes; this store writes each object in one request, of at most {limit} bytes within "
+            "the budget: pass smaller chunks, or raise host_memory_nbytes",
             path=path,
             expected=limit,
             found=chunk_nbytes,
         )
-    return LeafLayout(
-        name,
-        spec,
-        _bounded(own.chunk_nbytes or options.chunk_nbytes, level, terms),
-        own.chunk_shape,
-        level,
-        None,
-        *held,
-    )
+    chunk_nbytes = _bounded(own.chunk_nbytes or options.chunk_nbytes, level, terms)
+    return LeafLayout(name, spec, chunk_nbytes, own.chunk_shape, level, None, *held)
 
 
 def _first_only(leaf: LeafLayout, process: int) -> LeafLayout:
-    """Make the lowest holder of every part its only one: replicas may differ."""
+    """Make the lowest holder of every part its only holder, because replicas may differ."""
     if leaf.shards is None:
         return leaf._replace(holders=(min(leaf.holders or (0,)),))
     shards = [Shard(shard.box, (min(shard.holders),)) for shard in leaf.shards]

@@ -1,9 +1,9 @@
 """One save: plan, data stages, commit, publication."""
 
-# Rule 1: an existing checkpoint is reported before the caller goes on: on local disk before
-#   anything is staged; on object stores, where the check takes a round trip, during staging. What
-#   an attempt writes is invisible before its record.
-# Rule 2: the attempt ends in exactly one of publish and abort, also across repeated cancellation.
+# Rule 1: an existing checkpoint is reported before the caller continues: on local disk before
+#   anything is staged; on object stores, where the check takes a round trip, during staging. Files
+#   of an attempt are invisible before its record.
+# Rule 2: the attempt ends with exactly one of publish and abort, even if cancelled repeatedly.
 # Rule 3: once `publish` has been called, its outcome is awaited and is the save's outcome.
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from asyncckpt.save.upload import DataFiles
 from asyncckpt.stores.paths import below
 
 ABORT_S = 30.0
-"""Limit for the clean-up of an aborted save: a store that does not answer would delay the error of
-a passed deadline by minutes. `asyncckpt gc` removes the rest."""
+"""Limit for the clean-up of an aborted save: an unresponsive store would delay a deadline error by
+minutes. `asyncckpt gc` removes the rest."""
 
 
 @dataclass(slots=True, eq=False)
 class SaveState:
     """Visible state of a running save.
 
-    `staged` resolves when every leaf may be mutated: to True if all were copied or are held, to
-    False if the save has ended before.
+    `staged` resolves when every leaf may be mutated: to True if all are copied or held, to False if
+    the save ended earlier.
     """
 
     stage: str = "plan"
@@ -75,11 +75,8 @@ class SaveState:
         """Stage and bytes done."""
         return Progress(self.stage, self.done_nbytes, self.total_nbytes)
 
-    def let_go(self, ended: bool = False) -> None:
-        """Tell the caller that the leaves may be mutated: all were taken, or the save has ended.
-
-        Only the first call has an effect.
-        """
+    def release_leaves(self, ended: bool = False) -> None:
+        """Tell the caller that the leaves may be mutated; only the first call has an effect."""
         if not self.staged.done():
             self.staged.set_result(not ended)
 
@@ -87,10 +84,7 @@ class SaveState:
 async def record_of(
     files: CheckpointFiles, damaged: Callable[[], object] | None = None
 ) -> bytes | None:
-    """Return the commit record of a valid checkpoint, None if there is none.
-
-    `damaged` is called where there is a record that is not valid.
-    """
+    """Return the commit record of a valid checkpoint, or None; call `damaged` if it is invalid."""
     try:
         data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
     except CheckpointNotFoundError:
@@ -105,7 +99,7 @@ async def record_of(
 
 
 async def exists(store: Store, name: str) -> bool:
-    """Return whether there is a valid checkpoint of this name."""
+    """Return whether a valid checkpoint has this name."""
     files = store.files(name)
     try:
         return await record_of(files) is not None
@@ -114,42 +108,37 @@ async def exists(store: Store, name: str) -> bool:
 
 
 async def no_claim() -> int:
-    """Return epoch 0, that of saves without a claim."""
+    """Return 0, the epoch of saves without a claim."""
     return 0
 
 
 class Retaining(Protocol):
-    """What deletes older checkpoints after a save."""
+    """Deletion of older checkpoints after a save."""
 
     def look(self) -> None:
-        """Begin to look for older checkpoints: the save is about to be committed."""
+        """Begin to list older checkpoints, because the save is about to be committed."""
 
     async def forget(self) -> None:
-        """End the look: the save has failed. Waits for it, through cancellations."""
+        """End the listing after a failed save. Waits for its end, even if cancelled."""
         ...
 
     async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
-        """Delete older checkpoints; must not raise.
-
-        Args:
-            report: of the committed save.
-            record: its commit record.
-        """
+        """Delete older checkpoints after a save with this commit record; must not raise."""
         ...
 
 
 @dataclass(eq=False, repr=False)
 class Save:
-    """One save on its way through the engine.
+    """One save, run on the engine.
 
     Attributes:
         runtime: engine, budget and pools.
-        store: where the checkpoint goes.
+        store: destination of the checkpoint.
         layouts: layouts of earlier saves.
-        request: what is saved.
+        request: what to save.
         state: updated as the save proceeds.
         claim: returns the epoch of the session's claim, which the first save makes.
-        retaining: deletes older checkpoints, if anything does.
+        retaining: deletes older checkpoints; None without retention.
     """
 
     runtime: Runtime
@@ -161,24 +150,23 @@ class Save:
     retaining: Retaining | None = None
 
     shared: ClassVar[bool] = False
-    """Whether other processes write to the attempt, too."""
+    """Whether other processes also write to the attempt."""
 
     def __post_init__(self) -> None:
         self._epoch = 0
         self._clean_up_notes: list[str] = []
         self._recorder = Recorder(self.request.begun)
         self._attempt: Attempt | None = None
-        self._record = b""  # once the checkpoint is committed
+        self._record = b""  # set once the checkpoint is committed
         self._others: Sequence[Timeline] = ()
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
         self._location = below(self.store.url, self.request.name)
 
     async def run(self, turn: asyncio.Lock) -> SaveReport:
-        """Commit the checkpoint durably, and let `retaining` delete older ones.
+        """Commit the checkpoint durably, then let `retaining` delete older ones.
 
-        Args:
-            turn: held meanwhile; waiting for it counts against `deadline_s`.
+        Holds `turn` meanwhile; waiting for it counts against `deadline_s`.
 
         Cancellation: aborts the attempt and cleans up, unless publication has begun.
 
@@ -200,7 +188,7 @@ class Save:
                     recorder.add("wait", self.request.taken)
                     report = await self._run()
                     logger.info("%s", report)
-                    # The checkpoint is committed, whatever becomes of older ones.
+                    # The checkpoint stays committed even if retention fails.
                     if self.retaining is None:
                         return report
                     with recorder.span("retain"):
@@ -209,7 +197,7 @@ class Save:
                     return replace(report, timeline=self._timeline())
             except TimeoutError:
                 if self._timeout is None or not self._timeout.expired():
-                    raise  # that of a user's function
+                    raise  # raised by a user's function
                 share = f", at {state.progress.fraction:.0%}" if state.total_nbytes else ""
                 raise DeadlineExceededError(
                     f"{self._location}: the save did not finish within {deadline_s} s (it was in "
@@ -231,7 +219,7 @@ class Save:
             for note in self._clean_up_notes:
                 add_note(error, note)
             logger.info("gave up saving %s: %s", self._location, error)
-            # An error that is kept must not keep staging memory with it.
+            # A stored error must not keep staging memory alive.
             forget_frames(error)
             raise
 
@@ -312,7 +300,7 @@ class Save:
         )
 
     async def _files(self) -> AttemptFiles:
-        """Return where the files go, once that is open."""
+        """Return the attempt, once it is open."""
         assert self._attempt is not None
         return self._attempt
 
@@ -339,12 +327,12 @@ class Save:
             await self._attempt.abort()
 
     def _timeline(self) -> Timeline:
-        """Return the timeline, with those of other processes where they are known."""
+        """Return the timeline, joined with the known ones of other processes."""
         return self._recorder.timeline().joined(self._others)
 
     async def _refuse_existing(self) -> None:
         if await exists(self.store, self.request.name):
-            # It may belong to a process that has taken over.
+            # A process that has taken over may have saved it.
             await self.store.check_claim(self._epoch)
             other = "choose another location" if self.request.step is None else "save another step"
             raise CheckpointExistsError(
@@ -357,7 +345,7 @@ class Save:
         """Make everything but the record durable."""
         request, runtime, store = self.request, self.runtime, self.store
         snapshot, compute = request.snapshot, runtime.engine.compute
-        # Scalars that Orbax wants as arrays are staged after the arrays of the tree.
+        # Scalars that Orbax expects as arrays are staged after the arrays of the tree.
         add_mirrors(snapshot, layout.mirrors)
         staging = Staging(
             layout.plan,
@@ -387,19 +375,19 @@ class Save:
         )
         self.state.stage = "stage"
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._let_go(copied))
+            group.create_task(self._release_leaves(copied))
             group.create_task(commit.put_orbax())
             made = await pipeline.run()
         return staging, made
 
-    async def _let_go(self, copied: asyncio.Event) -> None:
-        """Tell the caller that the state may be mutated, unless a checkpoint is in the way."""
+    async def _release_leaves(self, copied: asyncio.Event) -> None:
+        """Tell the caller that the state may be mutated, unless the checkpoint exists already."""
         if not self.request.overwrite and not self.store.capabilities.positional_writes:
             await self._refuse_existing()
         await copied.wait()
         self.state.blocked_s = time.perf_counter() - self.request.begun
         self.state.stage = "upload"
-        self.state.let_go()
+        self.state.release_leaves()
 
     async def _give_up(self, error: BaseException) -> None:
         """Clean up after a save that ends with this error."""
@@ -408,7 +396,7 @@ class Save:
             async with asyncio.timeout(ABORT_S):
                 await self._abort()
 
-        # Shielded: a second cancellation must not leave half an attempt behind.
+        # Shielded, so that a second cancellation leaves no half attempt behind.
         try:
             await to_completion(abort())
         except TimeoutError:

@@ -5,12 +5,12 @@ A stored chunk is its encoded payload followed by the payload's CRC-32C, little 
 """
 
 # Rule 1: checksums are computed on the staged copy, never on the caller's memory.
-# Rule 2: the CRC of a file is combined from those of its pieces. Only short pieces, whose bytes are
-#   still in the cache, are checksummed twice, which costs less than combining.
-# Rule 3: windows are sealed in any order, by several threads at a time, and folded in plan order,
-#   because the trailer of a chunk that spans windows follows from all of them.
-# Rule 4: bytes of a window that belong to no chunk are zeroed: slots are reused, and bytes of
-#   another checkpoint must not leak into this one.
+# Rule 2: the CRC of a file is combined from the CRCs of its pieces. Only short pieces, whose bytes
+#   are still in the cache, are checksummed twice, which costs less than combining.
+# Rule 3: windows are sealed in any order, by several threads, but folded in plan order, because the
+#   trailer of a chunk that spans windows depends on all of them.
+# Rule 4: bytes of a window outside of chunks are zeroed: slots are reused, and bytes of another
+#   checkpoint must not leak into this one.
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from asyncckpt.ports import Bytes
 
 
 class WindowSums(NamedTuple):
-    """CRC-32C of the parts of one window, independent of the windows before it.
+    """CRC-32C of the parts of one window, independent of earlier windows.
 
     Attributes:
-        head: of the payload that continues a chunk of an earlier window, if there is one.
-        rest: of everything after that payload and its trailer.
-        tail: of the payload that begins in this window and continues in later ones, if any.
+        head: CRC of the payload that continues a chunk of an earlier window, if any.
+        rest: CRC of everything after that payload and its trailer.
+        tail: CRC of the payload that begins in this window and continues in later ones, if any.
     """
 
     head: int
@@ -46,35 +46,34 @@ class WindowSums(NamedTuple):
 
 
 CopyPart = Callable[[Piece, int, Bytes], int]
-"""Copies a part of a piece, from a byte of it on, into a buffer; returns the bytes copied."""
+"""Copies a part of a piece, from a given byte on, into a buffer; returns the bytes copied."""
 
 SHORT_NBYTES = 32 * KIB
-"""Payloads below this size are checksummed twice; combining costs as much as 64 KiB."""
+"""Payloads below this size are checksummed twice; combining costs as much as another 64 KiB."""
 
 
 class WindowChecksums:
     """Checksums of the planned windows; one per save.
 
     Args:
-        crcs: where those of the chunks go.
-        file_crcs: where those of the files go; zeros.
+        crcs: receives the checksums of the chunks.
+        file_crcs: receives the checksums of the files; initially zeros.
     """
 
     def __init__(self, crcs: npt.NDArray[np.uint32], file_crcs: list[int]) -> None:
         self._crcs = crcs
         self._file_crcs = file_crcs
-        self._chunk = 0  # up to the end of the last window that was folded
+        self._chunk = 0  # CRC of the current chunk up to the end of the window folded last
 
     def seal(self, window: Window, buffer: Bytes, copy: CopyPart | None = None) -> WindowSums:
         """Checksum the payloads of a window, and write padding and trailers. Blocking.
 
-        The payloads are in `buffer` already, or are copied into it by `copy`. The trailer of a
-        chunk that began in an earlier window is left to `fold`. Windows come in any order, from any
-        thread.
+        The payloads are already in `buffer`, or `copy` copies them into it. `fold` writes the
+        trailer of a chunk that began in an earlier window. Called in any order, from any thread.
         """
         data = memoryview(buffer)
         head = rest = tail = 0
-        done = end = 0  # `rest` covers what lies before `done`, and what lies before `end` is final
+        done = end = 0  # `rest` covers the bytes before `done`; the bytes before `end` are final
         for piece in window.pieces:
             at = piece.position
             if at > end:
@@ -104,9 +103,9 @@ class WindowChecksums:
         return WindowSums(head, crc32c(data[done : window.nbytes], rest), tail)
 
     def fold(self, window: Window, buffer: Bytes, sums: WindowSums) -> None:
-        """Add a sealed window, in plan order; on return all of its bytes are final.
+        """Add a sealed window, in plan order; on return all its bytes are final.
 
-        Takes about 10 µs, however many chunks the window holds.
+        Takes about 10 µs, regardless of the number of chunks.
         """
         file_crc, end = self._file_crcs[window.file], 0
         if window.pieces:
@@ -127,10 +126,9 @@ class WindowChecksums:
 
 
 def seal_small(data: bytearray, ends: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Write the trailers of small payloads that lie one after the other. Blocking.
+    """Write the trailers of consecutive small payloads, and return the checksums. Blocking.
 
-    Each ends, with room for its trailer, at one of `ends`, which begin with a 0. Returns the
-    checksums of the payloads.
+    `ends` holds 0 and the end of each payload, including the room for its trailer.
     """
     view = memoryview(data)
     crcs = [crc32c(view[a : b - CRC_NBYTES]) for a, b in itertools.pairwise(ends)]
@@ -141,12 +139,12 @@ def seal_small(data: bytearray, ends: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class Compressed(NamedTuple):
-    """A stored chunk that was compressed.
+    """A compressed stored chunk.
 
     Attributes:
         blocks: its bytes, the trailer last.
-        nbytes: length of all of them.
-        crc: CRC-32C of what is before the trailer.
+        nbytes: total length.
+        crc: CRC-32C of the bytes before the trailer.
     """
 
     blocks: list[bytes]
@@ -158,7 +156,7 @@ class Compressor:
     """zstd compression of staged chunks; one per save, used from several threads."""
 
     def __init__(self) -> None:
-        # By thread and level: costly to make, and not thread-safe.
+        # By thread and level: contexts are expensive to make, and not thread-safe.
         self._contexts: dict[tuple[int, int], zstandard.ZstdCompressor] = {}
 
     def compress(
@@ -172,7 +170,7 @@ class Compressor:
         places = zip(starts, nbytes, levels, strict=True)
         if len(starts) == 1 or len(set(levels)) > 1:
             return [self._compress(spans(slots, at, n), n, level) for at, n, level in places]
-        # Small chunks in one slot, in one call: taking the interpreter lock again may wait.
+        # One call for all small chunks of a slot: taking the interpreter lock again may wait.
         buffer = memoryview(slots[0].buffer)
         frames = self._context(levels[0]).multi_compress_to_buffer(
             [buffer[at : at + n] for at, n, _ in places]

@@ -1,4 +1,4 @@
-"""One process' part in a save by several.
+"""One process's part in a save by several processes.
 
 ::
 
@@ -9,15 +9,15 @@
                                        decision, record, publish
     leave ◄───────── outcome ────────── report
 
-Whatever fails on one process ends the round, and with it the save on all.
+Any failure on one process ends the round, and with it the save on all.
 """
 
 # Rule 1: if the plan is known, staging waits for no other process, unless trees may differ by
 #   process (`shared_plan.py`); the first write waits for the attempt.
-# Rule 2: an error of this process is posted before anything is cleaned up, so that the others stop
-#   at once; an error of another process is not posted again.
-# Rule 3: cached plans are dropped after every failure: processes may disagree about them. All of
-#   them drop those of the same saves: each also after a round in which it made no attempt.
+# Rule 2: an error of this process is posted before clean-up, so that the others stop at once; an
+#   error of another process is not posted again.
+# Rule 3: all processes drop their cached plans after every failed round, even if they made no
+#   attempt in it, because they may disagree about the plans.
 #   (test_the_save_after_one_that_a_process_has_refused_works)
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from asyncckpt.save.shared_plan import KNOWN, VISIBLE_S, SharedPlan
 T = TypeVar("T")
 
 JOIN_S = 2.0
-"""How long to look for the attempt before asking whether process 0 has begun it."""
+"""How long to wait for the attempt before checking whether process 0 has begun it."""
 
 NOTE_S = 1.0
-"""How long noting an error may take: the program waits for it."""
+"""Limit for noting an error: the program waits for it."""
 
 LOOK_S = 1.0
-"""Pause between two looks for the record of a process 0 that has fallen silent."""
+"""Seconds between two reads of the record after process 0 has fallen silent."""
 
 
 @dataclass(eq=False, repr=False)
@@ -68,7 +68,7 @@ class SharedSave(Save):
 
     Attributes:
         round_: messages of the processes about this save.
-        lost: numbers of failed rounds whose plans have yet to be dropped.
+        lost: numbers of failed rounds whose plans are not dropped yet.
         Others: as `Save`.
     """
 
@@ -88,10 +88,10 @@ class SharedSave(Save):
         self._joining: asyncio.Task[JoinedAttempt] | None = None
         self._ended_by_others = False
         self._posted = False
-        self._known = False  # the plan is that of an earlier save, and was not compared
-        self._kept = False  # what was written may be part of a checkpoint
+        self._known = False  # the plan of an earlier save is reused without comparing it
+        self._kept = False  # files of this process may be part of a checkpoint
         if not self.round_.leads:
-            self.claim = no_claim  # process 0 saves under its own
+            self.claim = no_claim  # only process 0 claims
 
     async def run(self, turn: asyncio.Lock) -> SaveReport:
         """Take part in committing the checkpoint; as `Save.run`.
@@ -113,26 +113,26 @@ class SharedSave(Save):
             return report
 
     async def _note(self, error: BaseException | None) -> None:
-        """Keep the error that ended the save for the next job; remove the last one after a success.
+        """Note the error that ended the save, for the next job; None removes the last note.
 
-        Each process notes its own errors only. No job continues a one-shot save, which leaves no
-        note.
+        Each process notes only its own errors. One-shot saves leave no notes, because no job
+        continues them.
         """
         if self.request.step is None or not isinstance(self.store, NotingStore):
             return
         note = None
         if error is not None:
-            # The own error may have come back from the round.
+            # The round may have returned this process's own error.
             theirs = getattr(error, "process", None) not in (None, self._process)
             if theirs or isinstance(error, (SaveAbortedError, asyncio.CancelledError)):
                 return
             host, stage = self._group.host, self.state.stage
             note = encode_error(error, process=self._process, host=host, stage=stage)
-        with contextlib.suppress(Exception):  # of a user's store
+        with contextlib.suppress(Exception):  # raised by a user's store
             await to_completion(briefly(self.store.keep_note(self._process, note), limit_s=NOTE_S))
 
     async def _run(self) -> SaveReport:
-        # In its turn: earlier saves may have planned after a later one was refused.
+        # Only now: earlier saves may have planned after a later one was refused.
         if earlier := {number for number in self.lost if number < self.round_.number}:
             self.layouts.forget()
             self.lost -= earlier
@@ -148,12 +148,12 @@ class SharedSave(Save):
         return report
 
     async def _watch(self) -> None:
-        """Return when all have succeeded; raise the error of a process that has failed."""
+        """Wait until all processes have succeeded; raise the error of one that has failed."""
         try:
             await self.round_.watch()
         except Exception as error:
             if self._kept and not self.round_.failed:
-                # Process 0 has fallen silent, or its messages do not come through.
+                # Process 0 has fallen silent, or its messages do not arrive.
                 if await self._is_committed():
                     return
                 self._ended_by_others = True
@@ -172,13 +172,13 @@ class SharedSave(Save):
         )
 
     async def _is_committed(self) -> bool:
-        """Look for the record for as long again as process 0 has been silent."""
+        """Return whether the record appears within another `silence_s`."""
         files = self.store.files(self.request.name)
         end = time.monotonic() + self.round_.silence_s
         try:
             while True:
                 record = None
-                with contextlib.suppress(StoreError):  # such as that of a lost network
+                with contextlib.suppress(StoreError):  # the network may be lost
                     record = await record_of(files)
                 if record is not None and save_id_of(record) == self._save_id:
                     return True
@@ -203,8 +203,8 @@ class SharedSave(Save):
 
     async def _begin(self) -> None:
         if not self.round_.leads:
-            # The first write waits for it.
-            self._joining = self._joining or self._tasks.create_task(self._joined())
+            # The first write waits for this task.
+            self._joining = self._joining or self._tasks.create_task(self._join())
         elif self._attempt is None:
             await super()._begin()
             self.round_.begun()
@@ -214,44 +214,40 @@ class SharedSave(Save):
         return await self._share() if self._attempt is None else self._attempt
 
     async def _share(self) -> JoinedAttempt:
-        """Return this process' share of the attempt, once it is joined."""
+        """Return this process's share of the attempt, once it has joined."""
         assert self._joining is not None
         return await asyncio.shield(self._joining)
 
-    async def _joined(self) -> JoinedAttempt:
-        try:
-            return await self._join()
-        except Exception as error:
-            await self._post(error)  # before it cancels all the rest
-            raise
-
     async def _join(self) -> JoinedAttempt:
-        """Join the attempt of process 0 once it appears; refuse a place that is not shared."""
+        """Join the attempt of process 0 once it appears; refuse a location that is not shared."""
         begun_at: float | None = None
-        while True:
-            try:
-                return await self.store.join(
-                    self.request.name,
-                    self._save_id,
-                    process=self._group.process_index,
-                    timeout_s=JOIN_S,
-                    private=self.request.options.private,
-                )
-            except CheckpointNotFoundError:
-                await self.round_.post_name()
-                if self._known:
-                    await self.round_.post(KNOWN, b"+")
-                if begun_at is None and self.round_.has_begun():
-                    begun_at = time.monotonic()
-            if begun_at is not None and time.monotonic() - begun_at > VISIBLE_S:
-                raise UsageError(
-                    f"{self._location}: {self._group.named(0)} has begun this save, and "
-                    f"{self._group.named(self._group.process_index)} cannot see it: this is no "
-                    "place that all processes share, as one host's disk and memory:// are not; "
-                    "pass a directory that every host mounts or the URL of a bucket, or "
-                    'coordinator="single" with a root per process',
-                    location=self._location,
-                )
+        try:
+            while begun_at is None or time.monotonic() - begun_at <= VISIBLE_S:
+                try:
+                    return await self.store.join(
+                        self.request.name,
+                        self._save_id,
+                        process=self._process,
+                        timeout_s=JOIN_S,
+                        private=self.request.options.private,
+                    )
+                except CheckpointNotFoundError:
+                    await self.round_.post_name()
+                    if self._known:
+                        await self.round_.post(KNOWN, b"+")
+                    if begun_at is None and self.round_.has_begun():
+                        begun_at = time.monotonic()
+            raise UsageError(
+                f"{self._location}: {self._group.named(0)} has begun this save, but "
+                f"{self._group.named(self._process)} cannot see it: the processes do not share "
+                "this location, as with a host's own disk or memory://; pass a directory that "
+                "every host mounts or the URL of a bucket, or "
+                'coordinator="single" with a root per process',
+                location=self._location,
+            )
+        except Exception as error:
+            await self._post(error)  # before the task group cancels all other tasks
+            raise
 
     def _committing(self, layout: Layout) -> Commit:
         return SharedCommit(
@@ -280,7 +276,7 @@ class SharedSave(Save):
         try:
             await self.round_.post("ready", made.record)
         except StoreError as error:
-            # The message may have arrived, and process 0 have committed.
+            # The message may have arrived nevertheless, and process 0 may have committed.
             if not await self._is_committed():
                 raise self._unknown(error) from error
         else:
@@ -298,7 +294,7 @@ class SharedSave(Save):
     async def _outcome(self) -> None:
         """Wait until the save has succeeded.
 
-        Cancellation: withdraws from the save, unless its success is decided; then waits.
+        Cancellation: withdraws from the save, or waits if its success is already decided.
         """
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
@@ -318,7 +314,7 @@ class SharedSave(Save):
         await super()._give_up(error)
 
     async def _abort(self) -> None:
-        """Abort the attempt, or end the share of it if what was written may be a checkpoint's."""
+        """Abort the attempt; only leave it if its files may be part of a checkpoint."""
         await super()._abort()
         if self._joining is not None:
             self._joining.cancel()
@@ -328,12 +324,12 @@ class SharedSave(Save):
                 await (share.leave() if self._kept else share.abort())
 
     async def _post(self, error: BaseException) -> None:
-        """Tell all processes why this one failed, unless another's failure was the reason."""
+        """Tell all processes why this one failed, unless another one failed first."""
         if not self._ended_by_others and not self._posted:
             await to_completion(self._withdraw(error))
 
     async def _withdraw(self, error: BaseException) -> bool:
-        """Abort the save on all processes; return False if it was decided before."""
+        """Abort the save on all processes; return False if its success was already decided."""
         self._posted = True
         aborted = await briefly(self.round_.abort(self._reason(error), self.state.stage))
         if aborted or self.round_.failed:

@@ -1,14 +1,14 @@
-"""The plan of a save by several processes: agreed on once per schema, then kept by each."""
+"""The plan of a save by several processes: agreed on once per schema, then cached by each."""
 
-# Rule 1: nothing is exchanged where this process knows the schema from an earlier save of its
-#   group. Processes that do not agree on that find out before anything is committed.
-# Rule 2: where the trees of processes differ, or may, they compare digests before each save: a leaf
-#   that appears on one process changes what the others have to stage, and once they have staged,
-#   their callers may mutate the rest. A leaf that has changed on one process may do so again, as
-#   the buffers of a data loader in a `PerProcess` do. An agreement that all processes know holds
-#   without another exchange; this is also how an agreement of an earlier group is taken over.
-# Rule 3: all processes have equal chunk grids: the limits that memory and store put on chunks are
-#   the lowest of all processes, settled with the first plan.
+# Rule 1: nothing is exchanged if this process knows the schema from an earlier save of its group.
+#   If another process does not, they find out before anything is committed.
+# Rule 2: if the trees of processes differ, or may, the processes compare digests before each save:
+#   a leaf that appears on one process changes what the others must stage, and once they have
+#   staged, their callers may mutate the rest. A leaf that has changed on one process may change
+#   again, like the buffers of a data loader in a `PerProcess`. An agreement that all processes know
+#   needs no further exchange, even if an earlier group made it.
+# Rule 3: all processes have equal chunk grids: memory and store limit chunks to the lowest limits
+#   of all processes, agreed on with the first plan.
 # Rule 4: if schemas differ, every process merges the same schemas to the same result.
 
 from __future__ import annotations
@@ -48,23 +48,25 @@ from asyncckpt.save.plan_cache import (
 from asyncckpt.save.snapshot import SaveRequest, Snapshot, completed
 
 KNOWN = "known"
-"""Posted by a process that has a plan already, and waits for an attempt that does not appear."""
+"""Posted by a process that already has a plan while it waits for the attempt to appear."""
 
 VISIBLE_S = 15.0
 """How long a begun attempt or a passed-on file may stay invisible: network file systems cache
 directories for some seconds."""
+
+SHARED_OPTIONS = "chunk_nbytes", "compression", "compression_level", "layout", "tree", "private"
 
 
 class _Proposal(NamedTuple):
     """What a process tells process 0 before a save, as a JSON array.
 
     Attributes:
-        change: first leaf that differs from an earlier save; empty if none does.
-        digest: of its schema.
+        change: first leaf that differs from an earlier save; empty for none.
+        digest: digest of its schema.
         partial: it holds only a part of some leaf.
         kept: digest of its earlier agreement on this schema; empty for none.
-        known: that agreement is one of this group.
-        limits: its own.
+        known: this group made that agreement.
+        limits: its own limits.
     """
 
     change: str
@@ -81,8 +83,8 @@ class SharedPlan:
 
     Attributes:
         round_: messages of the processes about this save.
-        request: what is saved.
-        attempt: returns the files of the attempt, once that is open.
+        request: what to save.
+        attempt: returns the files of the attempt, once it is open.
         compute: worker threads.
     """
 
@@ -92,7 +94,7 @@ class SharedPlan:
     compute: Workers
 
     async def agree(self, terms: Terms, cache: LayoutCache) -> tuple[Snapshot, Layout]:
-        """Return the tree, completed by what other processes have, and this process' layout.
+        """Return the tree of all processes, and this process's layout.
 
         Raises:
             MismatchError: the trees cannot be merged; names path and processes.
@@ -124,7 +126,7 @@ class SharedPlan:
         layout = replace(layout, schema_digest=agreed.digest, fresh=not known, compared=compared)
         return snapshot, layout
 
-    # -- when the schema is new, or may be new to another process
+    # -- if the schema is new, or may be new to another process
 
     async def _agreement(
         self, terms: Terms, change: str, kept: Agreement | None, cache: LayoutCache
@@ -165,11 +167,11 @@ class SharedPlan:
         return replace(agreed, merged=await run(merge_schemas, schemas, self._tree())), False
 
     async def _settle(self, own: _Proposal, cache: LayoutCache) -> dict[str, Any]:
-        """Find out whether all processes save the same, as process 0."""
+        """Compare the proposals of all processes, as process 0."""
         found = await self.round_.gathered(
             "plan",
             instead=KNOWN,
-            refuse=lambda process, _: _out_of_step(self.round_, cache, 0, process, own.change),
+            refuse=lambda process, _: out_of_step(self.round_, cache, 0, process, own.change),
         )
         every = [own, *(_Proposal(*json.loads(message)) for message in found.values())]
         kept = own.kept != "" and all(one.kept == own.kept for one in every)
@@ -225,30 +227,28 @@ class SharedPlan:
         return tree
 
 
-def out_of_step(round_: Round, cache: LayoutCache, process: int, message: bytes) -> MismatchError:
-    """Return the error for a process that plans anew while process 0 reuses its plan."""
-    return _out_of_step(round_, cache, process, 0, json.loads(message)[0])
-
-
-def _out_of_step(
+def out_of_step(
     round_: Round, cache: LayoutCache, changed: int, other: int, change: str
 ) -> MismatchError:
-    """Return the error; process 0 has all processes compare their trees from now on."""
+    """Return the error for a process that plans anew while another reuses its plan.
+
+    Process 0 then has all processes compare their trees before each save.
+    """
     cache.may_differ = True
     group = round_.group
     return MismatchError(
         f"{change or 'the tree'}: this has changed on {group.named(changed)} since an earlier "
-        f"save, or is new to it, and not on {group.named(other)}, which had begun to copy under "
+        f"save, or is new to it, but not on {group.named(other)}, which had begun to copy under "
         "an earlier plan; nothing was saved. Save the same tree, with the same shardings and "
-        "options, on all processes. If leaves are to change on some of them only, save again: from "
-        "now on the processes compare their trees before each save, as they do from the first one "
-        'on with SaveOptions(tree="union")',
+        "options, on all processes. If leaves may change on some processes only, save again: from "
+        "now on the processes compare their trees before each save, as they always do with "
+        'SaveOptions(tree="union")',
         path=change or None,
     )
 
 
 def first_change(before: Sequence[Any] | None, after: Sequence[Any]) -> str:
-    """Return the path of the first leaf that differs from an earlier save, if there is one."""
+    """Return the path of the first leaf that differs from an earlier save, or an empty string."""
     if before is None:
         return ""
     old, new = _by_path(before), _by_path(after)
@@ -257,7 +257,7 @@ def first_change(before: Sequence[Any] | None, after: Sequence[Any]) -> str:
 
 
 def _by_path(key: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
-    """Return kind and array of every leaf of a schema's key."""
+    """Return kind and array of every leaf in a schema's key, by path."""
     paths, kinds, array_leaf, specs, divisions = key[:5]
     arrays = [(spec, divisions.get(number)) for number, spec in enumerate(specs)]
     array_of = dict(zip(array_leaf, arrays, strict=True))
@@ -265,10 +265,10 @@ def _by_path(key: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
 
 
 async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: int) -> bytes:
-    """Return a file that another process has passed on, waiting until it is visible.
+    """Return a file that another process has passed on, once it is visible.
 
     Raises:
-        UsageError: it stays invisible here.
+        UsageError: it is not visible here after `VISIBLE_S`.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + VISIBLE_S
@@ -287,7 +287,7 @@ async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: 
 
 
 def schema_key(request: SaveRequest) -> Sequence[Any]:
-    """Return the key of this process' part of the schema; compared part by part."""
+    """Return the key of this process's part of the schema; compared part by part."""
     return [*tree_key(request.snapshot), _shared_options(request), request.options.leaf_options]
 
 
@@ -327,12 +327,4 @@ def schema_of(request: SaveRequest) -> Schema:
 
 def _shared_options(request: SaveRequest) -> dict[str, Any]:
     """Return the options that must be equal on all processes, because the plan depends on them."""
-    options = request.options
-    return {
-        "chunk_nbytes": options.chunk_nbytes,
-        "compression": options.compression,
-        "compression_level": options.compression_level,
-        "layout": options.layout,
-        "tree": options.tree,
-        "private": options.private,
-    }
+    return {name: getattr(request.options, name) for name in SHARED_OPTIONS}

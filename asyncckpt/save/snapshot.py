@@ -1,7 +1,7 @@
-"""Snapshot of a tree: structure and scalars as they are at the call, and its arrays opened.
+"""Snapshot of a tree: its structure and scalars at the time of the call, and its arrays opened.
 
-Taken in the caller's thread, before the first await of a save: later changes of the tree's
-containers and scalars do not reach it.
+Made in the caller's thread, before the first await of a save, so that later changes of containers
+and scalars do not affect it.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ NAMED_PROCESSES = 8
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A tree taken apart.
+    """Columns of a flattened tree.
 
     Attributes:
         structure: its containers.
         paths: path of every leaf.
-        kinds: per leaf the scalar kind, or the framework of an array.
-        values: per leaf the JSON of a scalar, None for arrays.
+        kinds: per leaf, the scalar kind, or the framework of an array.
+        values: per leaf, the JSON of a scalar, None for arrays.
         scalars: the scalar values themselves, by leaf index.
-        sources: the arrays, in leaf order; when they are staged, then scalars that are stored as
-            arrays too (`add_mirrors`).
+        sources: the arrays, in leaf order, followed, once staging begins, by scalars that are also
+            stored as arrays (`add_mirrors`).
         array_leaf: leaf index of each array.
         tied: arrays that share all bytes with an earlier one, by array index.
         extra: facts saved with the bytes, by leaf index.
         nbytes: bytes of all arrays; tied ones count once.
-        held: what this process holds of each array, where others have another tree; by array index.
-        only_here: leaf indices of scalars that process 0 lacks, and learns from this process.
-        uneven: some leaves are on some of the processes only.
+        held: this process's part of each array, by array index, if the trees of processes differ.
+        only_here: leaf indices of scalars that process 0 lacks and this process sends to it.
+        uneven: some leaves exist only on some processes.
     """
 
     structure: Structure
@@ -74,10 +74,7 @@ class Snapshot:
     uneven: bool = False
 
     def add(self, leaf: int, source: Source, adapter: ArrayAdapter, first: int) -> None:
-        """Add the array of a leaf.
-
-        `first` is the number of the earlier array whose bytes it shares, or else its own number.
-        """
+        """Add the array of a leaf; `first` is the first array with its bytes, or its own number."""
         number = len(self.array_leaf)
         if first != number:
             self.tied[number] = first
@@ -89,13 +86,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Consent:
-    """Permission that a save waits for before its record is made.
+    """Permission that a save needs before it writes its record.
 
     Attributes:
         asked: called on the engine, possibly more than once, when this process has written its
             part.
-        given: awaited by the process that commits, possibly more than once; returns what is added
-            to the metadata. Its errors end the save.
+        given: awaited by the process that commits, possibly more than once; returns additional
+            metadata. Its errors end the save.
     """
 
     asked: Callable[[], None]
@@ -104,7 +101,7 @@ class Consent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveRequest:
-    """What a caller wants saved, as of the call.
+    """Arguments of a save call, with a snapshot of the tree.
 
     Attributes:
         name: name of the checkpoint in its store.
@@ -113,12 +110,12 @@ class SaveRequest:
         metadata: the user's JSON object.
         metrics: the user's numbers.
         overwrite: replace a checkpoint of this name.
-        options: how to save.
+        options: options of this save.
         progress: called as the save proceeds.
         stall_first: copying has priority, because the caller waits for it.
-        consent: what the commit waits for, if anything.
+        consent: permission that the commit waits for, if any.
         begun: `perf_counter` at the call.
-        taken: the same when the tree had been taken.
+        taken: `perf_counter` when the snapshot was complete.
     """
 
     name: str
@@ -138,18 +135,17 @@ class SaveRequest:
 def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     """Copy the tree's structure and scalars, and open its arrays for staging.
 
-    Without `adapters`, those of the imported frameworks are used.
+    `adapters` defaults to those of the imported frameworks.
 
     Raises:
         UnsupportedLeafError: names the path of every leaf that cannot be saved, and what can.
-        UsageError: the tree holds itself or is too deep.
+        UsageError: the tree contains itself or is too deep.
     """
     adapters = adapters_for_loaded_frameworks() if adapters is None else adapters
     flat = flatten(tree, adapters.nodes)
     leaves, count = flat.leaves, len(flat.leaves)
     snapshot = Snapshot(flat.structure, flat.paths, ["numpy"] * count, [None] * count)
-    # These columns decide what a small leaf costs the caller: an ordinary array needs no object
-    # and no call.
+    # Columns keep small leaves cheap for the caller: an ordinary array needs no object and no call.
     known = _PlainSpecs()
     spec_of = [known[a.dtype, a.shape] if type(a) is np.ndarray else None for a in leaves]
     opened: dict[int, tuple[Source, ArrayAdapter]] = {}
@@ -203,7 +199,7 @@ class _PlainSpecs(dict[tuple[np.dtype[Any], tuple[int, ...]], ArraySpec | None])
 
 
 def _tied(sources: Sources) -> dict[int, int]:
-    """Return the first array with the same bytes for each that shares those of an earlier one."""
+    """Return, for each array that shares the bytes of earlier ones, the first of them."""
     identities: list[Any] = [
         None if a is None else id(a) if a.base is None else memory_identity(a)
         for a in sources.plain
@@ -221,9 +217,9 @@ def _tied(sources: Sources) -> dict[int, int]:
 
 
 def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: int) -> Snapshot:
-    """Return the tree of all processes, with this process' values.
+    """Return the tree of all processes, with this process's values.
 
-    Arrays of other processes have sources without shards, and their scalars no value.
+    Arrays that only other processes have get sources without shards; such scalars have no value.
     """
     own = {ordinal: leaf for leaf, ordinal in enumerate(merged.ordinals[process])}
     number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
@@ -291,7 +287,7 @@ def check_alone(snapshot: Snapshot) -> None:
 
 
 def tree_nbytes(tree: Any) -> int:
-    """Return the bytes of the tree's arrays that go through staging buffers; tied ones once.
+    """Return the bytes of the tree's arrays that need staging buffers; tied ones count once.
 
     Raises:
         UnsupportedLeafError: names the path of every leaf that cannot be saved.
@@ -321,7 +317,7 @@ def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAda
         source = found.source(path, value)
     except AsyncCheckpointError:
         raise
-    except Exception as error:  # of a subclass, or of a value that is traced
+    except Exception as error:  # raised by a subclass or a traced value
         raise unreadable(path, value, error) from error
     rank = len(source.spec.shape)
     if rank > MAX_RANK:
@@ -336,7 +332,7 @@ def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAda
 
 
 def _of_all(refused: list[UnsupportedLeafError]) -> UnsupportedLeafError:
-    """Return one error that names every leaf, so that a user can fix all of them at once."""
+    """Return one error that names all refused leaves, so that a user can fix them together."""
     first = refused[0]
     if len(refused) == 1:
         return first

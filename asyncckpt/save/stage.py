@@ -1,15 +1,15 @@
 """Stage: device or caller's memory to host buffers that the save owns.
 
-When all windows and chunks are staged, or `hold_immutable` was successful, the caller may mutate,
-donate or free every leaf.
+Once all windows and chunks are staged, or `hold_immutable` has returned True, the caller may
+mutate, donate or free every leaf.
 """
 
 # Rule 1: windows leave in plan order: checksums of files and of chunks that span windows are
-#   folded from left to right. (They are copied, and each sealed by itself, in any order.)
+#   folded from left to right. (Windows are copied and sealed in any order.)
 # Rule 2: a window's slot is taken before its copy is scheduled, so that the budget bounds work as
 #   well as memory; a cancelled task that never ran has nothing to release.
-# Rule 3: a slot is in `held` from before its copy until its release. Whatever fails in between, in
-#   this stage or a later one, `release` releases exactly those that are still held.
+# Rule 3: a slot is in `held` from before its copy until its release. If this stage or a later one
+#   fails in between, `release_all` releases exactly the slots still held.
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 Seal = Callable[[Window, Bytes, CopyPart], WindowSums]
-"""Fills a buffer with a window's payloads, which it has copied part by part, and their trailers."""
+"""Fills a buffer with a window's payloads, copied part by part, and their trailers."""
 
 GROUP_NBYTES = 64 * MIB
-"""Bytes copied by one call of a worker while the caller waits: a hop between threads costs about
-0.1 ms, the copy of 8 MiB 0.4 ms."""
+"""Bytes that one worker call copies while the caller waits: a hop between threads costs about
+0.1 ms, copying 8 MiB 0.4 ms."""
 
 CALLS_PER_THREAD = 4
-"""Each thread makes at least as many calls, if there are enough windows."""
+"""Minimum number of copy calls per thread, if there are enough windows."""
 
 IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
-"""Frameworks whose arrays never change: a reference is as good as a copy until one is donated."""
+"""Frameworks with immutable arrays: a reference is as good as a copy until the array is donated."""
 
 GROUPED_NBYTES = 1 * MIB
-"""Small chunks are compressed together up to this size: alone, each would hop between threads four
-times, for half a millisecond, and hold two slots."""
+"""Largest group of small chunks that are compressed together: alone, each would hop between threads
+four times, for half a millisecond, and hold two slots."""
 
 GROUPED_ALIGNMENT = 64
-"""Alignment of grouped chunks in bytes: elements are copied fastest at multiples of their size."""
+"""Alignment of grouped chunks in bytes: aligned elements are copied fastest."""
 
 INLINE_ARRAYS = 1024
-"""Small arrays copied by one call that holds the interpreter lock, for about 0.3 ms."""
+"""Small arrays copied by one call, which holds the interpreter lock for about 0.3 ms."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +72,8 @@ class StagedWindow:
     """A window whose payloads are in `slot`.
 
     Attributes:
-        window: what goes in.
-        slot: where it is.
+        window: the planned window.
+        slot: the slot with its payloads.
         sums: its checksums; None until they are computed.
     """
 
@@ -84,13 +84,13 @@ class StagedWindow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedChunks:
-    """Whole chunks, to be compressed: a large one in consecutive slots, or small ones in one.
+    """Whole chunks to compress: one large chunk in consecutive slots, or small ones in one slot.
 
     Attributes:
-        rows: of the chunks, in plan order.
-        starts: where each begins, in bytes from the start of the first slot.
-        nbytes: length of each.
-        slots: where they are.
+        rows: rows of the chunks, in plan order.
+        starts: offset of each chunk from the start of the first slot, in bytes.
+        nbytes: length of each chunk.
+        slots: the slots with the chunks.
         extra_nbytes: bytes of the budget held for the compressor's output, besides the slots.
     """
 
@@ -108,11 +108,13 @@ class Staging:
     Attributes:
         plan: places of all chunks.
         snapshot: the leaves.
-        pool: slots of chunks that are compressed.
-        window_pool: slots of windows.
+        pool: slots for chunks to compress.
+        window_pool: slots for windows.
         compute: threads that copy.
         grow: allocate up to the whole budget, because the caller waits for the copies.
-        recorder: notes when copies are made.
+        recorder: records the spans of copies.
+        held: slots that are not released yet.
+        extra_nbytes: bytes of the budget held besides slots.
         referenced_nbytes: bytes of leaves that are held instead of copied.
     """
 
@@ -130,14 +132,12 @@ class Staging:
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
-        self.extra_nbytes = 0  # of the budget, besides slots
+        self.extra_nbytes = 0
         self.referenced_nbytes = 0
         self._copies_nbytes = 0
 
     async def inline(self) -> bytearray:
-        """Copy every chunk that goes into the B+tree, in the order of `plan.inline`.
-
-        Each is followed by room for its trailer.
+        """Copy the chunks of `plan.inline` in order, each followed by room for its trailer.
 
         Cancellation: waits for the copy.
 
@@ -153,27 +153,26 @@ class Staging:
     ) -> None:
         """Stage every window, and hand them to `emit` in plan order.
 
-        With `seal`, which computes checksums of what it has copied, each window is copied and
-        sealed by one call of a worker. Without it, windows are only copied, and kept back until all
-        are or a slot is missing that only the consumer can free: copying has the processors and the
-        memory bandwidth to itself.
+        With `seal`, one worker call copies and checksums each window. Without it, windows are only
+        copied, and kept back until all are copied or the pool runs out of slots, so that nothing
+        else takes processor time or memory bandwidth from copying.
 
-        Cancellation: waits for copies that are running; `release` releases the slots still held.
+        Cancellation: waits for running copies; `release_all` releases the slots still held.
 
         Raises:
             StagingError: names the leaf.
         """
         windows, pool = self.plan.windows, self.window_pool
-        # One thread, if it gets stuck, must not take the whole budget with it.
+        # A single stuck thread must not hold the whole budget.
         most = max(1, min(GROUP_NBYTES // pool.slot_nbytes, pool.capacity // 4))
-        # Every thread makes several calls, so that all of them end at about the same time.
+        # Each thread makes several calls, so that all end at about the same time.
         most = min(most, -(-len(windows) // (CALLS_PER_THREAD * self.compute.count)))
         if seal is not None:
-            most = 1  # the first write begins after the first call
-        # Copies run ahead of `emit`, as far as there are slots, but end in any order.
+            most = 1  # so that the first write begins after the first call
+        # Copies run ahead of `emit` while there are slots, and end in any order.
         running: deque[asyncio.Task[list[StagedWindow]]] = deque()
-        early: deque[StagedWindow] = deque()
-        give = early.append if seal is None else emit
+        kept: deque[StagedWindow] = deque()
+        receive = kept.append if seal is None else emit
         async with asyncio.TaskGroup() as group:
             if self.grow and windows:
                 group.create_task(pool.prepare(len(windows)))
@@ -181,13 +180,13 @@ class Staging:
             while done < len(windows):
                 slots = pool.take_ready(min(most, len(windows) - done))
                 if not slots and running:
-                    # A running copy may free nothing, but its windows may be all that the
-                    # consumer lacks: waiting for a slot first could wait for ever.
-                    await _emit_oldest(running, give)
+                    # The consumer may need the windows of a running copy before it can free a
+                    # slot: waiting for a slot first could deadlock.
+                    await _emit_oldest(running, receive)
                     continue
                 if not slots:
-                    while early:
-                        emit(early.popleft())
+                    while kept:
+                        emit(kept.popleft())
                     slots = await pool.take(1, grow=self.grow)
                 self.held.update(slots)
                 part = windows[done : done + len(slots)]
@@ -195,23 +194,23 @@ class Staging:
                 copy = self.use(slots, self._copy_windows, part, slots, seal)
                 running.append(group.create_task(copy))
                 if len(running) > self.compute.count:
-                    await _emit_oldest(running, give)
+                    await _emit_oldest(running, receive)
             while running:
-                await _emit_oldest(running, give)
-        while early:
-            emit(early.popleft())
+                await _emit_oldest(running, receive)
+        while kept:
+            emit(kept.popleft())
 
     async def chunks(self, emit: Callable[[StagedChunks], None]) -> None:
         """Stage every chunk that will be compressed, and hand them to `emit` in plan order.
 
-        Each group holds slots for its payloads and as many bytes again for what the compressor
-        makes, taken at once: compression never waits for memory while it holds some.
+        Each group takes slots for its payloads and as many bytes again for the compressor's output
+        at once, so that compression never waits for memory while it holds some.
         Cancellation, errors: as `windows`.
         """
         budget = self.pool.budget
         for rows, starts, nbytes in self._groups():
             count = max(1, -(-(starts[-1] + nbytes[-1]) // self.pool.slot_nbytes))
-            # Fewer where both together exceed the part of the budget that comes back.
+            # Fewer extra bytes if both together exceed the part of the budget that is not kept.
             held = count * self.pool.slot_nbytes
             extra = max(0, min(held, budget.capacity - budget.kept - held))
             slots = await self.pool.take(count, grow=self.grow, extra=extra)
@@ -222,7 +221,7 @@ class Staging:
             emit(chunks)
 
     def _groups(self) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        """Yield rows of chunks that are compressed together, their starts, and their lengths."""
+        """Yield the rows, starts and lengths of the chunks that are compressed together."""
         plan = self.plan
         most = min(GROUPED_NBYTES, self.pool.slot_nbytes)
         rows: list[int] = []
@@ -243,11 +242,11 @@ class Staging:
             yield rows, starts, sizes
 
     async def checksums(self, rows: Sequence[int]) -> dict[int, int]:
-        """Return the CRC-32C of the payload of each of these rows, which need not be written here.
+        """Return the payload CRC-32C of each row, including rows that other processes write.
 
         Cancellation, errors: as `windows`.
         """
-        # A wait for more slots than the budget has would never end.
+        # More slots than the budget has would never become free.
         count = min(self.compute.count, len(rows), max(1, self.pool.capacity // 4))
         slots = await self.pool.take(count, grow=self.grow) if count else []
         self.held.update(slots)
@@ -258,11 +257,11 @@ class Staging:
         found: dict[int, int] = {}
         for crcs in await together(calls):
             found |= crcs
-        self.give(slots)
+        self.release(slots)
         return found
 
     async def parts(self) -> list[tuple[HeldBox, bytes]]:
-        """Copy the boxes that this process holds of small leaves that no process holds whole.
+        """Copy this process's boxes of small leaves that no process holds whole.
 
         Cancellation, errors: as `windows`.
         """
@@ -270,11 +269,11 @@ class Staging:
         return await self.compute.run(self._copy_parts, parts) if parts else []
 
     async def hold_immutable(self) -> bool:
-        """Hold immutable leaves and copy all others; return False if those are too many.
+        """Hold immutable leaves by reference and copy the others; return whether there was room.
 
-        Afterwards the caller may mutate everything that can be mutated; staging goes on from what
-        is held. The copies count in the budget until `forget`. Where they would take more than
-        half of it, or leave too little for the largest of what is staged, nothing is done.
+        On True, the caller may mutate all mutable leaves, and staging continues from the references
+        and copies. The copies count in the budget until `forget`. False, with nothing copied, if
+        they would take more than half of it or leave too little for the largest window or chunk.
         """
         plan = self.plan
         inline = set(plan.arrays.inline.tolist())
@@ -286,7 +285,7 @@ class Staging:
         ]
         nbytes = sum(nbytes_of[leaf] for leaf in mutable)
         budget = self.pool.budget
-        # Slots that compressed chunks are packed into are kept for as long.
+        # Slots for packing compressed chunks are kept just as long.
         packing = self.window_pool.held_nbytes if plan.compressed else 0
         room = budget.capacity - budget.kept - self.most_nbytes - packing
         if nbytes > max(0, min(budget.capacity // 2, room)):
@@ -304,7 +303,7 @@ class Staging:
 
     @property
     def most_nbytes(self) -> int:
-        """Bytes of the budget that the largest window or chunk takes at once."""
+        """Budget bytes of the largest window or chunk."""
         plan, slot_nbytes = self.plan, self.pool.slot_nbytes
         most = self.window_pool.held_nbytes if plan.windows else 0
         if plan.compressed:
@@ -313,8 +312,8 @@ class Staging:
         return most
 
     def forget(self) -> None:
-        """Drop all references to leaves: what the caller drops is freed at once."""
-        self._give_copies()
+        """Drop all references to leaves, so that the caller can free them."""
+        self._release_copies()
         self._readers.clear()
         self.sources.forget()
 
@@ -328,19 +327,19 @@ class Staging:
         try:
             return await self.compute.run(function, *args, **kwargs)
         except ThreadAbandonedError as error:
-            self.give(slots, error=error)
+            self.release(slots, error=error)
             raise
 
-    def release(self) -> None:
+    def release_all(self) -> None:
         """Release everything that is still held."""
-        self._give_copies()
-        self.give([*self.held], self.extra_nbytes)
+        self._release_copies()
+        self.release([*self.held], self.extra_nbytes)
         self._readers.clear()
 
-    def give(
+    def release(
         self, slots: Sequence[Slot], extra_nbytes: int = 0, *, error: BaseException | None = None
     ) -> None:
-        """Release slots and extra bytes; `error` is how their last use ended."""
+        """Release slots and extra bytes; `error` is the error of their last use."""
         self.held.difference_update(slots)
         for slot in slots:
             slot.pool.release([slot], error)
@@ -349,16 +348,16 @@ class Staging:
             self.pool.budget.release(extra_nbytes)
 
     def written(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
-        """Release a slot that was written; discard it where a client may still be sending it."""
+        """Release a slot that was written; discard it if a client may still be sending it."""
         self.held.discard(slot)
         if reusable:
             slot.pool.release([slot], error)
         else:
             slot.pool.discard([slot])
 
-    def _give_copies(self) -> None:
+    def _release_copies(self) -> None:
         self.pool.budget.keep(-self._copies_nbytes)
-        self.give((), self._copies_nbytes)
+        self.release((), self._copies_nbytes)
         self._copies_nbytes = 0
 
     # -- in worker threads
@@ -397,8 +396,8 @@ class Staging:
         return staged
 
     def _copy_part(self, piece: Piece, start: int, out: Bytes) -> int:
-        """Copy as much of a piece, from byte `start` on, as is best checksummed at once."""
-        # Anything but one run of bytes is gathered, or fetched from its device, as a whole.
+        """Copy the part of a piece from byte `start` on that is best checksummed at once."""
+        # Chunks that are not one run of bytes are gathered, or fetched from a device, as a whole.
         run = self.plan.row_source[piece.row] >= 0
         nbytes = min(out.size, CACHED_NBYTES) if run else out.size
         start += piece.start
@@ -450,11 +449,10 @@ class Staging:
             raise self._failed(self._leaf_of[array], error) from error
 
     def _copy_inline(self) -> bytearray:
-        """Copy the chunks of `plan.inline`, one after the other, each with a gap behind it."""
         arrays, inline = self.plan.arrays, self.plan.inline
         owners = self.plan.row_array[list(inline)]
         leaves = arrays.leaf[owners].tolist()
-        # Specs that one chunk stores unchanged; other leaves are padded in it, or cast.
+        # Specs stored unchanged as one chunk; other leaves are padded or cast.
         stored = [p.spec if p.grid.chunk_shape == p.spec.shape else None for p in arrays.parts]
         wanted = list(map(stored.__getitem__, arrays.part[owners].tolist()))
         plain, specs, gap = self.sources.plain, self.sources.specs, bytes(TRAILER_NBYTES)
@@ -467,12 +465,13 @@ class Staging:
             for place, (values, spec, same) in enumerate(
                 zip(payloads, found, wanted[group], strict=True), start
             ):
-                # Equal specs are nearly always one object.
+                # Equal specs are nearly always the same object.
                 if values is None or spec is not same:
                     leaf, row = leaves[place], inline[place]
                     view = self.sources[leaf].view if spec == same else None
                     if view is None:
-                        view = self._inline_payload(int(owners[place]), row)
+                        view = np.empty(int(self.plan.row_payload[row]), np.uint8)
+                        self._copy(int(owners[place]), row, 0, view.nbytes, view)
                     payloads[place - start] = view
             try:
                 data += gap.join(payloads)
@@ -481,12 +480,6 @@ class Staging:
             data += gap
         self.recorder.add("stage", since, len(data))
         return data
-
-    def _inline_payload(self, array: int, row: int) -> Bytes:
-        """Copy the only chunk of an array."""
-        payload = np.empty(int(self.plan.row_payload[row]), np.uint8)
-        self._copy(array, row, 0, payload.nbytes, payload)
-        return payload
 
     def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:
         copies: list[tuple[HeldBox, bytes]] = []
@@ -531,7 +524,7 @@ class Staging:
 async def _emit_oldest(
     running: deque[asyncio.Task[list[StagedWindow]]], emit: Callable[[StagedWindow], None]
 ) -> None:
-    """Wait for the copy that began first, and emit its windows unless it has failed."""
+    """Wait for the oldest copy, and emit its windows unless it has failed."""
     task = running[0]
     await asyncio.wait((task,))
     running.popleft()
@@ -548,7 +541,7 @@ def _held_nbytes(source: Source) -> int:
 
 
 def _copied(arena: Arena, source: Source, adapter: ArrayAdapter, shard: int) -> npt.NDArray[Any]:
-    """Copy the values of a shard, out of its view if there is one."""
+    """Copy the values of a shard, from its view if it has one."""
     shape, view = source.spec.shape, source.view
     if source.shards is not None:
         shape, view = source.shards[shard].box.shape, source.views[shard]

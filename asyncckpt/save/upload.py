@@ -1,10 +1,10 @@
 """Upload: stored bytes to durable data files.
 
-`DataFiles` writes windows: on local disk at their places, to an object store by one request each.
-Compressed chunks, whose size is not planned, are packed into windows first (`ChunkPacker`).
+`DataFiles` writes windows: on local disk at their offsets, to an object store with one request
+each. `ChunkPacker` first packs compressed chunks, whose sizes are not planned, into windows.
 """
 
-# Rule 1: a slot is free when the write of it has returned; the flush of its file needs no memory.
+# Rule 1: a slot is free once its write has returned; flushing the file needs no memory.
 # Rule 2: a file is sealed once, after its last write; a failed seal ends the attempt.
 # Rule 3: a buffer that an object store's client may still be sending is not reused.
 
@@ -27,7 +27,7 @@ from asyncckpt.save.commit import DATABASE, Opened
 from asyncckpt.save.serialize import Compressed
 
 Done = Callable[[Slot, BaseException | None, bool], None]
-"""Called with a slot whose write has ended, its error, and whether the slot may be reused."""
+"""Called when a write has ended: with its slot, its error, and whether the slot may be reused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,9 +36,9 @@ class FileWindow:
 
     Attributes:
         file: number of the file.
-        offset: where the window begins in it.
+        offset: offset of the window in the file.
         nbytes: its length.
-        slot: where the bytes are.
+        slot: the slot with its bytes.
         counted_nbytes: bytes reported as progress once it is written.
         done: called once with the slot.
     """
@@ -61,19 +61,19 @@ class _Open:
 
 @dataclass(eq=False, repr=False)
 class DataFiles:
-    """Data files of one attempt, written window by window and sealed once they have their length.
+    """Data files of one attempt, written window by window and sealed at their full length.
 
     Attributes:
-        attempt: returns where the files go, once that is open.
-        stem: prefix of the names of the files, which contains the attempt's save id.
-        nbytes: length of each file, which is final before its last window is written, and without
+        attempt: returns the attempt once it is open.
+        stem: prefix of the file names; contains the save id.
+        nbytes: length of each file: final before its last window is written, and without
             positional writes before the first.
         crcs: CRC-32C of each file.
-        window_nbytes: size of all windows of a file but the last.
-        written: called with the bytes of progress of every window that is written.
-        positional: the store has `StoreCapabilities.positional_writes`; otherwise each window of a
-            file is one request, whose body is the slot itself.
-        renames: number of files that a store has sent again under another name.
+        window_nbytes: size of all windows of a file except the last.
+        written: called with the progress in bytes after each write.
+        positional: the store has `StoreCapabilities.positional_writes`; otherwise each window is
+            one request, whose body is the slot itself.
+        renames: number of files that the store has sent again under another name.
     """
 
     attempt: Opened
@@ -96,7 +96,7 @@ class DataFiles:
         return f"{DATABASE}/d/{self.stem}-{file}" if opened is None else opened.path
 
     async def open(self, file: int) -> _Open:
-        """Create a file, once: further callers wait for the first."""
+        """Create a file once; concurrent callers wait for the first."""
         opened, nbytes = self._files.get(file), self.nbytes[file]
         if opened is None:
             opened = self._files[file] = _Open(self.path(file))
@@ -109,9 +109,9 @@ class DataFiles:
         return opened
 
     async def write(self, window: FileWindow) -> None:
-        """Write a window; with the last one of its file, seal the file.
+        """Write a window, and seal its file after the last one.
 
-        Windows come in any order and several at a time. On return `window.done` was called.
+        Windows may be written concurrently and in any order. `window.done` is always called.
 
         Cancellation: waits for the write, as `DataFile.write` does.
         """
@@ -120,12 +120,12 @@ class DataFiles:
             assert opened.file is not None
             nbytes = window.nbytes
             if self.positional:
-                # Whole pages, which keeps the writes direct; `seal` cuts the file to its length.
+                # Whole pages keep the writes direct; `seal` truncates the file to its length.
                 nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-            # No view of the slot stays in this frame: its memory is freed with the client's.
+            # No view of the slot stays in this frame, so its memory is freed with the client's.
             reusable = await opened.file.write(window.offset, window.slot.body(nbytes))
         except BaseException as error:
-            # The client of an object store may still be sending it.
+            # An object store's client may still be sending it.
             window.done(window.slot, error, self.positional)
             raise
         window.done(window.slot, None, reusable)
@@ -139,23 +139,21 @@ class DataFiles:
 
 
 class ChunkPacker:
-    """Packs compressed chunks into windows of data files that follow those of other windows.
+    """Packing of compressed chunks into windows of data files that follow the planned ones.
 
-    A file ends before the chunk with which it would exceed its size; a larger chunk gets a file of
-    its own.
+    A file ends before the chunk that would exceed its size; a larger chunk gets its own file.
 
     Args:
         files: data files of the attempt.
-        target_nbytes: size of a file at most; without positional writes also that of a slot, so
-            that its length is known when it is opened.
-        pool: where slots come from, each for one window.
+        target_nbytes: largest size of a file; without positional writes, files also fit one slot,
+            so that their length is known when they are opened.
+        pool: the pool of slots, one per window.
         compute: threads that copy.
-        emit: takes a window that is full, or the last of its file.
+        emit: receives each full window, and the last one of each file.
     """
 
     # Invariant: the slots are taken before the first chunk is staged and kept until the last one
-    # is written. Taken later, a slot would wait for budget held by staged chunks, which wait for
-    # that very slot.
+    # is written. A slot taken later could wait for budget held by staged chunks that wait for it.
 
     def __init__(
         self,
@@ -174,26 +172,26 @@ class ChunkPacker:
         self._pool = pool
         self._compute = compute
         self._emit = emit
-        self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()  # None: to be replaced
+        self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()  # None: needs a replacement
         self._reserved: set[Slot] = set()
         self._kept = 0
-        self._slot: Slot | None = None  # with the bytes of the last file that are not emitted
+        self._slot: Slot | None = None  # the last file's bytes that are not emitted yet
 
-    async def reserve(self, count: int, *, beside: int = 0) -> None:
-        """Take `count` slots, or fewer that fit half of the budget that is not kept.
+    async def reserve(self, count: int, *, spare_nbytes: int = 0) -> None:
+        """Take up to `count` slots, at least one, within half of the budget that is not kept.
 
-        Leaves `beside` bytes of the budget free, unless a single slot needs them.
+        Leaves `spare_nbytes` of the budget free, unless that leaves no slot.
         """
         budget = self._pool.budget
         free = budget.capacity - budget.kept
-        count = max(1, min(count, min(free // 2, free - beside) // self._pool.held_nbytes))
+        count = max(1, min(count, min(free // 2, free - spare_nbytes) // self._pool.held_nbytes))
         self._reserved.update(await self._pool.take(count))
         self._keep(count)
         for slot in self._reserved:
             self._ready.put_nowait(slot)
 
     def release(self) -> None:
-        """Return all slots, and the budget of discarded ones that were not replaced."""
+        """Release all slots, and the budget of discarded ones that were not replaced."""
         self._keep(-self._kept)
         self._pool.release(self._reserved)
         self._reserved.clear()
@@ -206,7 +204,7 @@ class ChunkPacker:
         self._pool.keep(count)
 
     def done(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
-        """Take back a slot that was emitted; discard it where it may not be reused."""
+        """Take back an emitted slot; discard it if it may not be reused."""
         if error is None and reusable:
             self._ready.put_nowait(slot)
             return
@@ -218,11 +216,11 @@ class ChunkPacker:
         if error is None:
             self._ready.put_nowait(None)
         else:
-            self._keep(-1)  # a discarded slot is counted by the pool
+            self._keep(-1)  # the pool counts a discarded slot
         self._pool.discard([slot], keep=error is None)
 
     async def write(self, chunks: Sequence[Compressed]) -> list[tuple[int, int]]:
-        """Pack the next chunks; return file number and offset of each, which are final."""
+        """Pack the next chunks; return the final file number and offset of each."""
         lengths, crcs = self._files.nbytes, self._files.crcs
         places: list[tuple[int, int]] = []
         for chunk in chunks:
@@ -238,7 +236,8 @@ class ChunkPacker:
                 self._finish(file - 1)
             blocks = [block for chunk in stored for block in chunk.blocks]
             if len(stored) > 1:
-                blocks = [b"".join(blocks)]  # small ones: one copy more costs less than a call each
+                # An extra copy of small chunks costs less than a call for each.
+                blocks = [b"".join(blocks)]
             await self._write(file, offset, blocks)
             for chunk in stored:
                 crc = combine(crcs[file], chunk.crc, chunk.nbytes - CRC_NBYTES)
@@ -246,7 +245,7 @@ class ChunkPacker:
         return places
 
     async def _write(self, file: int, offset: int, blocks: list[bytes]) -> None:
-        """Copy the blocks into slots; emit those that are full and not the last of the file."""
+        """Copy the blocks into slots; emit full slots except the last one of the file."""
         size = self._pool.slot_nbytes
         while blocks:
             start = offset % size
@@ -278,14 +277,14 @@ class ChunkPacker:
     def _emit_slot(self, file: int, offset: int, nbytes: int) -> None:
         slot, self._slot = self._slot, None
         assert slot is not None
-        # Slots are reused: what another checkpoint left behind must not be written.
+        # Slots are reused: bytes of another checkpoint must not be written.
         slot.buffer[nbytes : -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES] = 0
-        # Its bytes were counted when the chunks were packed.
+        # Progress was reported when the chunks were packed.
         self._emit(FileWindow(file, offset, nbytes, slot, 0, self.done))
 
 
 def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int]:
-    """Copy blocks into the slot from `start` on; return those that did not fit, and the end."""
+    """Copy blocks into the slot from `start` on; return the remaining blocks and the end."""
     for number, block in enumerate(blocks):
         room = slot.buffer.size - start
         data = np.frombuffer(block, np.uint8)

@@ -111,5 +111,5 @@ def skipped(kind: type[PendingSave], engine: Engine, report: SaveReport) -> Pend
     job: Job[SaveReport] = Job(engine)
     job.future.set_result(report)
     state = SaveState()
-    state.let_go()
+    state.release_leaves()
     return kind(job, state, location=report.location, step=report.step)

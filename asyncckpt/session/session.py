@@ -304,15 +304,15 @@ class Session:
         """Hand the save to the engine."""
         state = SaveState()
         # Whatever ends the job also ends the wait for staging.
-        let_go = partial(state.let_go, ended=True)
+        release = partial(state.release_leaves, ended=True)
         if self.processes.alone:
-            job = self.call(partial(self._save, request, state), let_go)
+            job = self.call(partial(self._save, request, state), release)
         else:
             busy: bool | None = None
             if request.stall_first and request.options.on_overlap != "wait":
                 busy = bool(self.saves.pending())  # process 0 decides by its own
             save = partial(self._save_together, request, state, busy)
-            job = self._call_together("save", _call(request.step), save, let_go)
+            job = self._call_together("save", _call(request.step), save, release)
         job.drained = True
         return kind(job, state, location=location, step=request.step)
 

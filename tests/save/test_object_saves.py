@@ -118,7 +118,7 @@ async def test_a_chunk_larger_than_a_request_is_refused(sim: Simulator, client: 
         leaf_options=lambda path, spec: LeafOptions(chunk_shape=(30 * MIB,)),
     )
     url, storage = where(sim, client, f"chunk-{client}/final")
-    with pytest.raises(asyncckpt.UsageError, match=r"^w: .*takes objects in one request"):
+    with pytest.raises(asyncckpt.UsageError, match=r"^w: .*writes each object in one request"):
         await asyncckpt.save(url, {"w": noise(30 * MIB)}, options=options, storage_options=storage)
     assert not sim.objects("bucket")
 

@@ -58,7 +58,7 @@ async def test_checksums_of_chunks_and_files_are_those_of_their_bytes(
         files[window.file][window.offset : end] = slot.buffer[: window.nbytes].tobytes()
         # What is written is whole pages.
         assert not slot.buffer[window.nbytes : -(-window.nbytes // 4096) * 4096].any()
-        staged.staging.give([slot])
+        staged.staging.release([slot])
     assert file_crcs == [crc32c(file) for file in files]
     for row, crc in enumerate(crcs.tolist()):
         start = int(plan.row_offset[row])

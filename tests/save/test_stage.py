@@ -40,7 +40,7 @@ async def test_windows_leave_in_plan_order_and_hold_every_byte_once(workers: Wor
             item = await queue.get()
             assert item.window is window
             found.extend(payload(staged, item))
-            staged.staging.give([item.slot])
+            staged.staging.release([item.slot])
 
     async with asyncio.TaskGroup() as group:
         group.create_task(consume())
@@ -56,7 +56,7 @@ async def test_windows_that_hold_the_whole_budget_are_not_kept_back(workers: Wor
 
     def emit(item: StagedWindow) -> None:
         found.append(item)
-        staged.staging.give([item.slot])
+        staged.staging.release([item.slot])
 
     async with asyncio.timeout(30):
         await staged.staging.windows(emit)
@@ -79,7 +79,7 @@ async def test_chunks_take_their_slots_and_room_for_the_compressor_at_once(
         groups.append(chunks)
         held = len(chunks.slots) * SLOT
         assert staged.budget.in_use == 2 * held == held + chunks.extra_nbytes
-        staged.staging.give(chunks.slots, chunks.extra_nbytes)
+        staged.staging.release(chunks.slots, chunks.extra_nbytes)
 
     await staged.staging.chunks(emit)
     assert [row for chunks in groups for row in chunks.rows] == sorted(
@@ -103,7 +103,7 @@ async def test_a_leaf_that_cannot_be_copied_is_named_and_release_returns_everyth
     assert (error.path, error.stage) == ("a", "stage")
     monkeypatch.undo()
     assert staged.staging.held
-    staged.staging.release()
+    staged.staging.release_all()
     assert staged.budget.in_use == 0
 
 
@@ -131,13 +131,13 @@ async def test_a_cancelled_stage_waits_for_its_copies(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
-    staged.staging.release()
+    staged.staging.release_all()
     assert staged.budget.in_use == 0
 
 
 async def test_what_is_forgotten_is_referred_to_no_more(workers: Workers) -> None:
     staged = Staged(TREE, workers)
-    await staged.staging.windows(lambda item: staged.staging.give([item.slot]))
+    await staged.staging.windows(lambda item: staged.staging.release([item.slot]))
     staged.staging.forget()
     assert all(source.leaf is source.view is None for source in staged.snapshot.sources)
     assert isinstance(staged.snapshot.sources.adapter(0), NumpyAdapter)

@@ -145,7 +145,7 @@ async def test_what_is_reserved_leaves_room_for_what_is_kept_and_for_the_next_ch
     budget = packed.pool.budget
     await packed.pool.acquire(kept * SLOT)
     budget.keep(kept * SLOT)
-    await packed.packer.reserve(9, beside=beside * SLOT)
+    await packed.packer.reserve(9, spare_nbytes=beside * SLOT)
     assert budget.in_use == budget.kept == (kept + count) * SLOT
     packed.packer.release()
     assert budget.in_use == budget.kept == kept * SLOT
