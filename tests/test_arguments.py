@@ -117,7 +117,7 @@ class Number(float):
         (np.zeros(2, [("a", "f4")]), "one array per field"),
         (np.longdouble(1), "cast it to float64"),
         (np.datetime64(1, "s"), r"x\.astype\('int64'\)"),
-        (np.zeros((1,) * 33), "33 dimensions, a checkpoint's have at most 32; reshape it"),
+        (np.zeros((1,) * 33), "33 dimensions, checkpoints store at most 32; reshape it"),
     ],
 )
 async def test_an_unsupported_leaf_is_named_and_told_what_to_do(

@@ -1,8 +1,8 @@
-"""Sets of processes that hold chunks, and the balanced choice of those that write them."""
+"""Sets of processes that hold chunks, and the balanced choice of the writer of each chunk."""
 
 # Rule 1: all holders of a chunk compute the same result, although each knows only its own chunks.
-#   The chunks of one set of holders are assigned at a time, larger sets first: a set levels out
-#   only what its members write for the sets that include it, which all of them know.
+#   Chunks are assigned per set of holders, larger sets first: the loads that a set balances come
+#   only from sets that include it, which all of its members know.
 # Rule 2: large chunks go one by one to the process with the least to write; small ones follow in
 #   contiguous runs that even out the difference.
 
@@ -18,14 +18,14 @@ Processes = tuple[int, ...]
 
 
 class Holders:
-    """The sets of processes that hold the leaves and shards of the plan of one process.
+    """The sets of processes that hold the leaves and shards of one process's plan.
 
-    A set may have thousands of members. One that is passed again as the same object is not hashed
-    or compared again, so that a leaf costs the same in small and large jobs.
+    A set may have thousands of members. The same object is hashed and compared only once, so that
+    a leaf costs the same in small and large jobs.
 
     Attributes:
-        sets: the distinct sets, sorted, by number.
-        includes_own: whether this process is in the set, by number.
+        sets: the distinct sets by number, each sorted.
+        includes_own: whether each set includes this process.
     """
 
     def __init__(self, process: int = 0, process_count: int = 1) -> None:
@@ -34,7 +34,7 @@ class Holders:
         self.sets: list[Processes] = []
         self.includes_own: list[bool] = []
         self._numbers: dict[Processes, int] = {}
-        # Keeps the objects alive: another one could get the same id otherwise.
+        # Keeps the objects alive, because another object could get the same id.
         self._seen: dict[int, tuple[Processes | None, int]] = {}
 
     def number(self, processes: Processes | None) -> int:
@@ -52,19 +52,19 @@ class Holders:
         return number
 
     def common(self, numbers: Iterable[int]) -> int:
-        """Return the number of the set of processes that all these sets have in common."""
+        """Return the number of the intersection of these sets."""
         distinct = sorted(set(numbers))
         if len(distinct) == 1:
             return distinct[0]
         shared = set.intersection(*(set(self.sets[number]) for number in distinct))
-        return self.number(tuple(sorted(shared)))
+        return self.number(tuple(shared))
 
 
 LARGE_SHARE = 64
-"""Chunks of at least 1/64 of an equal share are large: runs of smaller ones level out to 2 %."""
+"""Chunks of at least 1/64 of an equal share are large: runs of smaller ones balance to 2 %."""
 
 LARGE_MAX = 1 << 14
-"""Chunks that are assigned one by one, at most: about 10 ms."""
+"""Maximum number of chunks that are assigned one by one, in about 10 ms."""
 
 
 def assign_writers(
@@ -72,11 +72,11 @@ def assign_writers(
 ) -> npt.NDArray[np.int64]:
     """Return the process that writes each chunk, one of its holders.
 
-    A process writes at most an equal share of the chunks of one class, and one chunk more.
+    A process writes at most one chunk more than an equal share of the chunks of a class.
 
     Args:
         row_nbytes: size of each chunk in bytes.
-        row_class: index into `holders` of each chunk.
+        row_class: index of each chunk into `holders`.
         holders: per class, the processes that hold its chunks; distinct, as `Holders.sets`.
     """
     nbytes = np.asarray(row_nbytes, np.int64)
@@ -84,7 +84,7 @@ def assign_writers(
     writers = np.empty(len(nbytes), np.int64)
     if not len(nbytes):
         return writers
-    # Stable: within a class the chunks keep their order, and runs are contiguous in it.
+    # Stable, so that runs are contiguous within a class.
     order = np.argsort(kind, kind="stable")
     used, firsts = np.unique(kind[order], return_index=True)
     rows_of = dict(zip(used.tolist(), np.split(order, firsts[1:]), strict=True))
@@ -104,7 +104,7 @@ def assign_writers(
 
 
 def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return which process writes each chunk; each already writes `loads` bytes."""
+    """Return the index of the writer of each chunk; `loads` are the bytes already assigned."""
     count = len(loads)
     turns = np.zeros(len(nbytes), np.int64)
     if count == 1:
@@ -112,10 +112,10 @@ def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.
     sizes = np.argsort(-nbytes, kind="stable")
     large = sizes[: int(np.count_nonzero(nbytes * (LARGE_SHARE * count) >= nbytes.sum()))]
     large = large[:LARGE_MAX]
-    # Processes beyond these get no large chunk. Sorted lists are heaps.
+    # Other processes get no large chunk. A sorted list is a heap.
     first = np.argsort(loads, kind="stable")[: len(large)]
     least = list(zip(loads[first].tolist(), first.tolist(), strict=True))
-    turns[large] = to_the_least(nbytes[large], least)
+    turns[large] = least_loaded(nbytes[large], least)
     small = np.ones(len(nbytes), bool)
     small[large] = False
     rest = np.flatnonzero(small)
@@ -123,7 +123,7 @@ def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.
         return turns
     loads = loads + _sums(turns[large], nbytes[large], count)
     ends = np.cumsum(nbytes[rest])
-    # A chunk goes where its middle falls, in halves of bytes.
+    # A chunk goes where its middle falls, counted in half bytes.
     limits = np.cumsum(2 * _room(loads, int(ends[-1])))
     found = np.searchsorted(limits, 2 * ends - nbytes[rest], side="right")
     last = int(np.searchsorted(limits, limits[-1]))
@@ -131,10 +131,10 @@ def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.
     return turns
 
 
-def to_the_least(sizes: npt.NDArray[np.int64], loads: list[tuple[int, int]]) -> list[int]:
-    """Give each size, in turn, to whoever has the least, and return who that is.
+def least_loaded(sizes: npt.NDArray[np.int64], loads: list[tuple[int, int]]) -> list[int]:
+    """Assign each size, in order, to the number with the least load; return these numbers.
 
-    `loads` are pairs of load and number, as a heap; they are updated.
+    `loads` is a heap of (load, number), and is updated.
     """
     chosen: list[int] = []
     for size in sizes.tolist():
@@ -148,14 +148,14 @@ def _sums(
     turns: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], count: int
 ) -> npt.NDArray[np.int64]:
     sums = np.zeros(count, np.int64)
-    np.add.at(sums, turns, nbytes)  # exact, unlike weights of bincount
+    np.add.at(sums, turns, nbytes)  # exact, unlike bincount with weights
     return sums
 
 
 def _room(loads: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.int64]:
-    """Return how many of `nbytes` each process gets so that all loads become equal."""
+    """Return how many of `nbytes` each process gets to equalise the loads."""
     order = np.sort(loads)
-    # The first k whose common level does not exceed the load of the next one.
+    # The first k processes whose common level does not exceed the next one's load.
     levels = (nbytes + np.cumsum(order)) // np.arange(1, len(loads) + 1)
     reached = np.flatnonzero(np.append(levels[:-1] <= order[1:], True))
     room: npt.NDArray[np.int64] = np.maximum(levels[reached[0]] - loads, 0)

@@ -1,7 +1,7 @@
 """Chunk shapes that subdivide an array or a cell of its grid, within limits."""
 
-# Rule 1: a chunk is a contiguous run of what it subdivides, wherever the limits allow.
-# Rule 2: the limits win over the target size; a chunk may exceed it if no other cut is possible.
+# Rule 1: a chunk is a contiguous run of the array or cell, if the limits allow.
+# Rule 2: the limits override the target size; a chunk exceeds it if there is no other cut.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PADDING_DIVISOR = 50
 """Padding stays within 1/50 = 2 % of the array."""
 
 CHUNKS_PER_TARGET = 4
-"""Limit of chunks per (bytes / target + distinct shards)."""
+"""Maximum number of chunks per (bytes / target + distinct shards)."""
 
 Lengths = Callable[[int, int], Iterator[int]]
 
@@ -41,7 +41,7 @@ class Limits:
         return chunks * self.target <= CHUNKS_PER_TARGET * (nbytes + self.shards * self.target)
 
     def tight(self, chunk: tuple[int, ...]) -> bool:
-        """Return whether chunks of this shape need little enough padding."""
+        """Return whether the padding of chunks of this shape is small enough."""
         if not self.strict:
             return True
         padded = math.prod(-(-n // c) * c for n, c in zip(self.shape, chunk, strict=True))
@@ -51,13 +51,13 @@ class Limits:
 def cut_freely(limits: Limits) -> tuple[int, ...]:
     """Return a chunk shape for an array that may be cut anywhere."""
     chunk = _first_allowed(limits, limits.shape, _even_lengths, _even_excess)
-    # The last candidate is all rows along the axis: no padding, fewer chunks than bytes / target.
+    # The last candidate takes all rows along the axis: no padding, few chunks (< bytes / target).
     assert chunk is not None
     return chunk
 
 
 def cut_exactly(limits: Limits, cell: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return a chunk shape of exact divisors of the cell; None if none keeps the limits."""
+    """Return a chunk shape that divides the cell exactly; None if none is within the limits."""
     return _first_allowed(limits, cell, _exact_lengths, _exact_excess)
 
 
@@ -74,16 +74,16 @@ def _first_allowed(
 def _chunk_shapes(
     limits: Limits, cell: tuple[int, ...], lengths: Lengths, excess: Lengths
 ) -> Iterator[tuple[int, ...]]:
-    """Yield chunk shapes that subdivide `cell`, the best first."""
+    """Yield chunk shapes that subdivide `cell`, best first."""
     if limits.itemsize * math.prod(cell) <= limits.target:
         yield cell
     axis, rows = _cut_axis(cell, limits.itemsize, limits.target, 0)
     lead, tail = (1,) * axis, cell[axis + 1 :]
     shorter = ((*lead, length, *tail) for length in lengths(cell[axis], rows))
-    # Each gives more chunks than the one before.
+    # Each shape makes more chunks than the previous one.
     yield from itertools.takewhile(limits.few, shorter)
     if tail:
-        # A few large rows that do not divide evenly: take all of them and cut along a later axis.
+        # If a few large rows do not divide evenly, take all of them and cut along a later axis.
         later, rows_later = _cut_axis(cell, limits.itemsize * cell[axis], limits.target, axis + 1)
         inner = (*lead, cell[axis], *((1,) * (later - axis - 1)))
         shorter = (
@@ -95,7 +95,7 @@ def _chunk_shapes(
 
 
 def _cut_axis(cell: tuple[int, ...], unit: int, target: int, first: int) -> tuple[int, int]:
-    """Return the first axis from `first` on whose rows fit `target` bytes, and how many fit."""
+    """Return the first axis, from `first` on, whose rows fit `target` bytes, and how many fit."""
     for axis in range(first, len(cell)):
         row = unit * math.prod(cell[axis + 1 :])
         if row <= target:
@@ -137,7 +137,7 @@ def _exact_excess(n: int, most: int) -> Iterator[int]:
 def dense_cell(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...]:
     """Return the largest exact part of the cell with little edge padding along every axis."""
     uneven = sum(n % c != 0 for n, c in zip(shape, cell, strict=True))
-    # (1 + 1/(51 u))^u < 1.02 for every u: the axes together stay within the limit.
+    # (1 + 1/(51 u))^u < 1.02 for every u, so all axes together stay within the limit.
     share = (PADDING_DIVISOR + 1) * max(1, uneven)
     return tuple(
         next(d for d in reversed(divisors(c)) if (-n % d) * share <= n)

@@ -1,20 +1,20 @@
 """Chunk grid of an array, within limits on padding and number of chunks.
 
-`choose_grid` keeps two limits, whatever the shape: at most 2 % padding where an array exceeds
-1 MiB, and at most 4 × (bytes / target + distinct shards) chunks. zarr stores the cells on the far
-edge full size, and every chunk costs an index entry and a read.
+`choose_grid` keeps two limits for every shape: at most 2 % padding in arrays above 1 MiB, because
+zarr stores cells on the far edge at full size, and at most 4 × (bytes / target + distinct shards)
+chunks, because every chunk costs an index entry and a read.
 """
 
-# Rule 1: no chunk crosses a shard's edge once the leaf is too large to travel whole.
-# Rule 2: a grid depends only on what all processes know about a leaf: not on other leaves, on
-#   measurements, or on the process that plans it.
+# Rule 1: no chunk crosses a shard's edge unless the leaf is small enough to be sent to process 0.
+# Rule 2: a grid depends only on what all processes know about a leaf: not on other leaves,
+#   measurements, or the process that plans it.
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,21 +31,21 @@ from asyncckpt.planning.tiling import grid_boxes, tiling_fault
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Partition, Shard
 
 PADDED_NBYTES = 1 * MIB
-"""Arrays up to this size may have any padding; larger ones 1/50 of their elements."""
+"""Arrays up to this size may have any padding; larger ones at most 1/50 of their elements."""
 
 WHOLE_NBYTES = 64 * KIB
-"""Sharded leaves up to this size are one chunk: processes send their shards in the entries."""
+"""Sharded leaves up to this size are one chunk; processes send their shards in the entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """How the shards cut a leaf.
+    """Cuts of a leaf by its shards.
 
     Attributes:
-        starts: per axis where the cells of their finest common grid begin; a range if all but a
-            shorter last one have equal length.
+        starts: per axis, the starts of the cells of the finest common grid; a range if all cells
+            but a shorter last one have equal length.
         count: number of distinct shards.
-        boxes: returns the shards: there may be very many.
+        boxes: returns the shards; a function, because there may be very many.
     """
 
     starts: tuple[Sequence[int], ...]
@@ -66,20 +66,20 @@ def choose_grid(
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
     """Return the arrays that store one leaf, as (offset in the leaf, grid); usually just one.
 
-    A partition gives the same arrays as the list of all its cells. Its cost depends on the number
-    of cuts, not of cells.
+    A partition gives the same arrays as the list of all its cells, at a cost that depends only on
+    the number of cuts.
 
     Args:
         spec: the leaf.
-        division: all shards of the leaf, over all processes, whose distinct non-empty boxes tile
-            it; or the partition that they make; or None for a single shard.
+        division: all shards of the leaf on all processes, whose distinct non-empty boxes tile it;
+            or the partition that they form; or None for a single shard.
         chunk_nbytes: target size of a chunk in bytes.
-        chunk_shape: exact chunk shape in elements; wins over `chunk_nbytes`.
-        regular: one array, or an error.
+        chunk_shape: exact chunk shape in elements; overrides `chunk_nbytes`.
+        regular: return one array or raise.
 
     Raises:
-        UsageError: `chunk_shape` has another rank, or cuts chunks that no process holds whole; or
-            `regular`, and the finest grid that follows the shards has too many chunks.
+        UsageError: `chunk_shape` has another rank or makes chunks that no process holds whole; or
+            with `regular`, the finest grid that follows the shards has too many chunks.
         ValueError: the shards do not tile the leaf, or the partition does not fit it.
     """
     cuts = _cuts_of(spec, division)
@@ -106,12 +106,12 @@ def choose_grid(
 
 
 def travels_in_parts(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) -> bool:
-    """Return whether the leaf is so small that its shards are assembled to one chunk."""
+    """Return whether the leaf is small enough for process 0 to assemble its shards to one chunk."""
     return 0 < spec.nbytes <= WHOLE_NBYTES and _cuts_of(spec, division).count > 1
 
 
 def cell_starts(shape: tuple[int, ...], partition: Partition) -> tuple[Sequence[int], ...]:
-    """Return per axis where the cells of a partition begin; a range if they have equal length.
+    """Return the starts of a partition's cells per axis; a range if they have equal length.
 
     Raises:
         ValueError: the partition does not fit the shape.
@@ -151,8 +151,8 @@ def _cells(shape: tuple[int, ...], starts: Sequence[Sequence[int]]) -> list[Box]
 
 
 def _held_whole(division: tuple[Shard, ...] | Partition | None) -> bool:
-    """Return whether a process is known to hold all shards."""
-    # Each process knows only its own cells of a partition, and all processes must agree.
+    """Return whether some process is known to hold all shards."""
+    # Of a partition, each process knows only its own cells, so processes could disagree.
     return isinstance(division, tuple) and bool(
         set.intersection(*(set(s.holders) for s in division if s.box.size))
     )
@@ -163,7 +163,7 @@ def _check_cuts(spec: ArraySpec, chunk_shape: tuple[int, ...], cuts: _Cuts) -> N
         if any(start % c for start in starts[1 : 2 if isinstance(starts, range) else None]):
             raise UsageError(
                 f"chunk_shape={chunk_shape} for {spec}: along axis {axis} the shards end at "
-                f"{list(starts[1:])}, so chunks of {c} would be held in parts by two processes; "
+                f"{list(starts[1:])}, so chunks of {c} would be split between two processes; "
                 "pass a length that divides these, or leave chunk_shape out",
                 expected=list(starts[1:]),
                 found=c,
@@ -171,7 +171,7 @@ def _check_cuts(spec: ArraySpec, chunk_shape: tuple[int, ...], cuts: _Cuts) -> N
 
 
 def _distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...]) -> list[Box]:
-    """Return the boxes that hold elements, each once, in order of their offsets."""
+    """Return the distinct non-empty boxes, ordered by offset."""
     boxes = sorted({s.box for s in shards if s.box.size}, key=lambda b: (b.offset, b.shape))
     fault = tiling_fault(Box.whole(spec.shape), boxes)
     if fault is not None:
@@ -182,7 +182,7 @@ def _distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...]) -> list[Box]:
 def _follow_cuts(
     spec: ArraySpec, cuts: _Cuts, target: int, strict: bool, *, regular: bool
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
-    """Choose grids without a chunk across the edge of a shard: one if possible, else pieces."""
+    """Choose grids without chunks across shard edges: one if possible, else pieces."""
     axes = list(zip(cuts.starts, spec.shape, strict=True))
     whole = [[(0, n, _common_cell(starts, n))] for starts, n in axes]
     attempts = [whole]
@@ -203,11 +203,9 @@ def _follow_cuts(
             expected=CHUNKS_PER_TARGET * cuts.count,
             found=cells,
         )
+    alone = replace(total, shards=1)
     return tuple(
-        (
-            box.offset,
-            ChunkGrid(box.shape, cut_freely(Limits(box.shape, spec.itemsize, target, 1, strict))),
-        )
+        (box.offset, ChunkGrid(box.shape, cut_freely(replace(alone, shape=box.shape))))
         for box in cuts.boxes()
     )
 
@@ -222,7 +220,7 @@ def _common_cell(starts: Sequence[int], n: int) -> int:
 def _cut_cells(
     total: Limits, axes: Sequence[Sequence[tuple[int, int, int]]]
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...] | None:
-    """Cut the product of the segments of all axes by exact divisors of their cells."""
+    """Cut the product of all axes' segments by exact divisors of their cells."""
     pieces = []
     count = 0
     for where in np.ndindex(*(len(segments) for segments in axes)):
@@ -233,7 +231,7 @@ def _cut_cells(
         cells = math.prod(-(-n // c) for n, c in zip(shape, cell, strict=True))
         if cells > CHUNKS_PER_TARGET * total.shards:
             return None
-        limits = Limits(shape, total.itemsize, total.target, cells, total.strict)
+        limits = replace(total, shape=shape, shards=cells)
         chunk = cut_exactly(limits, cell) or cut_exactly(limits, dense_cell(shape, cell))
         if chunk is None:
             return None
@@ -244,16 +242,16 @@ def _cut_cells(
 
 
 def _segments(starts: Sequence[int], n: int, *, short: bool) -> list[tuple[int, int, int]]:
-    """Return maximal runs (offset, length, cell) of equal intervals that end at `n`.
+    """Return maximal runs (offset, length, cell) of equal intervals up to `n`.
 
     With `short`, a shorter interval may end a run.
     """
     if isinstance(starts, range):
         cell = min(starts.step, n)
-        even = n - n % cell
-        return (
-            [(0, n, cell)] if short or even == n else [(0, even, cell), (even, n % cell, n % cell)]
-        )
+        rest = n % cell
+        if short or not rest:
+            return [(0, n, cell)]
+        return [(0, n - rest, cell), (n - rest, rest, rest)]
     edges = (*starts, n)
     segments = []
     i = 0

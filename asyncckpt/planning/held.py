@@ -1,9 +1,9 @@
 """Chunks that a process holds: where their bytes are, and which other processes hold them."""
 
 # Rule 1: all holders of a chunk agree on the set of holders, although each knows only its own
-#   shards. A chunk inside a shard is held by the holders of that shard. One that spans several
-#   shards is held by the processes that hold the whole leaf.
-# Rule 2: the chunk of a small sharded leaf belongs to the processes that hold all of the leaf; if
+#   shards. The holders of a shard hold the chunks inside it; the processes that hold the whole leaf
+#   hold the chunks that span several shards.
+# Rule 2: the chunk of a small sharded leaf belongs to the processes that hold the whole leaf; if
 #   there are none, process 0 receives the shards and makes the chunk.
 # Rule 3: the cost depends only on the process's own shards and chunks.
 
@@ -24,13 +24,13 @@ from asyncckpt.spec import Box, ChunkGrid, Shard
 
 
 class HeldChunks(NamedTuple):
-    """The chunks of one array, or of one array after the other, that a process holds, in C order.
+    """The chunks that a process holds of one or several arrays, array by array in C order.
 
     Attributes:
         cell: number of the chunk in the array.
         start: byte offset of the chunk in the C-order memory of its shard, if it is one run of
             bytes there and the beginning of its payload, else -1.
-        shard: number of that shard among those that the process holds; 0 if there is no run.
+        shard: number of that shard among the process's own; 0 if there is no run.
         nbytes: bytes of the chunk inside the array.
         holders: number of the set of processes that hold it.
     """
@@ -46,12 +46,12 @@ NOTHING = HeldChunks(*np.zeros((5, 0), np.int64))
 
 
 class HeldBox(NamedTuple):
-    """A shard of a small leaf whose only chunk is not held whole by any process.
+    """A shard of a small leaf whose only chunk no process holds whole.
 
     Attributes:
-        array: the array.
-        box: the part of it.
-        writer: the lowest process that holds it, which sends the values; others send a checksum.
+        array: number of the array.
+        box: the shard's part of the array.
+        writer: lowest holder of the box, which sends its values; the others send a checksum.
     """
 
     array: int
@@ -60,10 +60,10 @@ class HeldBox(NamedTuple):
 
 
 def held_chunks(arrays: Arrays, holders: Holders) -> tuple[Column, HeldChunks, tuple[HeldBox, ...]]:
-    """Return the chunks that a process holds, with the array of each, and its boxes.
+    """Return the array of each chunk that a process holds, the chunks, and the process's boxes.
 
-    Chunks are in the order of arrays; tied arrays have none of their own. There are boxes where the
-    process holds a part of a small array only.
+    Chunks are in the order of arrays; tied arrays have none of their own. Boxes are the process's
+    parts of small arrays that it does not hold whole.
     """
     found: list[HeldChunks] = []
     in_parts: dict[int, HeldShards] = {}
@@ -74,7 +74,7 @@ def held_chunks(arrays: Arrays, holders: Holders) -> tuple[Column, HeldChunks, t
         if part.layout.shards is None and part.layout.partition is None:
             found.append(_whole(part, count, holders))
             continue
-        if part.layout is not layout:  # pieces of one leaf are neighbours
+        if part.layout is not layout:  # pieces of one leaf are consecutive
             layout = part.layout
             held = HeldShards(layout, holders)
         if held.in_parts:
@@ -103,7 +103,7 @@ def _whole(part: Part, count: int, holders: Holders) -> HeldChunks:
     cells, zeros = np.arange(count), np.zeros(count, np.int64)
     grid, spec = part.grid, part.spec
     start, nbytes = zeros, zeros + spec.nbytes
-    if grid.chunk_shape != grid.shape:  # otherwise a small array of one chunk, as most are
+    if grid.chunk_shape != grid.shape:  # most arrays are one chunk
         start, nbytes = runs_within(grid, spec.itemsize, cells, (0,) * len(grid.shape), grid.shape)
     return HeldChunks(cells, start, zeros, nbytes, zeros + kind if kind else zeros)
 
@@ -112,7 +112,7 @@ class HeldShards:
     """The shards of one leaf that a process holds.
 
     Attributes:
-        in_parts: whether the leaf is small and the process holds only a part of it.
+        in_parts: the leaf is small and the process holds only a part of it.
     """
 
     def __init__(self, layout: LeafLayout, holders: Holders) -> None:
@@ -145,7 +145,7 @@ class HeldShards:
     def chunks(self, grid: ChunkGrid, itemsize: int, offset: tuple[int, ...]) -> HeldChunks:
         """Return the held chunks of an array that begins at `offset` of the leaf."""
         near = np.sort(self._index.meeting(Box(offset, grid.shape)))
-        # A shard may hold parts of several arrays, and so reach past this one.
+        # A shard may cover parts of several arrays, and so extend beyond this one.
         starts, shapes = self._starts[near] - np.array(offset, np.int64), self._shapes[near]
         inside, holder = _cells_inside(grid, starts, starts + shapes)
         runs, _ = runs_within(
@@ -165,7 +165,7 @@ class HeldShards:
         return HeldChunks(cells, start, shard, nbytes, kinds)
 
     def boxes(self, array: int) -> list[HeldBox]:
-        """Return the distinct boxes, which are parts of this array."""
+        """Return the distinct boxes as parts of this array."""
         writers: dict[Box, int] = {}
         for box, kind in zip(self._boxes, self._kinds.tolist(), strict=True):
             if box.size:
@@ -178,13 +178,13 @@ def _cells_inside(
 ) -> tuple[Column, Column]:
     """Return the chunks that lie whole in a shard, sorted, and the first such shard of each.
 
-    `starts` and `stops` are those of each shard in the array; they may be outside of it.
+    `starts` and `stops` delimit each shard; they may lie outside the array.
     """
     chunk, shape = np.array(grid.chunk_shape, np.int64), np.array(grid.shape, np.int64)
     low = -(-np.maximum(starts, 0) // chunk)
     high = np.where(stops >= shape, np.array(grid.counts, np.int64), stops // chunk)
     which, cells = cells_between(grid, low, np.maximum(high - low, 0))
-    # Stable: of equal shards the first comes first.
+    # Stable, so that the first of equal shards comes first.
     order = np.argsort(cells, kind="stable")
     cells, which = cells[order], which[order]
     fresh = np.ones(len(cells), bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,8 +20,8 @@ from asyncckpt.planning.table import Column, expanded
 from asyncckpt.spec import ArraySpec, ChunkGrid, Partition, Shard, array_spec
 
 PIECE_MARK = "%~"
-"""Separates the name of a leaf from the number of its piece. In names, `%` is followed by two
-hexadecimal digits, or by `~` and a hash of 32 digits, or is a whole part."""
+"""Separator between a leaf's name and the number of its piece. Elsewhere in names, `%` precedes two
+hexadecimal digits, or `~` and a hash of 32 digits, or is a whole part."""
 
 
 class LeafLayout(NamedTuple):
@@ -30,13 +31,12 @@ class LeafLayout(NamedTuple):
         name: name of the array in the database.
         spec: shape and dtype.
         chunk_nbytes: target size of a chunk in bytes.
-        chunk_shape: exact chunk shape; wins over `chunk_nbytes`.
-        zstd_level: compression level; None stores the chunks as they are.
-        tied_to: index of an earlier leaf with the same spec whose bytes this one shares, and
-            whose layout it has.
-        shards: all shards of the leaf over all processes; None for one that covers it.
-        partition: how all processes divide the leaf; then `shards` are only those that this
-            process holds, possibly none.
+        chunk_shape: exact chunk shape; overrides `chunk_nbytes`.
+        zstd_level: compression level; None for no compression.
+        tied_to: index of an earlier leaf of the same spec whose bytes and layout this one shares.
+        shards: all shards of the leaf on all processes; None for one that covers it.
+        partition: how all processes divide the leaf; `shards` are then only this process's own,
+            possibly none.
         holders: the processes that hold a leaf without shards; None for all.
     """
 
@@ -53,13 +53,13 @@ class LeafLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One array of a layout, shared by all leaves that have the layout.
+    """One array of a layout, shared by all leaves with that layout.
 
     Attributes:
         spec: shape and dtype of the array.
         grid: its chunk grid.
-        offset: where it begins in its leaf.
-        layout: the first leaf of that layout.
+        offset: its offset in the leaf.
+        layout: the first leaf with that layout.
     """
 
     spec: ArraySpec
@@ -70,24 +70,24 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrays:
-    """The arrays of a save, in leaf order, the pieces of a leaf by their offsets.
+    """The arrays of a save, in leaf order, the pieces of a leaf by offset.
 
-    They are equal in all processes that save together, except for the shards in `parts`. Chunks
-    are numbered over all arrays in order, each array's in C order.
+    All processes that save together have equal arrays, except for the shards in `parts`. Chunks
+    are numbered over all arrays in order, within each array in C order.
 
     Attributes:
-        names: name per array: that of its leaf, followed by a number for pieces.
+        names: per array, the name of its leaf, followed by a number for pieces.
         parts: the distinct arrays, regardless of names.
-        part: index into `parts` per array.
-        leaf: leaf per array.
-        pieces: the arrays of each leaf that is stored as several.
+        part: per array, its index into `parts`.
+        leaf: per array, its leaf.
+        pieces: the arrays of each leaf that is stored in pieces.
         tied: the earlier array with the same bytes, by tied array.
-        first_chunk: number of the first chunk per array; tied arrays have the same one.
-        chunk_count: number of chunks in all.
+        first_chunk: per array, the number of its first chunk; tied arrays share it.
+        chunk_count: total number of chunks.
         inline: arrays whose only chunk is inline in the B+tree, without tied ones.
-        part_chunks: number of chunks per part.
-        part_payload: payload bytes of a chunk per part, before compression.
-        part_is_compressed: whether chunks are compressed, per part.
+        part_chunks: per part, its number of chunks.
+        part_payload: per part, the payload bytes of a chunk before compression.
+        part_is_compressed: per part, whether its chunks are compressed.
     """
 
     names: tuple[str, ...]
@@ -104,7 +104,7 @@ class Arrays:
     part_is_compressed: npt.NDArray[np.bool_]
 
     def of(self, array: int) -> Part:
-        """Return shape, grid and offset of an array."""
+        """Return the part of an array."""
         return self.parts[int(self.part[array])]
 
 
@@ -116,16 +116,12 @@ def plan_arrays(
     inline_nbytes: int,
     holders: Holders,
 ) -> Arrays:
-    """Return the arrays that store these leaves; arguments as for `plan_save`.
-
-    Raises:
-        UsageError, ValueError: as `plan_save`.
-    """
+    """Return the arrays that store these leaves; arguments and errors as for `plan_save`."""
     tied_leaves: dict[int, int] = {}
     divisions = _Divisions(holders)
-    parts_of: list[list[Part]] = []  # of every distinct layout
-    kinds: list[int] = []  # the layout of every leaf
-    # By `id`: leaves and their fields are alive as long as `leaves` is.
+    parts_of: list[list[Part]] = []  # by layout
+    kinds: list[int] = []  # layout of every leaf
+    # By `id`, because leaves and their fields live as long as `leaves`.
     of_object: dict[int, int] = {}
     known: dict[Hashable, int] = {}
     for leaf, identity in zip(leaves, map(id, leaves), strict=True):
@@ -163,7 +159,10 @@ def plan_arrays(
             for number, array in enumerate(pieces[i]):
                 names[array] += f"{PIECE_MARK}{number}"
     if len(set(names)) < len(names):
-        _refuse_repeated(names)
+        name = next(name for name, count in Counter(names).items() if count > 1)
+        raise UsageError(
+            f"two leaves would be stored as the array {name!r}; rename one of them", path=name
+        )
     tied: dict[int, int] = {}
     for i, other in tied_leaves.items():
         for number in range(counts[i]):
@@ -197,16 +196,16 @@ def plan_arrays(
 
 
 class _Divisions:
-    """The distinct ways in which processes divide or hold leaves, by number."""
+    """Numbers of the distinct ways in which processes divide or hold leaves."""
 
     def __init__(self, holders: Holders) -> None:
         self._holders = holders
         self._numbers: dict[Hashable, int] = {}
-        # By `id`: hashing a partition costs more than all else for a leaf.
+        # By `id`, because hashing a partition would dominate the cost of a leaf.
         self._of_objects: dict[tuple[int, int, int], int] = {}
 
     def number(self, leaf: LeafLayout) -> int:
-        """Return the number of the division of a leaf, whose fields must stay alive."""
+        """Return the number of a leaf's division; the leaf's fields must stay alive."""
         shards, partition = leaf.shards, leaf.partition
         objects = id(shards), id(partition), id(leaf.holders)
         number = self._of_objects.get(objects)
@@ -222,21 +221,11 @@ class _Divisions:
         return number
 
 
-def _refuse_repeated(names: Sequence[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise UsageError(
-                f"two leaves would be stored as the array {name!r}; rename one of them", path=name
-            )
-        seen.add(name)
-
-
 def _parts(leaf: LeafLayout, regular: bool, *, several: bool) -> list[Part]:
     """Return the arrays that store one leaf; `several` processes save it together."""
     division = leaf.shards if leaf.partition is None else leaf.partition
     if several and travels_in_parts(leaf.spec, division):
-        # Process 0 assembles it from the others' parts: one chunk, not compressed.
+        # Process 0 assembles it from all processes' parts as one uncompressed chunk.
         leaf = leaf._replace(chunk_shape=None, zstd_level=None)
     try:
         arrays = choose_grid(
@@ -257,8 +246,5 @@ def _parts(leaf: LeafLayout, regular: bool, *, several: bool) -> list[Part]:
     except UsageError as error:
         error.path, error.stage = leaf.name, "plan"
         raise
-    parts: list[Part] = []
-    for offset, grid in arrays:
-        spec = array_spec(grid.shape, leaf.spec.dtype)
-        parts.append(Part(spec, grid, offset, leaf))
-    return parts
+    dtype = leaf.spec.dtype
+    return [Part(array_spec(grid.shape, dtype), grid, offset, leaf) for offset, grid in arrays]

@@ -1,7 +1,7 @@
-"""Merging of the schemas of all processes into one that all of them plan by."""
+"""Merging of the schemas of all processes into the one from which all of them plan."""
 
 # Rule 1: every process merges the same schemas to the same result or error.
-# Rule 2: leaves are compared per distinct schema, not per process: most processes have the same.
+# Rule 2: leaves are compared per distinct schema, not per process: most processes share one.
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from asyncckpt.errors import (
-    DtypeMismatchError,
-    MismatchError,
-    ShapeMismatchError,
-)
+from asyncckpt.errors import DtypeMismatchError, MismatchError, ShapeMismatchError
 from asyncckpt.planning.balance import Processes
 from asyncckpt.planning.schema import Schema, SchemaLeaf, schema_digest
 from asyncckpt.planning.tiling import tiling_fault
@@ -29,15 +25,15 @@ class MergedLeaf:
 
     Attributes:
         path: its path in the merged tree.
-        kind: kind of a scalar, or the framework of the lowest process that has it.
+        kind: kind of a scalar, or the framework on the lowest process that has the leaf.
         spec: shape and dtype of an array; None for a scalar.
-        extra: facts that are stored beside the bytes, as JSON; empty for none.
-        processes: those that have it, ascending; equal sets are one object.
+        extra: facts stored with the bytes, as JSON; empty for none.
+        processes: processes that have the leaf, ascending; equal sets are one object.
         tied_to: ordinal of the earlier leaf whose bytes it shares in every process that has it.
         partition: how these processes divide the array; None if each has all of it.
-        shards: all shards of an array if a partition does not describe them.
+        shards: all shards of an array that no partition describes.
         copies: the processes of each mesh, if several meshes divide the array in the same way;
-            processes at equal positions hold the same parts.
+            processes at equal positions hold equal parts.
     """
 
     path: str
@@ -52,7 +48,7 @@ class MergedLeaf:
 
 
 class OwnPart(NamedTuple):
-    """What a process holds of a leaf, in the fields of its `LeafLayout`."""
+    """A process's part of a leaf, in the fields of its `LeafLayout`."""
 
     shards: tuple[Shard, ...] | None
     partition: Partition | None
@@ -67,9 +63,9 @@ def own_part(
     shards: tuple[Shard, ...] | None = None,
     partition: Partition | None = None,
 ) -> OwnPart:
-    """Return what a process holds of an array leaf.
+    """Return a process's part of an array leaf.
 
-    `shards` (None for the whole array) and `partition` are what the process's adapter found.
+    `shards` (None for the whole array) and `partition` are as reported by the process's adapter.
     """
     if leaf.partition is not None:
         if process not in leaf.processes:
@@ -80,7 +76,7 @@ def own_part(
                     [Shard(s.box, _in_copies(leaf.copies, s.holders)) for s in shards or ()]
                 )
             return OwnPart(shards or (), leaf.partition, None)
-        # This process holds all of it.
+        # This process holds the whole array.
         assert leaf.spec is not None
         boxes = (Box.whole(leaf.spec.shape),) if shards is None else [s.box for s in shards]
         return OwnPart(tuple([Shard(box, (process,)) for box in boxes]), leaf.partition, None)
@@ -91,7 +87,7 @@ def own_part(
 
 @lru_cache(maxsize=4096)
 def _in_copies(copies: tuple[Processes, ...], holders: Processes) -> Processes:
-    """Return the processes of all copies that hold the same as `holders`, which are in one copy."""
+    """Return the processes that hold, in every copy, the part that `holders` have in theirs."""
     own = next(copy for copy in copies if holders[0] in copy)
     places = [own.index(holder) for holder in holders]
     return tuple(sorted(copy[place] for copy in copies for place in places))
@@ -99,14 +95,14 @@ def _in_copies(copies: tuple[Processes, ...], holders: Processes) -> Processes:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What all processes save together.
+    """Merged schema of all processes.
 
     Attributes:
         structure: the containers of the merged tree.
         leaves: its leaves, in the order of the structure.
-        ordinals: per process, the ordinals here of its own leaves; equal ones are one object.
+        ordinals: per process, the merged ordinals of its own leaves; equal ones are one object.
         digest: SHA-256 (hex) of all schemas.
-        keys_differ: some dict has not the same keys on all processes, apart from `PerProcess`.
+        keys_differ: some dict other than `PerProcess` has different keys on different processes.
     """
 
     structure: Structure
@@ -118,12 +114,12 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A leaf in one schema.
+    """A leaf of one schema.
 
     Attributes:
         leaf: the leaf.
-        processes: those that have the schema.
-        ordinals: where the leaves of the schema are in the merged tree.
+        processes: the processes with the schema.
+        ordinals: merged ordinals of the schema's leaves.
     """
 
     leaf: SchemaLeaf
@@ -132,13 +128,13 @@ class _Seen:
 
 
 Sets = dict[tuple[int, ...], Processes]
-"""Sets of processes by the lowest process of each schema that they have: equal ones are one."""
+"""Sets of processes, by the lowest process of each of their schemas; equal sets are one object."""
 
 
 def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"]) -> Merged:
-    """Return what all processes save together, given the schema of every process.
+    """Merge the schemas of all processes.
 
-    With `tree="same"`, dicts must have the same keys in all processes.
+    With `tree="same"`, dicts must have the same keys on all processes.
 
     Raises:
         MismatchError: a leaf, the tree or an option differs; names path and processes.
@@ -205,10 +201,10 @@ def _check_per_process(
             one.leaf.partial or (partition is not None and len(partition.processes) > 1)
         ):
             raise MismatchError(
-                f"{where(path)}: process {one.processes[0]} holds only a part of this array, so "
-                "that it is no value of one process; a sharded array cannot be below a PerProcess. "
-                "Save it under a path that just the processes of its mesh have, such as a key per "
-                "pipeline stage: {'opt': {stage: optimizer}}",
+                f"{where(path)}: process {one.processes[0]} holds only a part of this array, and "
+                "a sharded array cannot be below a PerProcess. Save it under a path that only the "
+                "processes of its mesh have, such as a key per pipeline stage: "
+                "{'opt': {stage: optimizer}}",
                 path=path,
                 stage="plan",
                 expected="an array of one process",
@@ -217,7 +213,6 @@ def _check_per_process(
 
 
 def _merge(ordinal: int, path: str, seen: Sequence[_Seen], sets: Sets) -> MergedLeaf:
-    """Return one leaf of the merged tree."""
     first = seen[0]
     for other in seen[1:]:
         _compare(path, first, other)
@@ -228,14 +223,18 @@ def _merge(ordinal: int, path: str, seen: Sequence[_Seen], sets: Sets) -> Merged
         partition, copies = _partition(path, seen, having)
     elif any(one.leaf.boxes is not None for one in seen):
         shards = _shards(path, seen, having, sets)
-    leaf, tie = first.leaf, _tie(ordinal, seen)
+    leaf = first.leaf
+    ties = {None if one.leaf.tied_to is None else one.ordinals[one.leaf.tied_to] for one in seen}
+    tie = ties.pop()
+    if ties or tie is None or tie >= ordinal:
+        tie = None  # if processes tie it differently, the bytes are stored twice
     return MergedLeaf(
         path, leaf.kind, leaf.spec, leaf.extra, having, tie, partition, shards, copies
     )
 
 
 def _processes(seen: Sequence[_Seen], sets: Sets) -> Processes:
-    """Return the processes that have a leaf, one object for equal sets."""
+    """Return the processes that have a leaf; equal sets are one object."""
     if len(seen) == 1:
         return seen[0].processes
     key = tuple([one.processes[0] for one in seen])  # a process has one schema
@@ -265,8 +264,7 @@ def _shards(path: str, seen: Sequence[_Seen], having: Processes, sets: Sets) -> 
     if fault is not None:
         shown = ", ".join(map(str, having[:8]))
         raise MismatchError(
-            f"{where(path)}: the parts of {spec} on processes {shown} do not make up the "
-            f"array: {fault}",
+            f"{where(path)}: the parts of {spec} on processes {shown} do not tile it: {fault}",
             path=path,
             stage="plan",
             expected=spec.shape,
@@ -313,10 +311,9 @@ def _differ(
 def _partition(
     path: str, seen: Sequence[_Seen], having: Processes
 ) -> tuple[Partition, tuple[Processes, ...]]:
-    """Return the partition of all processes that do not hold the whole array alone.
+    """Return the partition of the array, and the processes of each mesh if there are several.
 
-    If several meshes divide the array in the same way, as replicas in data parallelism do, also
-    return the processes of each mesh.
+    Several meshes, such as replicas in data parallelism, must divide the array in the same way.
     """
     divided = [one for one in seen if one.leaf.partition is not None]
     first = divided[0]
@@ -329,13 +326,14 @@ def _partition(
         assert mine is not None
         if mine == copies.get(mine.holders):
             continue
-        if not _is_copy(mine, partition) or not taken.isdisjoint(mine.processes):
+        same = (mine.cuts, mine.pattern) == (partition.cuts, partition.pattern)
+        if not (mine.pattern and same and taken.isdisjoint(mine.processes)):
             raise _divided_otherwise(path, first, partition, other, mine)
         copies[mine.holders] = mine
         taken.update(mine.processes)
     processes: tuple[Processes, ...] = ()
     if len(copies) > 1:
-        partition, processes = _together(tuple(copies.values()))
+        partition, processes = _joint_partition(tuple(copies.values()))
     lacking = sorted(set(partition.processes) - set(having))
     if lacking:
         raise MismatchError(
@@ -376,22 +374,9 @@ def _divided_otherwise(
     )
 
 
-def _is_copy(one: Partition, other: Partition) -> bool:
-    """Return whether two meshes divide an array in the same way."""
-    return one.pattern != "" and (one.cuts, one.pattern) == (other.cuts, other.pattern)
-
-
 @lru_cache(maxsize=1024)
-def _together(copies: tuple[Partition, ...]) -> tuple[Partition, tuple[Processes, ...]]:
-    """Return how all meshes together divide an array, and the processes of each mesh."""
+def _joint_partition(copies: tuple[Partition, ...]) -> tuple[Partition, tuple[Processes, ...]]:
+    """Return the joint partition of all meshes, and the processes of each mesh."""
     every = tuple(sorted(process for copy in copies for process in copy.processes))
     texts = " and ".join(copy.holders for copy in copies)
     return Partition(copies[0].cuts, texts, every), tuple(copy.processes for copy in copies)
-
-
-def _tie(ordinal: int, seen: Sequence[_Seen]) -> int | None:
-    """Return the earlier leaf that this one is tied to in all processes that have it."""
-    ties = {None if one.leaf.tied_to is None else one.ordinals[one.leaf.tied_to] for one in seen}
-    tie = ties.pop()
-    # Otherwise the bytes are stored twice.
-    return tie if not ties and tie is not None and tie < ordinal else None

@@ -1,4 +1,4 @@
-"""Overlaps among many boxes, boxes of a run of elements, chunks in ranges, and runs in boxes."""
+"""Arithmetic of boxes, chunks and runs of elements."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class BoxIndex:
-    """Index of the boxes of one array that finds those overlapping another box.
+    """Index of the boxes of one array, to find those that overlap a given box.
 
-    The boxes are sorted along the axis on which most of them differ; a query looks only at those
-    that it can meet on this axis. An array of rank 0 is a line of one element.
+    The boxes are sorted along the axis on which most of them differ; a query considers only the
+    boxes that overlap it on this axis. An array of rank 0 is treated as a line of one element.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._only = boxes[0] if len(boxes) == 1 else None
         if self._only is not None:
-            return  # sorting it would take longer than many queries
+            return  # sorting would take longer than many queries
         rank = max(1, len(boxes[0].shape)) if boxes else 1
         starts = np.array([box.offset or 0 for box in boxes], np.int64).reshape(len(boxes), rank)
         shapes = np.array([box.shape or 1 for box in boxes], np.int64).reshape(len(boxes), rank)
@@ -38,7 +38,7 @@ class BoxIndex:
         self._reach = np.maximum.accumulate(self._stops[:, self._axis])
 
     def meeting(self, box: Box) -> Column:
-        """Return the numbers of the boxes that share elements with `box`, in no order."""
+        """Return the numbers of the boxes that share elements with `box`, unordered."""
         if self._only is not None:
             return _NONE if self._only.intersect(box) is None else _FIRST
         if not box.size:
@@ -54,9 +54,9 @@ class BoxIndex:
 
 
 def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that together hold elements `start` to `stop` of an array, in C order.
+    """Yield at most 2 × rank boxes that hold elements `start` to `stop` of an array, in C order.
 
-    Every box is a run of consecutive elements; their number is at most twice the rank.
+    Every box is a run of consecutive elements.
     """
     if start >= stop:
         return
@@ -84,9 +84,10 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterat
 
 
 def cells_between(grid: ChunkGrid, first: Column, counts: Column) -> tuple[Column, Column]:
-    """Return the chunks in ranges of cells: the range of each, and its number in C order.
+    """Return the range and the C-order number of each chunk in ranges of cells.
 
-    `first` and `counts` have a row per range and a column per axis: its first cell, and how many.
+    `first` and `counts`, the first cell and the number of cells, have a row per range and a column
+    per axis.
     """
     which, place = expanded(counts.prod(axis=1))
     cells, stride = np.zeros(len(which), np.int64), 1
@@ -104,18 +105,17 @@ def runs_within(
     offsets: Sequence[int | Column],
     shapes: Sequence[int | Column],
 ) -> tuple[Column, Column]:
-    """Return, per chunk, its position in the C-order memory of a box, and its bytes.
+    """Return each chunk's byte offset in the C-order memory of a box, and its size in bytes.
 
-    The position is a byte offset if the chunk lies whole in the box, as one run of bytes that is
-    also the beginning of the chunk's payload (so that padding trails), else -1. The size is that of
-    the chunk clipped to the array.
+    The offset is -1 unless the chunk lies whole in the box as one run of bytes that is also the
+    beginning of its payload (so that padding trails). The size excludes elements outside the array.
 
     Args:
-        grid: that of the array.
+        grid: chunk grid of the array.
         itemsize: bytes per element.
         rows: numbers of chunks in the array.
-        offsets: per axis the offset of the box in the array, or a column with one for each row.
-        shapes: likewise its lengths; it may reach past the array.
+        offsets: per axis, the offset of the box in the array, or a column with one per row.
+        shapes: likewise the lengths of the box, which may extend beyond the array.
     """
     if not len(rows) or not grid.shape:
         return np.zeros(len(rows), np.int64), np.full(len(rows), itemsize, np.int64)
@@ -136,7 +136,7 @@ def runs_within(
         start = cell.astype(np.int64) * c - first
         held = np.minimum(c, n - first - start)
         inside &= (start >= 0) & (start + held <= length)
-        # A part is one run if, after axes of length 1, at most one axis is not full.
+        # A part is one run if, after leading axes of length 1, at most one axis is not full.
         in_box = ((held == 1) & in_box) | box_full
         in_chunk = ((held == 1) & in_chunk) | chunk_full
         box_full &= held == length

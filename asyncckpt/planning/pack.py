@@ -1,13 +1,11 @@
 """Packing of chunks into data files, and of data files into windows of one slot each."""
 
-# Rule 1: a chunk lies in one data file. A chunk that would end past the target size of a data file
-#     begins the next one, unless the file is still empty; so only a file with a single chunk is
-#     longer than the target.
+# Rule 1: a chunk lies in one data file. A chunk that would exceed the target size of a non-empty
+#   file begins the next one, so only a file with a single chunk is longer than the target.
 # Rule 2: chunks of `aligned_chunk_nbytes` or more start at a page, smaller ones at 8 bytes.
-# Rule 3: the CRC trailer lies in the same window as the last byte of its payload. If not, the
-#     payload ends 0 to 3 bytes before a window's end, one of four neighbouring positions modulo the
-#     slot; moving the chunk by its alignment (8 bytes or more, at most half a slot) always avoids
-#     all four, so one move is enough.
+# Rule 3: the CRC trailer lies in the same window as the last byte of its payload. Otherwise the
+#   payload would end 0 to 3 bytes before a window's end, at one of four adjacent positions modulo
+#   the slot; moving the chunk once by its alignment (8 bytes to half a slot) avoids all four.
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.planning.balance import to_the_least
+from asyncckpt.planning.balance import least_loaded
 from asyncckpt.planning.table import Column, Table, expanded
 
 TRAILER_NBYTES = 4
@@ -27,15 +25,15 @@ TRAILER_NBYTES = 4
 
 
 class Piece(NamedTuple):
-    """Part of one chunk's payload, at a place in a window.
+    """Part of one chunk's payload, at a position in a window.
 
     Attributes:
         array: the array that owns the chunk.
         row: the chunk.
         start: first byte of the part in the chunk's payload (C order, padding included).
         stop: one past its last byte.
-        position: where byte `start` goes, relative to the window.
-        last: whether the chunk ends here; its trailer follows at `position + stop - start`.
+        position: position of byte `start` in the window.
+        last: the chunk ends here, and its trailer follows at `position + stop - start`.
     """
 
     array: int
@@ -52,7 +50,7 @@ class Window:
 
     Attributes:
         file: number of the data file.
-        offset: offset in it, a multiple of the slot.
+        offset: offset in the file, a multiple of the slot.
         nbytes: a whole slot, or less in the last window of a file.
         pieces: its contents by position; bytes between them are zero.
     """
@@ -134,28 +132,28 @@ def cut_windows(
     return tuple(windows)
 
 
-# Every stream sends whole files. If each sends only a few, a save can end up waiting for a single
-# file that is left over or larger than the others. So the number of files is a multiple of the
-# number of streams, they are equally long, and the longest is sent first.
+# Every stream sends whole files. If each sends only a few, the save could wait for a single extra
+# or longer file. So there are equally many files per stream, of nearly equal length, and the
+# longest is sent first.
 
 WAVES = 6
-"""Files per stream beyond which the last ones hardly matter."""
+"""Files per stream above which uneven last files hardly matter."""
 
 SPARE = 1 / 32
-"""Share of a file that is reserved for differences between files, trailers and alignment."""
+"""Share of a file reserved for differences between files, trailers and alignment."""
 
 REQUEST_NBYTES = 4 << 20
-"""What a stream carries in 50 ms, at 85 MB/s: shorter files spend most of their time on latency."""
+"""Bytes that a stream sends in 50 ms at 85 MB/s: latency dominates in shorter files."""
 
 RUNS_PER_FILE = 16
-"""Consecutive small chunks stay together in runs of this share of a file: a restore of some leaves
-reads runs, and files differ by less than one run."""
+"""Runs of consecutive small chunks per file: a restore of some leaves reads few ranges, and files
+differ by less than one run."""
 
 
 def even_count(nbytes: int, data_file_nbytes: int, streams: int) -> int:
     """Return how many files of at most about `data_file_nbytes` hold `nbytes`.
 
-    If each stream sends only a few, all send equally many, unless files would be shorter than
+    If streams send few files each, all send equally many, unless files would be shorter than
     `REQUEST_NBYTES`.
     """
     full = max(1, -(-nbytes // data_file_nbytes))
@@ -168,10 +166,10 @@ def even_count(nbytes: int, data_file_nbytes: int, streams: int) -> int:
 def even_order(
     payloads: npt.NDArray[np.int64], data_file_nbytes: int, streams: int
 ) -> tuple[npt.NDArray[np.int64], list[int]] | None:
-    """Return the chunks in an order that keeps all streams busy, and the first of each file in it.
+    """Return the chunks in an order that keeps all streams busy, and the first place of each file.
 
-    None if filling files one after the other does so too: for a single file, or very many. A file
-    has at most about `data_file_nbytes`; `streams` are the uploads in flight.
+    None if filling files one by one does so too: for a single file, or very many. A file has at
+    most about `data_file_nbytes`; `streams` is the number of concurrent uploads.
     """
     nbytes = int(payloads.sum())
     files = even_count(nbytes, data_file_nbytes, streams)
@@ -180,11 +178,11 @@ def even_order(
     run_nbytes = nbytes // files // RUNS_PER_FILE + 1
     run = np.unique(np.cumsum(payloads) // run_nbytes, return_inverse=True)[1]
     lengths = np.bincount(run, payloads).astype(np.int64)
-    # The longest first, each into the file that is shortest so far.
+    # Longest first, each into the shortest file so far.
     longest = np.argsort(-lengths, kind="stable")
     shortest = [(0, file) for file in range(min(files, len(lengths)))]
     file_of_run = np.zeros(len(lengths), np.int64)
-    file_of_run[longest] = to_the_least(lengths[longest], shortest)
+    file_of_run[longest] = least_loaded(lengths[longest], shortest)
     shortest.sort(reverse=True)
     place = np.argsort([file for _, file in shortest])
     file_of = place[file_of_run[run]]

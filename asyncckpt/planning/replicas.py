@@ -1,7 +1,7 @@
 """Choice of the replicas to compare in a save, at a bounded cost."""
 
-# Rule 1: all holders of a chunk make the same choice, although each knows only its own chunks: it
-#   depends on the chunk's place among all chunks of the checkpoint.
+# Rule 1: all holders of a chunk make the same choice, although each knows only its own chunks: the
+#   choice depends on the chunk's position among all chunks of the checkpoint.
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ALWAYS_NBYTES = 64 * KIB
 """Leaves up to this size are compared in every save."""
 
 SHARE_NBYTES = 64 * MIB
-"""Bytes of larger leaves that are compared in a save: a run that moves on with every save."""
+"""Bytes of larger leaves compared in each save: a window that advances with every save."""
 
 
 def checked_rows(plan: SavePlan, number: int, *, whole: bool) -> Column:
     """Return the rows whose checksums all holders compare in save `number` of a run.
 
-    With `whole` these are all shared rows, as in the first save of a schema.
+    With `whole`, as in the first save of a schema, return all shared rows.
     """
     arrays = plan.arrays
     if whole or not plan.row_shared.any():

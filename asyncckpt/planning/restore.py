@@ -1,11 +1,11 @@
 """Plan of a restore: the ranges to read, and the destination of each chunk.
 
-`plan_restore` takes stored arrays with the extents of their chunks, and the boxes that are
-wanted; it gives ranges to read, each with the chunks in it and the requests they serve.
+`plan_restore` takes stored arrays, the extents of their chunks, and the wanted boxes; it returns
+ranges to read, each with its chunks and the requests that they serve.
 """
 
-# Rule 1: every chunk is read once, as a whole: its CRC covers all of it.
-# Rule 2: boxes meet grids by arithmetic; the cost is that of the chunks that overlap.
+# Rule 1: every chunk is read once and whole, because its CRC covers all of it.
+# Rule 2: overlaps of boxes and grids are computed; the cost depends on the overlapping chunks only.
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from asyncckpt.spec import Box, ChunkGrid
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
-    """Wanted boxes of stored arrays, by column: no object per box.
+    """Wanted boxes of stored arrays, as columns without an object per box.
 
     Attributes:
         array: index of the array.
-        box: the wanted part; None for all of it.
-        contiguous: whether the target's memory for the box is C-contiguous, has the stored dtype,
-            and may be written directly.
+        box: the wanted part; None for the whole array.
+        contiguous: the target's memory for the box is C-contiguous, has the stored dtype, and may
+            be written directly.
     """
 
     array: Column
@@ -39,7 +39,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredArrays:
-    """Many stored arrays by column: no object per array.
+    """Many stored arrays, as columns without an object per array.
 
     Attributes:
         kinds: the distinct (grid, bytes per element, whether compressed).
@@ -58,9 +58,9 @@ class Part(NamedTuple):
     Attributes:
         row: the chunk.
         request: index of the request.
-        direct: byte offset in the target's memory to which the payload can be read directly; -1 if
+        direct: byte offset in the target's memory at which the payload can be read directly; -1 if
             it is decoded in a buffer and placed by `intersection`.
-        nbytes: bytes of the payload that go there, without padding and trailer; -1 likewise.
+        nbytes: bytes of the payload without padding and trailer, if `direct`; else -1.
     """
 
     row: int
@@ -86,8 +86,8 @@ class RestorePlan:
         batches: ranges by file and offset.
         inline: parts of inline rows, which are in no file, by row.
         read_nbytes: bytes of all batches, gaps included.
-        rows: the chunks that are needed, inline ones included.
-        counts: number of parts of every request, also of those that are not read.
+        rows: the required chunks, inline ones included.
+        counts: number of parts of every request, including parts that are not read.
     """
 
     batches: tuple[ReadBatch, ...]
@@ -113,18 +113,18 @@ def plan_restore(
 
     A row of `aligned_chunk_nbytes` or more is a batch of its own and is read directly into the
     target if possible. Smaller rows of one file share batches and always go through a buffer, as
-    do rows that several requests want.
+    do rows for several requests.
 
     Args:
         arrays: the stored arrays.
-        requests: what is wanted; boxes without elements need nothing.
+        requests: the wanted boxes; empty ones need no reads.
         row_file: file of each row; -1 for inline rows.
         row_offset: offset of each row's extent.
         row_nbytes: length of each row's extent, trailer included.
         slot_nbytes: longest batch of several rows.
         gap_nbytes: longest run of unwanted bytes inside a batch.
-        aligned_chunk_nbytes: least length of a row that is a batch of its own.
-        only: whether to read each row; None reads all that are wanted.
+        aligned_chunk_nbytes: minimum length of a row that is a batch of its own.
+        only: whether to read each row; None to read all wanted rows.
 
     Raises:
         ValueError: a request is outside its array, or an array's rows are outside the columns.
@@ -195,10 +195,10 @@ def cells_overlapping(grid: ChunkGrid, box: Box) -> Column:
 def intersection(
     grid: ChunkGrid, row_in_array: int, box: Box
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return the part that a chunk and a box within the array share, as indices of both.
+    """Return the intersection of a chunk and a box within the array.
 
-    The first indexes the chunk's payload, of shape `grid.chunk_shape`, the second an array of the
-    box's shape.
+    The first result indexes the chunk's payload, of shape `grid.chunk_shape`, the second an array
+    of the box's shape.
 
     Raises:
         ValueError: they do not overlap, or the chunk does not exist.
@@ -221,11 +221,11 @@ def intersection(
 
 
 def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Column, Column]:
-    """Return the columns row, request, direct and nbytes: every chunk of every request."""
+    """Return every chunk of every request, as the columns row, request, direct and nbytes."""
     array, count = requests.array, len(stored.first_row)
     if len(array) and not 0 <= array.min() <= array.max() < count:
         raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {count}")
-    # One computation per kind of array, for all its wanted boxes, which many leaves share.
+    # One computation per kind of array, for all its distinct wanted boxes.
     boxes = list(dict.fromkeys(requests.box))
     wanted = stored.kind[array] * 2 + requests.contiguous
     if len(boxes) > 1:
@@ -253,17 +253,16 @@ def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Co
 def _overlaps(
     grid: ChunkGrid, itemsize: int, boxes: Sequence[Box | None], direct: bool
 ) -> tuple[Column, Column, Column, Column]:
-    """Return the number of chunks that meet each box (None: all), and three facts of each chunk.
+    """Return the number of chunks that overlap each box (None: all), and three columns of chunks.
 
-    These are its number in the array, its place in the memory of the box and its bytes there, as
-    `runs_within` gives them, chunks of one box after those of another.
+    The columns, box by box, are the number in the array and the results of `runs_within`.
 
     Raises:
-        ValueError: a box reaches past the array.
+        ValueError: a box extends beyond the array.
     """
     shape = grid.shape
     if boxes in ([None], [Box.whole(shape)]) and grid.chunk_shape == shape:
-        # Nearly all small leaves: one chunk, of which all is wanted.
+        # Nearly all small leaves: a single chunk, wanted whole.
         size = np.array([grid.chunk_size * itemsize], np.int64)
         return np.ones(1, np.int64), np.zeros(1, np.int64), np.array([direct - 1], np.int64), size
     given = [Box.whole(shape) if box is None else box for box in boxes]
@@ -275,7 +274,7 @@ def _overlaps(
         outside = (length > 0).all(1) & ((offset < 0) | (offset + length > whole)).any(1)
         bad = given[int(np.argmax(outside))] if outside.any() else None
     if bad is not None:
-        raise ValueError(f"{bad} is no part of an array of shape {shape}")
+        raise ValueError(f"{bad} is not a part of an array of shape {shape}")
     chunk = np.array(grid.chunk_shape, np.int64)
     first = offset // chunk
     counts = -(-(offset + length) // chunk) - first
@@ -298,11 +297,11 @@ def coalesce(
     """Return the index of the first extent of each group that is read as one range.
 
     A group grows while the gap to its next extent is at most `gap_nbytes` and the whole range at
-    most `limit_nbytes`; a longer extent is a group of its own. It is greedy from the left, which
-    gives the least number of groups.
+    most `limit_nbytes`; a longer extent is a group of its own. Greedy grouping from the left gives
+    the fewest groups.
 
-    `offsets` are sorted within one file. Extents in `starts` always begin a group, such as the
-    first of another file.
+    `offsets` are sorted within each file. Extents in `starts`, such as the first of a file, always
+    begin a group.
     """
     if not len(offsets):
         return np.zeros(0, np.int64)
@@ -313,7 +312,7 @@ def coalesce(
         breaks |= starts
     firsts = np.flatnonzero(breaks)
     lasts = np.append(firsts[1:], len(offsets))
-    # Extents of foreign files may lie within others, so the ends of a run need not increase.
+    # Extents of foreign files may be nested, so ends need not increase.
     long = np.flatnonzero(np.maximum.reduceat(ends, firsts) - offsets[firsts] > limit_nbytes)
     more: list[int] = []
     for run in long.tolist():

@@ -1,8 +1,8 @@
 """Plan of a save: arrays, chunks, data files, and the windows in which they are written.
 
 `plan_save` stores every leaf as one array, or as several if its shards have no common grid. It
-packs the chunks of all arrays, in order, into data files, and cuts the files into windows of one
-slot each: the unit of staging, checksumming and writing.
+packs the chunks of all arrays in order into data files, and cuts the files into windows of one slot
+each, the unit of staging, checksumming and writing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncckpt.planning.pack import Window, cut_windows, even_order, pack
 from asyncckpt.planning.table import Column
 
 SMALL_ALIGNMENT_NBYTES = 8
-"""Alignment of small chunks: copies are word-aligned and cost 4 bytes per chunk on average."""
+"""Alignment of small chunks, for word-aligned copies; costs 4 bytes per chunk on average."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,28 +28,27 @@ class SavePlan:
     """The arrays of a save, and the chunks of them that one process holds.
 
     A row is a chunk that the process holds; rows are in the order of arrays, then C order. Rows
-    that another holder writes are only compared. A single process holds all chunks, and its rows
-    have the numbers of the chunks.
+    that another holder writes are only compared. If a process saves alone, rows and chunks have
+    equal numbers.
 
     Attributes:
-        arrays: the arrays, equal in all processes.
-        row_array: array that owns the row.
-        row_chunk: number of the chunk among those of all arrays and processes;
-            `row_chunk - arrays.first_chunk` counts the cells of the array's grid.
+        arrays: the arrays, equal on all processes.
+        row_array: array of the chunk.
+        row_chunk: number of the chunk over all arrays and processes; `row_chunk -
+            arrays.first_chunk` is its cell in the array's grid.
         row_writer: process that writes the chunk.
         row_shared: whether other processes also hold the chunk.
         row_payload: bytes of the payload, padding included, without trailer, before compression.
         row_source: byte offset of the chunk in the C-order memory of a shard if it is one run of
             bytes there and the beginning of its payload, else -1.
-        row_shard: number of that shard among those of the process; 0 for leaves without shards.
-        row_data: bytes of the chunk inside the array: the length of that run.
+        row_shard: number of that shard among the process's own; 0 for leaves without shards.
+        row_data: bytes of the chunk inside the array, the length of that run.
         row_file: planned data file; -1 for inline and compressed rows and those of other writers.
         row_offset: offset of the payload in it; -1 likewise.
-        inline: rows that are inline in the B+tree: the only chunks of their arrays.
-        compressed: rows that are packed when their size is known, in this order.
-        parts: boxes of small sharded leaves whose only chunk is not held whole by any process; the
-            writer of each sends it to process 0, which makes the chunk unless another process
-            holds it as a row.
+        inline: rows of arrays whose only chunk is inline in the B+tree.
+        compressed: rows that are packed once their size is known, in this order.
+        parts: boxes of small sharded leaves that the process does not hold whole; the writer of
+            each sends it to process 0, which makes the chunk unless some process holds it whole.
         file_nbytes: lengths of the planned data files.
         windows: the planned files, cut into slots, by file and offset.
     """
@@ -86,30 +85,30 @@ def plan_save(
     process: int = 0,
     process_count: int = 1,
 ) -> SavePlan:
-    """Plan what one process does for a save.
+    """Plan one process's part in a save.
 
     Equal arguments give equal plans. The processes of one save pass equal leaves, except for the
     shards of leaves with a partition; their plans have equal arrays, and one writer per chunk.
 
     Args:
-        leaves: the array leaves of all processes in tree order. One object may stand for all
-            leaves that differ in their names only.
-        names: their names; None if each leaf has its own.
+        leaves: the array leaves of all processes in tree order; leaves that differ only in their
+            names may be one object.
+        names: names of the leaves; None to use `LeafLayout.name`.
         data_file_nbytes: target size of a data file.
-        slot_nbytes: size of a window; a multiple of `page_nbytes`, at least two.
+        slot_nbytes: size of a window: a multiple of `page_nbytes`, two pages or more.
         page_nbytes: alignment of large chunks; a multiple of 8.
-        aligned_chunk_nbytes: least payload of a large chunk.
+        aligned_chunk_nbytes: minimum payload of a large chunk.
         inline_nbytes: largest payload with trailer that is inline in the B+tree.
-        regular: every leaf is one array.
-        even_streams: number of uploads that should end at the same time; data files may then be
-            smaller.
-        process: the process that the plan is for.
+        regular: store every leaf as one array.
+        even_streams: number of uploads that should end at the same time, for which data files may
+            be smaller.
+        process: number of the process to plan for.
         process_count: number of processes that save together. A single one holds every shard.
 
     Raises:
-        UsageError: two arrays have one name, a chunk shape does not fit its leaf, or the shards of
-            a leaf would take too many pieces, or with `regular` too many chunks; its `path` is the
-            name of the array.
+        UsageError: two arrays have the same name, a chunk shape does not fit its leaf, or the
+            shards of a leaf need too many pieces, or with `regular` too many chunks; its `path` is
+            the name of the array.
         ValueError: sizes are inconsistent, or the shards of a leaf do not tile it.
     """
     if page_nbytes % SMALL_ALIGNMENT_NBYTES or page_nbytes < 1:

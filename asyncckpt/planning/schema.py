@@ -1,12 +1,12 @@
-"""Schema of a state: what other processes need to know about one process's part of it.
+"""Schema of a process's part of a state, for the other processes.
 
 Processes with equal digests make the same plan without further messages. Otherwise they exchange
-their schemas and merge them (`planning.merge`).
+and merge their schemas (`planning.merge`).
 """
 
-# Rule 1: a schema holds no measurements, and nothing that depends on hash seeds, `repr` or
-#   addresses. The order of leaves matters: arrays are numbered in it.
-# Rule 2: what a store returns is checked before it is used, and its size before it is parsed.
+# Rule 1: a schema contains no measurements, and nothing that depends on hash seeds, `repr` or
+#   addresses. The order of leaves matters, because it numbers the arrays.
+# Rule 2: bytes from a store are checked before use, and their size before they are parsed.
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from asyncckpt.tree import Structure
 SCHEMA_VERSION = 3
 
 PLANNER_VERSION = 3
-"""Increase it when the same schemas lead to another plan."""
+"""Increase it when equal schemas give another plan than before."""
 
 MAX_SCHEMA_NBYTES = 256 << 20
-"""A longer schema is not parsed; one of 100,000 leaves that all differ has 25 MiB."""
+"""Longest schema that is parsed; one of 100,000 distinct leaves has 25 MiB."""
 
 NBYTES_PER_VALUE = 2
 """Bytes per value of the densest JSON documents; schemas have more."""
@@ -41,13 +41,13 @@ class SchemaLeaf:
     Attributes:
         kind: kind of a scalar, or the framework of an array.
         spec: shape and dtype of an array; None for a scalar.
-        options: what `leaf_options` returned.
-        extra: facts that are stored beside the bytes, as JSON with sorted keys; empty for none.
-        tied_to: ordinal of an earlier leaf that has the same bytes, or None.
+        options: result of `leaf_options`.
+        extra: facts stored with the bytes, as JSON with sorted keys; empty for none.
+        tied_to: ordinal of an earlier leaf with the same bytes, or None.
         partition: how several processes divide the array.
-        boxes: the parts of the array that this process holds; None for all of it, and with a
-            partition, from which all processes compute them.
-        partial: whether other processes hold the rest.
+        boxes: this process's parts of the array; None for the whole array, and with a partition,
+            which determines them.
+        partial: other processes hold the rest.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class SchemaLeaf:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What one process saves, without values.
+    """One process's tree, without values.
 
     Attributes:
         structure: the containers of its tree.
         leaves: its leaves, in the order of the structure.
-        options: options of the save that all processes must share, by name: JSON values.
+        options: options of the save that all processes must share, by name; JSON values.
     """
 
     structure: Structure
@@ -76,18 +76,17 @@ class Schema:
 
 
 def schema_digest(schema: Schema) -> str:
-    """Return the SHA-256 (hex) of what processes must agree on to make the same plan.
+    """Return the SHA-256 (hex) of a schema; processes with equal digests make the same plan.
 
-    Leaves whose parts only their holders know (`partial`) make digests differ.
+    Digests differ if leaves have parts that only their holders know (`partial`).
     """
     return hashlib.sha256(encode_schema(schema)).hexdigest()
 
 
 def encode_schema(schema: Schema) -> bytes:
-    """Return the schema as bytes for other processes; equal schemas have equal bytes.
+    """Encode the schema for other processes; equal schemas have equal bytes.
 
-    Leaves that are equal but for their ties, as most are, are written once, and referred to by
-    number.
+    Leaves that differ only in their ties, as most do, are written once and referred to by number.
     """
     kinds: dict[SchemaLeaf, int] = {}
     numbers: list[int] = []
@@ -118,10 +117,10 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def decode_schema(data: bytes, *, file: str) -> Schema:
-    """Return the schema that `encode_schema` wrote; `file` is named in errors.
+    """Decode a schema; errors name `file`.
 
     Raises:
-        CorruptCheckpointError: they are not a schema of this version.
+        CorruptCheckpointError: the bytes are not a schema of this version.
     """
 
     def fault(reason: str) -> CorruptCheckpointError:
@@ -138,7 +137,7 @@ def decode_schema(data: bytes, *, file: str) -> Schema:
 
 
 def _schema(document: Any) -> Schema:
-    """Return the schema that a document describes.
+    """Return the schema of a decoded JSON document.
 
     Raises:
         ValueError, KeyError, TypeError, IndexError, UsageError: it is malformed.

@@ -1,11 +1,11 @@
 """Streams of bytes that several processes want, cut into batches that they exchange.
 
-The stored bytes of all chunks that the same processes want form a *stream*. Each of its members
+A *stream* is the stored bytes of all chunks that the same processes, its members, want. Each member
 reads a piece of every batch, and receives the rest from the others.
 """
 
-# Rule 1: a stream depends only on what process 0 has published and on the chunk index, so that all
-#   members cut it into the same batches.
+# Rule 1: a stream depends only on the chunk index and the message of process 0, so that all members
+#   cut it into the same batches.
 # Rule 2: batches are numbered. A process takes part in at most one batch of each number, in
 #   increasing order, so that no two processes wait for each other.
 
@@ -22,9 +22,7 @@ import numpy as np
 from asyncckpt.planning.table import Column, expanded
 
 PIECE_MIN_NBYTES = 16 << 10
-"""Smallest piece of a process; with more than 4,096 members, batches become larger."""
-
-_NONE = -1
+"""Smallest piece per process; above 4,096 members, batches become larger."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +30,7 @@ class Sharing:
     """Chunks that several processes want.
 
     Attributes:
-        members: per stream, the processes that want it, ascending; at least two.
+        members: per stream, the two or more processes that want it, ascending.
         stream: per chunk, its stream; -1 if fewer than two processes want it.
     """
 
@@ -40,7 +38,7 @@ class Sharing:
     stream: Column
 
     def encoded(self) -> bytes:
-        """Encode it as a message."""
+        """Encode this as a message."""
         sizes = list(map(len, self.members))
         members = itertools.chain.from_iterable(self.members)
         head = np.array([len(sizes), *sizes, *members], np.int64)
@@ -56,7 +54,7 @@ class Sharing:
 
 
 def encoded_rows(rows: Column) -> bytes:
-    """Encode the chunks that a process wants as a message: runs of their numbers."""
+    """Encode the chunks that a process wants as a message of runs of chunk numbers."""
     wanted = np.unique(rows)
     begins = np.flatnonzero(np.diff(wanted, prepend=-2) != 1)
     counts = np.diff(begins, append=len(wanted))
@@ -70,7 +68,7 @@ def _decoded_rows(message: bytes) -> Column:
 
 
 def _packed(values: Column) -> bytes:
-    # Differences: runs compress to almost nothing.
+    # Differences of runs compress to almost nothing.
     return zlib.compress(np.diff(values, prepend=0).astype("<i8").tobytes(), 1)
 
 
@@ -79,17 +77,16 @@ def _unpacked(message: bytes) -> Column:
 
 
 def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
-    """Return the chunks that several processes want.
+    """Return the chunks that several processes want, given the `encoded_rows` of each process.
 
-    `wanted` has the message of each process, from `encoded_rows`. The cost depends on the distinct
-    messages, not on the number of processes: replicas want the same.
+    The cost depends on the number of distinct messages: replicas send equal ones.
     """
     alike: dict[bytes, list[int]] = {}
     for process in sorted(wanted):
         alike.setdefault(wanted[process], []).append(process)
     wants = list(map(_decoded_rows, alike))
-    # Chunks belong to one stream if the same sets hold them. Sums of two random numbers per set
-    # show that: among a million chunks, two sums agree by chance once in 10^26 restores.
+    # Chunks belong to one stream if the same sets contain them. Two sums of random numbers per set
+    # identify these sets: among a million chunks, they collide once in 10^26 restores.
     names = np.random.default_rng(0).integers(1 << 63, size=(len(wants), 2), dtype=np.uint64)
     sums = np.zeros((row_count, 2), np.uint64)
     counts = np.zeros(row_count, np.int64)
@@ -97,7 +94,7 @@ def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
         sums[rows] += name
         counts[rows] += len(processes)
     shared = np.flatnonzero(counts > 1)
-    stream = np.full(row_count, _NONE, np.int64)
+    stream = np.full(row_count, -1, np.int64)
     if not len(shared):
         return Sharing([], stream)
     sums = sums[shared]
@@ -108,7 +105,7 @@ def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
     members: list[list[int]] = [[] for _ in first]
     for rows, processes in zip(wants, alike.values(), strict=True):
         for each in np.unique(stream[rows]).tolist():
-            if each != _NONE:
+            if each >= 0:
                 members[each] += processes
     return Sharing([tuple(sorted(each)) for each in members], stream)
 
@@ -119,11 +116,11 @@ class Stream:
 
     Attributes:
         members: these processes, ascending.
-        rows: its chunks, in its order.
+        rows: its chunks, in order.
         file: data file of each chunk.
-        offset: where each begins in its file.
-        begin: where each begins in the stream; the last entry is the length of the stream.
-        piece_nbytes: bytes that each member reads of a batch; fewer of the last one.
+        offset: offset of each chunk in its file.
+        begin: offset of each chunk in the stream; the last entry is the length of the stream.
+        piece_nbytes: bytes of a batch that each member reads; fewer in the last batch.
         first_batch: number of its first batch.
     """
 
@@ -142,7 +139,7 @@ class Stream:
 
     @property
     def batch_nbytes(self) -> int:
-        """Bytes of each batch except the last one."""
+        """Bytes of each batch except the last."""
         return self.piece_nbytes * len(self.members)
 
     @property
@@ -152,21 +149,21 @@ class Stream:
         return range(self.first_batch, self.first_batch + count)
 
     def piece(self, process: int, batch: int) -> tuple[int, int]:
-        """Return where the piece that a member reads of a batch begins and ends in the stream."""
+        """Return begin and end, in the stream, of the piece of a batch that a member reads."""
         begin, end, share = self._batch(batch)
         begin += bisect.bisect_left(self.members, process) * share
         return min(begin, end), min(begin + share, end)
 
     def _batch(self, batch: int) -> tuple[int, int, int]:
-        """Return begin and end of a batch, and the bytes that each member but the last reads."""
+        """Return begin and end of a batch, and the bytes of each piece except the last."""
         begin = (batch - self.first_batch) * self.batch_nbytes
         end = min(begin + self.batch_nbytes, self.nbytes)
         return begin, end, -(-(end - begin) // len(self.members))
 
     def parts(self, batch: int) -> list[slice]:
-        """Return where the bytes of a batch are in the joined pieces of all members."""
+        """Return the slices of the joined pieces of all members that hold the bytes of a batch."""
         begin, end, share = self._batch(batch)
-        if share == self.piece_nbytes:  # they follow each other without gaps
+        if share == self.piece_nbytes:  # no gaps
             return [slice(0, end - begin)]
         return [
             slice(number * self.piece_nbytes, number * self.piece_nbytes + min(share, end - start))
@@ -174,9 +171,9 @@ class Stream:
         ]
 
     def ranges(self, begin: int, end: int, gap_nbytes: int) -> list[Range]:
-        """Return the ranges of files that hold the bytes `begin` to `end` of the stream, in order.
+        """Return the ranges of files that hold bytes `begin` to `end` of the stream, in order.
 
-        A range may include runs of up to `gap_nbytes` other bytes.
+        A range may include gaps of up to `gap_nbytes`.
         """
         found: list[Range] = []
         if begin >= end:
@@ -185,7 +182,7 @@ class Stream:
         last = int(np.searchsorted(self.begin, end, side="left"))
         columns = (self.file, self.offset, self.begin[:-1], self.begin[1:])
         rows = zip(*(column[first:last].tolist() for column in columns), strict=True)
-        reached = 0  # in the file of the last range
+        reached = 0  # end of the last range in its file
         for file, offset, start, stop in rows:
             skipped = max(begin - start, 0)
             at, nbytes = offset + skipped, min(stop, end) - start - skipped
@@ -205,8 +202,8 @@ class Range:
     """One range of a file: runs of wanted bytes, with gaps between them.
 
     Attributes:
-        file: the data file.
-        offset: where the first run begins.
+        file: number of the data file.
+        offset: offset of the first run.
         runs: lengths of the runs.
         gaps: lengths of the gaps, one fewer.
     """
@@ -228,15 +225,15 @@ def streams(
 ) -> list[Stream]:
     """Return the streams of a restore, by number.
 
-    Streams without common members are exchanged at the same time.
+    Streams without common members are exchanged concurrently.
 
     Args:
-        sharing: which chunks they consist of.
+        sharing: the chunks of each stream.
         file: data file of each chunk; -1 for inline chunks, which belong to no stream.
-        offset: where each chunk begins in it.
+        offset: offset of each chunk in its file.
         nbytes: length of each chunk.
         first_batch: number of the first batch.
-        batch_nbytes: approximate bytes of a batch.
+        batch_nbytes: approximate size of a batch in bytes.
     """
     rows = np.flatnonzero((sharing.stream >= 0) & (file >= 0))
     rows = rows[np.lexsort((offset[rows], file[rows], sharing.stream[rows]))]
@@ -260,5 +257,5 @@ def streams(
 
 
 def piece_nbytes(member_count: int, batch_nbytes: int) -> int:
-    """Return how many bytes each member reads of a batch."""
+    """Return how many bytes of a batch each member reads."""
     return max(PIECE_MIN_NBYTES, batch_nbytes // member_count)

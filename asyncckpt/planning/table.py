@@ -16,7 +16,7 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 def expanded(counts: Column) -> tuple[Column, Column]:
-    """Return the item of each row, and the row's place in it, for items of so many rows each."""
+    """Return each row's item, and its place in the item, for items with these counts of rows."""
     item = np.repeat(np.arange(len(counts)), counts)
     return item, np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
 
@@ -42,7 +42,7 @@ class Table(Generic[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         values = [column[self._first : self._stop].tolist() for column in self._columns]
-        # tuple.__new__ directly: a named tuple's own constructor costs four times as much.
+        # tuple.__new__, because a named tuple's own constructor costs four times as much.
         return map(tuple.__new__, repeat(self._kind), zip(*values, strict=True))
 
     def column(self, number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Check whether boxes tile an array, and where they do not."""
+"""Check that boxes tile an array, and explain where they do not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from asyncckpt.spec import Box
 
 
 def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
-    """Return why the boxes do not tile `whole`, or None if they do.
-
-    The boxes hold elements, and each is given once.
-    """
+    """Return why the boxes do not tile `whole`, or None; boxes are distinct and not empty."""
     if not whole.size or _tile(whole, boxes):
         return None
     outside = next((box for box in boxes if box.intersect(whole) != box), None)
@@ -25,7 +22,7 @@ def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
     pair = first_overlap(boxes)
     if pair is not None:
         return f"{box_text(pair[0])} and {box_text(pair[1])} overlap"
-    # The first part that no box meets: only what comes before it is cut up.
+    # Find the first uncovered part; only parts before it are cut up.
     index = BoxIndex(boxes)
     rest = [(whole.offset, whole)]
     while (meeting := index.meeting(rest[0][1])).size:
@@ -36,7 +33,7 @@ def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two of the boxes that share elements, or None."""
+    """Return two boxes that share elements, or None."""
     index = BoxIndex(boxes)
     for number, box in enumerate(boxes):
         for other in index.meeting(box).tolist():
@@ -46,7 +43,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def grid_boxes(runs: Sequence[Sequence[tuple[int, int]]]) -> list[Box]:
-    """Return the boxes of all combinations of the runs along each axis, in C order."""
+    """Return the boxes of the product of the runs along each axis, in C order."""
     return [
         Box(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
         for sides in itertools.product(*runs)
@@ -59,7 +56,7 @@ def box_text(box: Box) -> str:
 
 
 def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Return whether each element of `whole` is in exactly one box, and no other element in a box.
+    """Return whether the boxes hold each element of `whole` exactly once, and no other element.
 
     Boxes tile a box if and only if their corners, with alternating signs, add up to its corners.
     """

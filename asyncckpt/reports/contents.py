@@ -33,7 +33,7 @@ class LeafInfo(PickledByName):
         framework: framework of a saved array: ``numpy``, ``jax`` or ``torch``; empty for scalars.
         shape: shape of an array, ``()`` for scalars.
         dtype: zarr v3 dtype name, empty for scalars.
-        chunk_shape: elements per chunk and dimension.
+        chunk_shape: elements per chunk in each dimension.
         chunk_count: number of chunks.
         nbytes: bytes of array data.
         stored_nbytes: bytes in the files, padding and checksums included.
@@ -42,8 +42,8 @@ class LeafInfo(PickledByName):
         value: value of a scalar, None for arrays.
         tied_to: path of the leaf whose bytes it shares, or None.
         location: path or URL of the OCDBT database that holds it; empty if there is none.
-        pieces: offset, name and shape of each array of a leaf that is stored as several.
-        driver: TensorStore's driver of its arrays: ``zarr3``, or ``zarr`` for zarr version 2.
+        pieces: offset, name and shape of each array of a leaf that is stored in pieces.
+        driver: TensorStore driver of its arrays: ``zarr3``, or ``zarr`` for zarr version 2.
     """
 
     path: str
@@ -66,7 +66,7 @@ class LeafInfo(PickledByName):
     def tensorstore_spec(self) -> dict[str, Any]:
         """Return a TensorStore spec that opens this leaf for slicing, with ``ts.open(spec)``.
 
-        A leaf in pieces is opened as one array, too: TensorStore stacks them.
+        TensorStore stacks the pieces of a leaf, so that it opens as one array.
 
         Raises:
             TypeError: the leaf is not an array.
@@ -77,30 +77,21 @@ class LeafInfo(PickledByName):
             raise TypeError(f"{self.path}: a {self.kind} has no array; its value is in .value")
         if not self.location:
             raise UsageError(
-                f"{self.path}: this checkpoint is no OCDBT database, and there is no TensorStore "
+                f"{self.path}: this checkpoint is not an OCDBT database, so TensorStore has no "
                 "spec for it; restore the leaf (include=), or convert the checkpoint first",
                 path=self.path,
             )
         if not self.pieces:
             return self._array_spec(self.array)
-        return {
-            "driver": "stack",
-            "dtype": self.dtype,
-            "layers": [
-                {
-                    **self._array_spec(array),
-                    "transform": {
-                        "input_inclusive_min": list(offset),
-                        "input_shape": list(shape),
-                        "output": [
-                            {"input_dimension": axis, "offset": -start}
-                            for axis, start in enumerate(offset)
-                        ],
-                    },
-                }
-                for offset, array, shape in self.pieces
-            ],
-        }
+        layers: list[dict[str, Any]] = []
+        for offset, array, shape in self.pieces:
+            transform = {
+                "input_inclusive_min": list(offset),
+                "input_shape": list(shape),
+                "output": [{"input_dimension": i, "offset": -n} for i, n in enumerate(offset)],
+            }
+            layers.append({**self._array_spec(array), "transform": transform})
+        return {"driver": "stack", "dtype": self.dtype, "layers": layers}
 
     def _array_spec(self, array: str) -> dict[str, Any]:
         place = self.location if "://" in self.location else f"file://{quote(self.location)}"
@@ -112,10 +103,7 @@ class LeafInfo(PickledByName):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(Timed):
-    """Contents of a checkpoint, from its metadata alone.
-
-    As a mapping, it has the leaves by path: `info[path]` is one, and ``path in info``, `len` and
-    iteration are those of its paths.
+    """Contents of a checkpoint, from its metadata alone; also a mapping of leaves by path.
 
     Attributes:
         location: path or URL.
@@ -130,7 +118,7 @@ class CheckpointInfo(Timed):
         tree: nested containers of `LeafInfo`, as saved.
         format: ``asyncckpt``, ``orbax``, ``ocdbt``, ``safetensors`` or ``dcp``.
         epoch: claim under which it was saved, 0 for none.
-        timeline: timeline of the save until its index was written, if requested and known.
+        timeline: timeline of the save up to the writing of its index, if requested and known.
     """
 
     location: str

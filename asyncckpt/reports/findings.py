@@ -1,4 +1,4 @@
-"""Findings of `verify` and `diff`: damages and differences."""
+"""Findings of `verify` and `diff`: damage and differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncckpt.reports.texts import counted, nbytes_text
 
 @dataclass(frozen=True, slots=True)
 class Damage(PickledByName):
-    """One damaged place: leaf (or None for metadata), file, byte offset (or None), reason."""
+    """One damaged place: leaf (None for metadata), file, byte offset (or None), reason."""
 
     leaf: str | None
     file: str
@@ -24,17 +24,16 @@ class Damage(PickledByName):
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(PickledByName):
-    """The outcome of reading and checking every byte of a checkpoint.
+    """Outcome of reading and checking every byte of a checkpoint.
 
     Attributes:
         location: path or URL.
         step: step, None for one-shot checkpoints.
-        damages: all damaged places; empty if the checkpoint is whole.
+        damages: all damaged places; empty if the checkpoint is intact.
         leaf_count: leaves checked.
         read_nbytes: bytes read.
         total_s: seconds taken.
-        unverified: paths that were read and decoded, but whose bytes have no checksum (foreign
-            checkpoints only).
+        unverified: paths that were read and decoded, but have no checksum (foreign checkpoints).
     """
 
     location: str
@@ -47,12 +46,12 @@ class VerifyReport(PickledByName):
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as saved, as far as checksums can tell."""
+        """Whether every byte with a checksum is intact."""
         return not self.damages
 
     @property
     def outcome(self) -> str:
-        """The result, on one line."""
+        """The result in one line."""
         if self.damages:
             return f"damaged in {counted(len(self.damages), 'place', 'places')}"
         read = f"{counted(self.leaf_count, 'leaf', 'leaves')}, {nbytes_text(self.read_nbytes)}"
@@ -70,19 +69,19 @@ class VerifyReport(PickledByName):
 
 @dataclass(frozen=True, slots=True)
 class LeafDifference(PickledByName):
-    """One leaf that two checkpoints hold differently.
+    """One leaf that differs between two checkpoints.
 
     Attributes:
         path: its path.
         what: first of ``kind`` (scalar or array, type of a scalar), ``shape``, ``dtype`` and
             ``value`` that differs.
         first: kind, shape, dtype, or value of a scalar in the first checkpoint.
-        second: the same in the second one.
+        second: the same in the second checkpoint.
         size: elements of the arrays, 0 if their shapes or kinds differ.
         count: elements that differ.
-        nan_count: elements that are NaN in only one of the checkpoints.
-        largest: largest absolute difference, of elements that are numbers in both.
-        largest_relative: largest difference divided by the larger magnitude of the two.
+        nan_count: elements that are NaN in only one checkpoint.
+        largest: largest absolute difference between elements that are numbers in both.
+        largest_relative: largest difference divided by the larger of the two magnitudes.
         index: index of the element with the largest difference (or of a NaN).
     """
 
@@ -113,18 +112,18 @@ class LeafDifference(PickledByName):
 
 @dataclass(frozen=True, slots=True)
 class DiffReport(PickledByName):
-    """Differences of two checkpoints; true if there are none.
+    """Differences between two checkpoints; truthy if there are none.
 
     Attributes:
         first: path or URL of the first checkpoint.
-        second: path or URL of the second one.
-        only_first: paths of leaves that only the first one has.
-        only_second: paths of leaves that only the second one has.
+        second: path or URL of the second checkpoint.
+        only_first: paths of leaves only in the first.
+        only_second: paths of leaves only in the second.
         changed: leaves that differ, in the order of the first checkpoint.
-        leaf_count: leaves that both have.
-        nbytes: bytes of array data compared, of one side.
+        leaf_count: leaves in both.
+        nbytes: bytes of array data compared, counted once.
         total_s: seconds taken.
-        notes: differences other than leaves: containers, frameworks, formats.
+        notes: other differences: containers, frameworks, formats.
     """
 
     first: str
@@ -152,5 +151,4 @@ class DiffReport(PickledByName):
         lines = [f"{self.first} and {self.second} differ"]
         lines += [f"  only in the first: {path}" for path in self.only_first]
         lines += [f"  only in the second: {path}" for path in self.only_second]
-        lines += [f"  {leaf}" for leaf in self.changed]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {leaf}" for leaf in self.changed)])

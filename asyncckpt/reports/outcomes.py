@@ -14,7 +14,7 @@ from asyncckpt.reports.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class ProcessPart(PickledByName):
-    """Part of one of several processes in a save.
+    """One process's part in a save by several processes.
 
     Attributes:
         process: its number.
@@ -48,7 +48,7 @@ class SaveReport(Timed):
         step: its step, None for one-shot saves.
         save_id: identity of the save, as in its record.
         leaf_count: leaves in the tree, scalars included.
-        array_count: arrays stored (tied leaves count once, leaves in pieces once per piece).
+        array_count: arrays stored; tied leaves count once, leaves in pieces once per piece.
         nbytes: bytes of array data, before compression and without padding.
         stored_nbytes: bytes of all files.
         file_count: files of the checkpoint.
@@ -56,18 +56,18 @@ class SaveReport(Timed):
         total_s: seconds from the call to the durable commit; retention, which follows, is the span
             `retain` of the timeline.
         plan_cached: whether the plan of an earlier save was reused.
-        plan_cache_hits: saves of this `Checkpointer` so far, including this, that reused a plan.
+        plan_cache_hits: saves of this `Checkpointer` so far, this one included, that reused a plan.
         plan_cache_misses: saves that needed a new plan, because paths, shapes, dtypes, shardings or
             options had changed.
         referenced_nbytes: bytes held by reference instead of copied (`snapshot="reference"`).
-        peak_staged_nbytes: largest amount of the byte budget in use at one time.
-        deleted_steps: steps that retention removed after the commit.
+        peak_staged_nbytes: peak use of the byte budget.
+        deleted_steps: steps that retention deleted after the commit.
         orbax: whether Orbax can restore this checkpoint.
         skipped: nothing was saved, because another save was in flight (`on_overlap="skip"`).
-        preempted: a process got SIGTERM, and all report it from this step on (`preemption=True`).
-        notes: remarks for a person.
-        processes: part of each of several processes; process 0 knows all parts, the others only
-            their own.
+        preempted: a process got SIGTERM; all processes report it from this step on
+            (`preemption=True`).
+        notes: notes for the user.
+        processes: part of each of several processes; only process 0 knows the parts of the others.
         timeline: when the stages were busy.
     """
 
@@ -102,24 +102,20 @@ class SaveReport(Timed):
     def __str__(self) -> str:
         if self.skipped:
             return f"skipped {self.location}: another save was in flight"
-        return (
-            f"saved {self.location}: {counted(self.leaf_count, 'leaf', 'leaves')}, "
-            f"{nbytes_text(self.nbytes)} in {self.total_s:.2f} s "
-            f"({rate_text(self.nbytes, self.total_s)}), blocked {self.blocked_s * 1e3:.1f} ms"
-        )
+        return f"saved {self.location}: {_amount(self)}, blocked {self.blocked_s * 1e3:.1f} ms"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadItem(PickledByName):
-    """Reason of a read: the elements that one stored chunk and one wanted box have in common.
+    """Reason for a read: the elements that a stored chunk and a wanted box have in common.
 
     Attributes:
-        path: the leaf; the first of several that share the chunk (tied arrays).
-        offset: where the elements begin in the leaf, per dimension.
-        shape: their extent, per dimension.
+        path: path of the leaf; of tied leaves, the first.
+        offset: offset of the elements in the leaf.
+        shape: shape of the elements.
         wanted_nbytes: bytes of the elements.
-        chunk_offset: where the chunk begins in its file.
-        chunk_nbytes: bytes of the chunk as it is stored, with its checksum.
+        chunk_offset: offset of the chunk in its file.
+        chunk_nbytes: bytes of the chunk as stored, with its checksum.
     """
 
     path: str
@@ -141,8 +137,8 @@ class ReadRange(PickledByName):
     Attributes:
         file: path in the checkpoint.
         offset: first byte of the range.
-        nbytes: length of the range: chunks, and what is between them.
-        items: what it was read for; one chunk has several items if several boxes want it.
+        nbytes: length of the range: chunks, and gaps between them.
+        items: reasons for the read; a chunk that several boxes want has several items.
     """
 
     file: str
@@ -152,7 +148,7 @@ class ReadRange(PickledByName):
 
     @property
     def wanted_nbytes(self) -> int:
-        """Bytes of the elements that were wanted."""
+        """Bytes of the wanted elements."""
         return sum(item.wanted_nbytes for item in self.items)
 
     def __str__(self) -> str:
@@ -173,23 +169,22 @@ class RestoreReport(Timed):
         leaf_count: leaves restored.
         nbytes: bytes of array data restored.
         read_nbytes: bytes read from the store, gaps between chunks included.
-        received_nbytes: bytes received by exchange between processes, including what this process
-            read for all.
+        received_nbytes: bytes exchanged between processes, including those that this process read.
         total_s: seconds from the call to the return.
-        replaced: paths of immutable leaves of the target that `restore_into` replaced in the dict,
-            list or dataclass that holds them.
-        missing: paths that the target has and the checkpoint lacks (`strict=False` only), including
-            objects with a state dict, and keys that a module's `load_state_dict` reports missing.
-        unexpected: paths that the checkpoint has and the target lacks (`strict=False` only), and
-            keys that a module's `load_state_dict` reports as unexpected.
-        unverified: paths whose bytes had no checksum to check (foreign checkpoints only).
+        replaced: paths of immutable leaves that `restore_into` replaced in their dict, list or
+            dataclass.
+        missing: paths that only the target has (`strict=False`), including objects with a state
+            dict, and keys that a module's `load_state_dict` reports as missing.
+        unexpected: paths that only the checkpoint has (`strict=False`), and keys that a module's
+            `load_state_dict` reports as unexpected.
+        unverified: paths whose bytes have no checksum (foreign checkpoints only).
         metadata: the user's metadata of the checkpoint.
-        notes: remarks for a person; each is also a `RestoreWarning`.
+        notes: notes for the user; each is also a `RestoreWarning`.
         strict: whether missing and unexpected leaves were errors.
         wanted: leaves that the target wants.
         matched: wanted leaves that the checkpoint has.
-        reads: with `RestoreOptions(explain=True)`, every range that was read, with the reason.
-            Chunks that were never stored, as in some foreign checkpoints, are not listed.
+        reads: with `RestoreOptions(explain=True)`, every range read, with the reason, except chunks
+            that are not stored, as in some foreign checkpoints.
         timeline: when the stages were busy.
     """
 
@@ -219,11 +214,7 @@ class RestoreReport(Timed):
                 f"{self.matched} of {self.wanted} leaves matched, {len(self.missing)} missing, "
                 f"{len(self.unexpected)} unexpected: "
             )
-        return (
-            f"{found}restored {self.location}: {counted(self.leaf_count, 'leaf', 'leaves')}, "
-            f"{nbytes_text(self.nbytes)} in {self.total_s:.2f} s "
-            f"({rate_text(self.nbytes, self.total_s)})"
-        )
+        return f"{found}restored {self.location}: {_amount(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,19 +224,19 @@ class ConvertReport(PickledByName):
     Attributes:
         source: path or URL of the checkpoint that was read.
         source_format: as `CheckpointInfo.format`.
-        location: path or URL of what was written.
+        location: path or URL of the result.
         format: ``asyncckpt`` or ``safetensors``.
         step: step of the new checkpoint, None if it is not part of a run.
         leaf_count: leaves, scalars included.
-        array_count: arrays written (tied leaves count once).
+        array_count: arrays written; tied leaves count once.
         nbytes: bytes of array data written, before compression.
         read_nbytes: bytes read from the source.
         stored_nbytes: bytes of all files written.
         file_count: files written.
         total_s: seconds taken.
-        orbax: whether Orbax can restore what was written.
-        unverified: paths whose bytes had no checksum to check.
-        notes: remarks for a person.
+        orbax: whether Orbax can restore the result.
+        unverified: paths whose bytes have no checksum.
+        notes: notes for the user.
     """
 
     source: str
@@ -267,6 +258,11 @@ class ConvertReport(PickledByName):
     def __str__(self) -> str:
         return (
             f"converted {self.source} ({self.source_format}) to {self.location} ({self.format}): "
-            f"{counted(self.leaf_count, 'leaf', 'leaves')}, {nbytes_text(self.nbytes)} in "
-            f"{self.total_s:.2f} s ({rate_text(self.nbytes, self.total_s)})"
+            f"{_amount(self)}"
         )
+
+
+def _amount(report: SaveReport | RestoreReport | ConvertReport) -> str:
+    leaves = counted(report.leaf_count, "leaf", "leaves")
+    rate = rate_text(report.nbytes, report.total_s)
+    return f"{leaves}, {nbytes_text(report.nbytes)} in {report.total_s:.2f} s ({rate})"

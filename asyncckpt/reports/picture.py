@@ -13,17 +13,17 @@ from asyncckpt.reports.timeline import Stage, Timeline
 INSTALL_LINE = 'pip install "asyncckpt[plot]"'
 
 MAX_PROCESSES = 16
-"""Most processes drawn; more would not be readable."""
+"""Maximum number of processes drawn; more would not be readable."""
 
 SHORT = 0.01
-"""Stages with a smaller share of time and bytes are not drawn, but named below."""
+"""Stages with a smaller share of time and bytes are only named below the picture."""
 
 NARROWEST = 0.0015
-"""Width of the narrowest span, as a share of the time: about a pixel."""
+"""Minimum width of a span, as a share of the time: about a pixel."""
 
 LANE, GAP, TALLEST = 0.2, 0.5, 3.0
-"""Heights of a further lane, of a gap, and of all further lanes of a stage at most; the first lane
-of a stage with bytes has height 1."""
+"""Height of an additional lane, height of a gap, and maximum for all additional lanes of a stage;
+the first lane of a stage with bytes has height 1."""
 
 COLOURS: Mapping[str, str] = {
     **{"stage": "#0072B2", "serialize": "#009E73", "upload": "#E69F00"},
@@ -88,7 +88,7 @@ def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0)
 
 
 def _bands(timeline: Timeline) -> tuple[dict[str, Stage], str]:
-    """Return the stages to draw, by label, and a text that names the shorter ones."""
+    """Return the stages to draw, by label, and a text that names the others."""
     bands: dict[str, Stage] = {}
     short: list[str] = []
     processes = timeline.processes()
@@ -111,7 +111,7 @@ def _height(stage: Stage) -> float:
 
 
 def _facts(stage: Stage) -> str:
-    """Return size, busy time and rate of a stage for people."""
+    """Return size, busy time and rate of a stage as text."""
     text = f"{stage.busy_s:.2f} s" if stage.busy_s >= 1 else f"{stage.busy_s * 1e3:.1f} ms"
     if stage.nbytes:
         text = f"{nbytes_text(stage.nbytes)} in {text} ({rate_text(stage.nbytes, stage.busy_s)})"

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 INSTALL_LINE = 'pip install "asyncckpt[cli]"'
 
 REFRESH_S = 0.1
-"""Seconds between two updates of a bar: drawing costs the saving thread a millisecond."""
+"""Minimum seconds between updates of a bar: drawing costs the saving thread a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress(PickledByName):
-    """A snapshot of work under way, handed to `progress=` callbacks and shown by `PendingSave`.
+    """Progress of an operation, passed to `progress=` callbacks and shown by `PendingSave`.
 
     Attributes:
         stage: the current stage: plan, stage, upload, commit; fetch, place; verify; convert; diff.
-        done_nbytes: bytes that have passed the last stage.
-        total_nbytes: bytes in all.
+        done_nbytes: bytes that have completed the last stage.
+        total_nbytes: total bytes.
     """
 
     stage: str
@@ -59,7 +59,7 @@ class ProgressBar:
         self._wanted = console.is_terminal or console.is_jupyter
         self._drawn = 0.0
         self._ended = False
-        # Drawn by the callers, so it needs no thread; standard output is not redirected.
+        # Callers draw the bar, so it needs no thread; standard output is not redirected.
         self._bar = bars.Progress(
             bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(),
@@ -72,22 +72,22 @@ class ProgressBar:
             redirect_stderr=False,
         )
         self._task = self._bar.add_task(description or "", total=None)
-        # Restores the cursor of the terminal even if nothing closes the bar of a failed save.
+        # Restores the terminal's cursor even if the bar of a failed save is never closed.
         weakref.finalize(self, _stop, self._bar)
 
     def __call__(self, state: Progress) -> None:
-        """Show the state of the work, at most ten times a second."""
+        """Show the progress, at most ten times a second."""
         ended = state.done_nbytes >= state.total_nbytes
         now = time.perf_counter()
-        # At 100 %, the work may call again.
+        # The operation may call again at 100 %.
         if not self._wanted or (self._ended if ended else now - self._drawn < REFRESH_S):
             return
         if self._ended:
-            self._bar.reset(self._task)  # other work
+            self._bar.reset(self._task)  # another operation begins
         self._drawn, self._ended = now, ended
         name, done = self._description or state.stage, state.done_nbytes
         self._bar.update(self._task, description=name, completed=done, total=state.total_nbytes)
-        self._bar.start()  # nothing, if it has begun
+        self._bar.start()  # idempotent
         self._bar.refresh()
         if ended:
             self._bar.live.stop()
@@ -112,17 +112,17 @@ def _stop(bar: rich.progress.Progress) -> None:
 def progress_bar(
     description: str | None = None, *, always: bool = False, transient: bool = False
 ) -> ProgressBar:
-    """Return a progress bar on standard error, for the argument `progress` of any function.
+    """Return a progress bar on standard error, for the `progress` argument of any function.
 
-    It is shown in terminals and notebooks only. It closes itself at 100 %; if the work fails, it
-    ends with the `with` block, with `close()`, or when it is garbage-collected. It is drawn at most
-    ten times a second, on the thread that calls it, and its errors do not fail the work. Use it for
-    one piece of work at a time.
+    It appears only in terminals and notebooks. It closes at 100 %; after a failure, at the end of
+    the `with` block, on `close()`, or when it is garbage-collected. The calling thread draws it, at
+    most ten times a second, and its errors do not fail the operation. Use it for one operation at a
+    time.
 
     Args:
         description: text before the bar; None for the current stage.
-        always: show it even if standard error is not a terminal.
-        transient: remove it when it ends.
+        always: show the bar even if standard error is not a terminal.
+        transient: remove the bar when it ends.
 
     Raises:
         UsageError: rich is not installed.

@@ -1,4 +1,4 @@
-"""Counts, sizes and rates as text for people."""
+"""Counts, sizes and rates as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def counted(number: int, one: str, several: str) -> str:
 
 
 def nbytes_text(nbytes: float) -> str:
-    """Return a size for people: `1.5 GiB`."""
+    """Return a size as text: `1.5 GiB`."""
     if abs(nbytes) < 1024:
         return f"{nbytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -20,5 +20,5 @@ def nbytes_text(nbytes: float) -> str:
 
 
 def rate_text(nbytes: float, seconds: float) -> str:
-    """Return a rate for people: `2.1 GiB/s`."""
+    """Return a rate as text: `2.1 GiB/s`."""
     return f"{nbytes_text(nbytes / seconds)}/s" if seconds > 0 else "-"

@@ -27,10 +27,10 @@ class Timed(PickledByName):
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw the timeline: a band for each stage, with a line for each lane. Blocking.
 
-        Takes about a second, most of which is the import of matplotlib.
+        Takes about a second, mostly for importing matplotlib.
 
         Args:
-            path: the file, ending in .png or .svg; replaced if it exists.
+            path: the file, in .png or .svg; replaced if it exists.
             title: line above the picture; None for the text of the report.
 
         Raises:
@@ -42,7 +42,7 @@ class Timed(PickledByName):
 
 
 def trace_document(timeline: Timeline, title: str = "") -> dict[str, Any]:
-    """Return trace events: a process for each process, a thread for each lane.
+    """Return trace events, with a thread for each lane.
 
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete events
     ("X") with times in microseconds, and metadata events ("M") that name processes and threads.
@@ -51,7 +51,7 @@ def trace_document(timeline: Timeline, title: str = "") -> dict[str, Any]:
     threads: dict[tuple[int, str, int], int] = {}
     for process in timeline.processes():
         events += _named("process", process, 0, f"process {process}", process)
-        # Lanes of one stage are next to each other, stages in the order in which they began.
+        # Lanes of a stage are adjacent; stages are in the order of their begin.
         for stage, whole in timeline.stages(process).items():
             for lane in range(whole.lanes):
                 number = threads[process, stage, lane] = len(threads)

@@ -1,7 +1,7 @@
 """Timelines: when the stages of a save or restore were busy, and how many bytes they moved."""
 
 # Rule: memory is bounded however long the operation takes. Neighbours in a lane are merged, which
-#   keeps the begin, the end and the bytes of every stage exact, but loses the idle time between.
+#   keeps the begin, the end and the bytes of every stage exact, but hides the idle time in between.
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from asyncckpt.pickled import PickledByName
 
 SPANS_PER_STAGE = 256
-"""Per process: a picture is about a thousand pixels wide."""
+"""Maximum number of spans of a stage per process: a picture is about a thousand pixels wide."""
 
 LANES_PER_STAGE = 64
-"""As many as an object store gets concurrent requests by default."""
+"""Maximum number of lanes: the default number of concurrent requests to an object store."""
 
 
 class Span(NamedTuple):
-    """Time in which one worker or stream was busy with one stage.
+    """Time during which one worker or stream was busy with one stage.
 
     Attributes:
         stage: name of the stage.
@@ -30,7 +30,7 @@ class Span(NamedTuple):
             at a time, not which threads.
         start_s: start in seconds from the call, on the process's own clock.
         end_s: end, likewise.
-        nbytes: bytes that went through the stage, 0 if bytes have no meaning there.
+        nbytes: bytes that went through the stage, 0 for stages without bytes.
     """
 
     stage: str
@@ -47,9 +47,9 @@ class Stage(NamedTuple):
     Attributes:
         start_s: seconds from the call to the first begin.
         end_s: seconds from the call to the last end.
-        busy_s: seconds in which at least one lane was busy.
+        busy_s: seconds during which at least one lane was busy.
         nbytes: bytes that went through the stage.
-        lanes: most lanes busy at the same time.
+        lanes: maximum number of lanes busy at the same time.
         spans: by start.
     """
 
@@ -65,12 +65,12 @@ class Stage(NamedTuple):
 class Timeline(PickledByName):
     """When the stages of one save or restore were busy.
 
-    A stage has at most 256 spans per process, in at most 64 lanes. If there were more, neighbours
-    in a lane are merged, and the idle time between them counts as busy; begin, end and bytes of
-    every stage are always exact.
+    A stage has at most 256 spans per process, in at most 64 lanes. Beyond that, neighbours in a
+    lane are merged, and the idle time between them counts as busy; begin, end and bytes of every
+    stage are always exact.
 
-    For other processes, process 0 knows one span per stage: its begin, end and bytes. Clocks of
-    hosts differ, so the times of a process are seconds from its own call.
+    Of other processes, process 0 knows one span per stage. Clocks of hosts differ, so the times of
+    a process are seconds from its own call.
 
     Attributes:
         spans: by start.
@@ -90,7 +90,7 @@ class Timeline(PickledByName):
         return sorted({span.process for span in self.spans})
 
     def stages(self, process: int | None = None) -> Mapping[str, Stage]:
-        """Return the stages of a process (None: the recording one) by name, ordered by begin."""
+        """Return the stages of a process (None: the recording one) by name, in order of begin."""
         process = self.process if process is None else process
         spans: dict[str, list[Span]] = {}
         for span in self.spans:
@@ -106,7 +106,7 @@ class Timeline(PickledByName):
     def rows(self, most: int = SPANS_PER_STAGE) -> list[list[Any]]:
         """Return the spans as JSON: stage, process, begin and end in microseconds, bytes.
 
-        If a stage has more than `most`, consecutive ones are merged.
+        Consecutive spans of a stage are merged to at most `most`.
         """
         stages: dict[tuple[str, int], list[list[Any]]] = {}
         for stage, process, _, start_s, end_s, nbytes in self.spans:
@@ -124,7 +124,7 @@ class Timeline(PickledByName):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Any], process: int = 0) -> Timeline:
-        """Return the timeline of `rows` that a process recorded; lanes are assigned anew.
+        """Return the timeline from the `rows` of a process; lanes are assigned anew.
 
         Raises:
             ValueError: the rows are malformed.
@@ -148,10 +148,10 @@ def _whole(spans: Sequence[Span]) -> Stage:
 
 def _checked(row: Any) -> tuple[str, int, int, int, int]:
     if type(row) is not list or [*map(type, row)] != [str, int, int, int, int]:
-        raise ValueError(f"{row!r:.80} is no span")
+        raise ValueError(f"{row!r:.80} is not a span")
     stage, process, start_us, end_us, nbytes = row
     if not 0 <= start_us <= end_us < 1 << 53 or process < 0 or nbytes < 0:
-        raise ValueError(f"{row!r:.80} is no span")
+        raise ValueError(f"{row!r:.80} is not a span")
     return stage, process, start_us, end_us, nbytes
 
 
@@ -160,9 +160,9 @@ Lane = list[tuple[float, float, int]]
 
 
 def put(lanes: list[Lane], start: float, end: float, nbytes: int) -> None:
-    """Add a span, which ends after all others, to the lane that ended last before its start.
+    """Add a span, which ends after all others, to the idle lane that ended last.
 
-    If there are then too many spans, every two neighbours are merged.
+    If there are too many spans then, pairs of neighbours are merged.
     """
     idle = [lane for lane in lanes if lane[-1][1] <= start]
     if idle:
@@ -170,7 +170,7 @@ def put(lanes: list[Lane], start: float, end: float, nbytes: int) -> None:
     elif len(lanes) < LANES_PER_STAGE:
         lanes.append([(start, end, nbytes)])
     else:
-        # All lanes are busy: merge the span with those that it overlaps.
+        # All lanes are busy: merge the span with the spans that it overlaps.
         lane = min(lanes, key=lambda lane: lane[-1][1])
         while lane and lane[-1][1] > start:
             first, last, more = lane.pop()
@@ -188,6 +188,6 @@ def spans_of(lanes: list[Lane], stage: str, process: int) -> Iterator[Span]:
 
 
 def _halved(lane: Lane) -> Lane:
-    """Return the lane with every two neighbours as one span."""
+    """Return the lane with pairs of neighbours merged."""
     pairs = itertools.zip_longest(lane[::2], lane[1::2])
     return [one if other is None else (one[0], other[1], one[2] + other[2]) for one, other in pairs]

@@ -59,10 +59,10 @@ def orbax_files(
             )
     leaves = _Walk(snapshot, plan, name_of).leaves()
     if bad := conflicts(leaves):
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         return None, (
-            f"Orbax would not find {bad[0]!r} under its name, or not read it"
-            + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
-            + ", so it cannot restore this checkpoint; asyncckpt can",
+            f"Orbax would not find {bad[0]!r}{more}, or would confuse it with another leaf, so it "
+            "cannot restore this checkpoint; asyncckpt can",
         )
     return encode_files(leaves), ()
 

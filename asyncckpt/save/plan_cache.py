@@ -85,7 +85,7 @@ class Layout:
 
 
 class Limits(NamedTuple):
-    """Limits of a process' memory and store for chunks, in bytes.
+    """Limits of a process's memory and store for chunks, in bytes.
 
     Attributes:
         budget_nbytes: memory for chunks that are held whole.

@@ -180,12 +180,12 @@ class Save:
         deadline_s, state = self.request.options.deadline_s, self.state
         left_s = deadline_s and deadline_s - (time.perf_counter() - self.request.begun)
         recorder = self._recorder
-        recorder.add("snapshot", recorder.begun, until=self.request.taken)
+        recorder.add("snapshot", recorder.begun, until=self.request.snapshot_done)
         try:
             try:
                 self._timeout = asyncio.timeout(left_s)
                 async with self._timeout, turn:
-                    recorder.add("wait", self.request.taken)
+                    recorder.add("wait", self.request.snapshot_done)
                     report = await self._run()
                     logger.info("%s", report)
                     # The checkpoint stays committed even if retention fails.

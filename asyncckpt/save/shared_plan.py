@@ -58,7 +58,7 @@ SHARED_OPTIONS = "chunk_nbytes", "compression", "compression_level", "layout", "
 
 
 class _Proposal(NamedTuple):
-    """What a process tells process 0 before a save, as a JSON array.
+    """Message of a process to process 0 before a save; a JSON array.
 
     Attributes:
         change: first leaf that differs from an earlier save; empty for none.
@@ -79,7 +79,7 @@ class _Proposal(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class SharedPlan:
-    """Planning of this process' part in a save.
+    """Planning of this process's part in a save.
 
     Attributes:
         round_: messages of the processes about this save.
@@ -292,7 +292,7 @@ def schema_key(request: SaveRequest) -> Sequence[Any]:
 
 
 def schema_of(request: SaveRequest) -> Schema:
-    """Return the schema of this process' tree, for the other processes.
+    """Return the schema of this process's tree, for the other processes.
 
     Raises:
         …: from `leaf_options`; a note names the path.

@@ -115,7 +115,7 @@ class SaveRequest:
         stall_first: copying has priority, because the caller waits for it.
         consent: permission that the commit waits for, if any.
         begun: `perf_counter` at the call.
-        taken: `perf_counter` when the snapshot was complete.
+        snapshot_done: `perf_counter` when the snapshot was complete.
     """
 
     name: str
@@ -129,7 +129,7 @@ class SaveRequest:
     stall_first: bool
     consent: Consent | None = None
     begun: float = field(default_factory=time.perf_counter)
-    taken: float = field(default_factory=time.perf_counter)
+    snapshot_done: float = field(default_factory=time.perf_counter)
 
 
 def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
@@ -322,7 +322,7 @@ def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAda
     rank = len(source.spec.shape)
     if rank > MAX_RANK:
         raise UnsupportedLeafError(
-            f"{where(path)}: this array has {rank} dimensions, a checkpoint's have at most "
+            f"{where(path)}: this array has {rank} dimensions, checkpoints store at most "
             f"{MAX_RANK}; reshape it before saving",
             path=path,
             expected=MAX_RANK,

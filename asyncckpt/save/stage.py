@@ -103,7 +103,7 @@ class StagedChunks:
 
 @dataclass(eq=False, repr=False)
 class Staging:
-    """Copies the leaves of one save into slots.
+    """Staging of one save: copies its leaves into slots.
 
     Attributes:
         plan: places of all chunks.

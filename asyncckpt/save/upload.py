@@ -252,16 +252,12 @@ class ChunkPacker:
             if start == 0 and self._slot is not None:
                 self._emit_slot(file, offset - size, size)
             if self._slot is None:
-                self._slot = await self._next()
+                self._slot = await self._ready.get()
+            if self._slot is None:
+                self._slot = await self._pool.replacement()
+                self._reserved.add(self._slot)
             blocks, end = await self._compute.run(_fill, self._slot, start, blocks)
             offset += end - start
-
-    async def _next(self) -> Slot:
-        slot = await self._ready.get()
-        if slot is None:
-            slot = await self._pool.replacement()
-            self._reserved.add(slot)
-        return slot
 
     def finish(self) -> None:
         """Emit the last window of the last file, if any."""

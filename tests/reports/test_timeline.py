@@ -157,7 +157,7 @@ def test_another_process_is_one_span_per_stage() -> None:
     ],
 )
 def test_rows_of_another_form_are_refused(row: Any) -> None:
-    with pytest.raises(ValueError, match="is no span"):
+    with pytest.raises(ValueError, match="is not a span"):
         Timeline.from_rows([["stage", 0, 0, 1, 1], row])
 
 

@@ -514,7 +514,7 @@ async def test_a_location_with_characters_of_urls_is_opened_by_tensorstore(tmp_p
 
 def test_a_leaf_without_a_database_has_no_tensorstore_spec() -> None:
     leaf = asyncckpt.LeafInfo("a/w", "array", shape=(3,), dtype="int8", array="a.w")
-    with pytest.raises(UsageError, match=r"^a/w: .* no OCDBT database") as caught:
+    with pytest.raises(UsageError, match=r"^a/w: .* is not an OCDBT database") as caught:
         leaf.tensorstore_spec()
     assert caught.value.path == "a/w"
     with pytest.raises(TypeError, match=r"n: a int has no array"):
