@@ -166,7 +166,7 @@ def even_count(nbytes: int, data_file_nbytes: int, streams: int) -> int:
 def even_order(
     payloads: npt.NDArray[np.int64], data_file_nbytes: int, streams: int
 ) -> tuple[npt.NDArray[np.int64], list[int]] | None:
-    """Return the chunks in an order that keeps all streams busy, and the first place of each file.
+    """Return an order of the chunks that keeps all streams busy, and where each file begins in it.
 
     None if filling files one by one does so too: for a single file, or very many. A file has at
     most about `data_file_nbytes`; `streams` is the number of concurrent uploads.

@@ -401,8 +401,8 @@ class Save:
             await to_completion(abort())
         except TimeoutError:
             self._clean_up_notes.append(
-                f"cleaning up did not end within {ABORT_S:g} s, because the store does not "
-                "answer; 'asyncckpt gc' removes what is left"
+                f"cleaning up did not finish within {ABORT_S:g} s, because the store does not "
+                "respond; 'asyncckpt gc' removes the rest"
             )
         except AsyncCheckpointError as failure:
             self._clean_up_notes.append(f"cleaning up failed too: {failure}")

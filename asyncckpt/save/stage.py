@@ -146,11 +146,7 @@ class Staging:
         """
         return await self.compute.run(self._copy_inline)
 
-    async def windows(
-        self,
-        emit: Callable[[StagedWindow], None],
-        seal: Seal | None = None,
-    ) -> None:
+    async def windows(self, emit: Callable[[StagedWindow], None], seal: Seal | None = None) -> None:
         """Stage every window, and hand them to `emit` in plan order.
 
         With `seal`, one worker call copies and checksums each window. Without it, windows are only
@@ -265,8 +261,7 @@ class Staging:
 
         Cancellation, errors: as `windows`.
         """
-        parts = self.plan.parts
-        return await self.compute.run(self._copy_parts, parts) if parts else []
+        return await self.compute.run(self._copy_parts) if self.plan.parts else []
 
     async def hold_immutable(self) -> bool:
         """Hold immutable leaves by reference and copy the others; return whether there was room.
@@ -481,9 +476,9 @@ class Staging:
         self.recorder.add("stage", since, len(data))
         return data
 
-    def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:
+    def _copy_parts(self) -> list[tuple[HeldBox, bytes]]:
         copies: list[tuple[HeldBox, bytes]] = []
-        for part in parts:
+        for part in self.plan.parts:
             out = np.empty(part.box.shape, DTYPES[self.plan.arrays.of(part.array).spec.dtype])
             try:
                 self._reader(part.array).read(part.box, out)

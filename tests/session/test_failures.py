@@ -277,7 +277,7 @@ async def test_a_store_that_stops_answering_delays_a_deadline_by_a_bounded_clean
             with pytest.raises(DeadlineExceededError) as caught:
                 await ckpt.save(1, TREE, options=options)
         (note,) = caught.value.__notes__
-        assert note.startswith("cleaning up did not end within 0.1 s")
+        assert note.startswith("cleaning up did not finish within 0.1 s")
         await ckpt.save(2, TREE)
         assert await ckpt.steps() == [2]
 
