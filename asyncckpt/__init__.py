@@ -86,7 +86,7 @@ _LATER = {
     "ArraySpec": "spec",
     "PerProcess": "tree.per_process",
 }
-"""Names that are imported at first use, because their modules import NumPy and more."""
+"""Modules of the names that are imported at first use, because they import NumPy and more."""
 
 _imported = {name: getattr(value, "__module__", "") for name, value in list(globals().items())}
 # Not `torch`: `from asyncckpt import *` must work without PyTorch.
@@ -130,11 +130,11 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """Keep public functions apart from folders of the same name.
+    """Module type that keeps public functions apart from folders of the same name.
 
     Importing `asyncckpt.save.pipeline` makes the import system set the attribute `save` of this
-    package to the folder. That assignment is dropped, so that `asyncckpt.save` is the function
-    whatever has been imported before; `from asyncckpt.save.pipeline import ...` works as usual.
+    package to the folder. That assignment is dropped, so that `asyncckpt.save` is always the
+    function; `from asyncckpt.save.pipeline import ...` works as usual.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

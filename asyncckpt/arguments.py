@@ -1,4 +1,4 @@
-"""The arguments of the public functions: declared once, checked before any work begins."""
+"""Arguments of the public functions, declared once and checked before any work begins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Leaves = Literal["numpy", "jax", "torch"]
 ProgressCallback = Callable[[Progress], None]
 
 MAX_METADATA_NBYTES = 16 << 20
-"""User metadata travels in the record, which every listing reads."""
+"""User metadata is stored in the record, which every listing reads."""
 
 COORDINATOR_METHODS = ("put", "put_once", "look", "wait", "list", "delete", "close")
 """Methods of `ports.Coordinator`, which this module must not import."""
@@ -149,7 +149,7 @@ def completed(shared: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: there is no argument of this name.
-        UsageError: one that is True or False is something else.
+        UsageError: a switch is neither True nor False.
     """
     declared = _declared(shared)
     for name in given:
@@ -171,7 +171,7 @@ _LOST_SLASH = re.compile(
 
 
 def check_path(location: Location) -> None:
-    """Check that a path or URL is what it looks like.
+    """Check a path or URL.
 
     Raises:
         UsageError: it is empty, has a null byte, begins with ``~``, or is a URL in a path object.
@@ -322,12 +322,12 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata={metadata!r:.80}: pass a dict of JSON values", found=metadata)
     try:
-        # JSON would make strings of other keys: 1 and "1" would become one.
-        if way := _odd_key(dict(metadata)):
-            place = "".join(f"[{key!r:.80}]" for key in way[:-1])
+        # JSON would turn other keys into strings, and 1 and "1" into one key.
+        if keys := _odd_key(dict(metadata)):
+            place = "".join(f"[{key!r:.80}]" for key in keys[:-1])
             raise UsageError(
-                f"metadata{place} has the key {way[-1]!r:.80}; keys are strings: pass str(key)",
-                found=way[-1],
+                f"metadata{place} has the key {keys[-1]!r:.80}; keys are strings: pass str(key)",
+                found=keys[-1],
             )
         # Strings that UTF-8 cannot encode (lone surrogates) would fail when the record is written.
         text = json.dumps(dict(metadata), allow_nan=False, ensure_ascii=False).encode()
@@ -344,18 +344,13 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return copy
 
 
-def _odd_key(value: object) -> tuple[object, ...]:
-    """Return the keys that lead to the first one that is no string; none if all are strings."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                return (key,)
-            if isinstance(item, (dict, list, tuple)) and (rest := _odd_key(item)):
-                return (key, *rest)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            if isinstance(item, (dict, list, tuple)) and (rest := _odd_key(item)):
-                return (index, *rest)
+def _odd_key(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> tuple[object, ...]:
+    """Return the keys that lead to the first key that is not a string, and that key; else ()."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and not isinstance(key, str):
+            return (key,)
+        if isinstance(item, (dict, list, tuple)) and (rest := _odd_key(item)):
+            return (key, *rest)
     return ()
 
 

@@ -1,13 +1,13 @@
 """The facade for ordinary loops: the names of `asyncckpt`, without `await`.
 
-Everything here is derived from the async facade when this module is imported: a call runs the
+Importing this module derives every function and method from the async facade: a call runs the
 coroutine of the same name, which hands its work to the engine, and blocks the calling thread while
-the coroutine would wait. It may be used inside a running event loop (a notebook), which then
-blocks as with any other synchronous call.
+the coroutine waits. It may be used inside a running event loop (a notebook), which it blocks like
+any other synchronous call.
 
 Cancellation in a docstring means Ctrl-C here: it aborts the call's work, waits for its clean-up
-and raises `KeyboardInterrupt`; a second Ctrl-C abandons the clean-up. So do other exceptions of
-signal handlers, such as those of a timeout by `signal.alarm`. Awaiting a `PendingSave` means
+and raises `KeyboardInterrupt`; a second Ctrl-C abandons the clean-up. Other exceptions of signal
+handlers, such as a timeout by `signal.alarm`, do the same. Awaiting a `PendingSave` means
 `PendingSave.result` here.
 """
 

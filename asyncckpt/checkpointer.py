@@ -35,7 +35,7 @@ from asyncckpt.session.session import Session
 T = TypeVar("T")
 
 Place = Location | tuple[Store, str]
-"""Where one checkpoint is: a path, a URL, or a store and a name in it."""
+"""Location of one checkpoint: a path, a URL, or a store and a name in it."""
 
 
 class OpenRun:
@@ -68,7 +68,7 @@ class OpenRun:
 
     async def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, GeneratorExit):
-            return  # nothing can be awaited: saves end by themselves, and then the session does
+            return  # nothing can be awaited: the saves and then the session end by themselves
         failure = await self._closed()
         if failure is None:
             return
@@ -80,41 +80,40 @@ class OpenRun:
     async def _closed(self) -> BaseException | None:
         """Close; return the failure that no caller has seen, or the error of the release.
 
-        What ends the wait instead, a cancellation or an exception of a signal handler, is raised as
-        it is, and the failure is left to the next look.
+        Cancellation, exception of a signal handler: raised; the failure is left to the next check.
         """
-        core = self._session
-        if core.runtime.engine.forked:
+        session = self._session
+        if session.runtime.engine.forked:
             return None
         check_loop()
         try:
-            await core.idle()
-        except UsageError:  # on the engine's own thread: the saves go on, and nothing is closed
+            await session.idle()
+        except UsageError:  # on the engine's own thread: the saves continue, nothing is closed
             raise
         except BaseException as interruption:
             await self._abort(interruption)
             raise
         try:
-            await uninterrupted(core.aclose())
+            await uninterrupted(session.aclose())
         except BaseException as error:
-            if error is not core.release_error:
+            if error is not session.release_error:
                 raise
-            failure = core.saves.unseen_error()
+            failure = session.saves.unseen_error()
             if failure is None:
                 return error
             failure.add_note(f"closing failed, too: {type(error).__name__}: {error}")
             failure.__context__ = error
             return failure
-        return core.saves.unseen_error()
+        return session.saves.unseen_error()
 
     async def _abort(self, error: BaseException) -> None:
-        """Abort the saves in flight and close; a failure becomes a note of the error."""
-        core = self._session
-        pending = core.saves.pending()
+        """Abort the saves in flight and close; add a failure to `error` as a note."""
+        session = self._session
+        pending = session.saves.pending()
         if isinstance(error, GeneratorExit):  # nothing can be awaited
             for save in pending:
                 save.cancel()
-            core.begin_close()
+            session.begin_close()
             return
         try:
             try:
@@ -122,9 +121,9 @@ class OpenRun:
                     save.cancel()
                     await save._job.abort()
             finally:
-                await uninterrupted(core.aclose())
+                await uninterrupted(session.aclose())
         except Exception as failure:
-            if failure is not core.release_error:
+            if failure is not session.release_error:
                 raise
             error.add_note(f"closing failed, too: {type(failure).__name__}: {failure}")
 
@@ -132,13 +131,13 @@ class OpenRun:
         self, step: SupportsIndex, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
     ) -> Any:
         check_loop()
-        with self._session.telling("save"):
+        with self._session.reporting("save"):
             number = step_number(step)
             given = completed(StepSaveArguments, arguments)
         if self._session.preemption is not None:
             await self._session.preemption.reached(number)
         return self._session.start_save(
-            self._pending, str(number), number, tree, stall_first=stall_first, **given
+            self._pending, number, tree, stall_first=stall_first, **given
         )
 
 
@@ -161,8 +160,8 @@ class Checkpointer(OpenRun):
             and restore together; ``"single"``: this process alone; or an object, such as a
             `DirectoryCoordinator`.
         preemption: notice SIGTERM, and report it on all processes at the same step (`reached`).
-        grace_s: seconds between SIGTERM and the end of the process, if known; reports say when a
-            save took longer.
+        grace_s: seconds between SIGTERM and the end of the process, if known; reports note a save
+            that took longer.
         takeover: the first save or deletion takes over the run: an earlier job that saves to it
             gets a `FencedError` from then on. Several processes that save together always do so.
 
@@ -200,11 +199,11 @@ class Checkpointer(OpenRun):
             metrics: numbers by name, for retention and listings.
 
         Cancellation: aborts the save, waits for its clean-up, then raises; a save whose
-        publication had begun is committed nevertheless.
+        publication had begun is still committed.
 
         Raises:
             CheckpointExistsError: the step exists; nothing was written.
-            FencedError: another process has taken the run over.
+            FencedError: another process has taken over the run.
             UnsupportedLeafError: names the path of a leaf that cannot be saved.
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """
@@ -236,10 +235,10 @@ class Checkpointer(OpenRun):
         All processes call it once per training step, before any `save` of that step, with the same
         steps, which must not decrease. It returns False until one process gets SIGTERM, and True
         on all processes from the same step on. Without a notice it sends no messages. With one, it
-        may wait until the processes have agreed; training and saves in flight go on meanwhile.
-        `save` and `start_save` do the same with their step: see `SaveReport.preempted`.
+        may wait until the processes have agreed; training and saves in flight continue meanwhile.
+        `save` and `start_save` report their step, too: see `SaveReport.preempted`.
 
-        Cancellation: stops the waiting only.
+        Cancellation: only stops the waiting.
 
         Raises:
             UsageError: this `Checkpointer` was created without `preemption=True`, or another
@@ -282,10 +281,10 @@ class Checkpointer(OpenRun):
             step: the step; None for the newest valid one.
             like: a tree whose types, dtypes and containers the result has; arrays, abstract
                 arrays (`jax.ShapeDtypeStruct`, meta tensors) or scalars.
-            include: globs on paths; other leaves are left out (with `like`: kept as they are). In a
-                list or tuple, `None` takes the place of what is left out; dicts lack its key.
+            include: globs on paths; other leaves are left out (with `like`: kept as they are).
+                Lists and tuples hold `None` in place of such a leaf; dicts lack its key.
             strict: leaves that only one side has are errors.
-            cast: convert dtypes, in memory besides the budget; values out of range stay errors.
+            cast: convert dtypes, in memory beyond the budget; values out of range remain errors.
             options: replace the `Checkpointer`'s as a whole.
             progress: called on the engine's thread with a `Progress`.
             leaves: without `like`: ``"numpy"``, ``"jax"`` or ``"torch"`` arrays.
@@ -326,9 +325,9 @@ class Checkpointer(OpenRun):
         )
 
     async def prepare(self, tree: Any) -> int:
-        """Allocate and touch staging memory for this tree, or as much as the budget has.
+        """Allocate and touch staging memory for this tree, as far as the budget allows.
 
-        The first save then stalls no longer than the following ones.
+        The first save then stalls no longer than later ones.
 
         Returns:
             Bytes of staging memory.
@@ -340,14 +339,14 @@ class Checkpointer(OpenRun):
         """Return all steps with a valid commit record, ascending.
 
         Raises:
-            StoreError: a record cannot be read, so that it is unknown whether the step is one.
+            StoreError: a record cannot be read, so it is unknown whether the step is valid.
         """
         return await self._session.call(self._session.steps.found).wait()
 
     async def latest_step(self) -> int | None:
         """Return the highest step with a valid commit record, or None.
 
-        Logs a warning where there is none, but steps of another library.
+        Logs a warning if there are only steps of another library.
         """
         return await self._session.call_once("latest_step()", self._session.steps.latest).wait()
 
@@ -371,25 +370,25 @@ class Checkpointer(OpenRun):
         return await self._session.call(lambda: self._session.reads.verify(number, progress)).wait()
 
     async def delete(self, step: SupportsIndex) -> None:
-        """Delete a step: first its visibility, durably, then its bytes.
+        """Delete a step: make it invisible, durably, then remove its bytes.
 
-        Waits for a save of this step that is in flight.
+        Waits for a save of this step in flight.
 
         Raises:
             CheckpointNotFoundError: there is no such step.
         """
-        with self._session.telling("call"):
+        with self._session.reporting("call"):
             number = step_number(step)
         await self._session.call_once(
             f"delete({number})", lambda: self._session.delete(number)
         ).wait()
 
     async def delete_after(self, step: SupportsIndex) -> list[int]:
-        """Delete all steps above `step`, highest first, and return them (an abandoned branch).
+        """Delete all steps above `step` (an abandoned branch), highest first, and return them.
 
-        Waits for saves in flight; their steps are deleted too if they are above `step`.
+        Waits for saves in flight, and also deletes their steps if they are above `step`.
         """
-        with self._session.telling("call"):
+        with self._session.reporting("call"):
             number = step_number(step)
         return await self._session.call_once(
             f"delete_after({number})", lambda: self._session.delete_after(number)
@@ -400,7 +399,7 @@ class Checkpointer(OpenRun):
 
         On an object store, a whole checkpoint includes the files that only other programs read.
 
-        Cancellation: stops the waiting; the saves go on.
+        Cancellation: stops the waiting; the saves continue.
 
         Raises:
             …: the error of a save that has not been raised anywhere else, once.
@@ -414,8 +413,8 @@ class Checkpointer(OpenRun):
         Cancellation: aborts the saves in flight, waits for their clean-up, closes, then raises.
 
         Raises:
-            …: the error of a save that has not been raised anywhere else, once; or the store's,
-                which could not be closed.
+            …: the error of a save that has not been raised anywhere else, once; or that of a
+                store that could not be closed.
         """
         failure = await self._closed()
         if failure is not None:
@@ -431,9 +430,9 @@ async def save(
     Arguments, cancellation and errors: as `Checkpointer` and `Checkpointer.save`.
     """
     given = completed(LocationSaveArguments, arguments)
-    async with _opened(location, given, save_options=given["options"]) as core:
-        pending: PendingSave = core.start_save(
-            PendingSave, core.root.name, None, tree, metrics=None, stall_first=False, **given
+    async with _opened(location, given, save_options=given["options"]) as session:
+        pending: PendingSave = session.start_save(
+            PendingSave, None, tree, metrics=None, stall_first=False, **given
         )
         return await pending._wait_owned()
 
@@ -459,8 +458,8 @@ async def restore(
     Arguments, cancellation and errors: as `Checkpointer` and `Checkpointer.restore`.
     """
     given = completed(LocationRestoreArguments, arguments)
-    async with _opened(location, given, restore_options=given["options"]) as core:
-        return await _tree(core, None, like, **given)
+    async with _opened(location, given, restore_options=given["options"]) as session:
+        return await _tree(session, None, like, **given)
 
 
 @documented
@@ -472,8 +471,8 @@ async def restore_into(
     Arguments, cancellation and errors: as `Checkpointer` and `Checkpointer.restore_into`.
     """
     given = completed(LocationRestoreIntoArguments, arguments)
-    async with _opened(location, given, restore_options=given["options"]) as core:
-        return await _into(core, None, target, **given)
+    async with _opened(location, given, restore_options=given["options"]) as session:
+        return await _into(session, None, target, **given)
 
 
 async def inspect(
@@ -487,8 +486,8 @@ async def inspect(
     With `timeline=True`, the result includes that of the save, which takes one more read.
     """
     check_switch("timeline", timeline)
-    async with _opened(location, {"storage_options": storage_options}) as core:
-        return await core.call(lambda: core.reads.inspect(None, timeline)).wait()
+    async with _opened(location, {"storage_options": storage_options}) as session:
+        return await session.call(lambda: session.reads.inspect(None, timeline)).wait()
 
 
 async def verify(
@@ -498,12 +497,12 @@ async def verify(
     progress: ProgressCallback | None = None,
 ) -> VerifyReport:
     """Read and check every byte of the checkpoint at `location`."""
-    async with _opened(location, {"storage_options": storage_options}) as core:
-        return await core.call(lambda: core.reads.verify(None, progress)).wait()
+    async with _opened(location, {"storage_options": storage_options}) as session:
+        return await session.call(lambda: session.reads.verify(None, progress)).wait()
 
 
 def _opened(location: Place, arguments: dict[str, Any], **options: Any) -> Session:
-    """Open a session for one checkpoint; removes the arguments about its location."""
+    """Open a session for one checkpoint; removes the location's arguments from `arguments`."""
     check_loop()
     return Session(
         location,
@@ -514,8 +513,8 @@ def _opened(location: Place, arguments: dict[str, Any], **options: Any) -> Sessi
     )
 
 
-async def _tree(core: Session, step: SupportsIndex | None, like: Any, **arguments: Any) -> Any:
-    with core.telling("call", "restore"):
+async def _tree(session: Session, step: SupportsIndex | None, like: Any, **arguments: Any) -> Any:
+    with session.reporting("call", "restore"):
         number = None if step is None else step_number(step)
         on_report = arguments.pop("on_report")
         check_function("on_report", on_report, "one RestoreReport")
@@ -525,8 +524,8 @@ async def _tree(core: Session, step: SupportsIndex | None, like: Any, **argument
                 f"leaves={arguments['leaves']!r} with like=: the result has the leaves of `like`; "
                 "leave out one of the two"
             )
-        request, flat, adapters = core.restore_request(mode, like, **arguments)
-    outcome = await core.restore(number, request).wait()
+        request, flat, adapters = session.restore_request(mode, like, **arguments)
+    outcome = await session.restore(number, request).wait()
     tree = finish_tree(outcome, flat, adapters)
     if on_report is not None:
         on_report(outcome.report)
@@ -534,11 +533,13 @@ async def _tree(core: Session, step: SupportsIndex | None, like: Any, **argument
 
 
 async def _into(
-    core: Session, step: SupportsIndex | None, target: Any, **arguments: Any
+    session: Session, step: SupportsIndex | None, target: Any, **arguments: Any
 ) -> RestoreReport:
-    with core.telling("call", "restore"):
+    with session.reporting("call", "restore"):
         number = None if step is None else step_number(step)
-        request, flat, adapters = core.restore_request("into", target, leaves="numpy", **arguments)
-    outcome = await core.restore(number, request).wait()
+        request, flat, adapters = session.restore_request(
+            "into", target, leaves="numpy", **arguments
+        )
+    outcome = await session.restore(number, request).wait()
     assert flat is not None
     return finish_into(outcome, flat, adapters)

@@ -37,7 +37,7 @@ from numbers import Number
 from typing import TypedDict, Unpack
 
 MAX_ITEMS = 10_000
-"""Longest list that an error keeps: the steps of a run, say."""
+"""Length of the longest list that an error keeps, such as the steps of a run."""
 
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = 80
@@ -61,8 +61,8 @@ class AsyncCheckpointError(Exception):
         stage: pipeline stage (``plan``, ``stage``, ``serialize``, ``upload``, ``commit``,
             ``fetch``, ``decode``, ``place``), or None.
         location: path or URL of the checkpoint or file concerned, or None.
-        expected: what was expected, or None. Strings, numbers and short tuples and lists of them
-            are kept; of a type it is the name, and of any other object a short text.
+        expected: what was expected, or None: a string, a number, a tuple or list of them, the name
+            of a type, or a short text for any other object.
         found: what was found instead, or None; likewise.
         written: paths of the targets that a failed `restore_into` wrote, in whole or in part;
             their contents are undefined.
@@ -92,10 +92,10 @@ class AsyncCheckpointError(Exception):
 
 
 def _described(value: object, depth: int = 2) -> object:
-    """Return the value, or a text instead of an object of the caller.
+    """Return the value, with texts in place of the caller's objects.
 
-    An error may live long and travel to another process: it must not keep a state in memory, nor
-    hold what cannot be pickled.
+    An error may live long and travel to another process, so it must neither keep a state in memory
+    nor hold objects that cannot be pickled.
     """
     if value is None or isinstance(value, (str, bytes, Number)):
         return value
@@ -154,7 +154,7 @@ class UnsupportedFormatError(_DamagedFileError):
     """The checkpoint is of a kind or version that this release does not read.
 
     Attributes:
-        file: path of the file that shows it, relative to the checkpoint, or None.
+        file: path of the file concerned, relative to the checkpoint, or None.
         offset: byte offset in it, or None.
     """
 
@@ -179,7 +179,7 @@ class StoreError(AsyncCheckpointError):
     """The file system or object store failed.
 
     Attributes:
-        retryable: whether the same operation may succeed later without a change.
+        retryable: whether the same operation may succeed later without changes.
     """
 
     def __init__(
@@ -227,8 +227,7 @@ class SaveError(AsyncCheckpointError):
     """A save failed, or a call of several processes lost one of them.
 
     Attributes:
-        visible: whether the step is listed nevertheless (it was published, but a later flush
-            failed).
+        visible: whether the step is listed (it was published, but a later flush failed).
         durable: whether it is known to survive power loss.
     """
 
@@ -267,10 +266,7 @@ class SaveOutcomeUnknownError(SaveError):
 
 
 class RestoreError(AsyncCheckpointError):
-    """A restore failed after the checkpoint was read.
-
-    An object refused its new state, or a framework could not make an array of the values.
-    """
+    """An object refused its restored state, or a framework could not make an array of values."""
 
 
 class ResourceError(AsyncCheckpointError):
@@ -282,7 +278,7 @@ class EngineDiedError(AsyncCheckpointError):
 
 
 class RestoreWarning(UserWarning):
-    """A restore succeeded with a remark, which is also in the `notes` of its report.
+    """Remark of a successful restore, which is also in the `notes` of its report.
 
-    For example, a checkpoint of another library has no checksums for some leaves.
+    For example, a checkpoint of another library lacks checksums for some leaves.
     """

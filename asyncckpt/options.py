@@ -30,8 +30,8 @@ PAGE_NBYTES = 4096
 """Alignment of large chunks in data files: the strictest logical block size in common use."""
 
 CACHED_NBYTES = 512 * KIB
-"""What a thread copies or reads before it computes a checksum: the checksum of bytes in the core's
-cache takes half as long as that of bytes in memory."""
+"""Bytes that a thread copies or reads before it computes their checksum, which takes half as long
+in the core's cache as in memory."""
 
 ALIGNED_CHUNK_NBYTES = 1 * MIB
 """Chunks from this size on start on a page of the data file; below, packing matters more."""
@@ -55,20 +55,20 @@ NODE_NBYTES = 1 * MIB
 """Largest decoded B+tree node we write: one ranged read, decoded in a millisecond."""
 
 MAX_RECORD_NBYTES = 1 * GIB
-"""A commit record beyond this is refused before it is read (100,000 leaves take about 10 MiB)."""
+"""Larger commit records are refused before they are read (100,000 leaves take about 10 MiB)."""
 
 MAX_ENTRIES = 1 << 20
-"""Files and directories of one checkpoint, and names in one of its directories, that are listed.
+"""Most files and directories of a checkpoint, and most names in one directory, that are listed.
 Orbax without OCDBT has one per parameter."""
 
 MAX_PIECES = 4096
-"""Arrays that one leaf may be stored as; a reader compares every pair of them."""
+"""Most arrays that store one leaf; a reader compares every pair of them."""
 
 MIN_BUDGET_NBYTES = 64 * MIB
 """Eight slots: with fewer, copying, checksumming and writing could not overlap."""
 
 MAX_DEFAULT_BUDGET_NBYTES = 8 * GIB
-"""Staging more than this ahead of the disk gained nothing on the machines measured."""
+"""More staging memory than this gained nothing on the machines measured."""
 
 ABANDON_S = 30.0
 """How long a cancelled await, or a clean-up, waits for a thread that is stuck in a system call (a
@@ -77,11 +77,11 @@ this long on ext4."""
 
 CLEANUP_S = 60.0
 """How long work that must not be cut short, such as a publication, continues after its caller was
-cancelled: two waits for threads. Then it is cancelled too, and ends within `ABANDON_S`."""
+cancelled: two waits for threads. Then it is cancelled, too, and ends within `ABANDON_S`."""
 
 SILENCE_S = 60.0
 """Below the 100 s after which jaxlib ends all processes of a job that has lost one, so that our
-error, which names it, comes first."""
+error, which names the lost process, comes first."""
 
 ARRIVAL_S = 300.0
 """Processes usually make the same call within seconds; if some of them compile a step, they may be
@@ -139,8 +139,8 @@ class SaveOptions(PickledByName):
     """How a checkpoint is saved.
 
     `host_memory_nbytes`, `direct_io`, `exit_deadline_s`, `silence_s` and `arrival_s` belong to a
-    `Checkpointer`, which takes them from its `save_options=`; another value in the `options=` of a
-    save raises a `UsageError`.
+    `Checkpointer`, which takes them from its `save_options=`; other values in the `options=` of a
+    save raise a `UsageError`.
 
     Attributes:
         host_memory_nbytes: budget of staging memory in bytes, shared by all saves and restores of
@@ -151,27 +151,26 @@ class SaveOptions(PickledByName):
         compression: ``None`` or ``"zstd"``.
         compression_level: zstd level, 1 to 22.
         direct_io: ``"auto"`` bypasses the page cache on writing if the file system can, ``True``
-            requires that, ``False`` never does it.
+            requires it, ``False`` never bypasses it.
         deadline_s: seconds after which a save is aborted; None for no limit.
-        exit_deadline_s: seconds that a process which ends without `close()` waits for its saves.
+        exit_deadline_s: seconds that a process waits for its saves if it ends without `close()`.
         snapshot: ``"copy"`` copies every leaf before `start_save` returns; ``"reference"`` holds
             immutable `jax.Array`s instead (for trainers that do not donate them).
         on_overlap: what `start_save` does while another save is in flight: ``"wait"`` for it,
             ``"skip"`` this one, or raise an ``"error"``.
         on_failed_save: whether the next save raises the unseen failure of an earlier one
             (``"raise"``) or only logs it (``"log"``).
-        private: create checkpoints readable by their owner only, instead of following the umask,
-            which claims and the lock of the root still follow.
+        private: create checkpoints that only their owner can read, instead of following the umask;
+            claims and the lock of the root always follow the umask.
         layout: ``"auto"``: a leaf whose shards lie on no common chunk grid is stored in pieces,
             several arrays that TensorStore can stack and Orbax cannot read; ``"regular"``: every
-            leaf is one array, or the save fails and says how many chunks it would take.
+            leaf is one array, or the save fails and reports how many chunks it would take.
         leaf_options: called with path and `ArraySpec` of each array leaf; returns `LeafOptions`
-            or None. Its answers are kept with the plan of the save and used for the next trees of
-            the same schema, so it must be deterministic.
-        tree: whether all processes have the same leaves (``"same"``; with JAX also ``"auto"``), or
-            each may have leaves of its own (``"union"``; otherwise also ``"auto"``). With
-            ``"union"``, the processes compare their trees before each save; with ``"auto"``, once
-            their trees have differed.
+            or None. Its results are cached with the plan of the save and reused for trees of the
+            same schema, so it must be deterministic.
+        tree: ``"same"``: all processes have the same leaves; ``"union"``: each process may have its
+            own, and the processes compare their trees before each save; ``"auto"``: ``"same"`` with
+            JAX, otherwise ``"union"``, comparing only after the trees have differed.
         silence_s: seconds without a sign of life after which a process is considered dead.
         arrival_s: seconds that a process may be later than the first at a call.
     """
@@ -231,10 +230,10 @@ class RestoreOptions(PickledByName):
     Attributes:
         concurrency: reads in flight, or ``"auto"``.
         atomic: stage everything before the first target is touched, so that a `restore_into` that
-            fails before it calls the first `load_state_dict` leaves its targets as they were
-            (costs memory for the whole state).
+            fails before it calls the first `load_state_dict` leaves its targets unchanged (costs
+            memory for the whole state).
         broadcast: read once and exchange between processes (``"auto"``, True, False).
-        explain: `RestoreReport.reads` lists every range that was read, with the reason.
+        explain: list every range read, with the reason, in `RestoreReport.reads`.
         deadline_s: seconds after which a restore is aborted; None for no limit.
         host_memory_nbytes: budget in bytes, for the one-shot functions only.
         silence_s: seconds without a sign of life after which a process is considered dead.
@@ -303,7 +302,7 @@ def check_budget(nbytes: object) -> None:
 
 
 def check_function(name: str, value: object, of: str) -> None:
-    """Check that this is a function that can be called without awaiting it, or None."""
+    """Check that this is an ordinary function, or None."""
     if value is None:
         return
     if not callable(value):

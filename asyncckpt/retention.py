@@ -16,29 +16,29 @@ from asyncckpt.errors import UsageError
 from asyncckpt.pickled import PickledByName
 
 Metrics = Mapping[int, Mapping[str, float]]
-"""The numbers given to `save` by step and name; `{}` for steps saved without any."""
+"""The numbers given to `save`, by step and name; `{}` for steps saved without numbers."""
 
 
 class Retention(Protocol):
-    """Decides which committed steps stay.
+    """Policy that decides which committed steps to keep.
 
-    A policy whose attribute `uses_metrics` is False gets no metrics, which saves reading them.
+    A policy whose attribute `uses_metrics` is False gets no metrics, so they need not be read.
     """
 
     def keep(self, steps: Sequence[int], metrics: Metrics) -> Iterable[int]:
         """Return the steps to keep.
 
         Args:
-            steps: all steps, the newest last, without those that another job saves meanwhile above
-                the step just saved. They ascend, except after a run went back to an earlier step:
-                then the steps saved since follow those that were there before.
+            steps: all steps, the newest last, except those that another job saves meanwhile above
+                the step just saved. They ascend, unless the run went back to an earlier step: then
+                the steps saved since follow the older ones.
             metrics: the numbers given to `save`.
         """
         ...
 
 
 class _Policy(PickledByName, ABC):
-    """Base of policies that ``|`` can join, also with a user's own; any of them may keep a step."""
+    """Base of policies that ``|`` joins with each other and with a user's own."""
 
     __slots__ = ()
 
@@ -72,9 +72,9 @@ class KeepLast(_Policy):
 
 @dataclass(frozen=True, slots=True)
 class KeepEvery(_Policy):
-    """Keep the steps that are multiples of `k`, step 0 among them.
+    """Keep the steps that are multiples of `k`, including step 0.
 
-    Multiples, not every k-th save, so that the result does not depend on where a run was resumed.
+    Unlike every k-th save, these do not depend on where the run was resumed.
     """
 
     uses_metrics: ClassVar[bool] = False
@@ -101,7 +101,7 @@ class KeepBest(_Policy):
     a value, all are kept: a misspelt name deletes nothing, and the report of each save says so.
 
     Attributes:
-        n: how many.
+        n: number of steps to keep.
         metric: a name among the `metrics` given to `save`.
         mode: whether the smallest (``"min"``) or the largest (``"max"``) values are best.
     """
@@ -145,7 +145,7 @@ class KeepBest(_Policy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeepAny(_Policy):
-    """Keep what any of several policies keeps; the result of ``|``."""
+    """Keep the steps that any of several policies keeps; the result of ``|``."""
 
     policies: tuple[Retention, ...]
 
@@ -154,16 +154,16 @@ class KeepAny(_Policy):
 
     @property
     def uses_metrics(self) -> bool:
-        """Whether any of the policies looks at metrics."""
+        """Whether any of the policies uses metrics."""
         return any(map(uses_metrics, self.policies))
 
     def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
-        """Return the union of what the policies keep."""
+        """Return the steps that any of the policies keeps."""
         return set[int]().union(*(policy.keep(steps, metrics) for policy in self.policies))
 
 
 def uses_metrics(policy: Retention) -> bool:
-    """Return whether a policy looks at metrics; True if it does not say."""
+    """Return whether a policy uses metrics; True if it does not say."""
     return bool(getattr(policy, "uses_metrics", True))
 
 
@@ -186,7 +186,7 @@ def _is_count(value: object) -> bool:
 
 
 def is_policy(value: object) -> bool:
-    """Return whether this is an object, not a class, that decides without being awaited."""
+    """Return whether this is an instance with an ordinary method `keep`."""
     keep = getattr(value, "keep", None)
     return callable(keep) and not isinstance(value, type) and not iscoroutinefunction(keep)
 

@@ -61,13 +61,13 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part common to both boxes, None if they share no element."""
+        """Return the common part of both boxes, None if they share no element."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
         return None if any(n <= 0 for n in shape) else Box(offset, shape)
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """Return the same box in coordinates whose zero is `origin`."""
+        """Return the same box in coordinates relative to `origin`."""
         return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.shape)
 
 
@@ -99,7 +99,7 @@ class ArraySpec(PickledByName):
 
 @functools.lru_cache(maxsize=4096)
 def array_spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
-    """Return the spec of an array; equal ones are one object, so that comparisons are cheap."""
+    """Return the spec of an array; equal specs are one object, so comparisons are cheap."""
     return ArraySpec(shape, dtype)
 
 
@@ -120,7 +120,7 @@ class ChunkGrid:
 
     @property
     def chunk_count(self) -> int:
-        """Number of chunks in all; one for rank 0."""
+        """Total number of chunks; one for rank 0."""
         return math.prod(self.counts)
 
     @property
@@ -160,10 +160,10 @@ class Partition:
     Attributes:
         cuts: per axis, the length of every cell except the last (the axis length if it is not
             cut), or, if cells are uneven, the positions of the cuts between them.
-        holders: which process holds which cell, as a canonical text that is equal in all
+        holders: the process that holds each cell, as a canonical text that is equal in all
             processes: the mesh, its processes, and the axes that it divides.
-        processes: those that hold a cell, in order; empty if unknown. Not compared: `holders`
-            determines whether two partitions are equal.
+        processes: the processes that hold a cell, in order; empty if unknown. Not compared, because
+            `holders` determines whether two partitions are equal.
         pattern: the same text with positions in `processes` instead of process numbers; empty if
             unknown. If cuts and pattern are equal, processes at equal positions hold equal cells.
     """

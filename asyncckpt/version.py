@@ -1,10 +1,10 @@
-"""Versions of the library, and of the messages between its processes."""
+"""Versions of the library and of the messages between its processes."""
 
 VERSION = "0.1.0"
-"""As the package metadata and every commit record state it."""
+"""Version in the package metadata and in every commit record."""
 
 PROTOCOL = 1
-"""Version of all messages between the processes of a job: raise it with every change of one.
+"""Version of all messages between the processes of a job; raise it with every change of a message.
 
 (test_messages_change_only_with_the_protocol)
 """

@@ -1,4 +1,4 @@
-"""Beats: signs of life of processes, with their progress, by which silent ones are found."""
+"""Beats: signs of life with progress, which all processes post and which reveal silent ones."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ BEAT_S = 5.0
 """Interval of beats."""
 
 MANY_PROCESSES = 256
-"""With more processes than this, beats come every `SLOW_BEAT_S`."""
+"""Largest number of processes that post beats every `BEAT_S`."""
 
 SLOW_BEAT_S = 20.0
-"""Interval of beats of many processes: 10,000 of them write 500 keys a second."""
+"""Interval of beats with more processes: 10,000 of them write 500 keys a second."""
 
 
 @dataclass(slots=True)
 class _Heard:
-    """The last beat of a process, and how long it has not changed.
+    """The last beat of a process.
 
     Attributes:
-        value: the beat as it was posted; empty before the first one.
-        fields: its contents, decoded once: process 0 asks for those of all processes.
+        value: the beat as posted; empty before the first one.
+        fields: its decoded contents.
         silent_s: seconds since it changed.
     """
 
@@ -44,12 +44,12 @@ class _Heard:
 class Beats:
     """Posts the beats of this process while a round is under way, and watches those of others.
 
-    Process 0 watches all others with one call; the others watch process 0. A beat says whether its
-    process is at work, how far it has come, and which rounds have ended on it. Only a process at
-    work can fall silent; `arrival_s` is for processes that have not come to a call yet.
+    Process 0 watches all others with one call; the others watch process 0. A beat tells whether its
+    process is at work, its progress, and which rounds have ended on it. Only a process at work can
+    fall silent; `arrival_s` covers processes that have not made a call yet.
 
-    Silence is measured by the clock of the observer, and only while it observes: a process that was
-    itself stopped for a minute does not know about the others yet.
+    Silence is measured by the observer's clock, and only while it observes: a process that was
+    stopped for a minute does not blame the others.
 
     Args:
         group: the processes.
@@ -62,9 +62,9 @@ class Beats:
         self._silence_s = silence_s
         if group.process_count > MANY_PROCESSES:
             every_s = max(every_s, SLOW_BEAT_S)
-        # However short `silence_s` is, several beats come within it.
+        # Several beats fit into any `silence_s`.
         self._every_s = min(every_s, silence_s / 3)
-        # Silence takes at least two observations, however long this process was stopped.
+        # Silence takes at least two observations, even if this process was stopped in between.
         self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
         self._open: defaultdict[str, list[int]] = defaultdict(list)
         self._over: defaultdict[str, int] = defaultdict(int)
@@ -77,25 +77,25 @@ class Beats:
         self._observed = time.monotonic()
 
     def begin(self, kind: str, number: int) -> None:
-        """Begin a round, or a part of it; beats go on until all that has begun has ended."""
+        """Begin a round or a part of one; beats are posted until all of them have ended."""
         self._open[kind].append(number)
         self.reached(kind, number)
         if self._beating is None:
             self._beating = BackgroundTask(self.run())
 
     async def end(self, kind: str, number: int) -> None:
-        """End a round, or a part of it; after the last one, post that this process rests."""
+        """End a round or a part of one; after the last, post that this process is idle."""
         self._open[kind].remove(number)
-        if self._at_work() or self._beating is None:
+        if any(self._open.values()) or self._beating is None:
             return
         beating, self._beating = self._beating, None
         beating.cancel()
         await beating.settled()
-        if not self._at_work():  # none has begun meanwhile
+        if not any(self._open.values()):  # no round has begun meanwhile
             await self._post(at_work=False)
 
     async def run(self) -> None:
-        """Post and watch until cancelled. A service that does not answer counts as silence."""
+        """Post and watch until cancelled. An unreachable service counts as silence."""
         self._observed = time.monotonic()
         while True:
             self._changed.clear()
@@ -113,7 +113,7 @@ class Beats:
                 pass
 
     def reached(self, what: str, number: int) -> None:
-        """Tell the others the progress of this process soon; it only rises."""
+        """Record progress of this process and post it soon; progress only rises."""
         self._reached[what] = max(number, self._reached.get(what, number))
         self._changed.set()
 
@@ -126,9 +126,9 @@ class Beats:
         return int(self._heard[process].fields.get("ended", {}).get(kind, 0))
 
     def over(self, kind: str) -> Iterator[int]:
-        """Yield the rounds of a kind that have ended on all processes, each only once.
+        """Yield the rounds of a kind that have ended on all processes, each once.
 
-        For process 0. What it has heard may be old: a round may be yielded later than it could be.
+        For process 0. Its beats of the others may be old, so a round may be yielded late.
         """
         end = min([self._ended(kind), *(self.ended(process, kind) for process in self._heard)])
         while self._over[kind] < end:
@@ -136,15 +136,12 @@ class Beats:
             yield self._over[kind] - 1
 
     def at_work(self, process: int) -> bool:
-        """Return whether a watched process was in any round when it was last heard."""
+        """Return whether a watched process was in any round at its last beat."""
         return bool(self._heard[process].fields.get("at_work"))
 
     def silent(self, process: int) -> bool:
         """Return whether a watched process at work has posted no new beat for `silence_s`."""
         return self._heard[process].silent_s >= self._silence_s and self.at_work(process)
-
-    def _at_work(self) -> bool:
-        return any(self._open.values())
 
     def _ended(self, kind: str) -> int:
         """Return the number below which all rounds of a kind have ended on this process."""

@@ -1,20 +1,20 @@
-"""The order of the calls of one process, compared with that of the others."""
+"""The order of one process's calls, compared with that of the others."""
 
-# Rule 1: after a round in which processes made different calls, one of them is behind: it has still
-#   to make calls that have failed already, on the others. It leaves these out of the rounds, and
-#   its next call meets the next call of the others.
-# Rule 2: only one of two processes may leave out calls, or both would stay as far apart. Both see
-#   the same calls, and judge by the same rule.
-# Rule 3: until the order of the calls shows which one it is, it is the one with the lower name: of
-#   two saves, that of the lower step.
+# Rule 1: after a round in which processes made different calls, one of them is behind: it has yet
+#   to make calls that have already failed on the others. It skips these, so that its next call
+#   meets the next call of the others.
+# Rule 2: only one of two processes may skip calls, or they would stay equally far apart. Both see
+#   the same calls and apply the same rule.
+# Rule 3: until the order of the calls shows which process is behind, it is the one whose call has
+#   the lower name: of two saves, the one of the lower step.
 
 from __future__ import annotations
 
 
 class CallOrder:
-    """Which calls of one kind this process still has to leave out, to be in step with the others.
+    """Calls of one kind that this process must skip to be in step with the others.
 
-    State changes are synchronous, and made by the rounds as they end.
+    Rounds update it, synchronously, as they end.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class CallOrder:
         self._due: list[str] = []
 
     def agreed(self) -> None:
-        """Note that all processes have made the same call: none is behind."""
+        """Note that all processes have made the same call, so that none is behind."""
         self._own, self._theirs, self._due = [], [], []
 
     def differed(self, own: str, theirs: str) -> None:
-        """Note a call of this process, and that of another one in the same round, which failed."""
-        behind = own in self._theirs  # the other made this call some rounds ago
+        """Note the different calls of this and another process in a round, which failed."""
+        behind = own in self._theirs  # the other process made this call some rounds ago
         ahead = theirs in self._own
         self._own.append(own)
         self._theirs.append(theirs)
@@ -41,7 +41,7 @@ class CallOrder:
         self._due = due
 
     def leaves_out(self, name: str) -> bool:
-        """Return whether this process leaves out its next call, of this name."""
+        """Return whether this process must skip its next call, of this name."""
         if name not in self._due:
             return False
         del self._due[: self._due.index(name) + 1]

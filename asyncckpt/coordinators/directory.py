@@ -30,8 +30,8 @@ class DirectoryCoordinator(ServiceCoordinator["DirectoryService"]):
     """Coordinates processes through files in a directory that all of them share.
 
     For processes without a distributed runtime, such as NumPy programs started by a batch system.
-    The directory is created at first use. It may be that of an earlier run, whose keys are ignored,
-    and it may be on NFS. It must support hard links, and should not be the root of the checkpoints.
+    The directory is created at first use. It may hold the keys of an earlier run, which are
+    ignored, and may be on NFS. It must support hard links, and should not be the checkpoint root.
 
     Args:
         path: the directory.
@@ -72,7 +72,7 @@ class DirectoryService:
             try:
                 self._make(key, value, os.link)
             except FileExistsError:
-                # Also if our link succeeded and NFS lost the response: then the value is ours.
+                # Also raised if our link succeeded and NFS lost the response: the value is ours.
                 first = self.look(key)
                 if first is not None:
                     return first
@@ -125,7 +125,7 @@ class DirectoryService:
                 if not (self._path / prefix).exists():
                     break
             except OSError as error:
-                # Another process is putting or deleting keys there, too.
+                # Another process is also putting or deleting keys there.
                 if error.errno != errno.ENOTEMPTY:
                     raise
             else:
@@ -148,13 +148,13 @@ class DirectoryService:
         aside = file.with_name(f"{file.name}{secrets.token_hex(8)}")
         for _ in _tries():
             try:
-                # Also raised if it existed and was deleted before `mkdir` could check its type.
+                # Raised if the directory was deleted before `mkdir` could check its type.
                 with contextlib.suppress(FileExistsError):
                     file.parent.mkdir(parents=True, exist_ok=True)
                 aside.write_bytes(value)
                 finish(aside, file)
             except FileNotFoundError:
-                continue  # `delete` removed the directory, which was empty, in another process
+                continue  # another process deleted the empty directory
             finally:
                 aside.unlink(missing_ok=True)
             return

@@ -1,4 +1,4 @@
-"""Processes after the handshake, the keys of their run, and errors about missing ones."""
+"""Processes after the handshake, the keys of their run, and errors about missing processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMES_MAX = 8
 """Most processes that a message lists one by one."""
 
 BYE = "bye"
-"""Key directory of the processes that have left the group."""
+"""Directory of the keys that processes set when they leave the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Processes that have shaken hands.
+    """Processes that have completed a handshake.
 
     Attributes:
         coordinator: carries their messages.
@@ -56,8 +56,13 @@ class Group:
 
     def listed(self, processes: Sequence[int]) -> str:
         """Return the names of several processes in messages, the first few one by one."""
-        more = f" and {len(processes) - NAMES_MAX} more" if len(processes) > NAMES_MAX else ""
-        return ", ".join(map(self.named, processes[:NAMES_MAX])) + more
+        return few([self.named(process) for process in processes])
+
+
+def few(names: Sequence[str]) -> str:
+    """Return text that lists the first few names, and the number of the others."""
+    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return ", ".join(names[:NAMES_MAX]) + more
 
 
 async def part(group: Group) -> None:
@@ -65,13 +70,13 @@ async def part(group: Group) -> None:
     await group.coordinator.put(group.key(BYE, str(group.process_index)), b"bye")
     gone = await group.coordinator.list(group.key(BYE))
     if len(gone) == group.process_count:
-        # Several may find that they are last; deleting keys twice does no harm.
+        # Several processes may find that they are last; deleting keys twice does no harm.
         await group.coordinator.delete(group.meeting)
         await group.coordinator.delete(group.key())
 
 
 async def departed(group: Group) -> tuple[int, ...]:
-    """Return the processes that have left: process 0 looks at all, the others at process 0."""
+    """Return the processes that have left; process 0 checks all, the others only process 0."""
     if group.process_index:
         return () if await group.coordinator.look(group.key(BYE, "0")) is None else (0,)
     return tuple(sorted(map(int, await group.coordinator.list(group.key(BYE)))))
@@ -81,9 +86,9 @@ def closed_error(group: Group, closed: Sequence[int]) -> UsageError:
     """Return the error for processes that have closed their `Checkpointer`."""
     has = "has" if len(closed) == 1 else "have"
     return UsageError(
-        f"{group.listed(closed)} {has} closed the Checkpointer with which this call was made here; "
-        "nothing was committed. Make the same calls on all processes, then close it on all; or "
-        'pass coordinator="single" where one process is to work alone',
+        f"{group.listed(closed)} {has} closed the Checkpointer that made this call; nothing was "
+        "committed. Make the same calls on all processes, then close it on all; or pass "
+        'coordinator="single" where one process works alone',
         expected=group.process_count,
         found=group.process_count - len(closed),
     )
@@ -102,29 +107,21 @@ def silent_error(group: Group, silent: Sequence[int], silence_s: float) -> SaveE
 def late_error(
     group: Group, call: str, late: Sequence[int], elsewhere: Sequence[int], arrival_s: float
 ) -> SaveError:
-    """Return the error for processes that have not made a call in time.
-
-    Args:
-        group: all processes.
-        call: the call.
-        late: those that have not made it.
-        elsewhere: those of them that are in another call.
-        arrival_s: time that they had.
-    """
-    come = group.process_count - len(late)
+    """Return the error for `late` processes; of these, those `elsewhere` are in another call."""
+    arrived = group.process_count - len(late)
     are = "is" if len(elsewhere) == 1 else "are"
     busy = f" ({group.listed(elsewhere)} {are} in another call)" if elsewhere else ""
     return SaveError(
-        f"{come} of {group.process_count} processes made this call, {call}; {group.listed(late)} "
-        f"did not within {arrival_s:g} s (arrival_s){busy}. Call it on all processes, or pass "
-        'coordinator="single" where one process is to do it alone',
+        f"{arrived} of {group.process_count} processes made this call, {call}; "
+        f"{group.listed(late)} did not within {arrival_s:g} s (arrival_s){busy}. Call it on all "
+        'processes, or pass coordinator="single" where one process works alone',
         expected=group.process_count,
-        found=come,
+        found=arrived,
     )
 
 
 def other_call_error(group: Group, process: int, other: str, call: str) -> UsageError:
-    """Return the error for a process that made another call than process 0."""
+    """Return the error for a process whose call differs from that of process 0."""
     return UsageError(
         f"{group.named(process)} called {other} where {group.named(0)} called {call}: all "
         "processes make the same calls in the same order",
@@ -134,17 +131,17 @@ def other_call_error(group: Group, process: int, other: str, call: str) -> Usage
 
 
 def behind_error(group: Group, call: str) -> UsageError:
-    """Return the error for a call of this process that has failed already on the others."""
+    """Return the error for a call of this process that has already failed on the others."""
     return UsageError(
         f"{group.named(group.process_index)} calls {call}, which has failed already on another "
-        "process, because the calls of the processes differed: it is left out here, so that the "
-        "next call is made by all of them together"
+        "process, because the calls of the processes differed: it is skipped here, so that all "
+        "processes make the next call together"
     )
 
 
 def unknown_error(group: Group, call: str) -> SaveOutcomeUnknownError:
     """Return the error for a process 0 that fell silent between its decision and the outcome."""
     return SaveOutcomeUnknownError(
-        f"{group.named(0)} has fallen silent in {call}, after it had decided to commit: whether "
-        "that was done is unknown. Restart the job, and look at steps() first"
+        f"{group.named(0)} has fallen silent in {call}, after it had decided to commit: whether it "
+        "did is unknown. Restart the job, and check steps() first"
     )

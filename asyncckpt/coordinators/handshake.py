@@ -6,13 +6,13 @@ posting its hello again with the run id, and once all have done so, process 0 po
 Thus keys of an earlier life of the job, which many services keep, never match.
 """
 
-# Rule 1: every process but 0 polls one key, and process 0 one directory: its number of calls does
-#   not grow with the number of processes (welcomes are pages of `PAGE` processes).
+# Rule 1: process 0 polls one directory, every other process one key. The number of calls does not
+#   grow with the number of processes (a welcome is for `PAGE` processes).
 # Rule 2: process 0 alone decides whether all agree. It posts a refusal under the same key, so that
 #   every living process gets the same error.
 # Rule 3: a hello without an acknowledgement may be of an earlier life, and proves nothing.
 #   (test_process_0_does_not_believe_the_predecessors_of_others)
-# Rule 4: a hello has a key of its own. If two processes have one index, both acknowledge.
+# Rule 4: each hello has its own key. If two processes have the same index, both acknowledge.
 #   (test_a_process_that_comes_twice_is_an_error_for_all)
 
 from __future__ import annotations
@@ -38,50 +38,50 @@ from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 
 PAGE = 256
-"""Processes per welcome: the nonces of ten lives of the job fit into a message."""
+"""Processes per welcome: a message holds their nonces of ten lives of the job."""
 
 RUNS = 512
-"""Hosts per message, each with its number of successive processes."""
+"""Runs of processes on one host per message."""
 
 HOST_LENGTH = 64
-"""Characters kept of the name of a host: the limit of Linux."""
+"""Characters of a host name that are kept: the limit of Linux."""
 
 REFUSAL_S = 1.0
-"""How much longer than `arrival_s` processes wait for process 0 to name the missing ones."""
+"""How much longer than `arrival_s` processes wait for process 0 to name the missing processes."""
 
 ANSWER_S = 10.0
-"""How much longer a process waits after acknowledging: process 0 is alive, and came later."""
+"""How much longer a process waits after acknowledging: process 0 is alive, but arrived later."""
 
 ROLL_CALL_S = 1.0
-"""This long before its time is up, process 0 welcomes those that have come: those that then do not
-acknowledge are of an earlier life."""
+"""How long before its deadline process 0 welcomes the processes that have come. Those that do not
+acknowledge then are of an earlier life."""
 
 SETTLE_S = 0.5
-"""If one process has several hellos, how long process 0 waits for further acknowledgements."""
+"""How long process 0 waits for further acknowledgements if a process has several hellos."""
 
 LEAVE_S = 0.5
 """How long a process that fails or is cancelled may take to notify the others."""
 
 REFUSAL_NBYTES = 32 << 10
-"""Largest encoded error in a welcome, which also has the nonces."""
+"""Largest encoded error in a welcome, which also holds the nonces."""
 
 
 async def shake_hands(
     coordinator: Coordinator, *, root: str, opened: int, arrival_s: float
 ) -> Group:
-    """Return the group of all processes of the coordinator, which have opened the same root.
+    """Return the group of all processes of the coordinator, once all have opened this root.
 
     Args:
         coordinator: the processes.
         root: path or URL of the run, equal on all processes.
-        opened: number of times this process has opened the root, including this one; equal on all
+        opened: how often this process has opened the root, including this time; equal on all
             processes. It distinguishes several groups on one root.
         arrival_s: seconds to wait for the other processes.
 
     Raises:
-        UsageError: a process is missing, has come twice, runs another release of this library,
-            expects another number of processes, or has opened the root another number of times.
-            Every waiting process gets the error.
+        UsageError: a process is missing, runs twice or with another release of this library,
+            expects another number of processes, or has opened the root more or fewer times. Every
+            waiting process gets the error.
         StoreError: the coordinator's service failed.
     """
     hello = Hello(
@@ -91,10 +91,10 @@ async def shake_hands(
         count=coordinator.process_count,
     )
     place = f"{PREFIX}/{hashlib.sha256(root.encode(errors='surrogatepass')).hexdigest()[:32]}"
-    told = coordinator, place, root, opened, hello, arrival_s
+    given = coordinator, place, root, opened, hello, arrival_s
     if coordinator.process_index == 0:
-        return await _Host(*told).gather()
-    return await _join(Meeting(*told))
+        return await _Host(*given).gather()
+    return await _join(Meeting(*given))
 
 
 class _Host(Meeting):
@@ -107,18 +107,17 @@ class _Host(Meeting):
         self._posted: dict[int, bytes] = {}
 
     async def gather(self) -> Group:
-        """Return the group once all have acknowledged; on an error, refuse those that have come."""
+        """Return the group once all have acknowledged; on an error, refuse the waiting ones."""
         try:
             hosts = await self._gather()
         except BaseException as error:
             await briefly(self._refuse(error), limit_s=LEAVE_S)
             raise
-        await self.forget_predecessors()
-        return self.group(self._run_id, hosts)
+        return await self.group(self._run_id, hosts)
 
     async def _refuse(self, error: BaseException) -> None:
         await self._post("refused", error)
-        # Another process 0 sees this change, and learns that it is not the only one.
+        # A second process 0 sees this change, and learns that it is not the only one.
         await self.say(replace(self.hello, run=""))
 
     async def _gather(self) -> list[str]:
@@ -148,7 +147,7 @@ class _Host(Meeting):
         raise AssertionError("pauses never end")
 
     def _all_met(self) -> bool:
-        """Return whether it is time to welcome all: they have come, or expect other processes."""
+        """Return whether to welcome now: all have come, or one expects another number of them."""
         hellos = [hello for hellos in self._hellos.values() for hello in hellos]
         counted = all(process in self._hellos for process in range(self.count))
         return counted or any(hello.count != self.count for hello in hellos)
@@ -158,9 +157,9 @@ class _Host(Meeting):
         return [h for h in self._hellos.get(process, ()) if h.run == self._run_id]
 
     def _check(self, before: Mapping[str, bytes]) -> None:
-        """Raise if a process has come twice, runs another release or expects other processes.
+        """Raise if a process runs twice, has another release or expects another process count.
 
-        `before` are hellos of process 0 by nonce that were there before its own.
+        `before` holds the hellos of process 0, by nonce, that were posted before its own.
         """
         for other in self._hellos.get(0, ()):
             if other.nonce != self.hello.nonce and before.get(other.nonce) != other.encoded():
@@ -205,7 +204,7 @@ class _Host(Meeting):
                 limit_nbytes=REFUSAL_NBYTES,
             )
             refusal = json.loads(data)
-        # Also those beyond the count: if they live, they expect more processes.
+        # Includes processes beyond the count: if they live, they expect more processes.
         for page in range(1 + max(self.count - 1, *self._hellos) // PAGE):
             here = range(page * PAGE, (page + 1) * PAGE)
             welcome = {
@@ -226,16 +225,15 @@ async def _join(meeting: Meeting) -> Group:
         run_id = await _acknowledge(meeting)
         hosts = await _hosts(meeting)
     except BaseException:
-        # An acknowledgement left behind would look like a process that goes on.
+        # An acknowledgement left behind would look like a process that continues.
         if meeting.hello.run:
             await briefly(meeting.coordinator.delete(meeting.own_key), limit_s=LEAVE_S)
         raise
-    await meeting.forget_predecessors()
-    return meeting.group(run_id, hosts)
+    return await meeting.group(run_id, hosts)
 
 
 async def _acknowledge(meeting: Meeting) -> str:
-    """Acknowledge the welcome; return the run id once all agree."""
+    """Acknowledge the welcome, and return the run id once all agree."""
     await meeting.say(meeting.hello)
     for pause in pauses(meeting.count):
         welcome = await _look(meeting, "welcome", meeting.index // PAGE)
@@ -271,15 +269,12 @@ async def _look(meeting: Meeting, *parts: object) -> Any:
 
 
 def echoes(welcome: Mapping[str, Any], nonce: str) -> bool:
-    """Return whether a welcome answers the hello with this nonce, not one of an earlier life."""
+    """Return whether a welcome answers the hello with this nonce."""
     return nonce in welcome["nonces"]
 
 
 def _hellos(met: Mapping[str, bytes]) -> dict[int, list[Hello]]:
-    """Return the hellos of each process, from their keys below ``hello/``.
-
-    There may be more processes than expected, of an earlier life or of this one.
-    """
+    """Return the hellos of each process, of which there may be more than expected, by key."""
     hellos: dict[int, list[Hello]] = {}
     for key in sorted(met):
         process = int(key.partition("/")[0])

@@ -4,7 +4,7 @@
 #   (test_the_client_has_the_methods_that_are_used)
 # Rule 2: no barriers (the id of one that timed out fails for good), and nothing that starts a
 #   backend: a later jax.distributed.initialize would fail.
-# Rule 3: only the methods for bytes: `key_value_dir_get` fails on values that are not UTF-8.
+# Rule 3: only the methods for bytes: `key_value_dir_get` fails on values other than UTF-8.
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLIENT_METHODS = (
     "key_value_set_bytes",
     "key_value_try_get_bytes",
 )
-"""Methods of the runtime's client that are used here."""
+"""Methods of the runtime's client that this file uses."""
 
 
 def initialized_processes() -> tuple[int, int] | None:
@@ -83,16 +83,13 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
         self._waits = 0
 
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Return the value of `key` once it is set, None if it is still unset after `timeout_s`.
-
-        The service answers as soon as the key is set, so waiting takes few calls.
-        """
+        """Wait for a key, as `Coordinator.wait`; the service answers as soon as it is set."""
         check_key(key)
         end = time.monotonic() + timeout_s
         self._waits += 1
         try:
             while True:
-                # Waits take turns in the thread: the more there are, the shorter each turn.
+                # Waits take turns in the thread: the more waits, the shorter each turn.
                 slice_s = min(max(end - time.monotonic(), 0.0), self._slice_s / self._waits)
                 value = await self.call(
                     f"wait({key})", partial(JaxService.wait, key=key, timeout_s=slice_s), turn=WAIT
@@ -110,17 +107,15 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
 
 
 class JaxService:
-    """The runtime's client, which any number of threads may use."""
+    """The runtime's client as a `Service`; any number of threads may use it."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def put(self, key: str, value: bytes) -> None:
-        """Set the key, replacing any value."""
         self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        """Set the key if it is not set; return its value."""
         while True:
             try:
                 self._client.key_value_set_bytes(key, value)
@@ -134,7 +129,6 @@ class JaxService:
                 return first
 
     def look(self, key: str) -> bytes | None:
-        """Return the value of the key, None if it is not set."""
         try:
             value: bytes = self._client.key_value_try_get_bytes(key)
         except jax.errors.JaxRuntimeError as error:
@@ -144,7 +138,6 @@ class JaxService:
         return value
 
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        """Return the value of the key once it is set, None if it is unset after `timeout_s`."""
         if timeout_s < 0.001:
             return self.look(key)
         try:
@@ -156,7 +149,6 @@ class JaxService:
         return value
 
     def list(self, prefix: str) -> Mapping[str, bytes]:
-        """Return all values whose keys begin with ``prefix/``, by the rest of their keys."""
         start = f"{prefix}/"
         return {
             key.removeprefix(start): value
@@ -165,7 +157,6 @@ class JaxService:
         }
 
     def delete(self, prefix: str) -> None:
-        """Delete the key and all that begin with ``prefix/``."""
         self._client.key_value_delete(prefix)
         self._client.key_value_delete(f"{prefix}/")
 

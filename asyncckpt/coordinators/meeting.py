@@ -1,4 +1,4 @@
-"""Parts that both sides of a handshake share: hellos, keys, and errors about missing processes."""
+"""State shared by both sides of a handshake: hellos, keys, and errors about missing processes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from asyncckpt.coordinators.group import NAMES_MAX, Group
+from asyncckpt.coordinators.group import NAMES_MAX, Group, few
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 from asyncckpt.version import PROTOCOL, VERSION
 
 RELEASE = f"{VERSION} (protocol {PROTOCOL})"
-"""What all processes of a job must run. Releases without a protocol compare it with theirs, too."""
+"""Release that all processes of a job must run; compared as a whole, also by older releases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Hello:
         host: name of its host.
         pid: its process id.
         version: release and protocol of this library.
-        run: run id of the welcome that it acknowledges; empty before.
+        run: run id of the welcome that it acknowledges; empty before that.
         count: number of processes that it expects.
     """
 
@@ -37,7 +37,7 @@ class Hello:
     count: int = 0
 
     def encoded(self) -> bytes:
-        """Return it as a message."""
+        """Return the hello as a message."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -78,19 +78,17 @@ class Meeting:
         self.hello = hello
         await self.coordinator.put(self.own_key, hello.encoded())
 
-    async def forget_predecessors(self) -> None:
-        """Delete hellos of earlier lives of this process, which would make the welcomes grow."""
+    async def group(self, run_id: str, hosts: Sequence[str]) -> Group:
+        """Return the group; delete this process's earlier hellos, which would fill the welcomes."""
         for nonce in await self.coordinator.list(self.key("hello", self.index)):
             if nonce != self.hello.nonce:
                 await self.coordinator.delete(self.key("hello", self.index, nonce))
-
-    def group(self, run_id: str, hosts: Sequence[str]) -> Group:
         return Group(self.coordinator, run_id, self.index, self.count, tuple(hosts), self.prefix)
 
     async def absent(self, unheard: Collection[int]) -> UsageError:
         """Return the error for processes that have not come in time.
 
-        Hellos of the processes in `unheard`, which have not answered, are of an earlier life.
+        Hellos of the processes in `unheard`, which did not answer, are of an earlier life.
         """
         come: set[int] = set()
         others: dict[int, int] = {}
@@ -110,14 +108,14 @@ class Meeting:
         ]
         why = (
             f"; {', '.join(counts[:NAMES_MAX])}, process {self.index} {self.opened} times: every "
-            "process must make the same Checkpointers"
+            "process must create the same Checkpointers"
             if counts
             else ""
         )
         return UsageError(
             f"{self.root}: process {self.index} of {self.count} waited {self.arrival_s:g} s for "
             f"{listed(missing)}; here: {listed(sorted(come))}{why}. All processes must make this "
-            'call; pass coordinator="single" if one alone is to work here',
+            'call; pass coordinator="single" if one process works alone',
             location=self.root,
             expected=self.count,
             found=len(come),
@@ -126,16 +124,16 @@ class Meeting:
     def silent(self) -> UsageError:
         """Return the error for a process 0 that fell silent after welcoming this process."""
         return UsageError(
-            f"{self.root}: process 0 of {self.count} has met process {self.index}, and has since "
-            "neither gone on nor said why not: it may have died. Restart the job",
+            f"{self.root}: process 0 of {self.count} has welcomed process {self.index}, but then "
+            "neither continued nor reported an error: it may have died. Restart the job",
             location=self.root,
         )
 
     def twice(self, process: int, one: Hello, other: Hello) -> UsageError:
-        """Return the error for two operating-system processes with one index."""
+        """Return the error for two operating-system processes with the same index."""
         return UsageError(
             f"{self.root}: process {process} of {self.count} runs twice: {one}, and {other}. Give "
-            "every process an index of its own, and end what an earlier run has left",
+            "every process its own index, and end the processes of earlier runs",
             location=self.root,
             expected=str(one),
             found=str(other),
@@ -143,9 +141,7 @@ class Meeting:
 
 
 def listed(processes: Sequence[int]) -> str:
-    """Return text that lists processes, the first few one by one."""
+    """Return text that lists the first few processes."""
     if not processes:
         return "no process"
-    names = ", ".join(map(str, processes[:NAMES_MAX]))
-    more = f" and {len(processes) - NAMES_MAX} more" if len(processes) > NAMES_MAX else ""
-    return f"process{'es' if len(processes) > 1 else ''} {names}{more}"
+    return f"process{'es' if len(processes) > 1 else ''} {few(list(map(str, processes)))}"

@@ -18,10 +18,10 @@ PARTS_MAX = 255
 """Most parts of a message, 16 MiB in all: the number of parts is one byte."""
 
 ERROR_NBYTES = 60 << 10
-"""Largest encoded error: below `MAX_MESSAGE_NBYTES`, which leaves room in the message."""
+"""Largest encoded error, below `MAX_MESSAGE_NBYTES` to leave room for what precedes it."""
 
 FIELD_LIMITS = (16384, 4096, 1024, 256)
-"""Limits of characters per text, tried in order; JSON may need six bytes per character."""
+"""Limits of text lengths, tried in order; JSON may need six bytes per character."""
 
 CLASSES: Mapping[str, type[AsyncCheckpointError]] = {
     name: kind
@@ -36,9 +36,9 @@ FIELDS = (*TEXTS, "retryable", "visible", "durable", "offset", "process", "epoch
 
 
 def parts_of(message: bytes) -> list[tuple[int, bytes]]:
-    """Return the parts of a large message with their numbers, in the order to send them.
+    """Return the numbered parts of a large message, in the order to send them.
 
-    The first part is sent last: once it is there, all are. It begins with the number of parts.
+    The first part begins with the number of parts and is sent last: once it is there, all are.
 
     Raises:
         ValueError: the message is larger than 16 MiB.
@@ -88,8 +88,8 @@ def encode_error(
 def decode_error(data: bytes) -> AsyncCheckpointError:
     """Return the error in a message, of its original class.
 
-    Its text begins with its process and host; `expected` and `found` are texts. A message that is
-    not from `encode_error` becomes a `SaveError`.
+    Its text begins with process and host; `expected` and `found` are texts. A message that
+    `encode_error` did not make becomes a `SaveError`.
     """
     try:
         fields = json.loads(data)
@@ -110,7 +110,7 @@ def decode_error(data: bytes) -> AsyncCheckpointError:
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    """Return the name of the nearest class in `errors`, and a complete text."""
+    """Return the name of the nearest class in `errors`, and the complete text."""
     if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)):
         return SaveAbortedError.__name__, "the call was cancelled there"
     for kind in type(error).__mro__:

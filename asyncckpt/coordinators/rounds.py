@@ -1,6 +1,6 @@
 """Rounds: calls that all processes of a group make together, one after the other.
 
-A round has messages of each process, answers of process 0, one decision and one outcome::
+A round consists of messages of each process, answers of process 0, a decision and an outcome::
 
     process p                 process 0
     post("ready") ─────────►  gathered("ready")
@@ -18,16 +18,16 @@ all processes.
 #   other process may report that the round has failed.
 # Rule 3: after a decision to commit, process 0 does not depend on the others: it ignores those that
 #   fall silent.
-# Rule 4: process 0 reads one directory, whatever the number of processes; each of the others waits
+# Rule 4: process 0 polls one directory, whatever the number of processes; every other process waits
 #   for one key. Missing processes are found by their beats.
 # Rule 5: the messages of a round are deleted once it has ended on all processes. Process 0 may be
 #   many calls ahead: saves that it skips end at once.
 #   (test_a_round_is_kept_until_the_last_process_has_ended_it)
-# Rule 6: a process that finds its round decided already, by another call, has missed that call, and
-#   takes the next number (`missed`). Numbers thus agree again after a call on some processes only.
-#   A round that any process has missed cannot have been committed: that takes a message of each.
+# Rule 6: a process that finds its round already decided, by another call, has missed that call and
+#   takes the next number (`missed`), so numbers agree again after a call by some processes only.
+#   Such a round cannot have been committed: that takes a message of every process.
 # Rule 7: a round that fails because processes made different calls names both calls to all of them,
-#   so that each finds out whether it is behind (`call_order.py`).
+#   so that each learns whether it is behind (`call_order.py`).
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ COMMIT = b"+"
 _FAILED = b"-"
 
 POST_S = 0.3
-"""How long a process waits for its error to be posted; the coordinator's thread goes on trying."""
+"""How long a process waits for its error to be posted; the coordinator's thread keeps trying."""
 
 SLICE_S = 1.0
-"""How long the others wait for the outcome before they check that process 0 is alive."""
+"""How long the other processes wait for the outcome before they check that process 0 is alive."""
 
 PAUSES_PER_SLICE = 8
-"""At least so many of the longest pauses between looks are in such a wait: the pauses of each begin
-with the shortest, and thousands of processes would look too often."""
+"""Minimum number of longest-interval polls per wait. Each wait restarts its back-off, so shorter
+waits would make thousands of processes poll too often."""
 
 
 @dataclass(eq=False, repr=False)
@@ -78,12 +78,12 @@ class Round:
         beats: signs of life of all of them.
         kind: sequence of rounds that this one belongs to, such as ``save``.
         number: its number in the sequence, equal in all processes.
-        name: the call, if the kind does not say it; must be equal in all processes.
+        name: the call, unless the kind identifies it; must be equal in all processes.
         arrival_s: seconds that a process may be later than the first.
         silence_s: seconds that a process may give no sign of life.
-        order: learns whether all processes made this call.
+        order: order of the calls, updated when the round ends.
         leads: this is process 0.
-        result: message of process 0 when the round succeeded; None before.
+        result: message of process 0 with its success; None before.
         failed: the round has certainly failed.
     """
 
@@ -118,17 +118,17 @@ class Round:
     # -- every process
 
     async def post(self, what: str, message: bytes) -> None:
-        """Send process 0 a message of at least one byte."""
+        """Send a message of at least one byte to process 0."""
         await self._coordinator.put(f"{self._prefix}/{what}/{self.group.process_index}", message)
         self._expect()
 
     async def post_parts(self, what: str, message: bytes) -> None:
-        """Send process 0 a message that may be large."""
+        """Send a message that may be large to process 0."""
         for number, part in parts_of(message):
             await self.post(f"{what}.{number}", part)
 
     async def _joined(self, key: str, head: bytes) -> bytes:
-        """Return a message of several parts; all are there once the first is."""
+        """Return a message in parts, all of which exist once the first one does."""
         parts = [head[1:]]
         for number in range(1, head[0]):
             part = await self._coordinator.look(f"{self._prefix}/{key.format(number)}")
@@ -137,11 +137,11 @@ class Round:
         return b"".join(parts)
 
     async def post_name(self) -> None:
-        """Send process 0 the name of the call; it ends the round if it made another call."""
+        """Send the name of the call to process 0, which ends the round if it made another one."""
         await self.post("name", self.name.encode())
 
     async def missed(self) -> bool:
-        """Return whether the round has failed already, in another call; before it begins here."""
+        """Return whether the round has already failed, in another call, before it begins here."""
         if not self.name:
             return False
         decision = None
@@ -151,7 +151,7 @@ class Round:
         return calls != () and self.name not in calls
 
     async def abort(self, error: BaseException, stage: str | None = None) -> bool:
-        """End the round with an error for all, unless it is decided already.
+        """End the round on all processes with an error, unless it is already decided.
 
         Returns:
             Whether the round fails; False if the decision was to commit.
@@ -160,26 +160,26 @@ class Round:
         if await self._decide(failure) != COMMIT:
             return True
         if self.leads:
-            # After its own decision to commit, process 0 alone knows that publishing failed.
+            # Only process 0 knows that publishing failed after its decision to commit.
             await self._coordinator.put(f"{self._prefix}/outcome", failure)
             self.failed = True
         return self.leads
 
     async def _decide(self, wanted: bytes) -> bytes:
-        """Decide the round, unless it is decided already; return the decision."""
+        """Decide the round, unless it is already decided; return the decision."""
         decision = await self._coordinator.put_once(f"{self._prefix}/decision", wanted)
         if decision != COMMIT:
             await self._announce(decision)
         return decision
 
     async def _announce(self, failure: bytes) -> None:
-        """Note a decision against the round; process 0 tells all others."""
+        """Record a decision against the round; process 0 tells the others."""
         self._note(failure)
         if self.leads:
             await self._coordinator.put(f"{self._prefix}/outcome", failure)
 
     def _note(self, failure: bytes) -> None:
-        """Note a decision or outcome against the round."""
+        """Record a decision or outcome against the round."""
         if self.failed:
             return
         self.failed = True
@@ -197,21 +197,21 @@ class Round:
             raise _error_in(decision)
 
     def begun(self) -> None:
-        """Announce that this process has begun the attempt for the others to join."""
+        """Announce that this process has begun the attempt that the others join."""
         self.beats.reached(f"{self.kind}-begun", self.number)
 
     def has_begun(self) -> bool:
-        """Return whether process 0 has begun the attempt for the others to join."""
+        """Return whether process 0 has begun the attempt that the others join."""
         return self.beats.last(0, f"{self.kind}-begun") >= self.number
 
     async def watch(self) -> None:
         """Return once the round has succeeded; runs in a separate task during the round.
 
         Raises:
-            …: the error with which any process has ended it.
-            SaveError: a process is missing, or has fallen silent; names it.
+            …: the error with which any process ended it.
+            SaveError: a process is missing or silent; names it.
             UsageError: a process has closed its `Checkpointer`; names it.
-            SaveOutcomeUnknownError: process 0 has fallen silent after its decision to commit.
+            SaveOutcomeUnknownError: process 0 fell silent after its decision to commit.
         """
         try:
             await (self._lead() if self.leads else self._follow())
@@ -219,10 +219,10 @@ class Round:
             self._changed.set()
 
     async def run(self, part: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run this process's part of the round, which fails on all processes if it fails on one.
+        """Run this process's part of the round.
 
         Raises:
-            …: the error of the process that failed first.
+            …: the error of the process that failed first, on all processes.
         """
         async with self.alive():
             try:
@@ -240,7 +240,7 @@ class Round:
 
     @contextlib.asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
-        """Give signs of life during the block."""
+        """Post beats during the block."""
         self.beats.begin(self.kind, self.number)
         try:
             yield
@@ -262,15 +262,12 @@ class Round:
         instead: str = "",
         refuse: Callable[[int, bytes], Exception] | None = None,
     ) -> dict[int, bytes]:
-        """Return the message of every other process; needs `watch` to run.
+        """Return the message of every other process; `watch` must be running.
 
         Args:
             what: kind of the messages.
-            instead: kind of messages that a process may post instead.
-            refuse: returns the error for such a process and its message.
-
-        Raises:
-            …: what `refuse` returns.
+            instead: kind of message that a process may post instead.
+            refuse: returns the error to raise for a process and its message of kind `instead`.
         """
         wanted = self.group.process_count - 1
         self._expect()
@@ -290,7 +287,7 @@ class Round:
         return {int(process): message for (kind, _, process), message in keys if kind == what}
 
     async def lowest(self, what: str, *, above: int) -> int | None:
-        """Return the lowest of the last numbers of all other processes, once it is above a number.
+        """Return the lowest number posted by the other processes, once it exceeds `above`.
 
         None if the round has failed.
         """
@@ -305,7 +302,7 @@ class Round:
     async def gathered_parts(self, what: str) -> dict[int, bytes]:
         """Return the messages of all other processes from `post_parts`.
 
-        Deletes the messages, because every look for others would read them again.
+        Deletes them, because every poll would read them again.
         """
         heads = await self.gathered(f"{what}.0")
         found = {
@@ -317,12 +314,12 @@ class Round:
         return found
 
     async def answer_parts(self, what: str, message: bytes) -> None:
-        """Send all others a message that may be large."""
+        """Send a message that may be large to all other processes."""
         for number, part in parts_of(message):
             await self.answer(f"{what}.{number}", part)
 
     async def answer(self, what: str, message: bytes) -> None:
-        """Send all others a message."""
+        """Send a message to all other processes."""
         await self._coordinator.put(f"{self._prefix}/{what}", message)
 
     async def commit(self) -> None:
@@ -334,18 +331,18 @@ class Round:
         decision = await self._decide(COMMIT)
         if decision != COMMIT:
             raise _error_in(decision)
-        # From here on, silence of other processes is no reason to fail.
+        # From here on, silence of other processes is ignored.
         self._committed = True
 
     async def finish(self, message: bytes = b"") -> None:
-        """Tell all others that the round has succeeded, after `commit`."""
+        """Tell all other processes that the round has succeeded, after `commit`."""
         await self._coordinator.put(f"{self._prefix}/outcome", COMMIT + message)
         self._end(message)
 
     # -- the others
 
     async def answered(self, what: str) -> bytes:
-        """Return an answer of process 0; needs `watch` to run, which fails if it never comes."""
+        """Return an answer of process 0; `watch` must be running, and fails if none comes."""
         while True:
             message = await self._coordinator.wait(
                 f"{self._prefix}/{what}", timeout_s=self._slice_s
@@ -358,7 +355,7 @@ class Round:
         return await self._joined(f"{what}.{{}}", await self.answered(f"{what}.0"))
 
     async def reached(self, what: str, number: int) -> bool:
-        """Return True once process 0 has sent a number this high, False if the round fails."""
+        """Return True once process 0 has sent at least this number, False if the round fails."""
         key = f"{self._prefix}/{what}"
         for pause in pauses(self.group.process_count):
             message = await self._coordinator.wait(key, timeout_s=self._slice_s)
@@ -370,7 +367,7 @@ class Round:
         raise AssertionError("pauses never end")
 
     async def outcome(self) -> bytes:
-        """Return the message of process 0 when the round has succeeded; needs `watch` to run."""
+        """Return process 0's message once the round has succeeded; `watch` must be running."""
         await self._ended.wait()
         assert self.result is not None
         return self.result
@@ -411,7 +408,7 @@ class Round:
             if outcome is None:
                 await self._check_decision()
                 closed = await departed(self.group)
-                if closed or not self._takes_part(0):  # it posts the outcome before it leaves
+                if closed or not self._takes_part(0):  # process 0 posts the outcome, then leaves
                     outcome = await self._coordinator.look(key)
             if outcome is None:
                 await self._check_alive(closed)
@@ -422,14 +419,14 @@ class Round:
                 raise _error_in(outcome)
 
     def _expect(self) -> None:
-        """Look again at once, and often: a message is expected, and pauses have grown long."""
+        """Poll at once and often: a message is expected, and the pauses have grown long."""
         self._expecting = True
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.reschedule(asyncio.get_running_loop().time())
 
     async def _waited(self, waiting: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of a wait; None if `_expect` has cut it short."""
+        """Return the result of a wait, None if `_expect` has cut it short."""
         try:
             async with asyncio.timeout(None) as self._waiting:
                 return await waiting
@@ -439,23 +436,23 @@ class Round:
             self._waiting = None
 
     async def _check_decision(self) -> None:
-        """Raise if process 0 is not in this round, and a process has decided against it."""
+        """Raise if a process has decided against the round and process 0 does not take part."""
         if self._takes_part(0):
-            return  # it announces the decision
+            return  # process 0 announces the decision
         decision = await self._coordinator.look(f"{self._prefix}/decision")
         if decision is not None and decision != COMMIT:
             self._note(decision)
             raise _error_in(decision)
 
     def _takes_part(self, process: int) -> bool:
-        """Return whether a watched process has begun this round, and not ended it."""
+        """Return whether a watched process has begun this round and not ended it."""
         begun = self.beats.last(process, self.kind) >= self.number
         return begun and self.beats.ended(process, self.kind) <= self.number
 
     def _failure(
         self, error: BaseException, stage: str | None = None, *, other_call: str = ""
     ) -> bytes:
-        """Return the decision against the round for this error, with the calls that it is about."""
+        """Return the decision against the round for this error, with the calls concerned."""
         process, host = self.group.process_index, self.group.host
         message = encode_error(error, process=process, host=host, stage=stage)
         calls = "\t".join(filter(None, (self.name, other_call)))
@@ -474,7 +471,7 @@ class Round:
         self._ended.set()
 
     async def _check_alive(self, closed: Sequence[int]) -> None:
-        """Abort the round if a watched process is missing, silent or closed."""
+        """Abort the round if a watched process is missing or silent, or has closed."""
         group, call = self.group, self.name or self.kind
         watched = range(1, group.process_count) if self.leads else range(1)
         silent = [process for process in watched if self.beats.silent(process)]
@@ -500,17 +497,17 @@ def _error_in(failure: bytes) -> AsyncCheckpointError:
 
 
 def _calls_in(decision: bytes) -> tuple[str, ...]:
-    """Return the call of the process that decided against a round, and one that differed from it.
+    """Return the call of the process that decided against a round, and the one that differed.
 
-    Empty for a decision to commit, and for calls without names.
+    Empty for a decision to commit and for calls without names.
     """
     return tuple(filter(None, decision[1:].partition(b"\n")[0].decode().split("\t")))
 
 
 async def briefly(call: Coroutine[Any, Any, T], *, limit_s: float = POST_S) -> T | None:
-    """Await a call to the service; return None if it takes longer than `limit_s` or fails.
+    """Await a call to the service; return None if it fails or takes longer than `limit_s`.
 
-    A stopped service must not hold up a process that was cancelled.
+    A stopped service must not delay a process that was cancelled.
     """
     with contextlib.suppress(AsyncCheckpointError, TimeoutError):
         async with asyncio.timeout(limit_s):

@@ -2,23 +2,23 @@
 
 A call may block until its server answers, whatever its time limit: with the server stopped, calls
 of torch's store with limits of 1 and 2 s returned after 10 and 21 s. So each coordinator makes its
-calls in a daemon thread with a separate connection, which can be abandoned and replaced.
+calls in a daemon thread with its own connection, which can be abandoned and replaced.
 """
 
 # Rule 1: an await never waits for the thread to leave a call: cancelling returns at once. A call
-#   that changes keys is still made in its turn: an error reaches the other processes even if the
-#   process that posts it does not wait for a slow server.
+#   that changes keys is still made in its turn, so that an error reaches the other processes even
+#   if the process that posts it does not wait for a slow server.
 #   (test_cancelling_returns_while_the_server_is_stopped,
 #   test_a_message_of_a_cancelled_call_arrives_when_the_server_answers_again)
 # Rule 2: calls take at most `SLICE_S`. Longer waits consist of many calls, and calls that wait give
-#   way to those that do not, so that a beat is delayed by one slice at most.
+#   way to others, so that a beat is delayed by one slice at most.
 #   (test_a_put_is_held_up_for_a_slice_at_most)
 # Rule 3: after an error the connection is not used again: torch's is then broken.
 # Rule 4: a thread that has been in one call for `CALL_LIMIT_S` is abandoned. The next call gets a
-#   new thread and connection; at most `ABANDONED_MAX` of them pile up.
+#   new thread and connection; at most `ABANDONED_MAX` threads pile up.
 #   (test_a_call_without_an_answer_abandons_its_thread)
 # Rule 5: at the end of the process, all threads end first, if they do so in time. The interpreter
-#   would unwind one that returns from a call, and the C++ of torch then aborts the process.
+#   would unwind a thread that returns from a call, and torch's C++ code would abort the process.
 #   (test_a_process_ends_well_whose_thread_makes_calls_to_the_end)
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ SLICE_S = 0.5
 """Longest wait of one call for a key."""
 
 CALL_LIMIT_S = 10.0
-"""A call that has not returned this long after its slice never will, or too late to be useful."""
+"""A call that has not returned this long after its slice is given up."""
 
 ABANDONED_MAX = 4
-"""Live abandoned threads, each with a connection, from which on calls fail at once."""
+"""Number of live abandoned threads, each with a connection, at which calls fail at once."""
 
 STOPPED_S = 0.2
-"""If this process itself was stopped, the answer has arrived meanwhile and is read within this."""
+"""Time to read an answer that arrived while this process itself was stopped."""
 
 CLOSE_S = 1.0
-"""How long `close` waits for the thread, and the end of the process for all threads."""
+"""How long `close` waits for its thread, and the end of the process for all threads."""
 
 CALL, WAIT, END = range(3)  # priorities, highest first
 
@@ -59,29 +59,15 @@ CALL, WAIT, END = range(3)  # priorities, highest first
 class Service(Protocol):
     """One connection to a key-value service, used only by the thread that made it.
 
-    The methods are those of `ports.Coordinator`. Any error means that the connection is broken: it
-    is dropped, and ends with the last reference to it.
+    Its methods do what those of `ports.Coordinator` do, and may block. Any error means that the
+    connection is broken: it is dropped, and ends with the last reference to it.
     """
 
-    def put(self, key: str, value: bytes) -> None:
-        """Set the key, replacing any value."""
-        ...
-
-    def put_once(self, key: str, value: bytes) -> bytes:
-        """Set the key if it is not set; return its value."""
-        ...
-
-    def look(self, key: str) -> bytes | None:
-        """Return the value of the key, None if it is not set."""
-        ...
-
-    def list(self, prefix: str) -> Mapping[str, bytes]:
-        """Return all values whose keys begin with ``prefix/``, by the rest of their keys."""
-        ...
-
-    def delete(self, prefix: str) -> None:
-        """Delete the key and all that begin with ``prefix/``."""
-        ...
+    def put(self, key: str, value: bytes) -> None: ...
+    def put_once(self, key: str, value: bytes) -> bytes: ...
+    def look(self, key: str) -> bytes | None: ...
+    def list(self, prefix: str) -> Mapping[str, bytes]: ...
+    def delete(self, prefix: str) -> None: ...
 
 
 S = TypeVar("S", bound=Service)
@@ -95,7 +81,7 @@ class ServiceCoordinator(Generic[S]):
         name: its name in messages.
         process_index: number of this process.
         process_count: number of processes.
-        server: what serves the keys, for errors; empty if no process does.
+        server: the process that serves the keys, for errors; empty if none does.
     """
 
     server = ""
@@ -154,7 +140,7 @@ class ServiceCoordinator(Generic[S]):
         await self.call(f"delete({prefix})", lambda service: service.delete(prefix), lasting=True)
 
     async def close(self) -> None:
-        """End connection and thread. Idempotent; the service and its keys live on."""
+        """End connection and thread. Idempotent; the service and its keys remain."""
         self._closed = True
         caller, self._caller = self._caller, None
         if caller is None:
@@ -169,13 +155,13 @@ class ServiceCoordinator(Generic[S]):
     async def call(
         self, what: str, function: Callable[[S], T], *, turn: int = CALL, lasting: bool = False
     ) -> T:
-        """Return the result of a call made in the thread.
+        """Make a call in the thread and return its result.
 
         Args:
             what: description of the call, for errors.
             function: makes the call.
             turn: `CALL`, or `WAIT` for a call that gives way to all others.
-            lasting: make the call even if it is cancelled before it has begun.
+            lasting: make the call even if it is cancelled before it begins.
 
         Cancellation: returns at once, see Rule 1.
 
@@ -214,7 +200,7 @@ class ServiceCoordinator(Generic[S]):
             raise ClosedError(f"{self.name} coordinator: {what} after close()")
         self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
         if len(self._abandoned) >= ABANDONED_MAX:
-            raise self._no_answer(what, f"{ABANDONED_MAX} earlier calls are still waiting for it")
+            raise self._no_answer(what, f"{ABANDONED_MAX} earlier calls are still unanswered")
         if self._caller is None:
             self._started += 1
             number = f"-{self._started}" if self._started > 1 else ""
@@ -223,7 +209,7 @@ class ServiceCoordinator(Generic[S]):
         return self._caller
 
     def _abandon(self, caller: _Caller[S], what: str) -> StoreError:
-        # All calls that wait for this thread come here; the first one drops it.
+        # Every call that waits for this thread comes here; the first one drops it.
         if self._caller is caller:
             self._caller = None
             self._abandoned.append(caller.thread)
@@ -275,16 +261,15 @@ class _Caller(Generic[S]):
         return limit_s if since is None else since + limit_s - time.monotonic()
 
     def end(self) -> None:
-        """Let the thread end after its current call; calls that wait for it are refused."""
+        """Let the thread end after its current call; queued calls are refused."""
         self._ended = True
-        # Behind all calls: `END` is the last turn.
-        self.submit(lambda service: None, END)
+        self.submit(lambda service: None, END)  # behind all other calls
 
     def _serve(self) -> None:
         service: S | None = None
         while True:
             turn, _, future, function = self._queue.get()
-            # A `lasting` call runs already; another may have been cancelled.
+            # A `lasting` call is marked as running; another may have been cancelled.
             if not (future.running() or future.set_running_or_notify_cancel()):
                 continue
             if self._ended:

@@ -3,10 +3,10 @@
 # Rule 1: only a clone of the store is used, with a separate connection: a `get` that waited on the
 #   trainer's connection held up the trainer's `set` for 5.5 s.
 # Rule 2: never `get` or `wait` for a key that may be missing: it blocks for minutes, and prints to
-#   stderr when its time is up. `compare_set` looks at a key without waiting.
+#   stderr when it times out. `compare_set` looks at a key without waiting.
 # Rule 3: stores of older releases cannot list their keys, and listing all keys of a large job to
-#   find our few is slow. So a directory is a key, too: `a/` holds the names of the keys `a/b` and,
-#   with a slash, of the directories `a/c/`. A name is added before its key.
+#   find our few is slow. So each directory is a key, too: `a/` holds the names of the keys `a/b`
+#   and, with a slash, of the directories `a/c/`. A name is added before its key.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.ports import CallIn
 
 MULTI_GET_MIN = 16
-"""From this number on, values are read with two calls, instead of one call each."""
+"""Smallest number of values that are read with two calls instead of one call each."""
 
 UNSET = secrets.token_bytes(16)
 """Returned by `compare_set` for a key that is not set; no value equals it."""
@@ -74,7 +74,7 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
 
 
 def server_of(store: Any) -> str:
-    """Return the server of a store with host and port; empty for files and memory."""
+    """Return the server of a store with host and port; empty for stores in files or memory."""
     while isinstance(store, distributed_c10d.PrefixStore):
         store = store.underlying_store
     if not hasattr(store, "host"):
@@ -84,19 +84,17 @@ def server_of(store: Any) -> str:
 
 
 class TorchService:
-    """A separate connection to the store, which ends with the last reference to it."""
+    """A `Service` with its own connection to the store."""
 
     def __init__(self, store: Any) -> None:
         self._store = store.clone()
 
     def put(self, key: str, value: bytes) -> None:
-        """Set the key, replacing any value."""
         if self.look(key) is None:
             self._enter(key)
         self._store.set(key, value)
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        """Set the key if it is not set; return its value."""
         first = self.look(key)
         if first is not None:
             return first
@@ -105,19 +103,16 @@ class TorchService:
         return stored
 
     def look(self, key: str) -> bytes | None:
-        """Return the value of the key, None if it is not set."""
         # Changes no key: returns its value, or UNSET for a missing key.
         value = self._store.compare_set(key, UNSET, UNSET)
         return None if value == UNSET else value
 
     def list(self, prefix: str) -> Mapping[str, bytes]:
-        """Return all values whose keys begin with ``prefix/``, by the rest of their keys."""
         keys = [key for key in self._below(prefix) if not key.endswith("/")]
         start = len(prefix) + 1
         return {key[start:]: value for key, value in self._values(keys).items()}
 
     def delete(self, prefix: str) -> None:
-        """Delete the key and all that begin with ``prefix/``."""
         for key in [*self._below(prefix), prefix, f"{prefix}/"]:
             self._store.delete_key(key)
         self._leave(prefix)
@@ -151,10 +146,7 @@ class TorchService:
         self._store.append(index, f"{name}{'/' if key.endswith('/') else ''}\n")
 
     def _leave(self, key: str) -> None:
-        """Remove the key and its directory from the parent directory.
-
-        If the parent changes meanwhile, it keeps their names without keys.
-        """
+        """Remove the key and its directory from the parent, unless the parent changes meanwhile."""
         directory, _, name = key.rpartition("/")
         index = f"{directory}/"
         before = self.look(index) if directory else None

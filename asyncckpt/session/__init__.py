@@ -1,5 +1,5 @@
 """One opened root: its steps, saves in flight, retention, reads and garbage collection.
 
-Not here: saving (`save`) and restoring (`restore`) one checkpoint, and the public API
-(`checkpointer`, `blocking`).
+Saving and restoring one checkpoint are in `save` and `restore`; the public API is in `checkpointer`
+and `blocking`.
 """

@@ -1,9 +1,9 @@
 """The claim of one session, made once by process 0 when the session first saves or deletes."""
 
-# Rule 1: a session has one claim. After it was taken over it makes no other: only a new session,
-#   which starts from the current state of the run, may take over again.
-# Rule 2: sessions of one job of several processes share the claim of their root, or they would take
-#   the run over from each other. Process 0 makes all claims of a job, so that it knows them.
+# Rule 1: a session makes one claim, and no other once it was taken over: only a new session, which
+#   starts from the current state of the run, may take over again.
+# Rule 2: the sessions of a job of several processes share one claim per root, or they would take
+#   over the run from each other. Process 0 makes all claims of a job, so that it knows them.
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _made: WeakKeyDictionary[object, dict[str, Outcome[Claim | None]]] = WeakKeyDict
 
 
 class Claiming:
-    """The right of a session to change what is below its root.
+    """The right of a session to write below its root.
 
     Args:
         root: the root to claim.
-        processes: several processes always make a claim.
+        processes: jobs of several processes always make a claim.
         one_shot: a single checkpoint needs no claim.
-        takeover: a single process makes a claim, too.
+        takeover: a single process also makes a claim.
     """
 
     def __init__(self, root: Root, processes: Processes, *, one_shot: bool, takeover: bool) -> None:
@@ -48,7 +48,7 @@ class Claiming:
     async def epoch(self) -> int:
         """Return the epoch of the claim, which the first call makes; 0 if none is needed.
 
-        Cancellation: the claim may have been made; the next call makes another.
+        Cancellation: the claim may have been made; the next call makes another one.
 
         Raises:
             FencedError: the claim was taken over, or another process was faster.
@@ -77,7 +77,10 @@ class Claiming:
             return await self._claim() if self._takeover else None
         while True:
             with _guard:
-                claims = _claims_of(self._processes.job)
+                try:
+                    claims = _made.setdefault(self._processes.job, {})
+                except TypeError:  # a coordinator without weak references: sessions share no claim
+                    claims = {}
                 found = claims.get(self._root.url)
                 made = claims[self._root.url] = Outcome() if found is None else found
             if found is None:
@@ -85,7 +88,7 @@ class Claiming:
                     made.set_result(await self._claim())
                 except BaseException:
                     self._forget(claims, made)
-                    # The others, which wait for it, try for themselves.
+                    # The waiting sessions then try themselves.
                     made.set_exception(AsyncCheckpointError("the claim was not made"))
                     raise
                 return made.result()
@@ -94,7 +97,7 @@ class Claiming:
                 newest = (*await self._root.store.claims(),)[-1:]
                 if made.result() == next(iter(newest), None):
                     return made.result()
-                # Another job has taken over since, or the run was removed: this is a new session.
+                # Another job has taken over since, or the run was removed: claim anew.
                 self._forget(claims, made)
 
     def _forget(
@@ -112,21 +115,13 @@ class Claiming:
         if self._takeover:
             raise UsageError(
                 f"{self._root.url}: takeover=True needs a store that creates an object only where "
-                "there is none, and this one does not: an earlier job could go on writing; use "
+                "there is none, and this one does not: an earlier job could continue to write; use "
                 "another store, or leave it out and make sure that earlier jobs have ended",
                 location=self._root.url,
             )
         logger.warning(
-            "%s: this store creates objects without conditions, so that a job that was stopped "
-            "and replaced by another one is not kept from writing",
+            "%s: this store creates objects without conditions, so it cannot keep a job from "
+            "writing that was stopped and replaced by another one",
             self._root.url,
         )
         return None
-
-
-def _claims_of(job: object) -> dict[str, Outcome[Claim | None]]:
-    """Return the claims that this process has made for a job, by root."""
-    try:
-        return _made.setdefault(job, {})
-    except TypeError:  # a coordinator without weak references: its sessions share no claim
-        return {}

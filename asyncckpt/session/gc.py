@@ -1,4 +1,4 @@
-"""Garbage collection: leftovers of saves that never ended, below one root."""
+"""Garbage collection of the leftovers, below one root, of saves that never ended."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.opening import fsspec_options
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Least age of leftovers that are removed, in seconds: no save takes a week, and a save older than
-half a week is no longer committed."""
+"""Minimum age of removed leftovers in seconds: no save takes a week, and a save older than half a
+week is no longer committed."""
 
 
 async def collect_garbage(
@@ -36,7 +36,7 @@ async def collect_garbage(
     Args:
         root: directory or URL of a run, or parent of one-shot checkpoints.
         older_than_s: seconds since anything was written in a leftover; at least a week.
-        dry_run: remove nothing.
+        dry_run: only return the names.
         storage_options: options of the file system for URLs.
 
     Returns:
@@ -46,7 +46,7 @@ async def collect_garbage(
     Cancellation: leftovers removed before it stay removed.
 
     Raises:
-        UsageError: less than a week, or the store does not report the age of its objects.
+        UsageError: `older_than_s` is less than a week, or the store reports no ages.
         StoreError: listing or removing failed.
     """
     check_loop()
@@ -62,7 +62,7 @@ async def collect_garbage(
             found=older_than_s,
         )
     runtime = Runtime("asyncckpt-gc", host_memory_nbytes=MIN_BUDGET_NBYTES)
-    # Records of writers that were taken over need conditional deletion.
+    # Deleting the records of fenced writers needs conditional deletion.
     options = fsspec_options(root, storage_options)
     store = runtime.store(root, direct_io="auto", storage_options=options)
 

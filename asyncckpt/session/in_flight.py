@@ -17,8 +17,8 @@ from asyncckpt.session.pending import PendingSave
 class InFlight:
     """Saves from their call until a caller has seen their outcome. Used from any thread."""
 
-    # A failure is raised exactly once, however threads interleave: a save that ends during a look
-    # is left to the next look, and `pop` gives each save to one caller.
+    # A failure is raised exactly once, however threads interleave: a save that ends during a check
+    # is left to the next check, and `pop` hands each save to one caller.
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may begin a save at any point of its thread.
@@ -39,7 +39,7 @@ class InFlight:
     def unseen_error(self) -> BaseException | None:
         """Return the first failure that no caller has seen, and count it as seen.
 
-        A save that has waiting callers is left to them until they give up waiting.
+        Skips saves that callers are waiting for: the failure is theirs unless they stop waiting.
         """
         first: BaseException | None = None
         with self._lock:

@@ -1,13 +1,13 @@
 """A save that runs in the background."""
 
 # Rule 1: a failure is raised by all calls that are waiting for the save when it fails, or else by
-#   one later call that looks for failures (`InFlight.unseen_error`).
+#   one later call that checks for failures (`InFlight.unseen_error`).
 # Rule 2: a waiting call is a listener from before the end of the save until it has marked the
-#   failure as seen: a look from another thread in between finds a listener and leaves the failure
-#   to it. A call that gives up waiting stops listening first, so that a later look finds the
+#   failure as seen: a check by another thread in between finds the listener and leaves the failure
+#   to it. A call that gives up waiting stops listening first, so that a later check finds the
 #   failure.
-# Rule 3: a failure that no call has raised when its save is dropped, or the process ends, is a
-#   warning, as asyncio's for a task whose exception was never retrieved.
+# Rule 3: a failure that no call has raised when its save is dropped, or the process ends, becomes a
+#   warning, like asyncio's for a task whose exception was never retrieved.
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PendingSave:
     def __await__(self) -> Generator[Any, None, SaveReport]:
         """Wait until the checkpoint is durable, and return the report.
 
-        Cancelling or timing out this await stops the waiting only; `cancel` aborts the save.
+        Cancelling or timing out this await only stops the waiting; `cancel` aborts the save.
 
         Raises:
             SaveError, StoreError, …: the save failed; every await of it raises the same error.
@@ -84,8 +84,8 @@ class PendingSave:
     def cancel(self) -> bool:
         """Ask the save to abort; return False if it has already ended, or in a forked child.
 
-        Only awaiting it then raises `SaveAbortedError`, after the clean-up, or returns the report
-        if publication had begun; later saves do not raise what was asked for.
+        Awaiting it then raises `SaveAbortedError` after the clean-up, or returns the report if
+        publication had begun; other calls do not raise this error.
         """
         if self.done() or self._job.forked:
             return False
@@ -99,7 +99,7 @@ class PendingSave:
         return self._state.progress
 
     def future(self) -> asyncio.Future[SaveReport]:
-        """Return an `asyncio.Future` of the running loop; cancelling it stops the waiting only.
+        """Return an `asyncio.Future` of the running loop; cancelling it only stops the waiting.
 
         Raises:
             UsageError: no event loop is running in this thread.
@@ -118,7 +118,7 @@ class PendingSave:
         """Refuse to block: `await` this save, or use `asyncckpt.blocking`.
 
         Raises:
-            UsageError: always; the save goes on.
+            UsageError: always; the save continues.
         """
         raise UsageError(
             f"{self!r}: result() would block the event loop; write `report = await pending`, or "
@@ -137,10 +137,10 @@ class PendingSave:
         return await self._job.wait()
 
     async def _wait_staged(self) -> None:
-        """Wait until the state was copied, and raise a failure that prevented it.
+        """Wait until the state is staged, and raise a failure that prevented it.
 
-        Cancellation, an exception of a signal handler, and blocking on the engine's own thread
-        abort the save.
+        Cancellation, an exception of a signal handler, and blocking the engine's own thread abort
+        the save.
         """
         with self._listening():
             try:
@@ -180,8 +180,8 @@ class PendingSave:
         return None if asked_for else error
 
     def _warn_unseen(self) -> None:
-        """Log the failure, and warn of it, if no call has raised it; count it as seen."""
-        if self._job.forked:  # it belongs to the parent
+        """Log the failure and warn of it if no call has raised it; count it as seen."""
+        if self._job.forked:  # the save belongs to the parent
             return
         error = self._unseen_error()
         if error is None:
@@ -198,7 +198,7 @@ _alive: weakref.WeakSet[PendingSave] = weakref.WeakSet()
 
 
 def _warn_at_exit() -> None:
-    # The engines have ended their saves before (`engine._drain_all`).
+    # The engines have already ended their saves (`engine._drain_all`).
     for pending in tuple(_alive):
         pending._warn_unseen()
 
@@ -212,15 +212,15 @@ class BlockingPendingSave(PendingSave):
     def result(self, timeout_s: float | None = None) -> SaveReport:
         """Wait until the checkpoint is durable, and return the report. Blocking.
 
-        Ctrl-C stops the waiting only; `cancel` aborts the save.
+        Ctrl-C only stops the waiting; `cancel` aborts the save.
 
         Raises:
-            TimeoutError: the save is not done after `timeout_s` seconds; it goes on.
-            UsageError: called from a callback, on the engine's own thread; the save goes on.
+            TimeoutError: the save is not done after `timeout_s` seconds; it continues.
+            UsageError: called from a callback, on the engine's own thread; the save continues.
             SaveError, StoreError, …: the save failed.
         """
         with self._listening():
             if not wait_quietly(self._job.future, timeout_s):
-                raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it goes on")
+                raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it continues")
             self._seen = True
         return self._job.future.result()

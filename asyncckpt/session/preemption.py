@@ -1,4 +1,4 @@
-"""Preemption: all processes of a job learn at the same step that the scheduler will end it.
+"""Preemption: how all processes of a job learn, at the same step, that the scheduler will end it.
 
 Every process reports its progress by calling `reached` with its step. Under JAX, the sync point of
 its runtime does the rest. Otherwise, the processes agree here::
@@ -9,17 +9,17 @@ its runtime does the rest. Otherwise, the processes agree here::
     holds its next `reached`                 hold their next `reached`
     posts the step of its last call          post theirs
                   ◄── process 0 answers: the highest of these, plus one ──►
-    `reached` goes on                        `reached` goes on
+    `reached` continues                      `reached` continues
 """
 
-# Rule 1: between posting its last step and learning the answer, a process reaches no further step.
-#   So the answer is ahead of every process, and all of them reach it.
+# Rule 1: between posting its last step and learning the answer, a process reaches no further step,
+#   so the answer is ahead of every process, and all of them reach it.
 #   (test_all_processes_end_at_one_step_however_fast_each_is)
 # Rule 2: processes agree on their engines. The training thread may be inside a collective that
-#   waits for a process whose `reached` is held: the agreement must not need it.
+#   waits for a process whose `reached` is held, so the agreement must not need that thread.
 #   (test_processes_agree_while_their_threads_are_busy)
-# Rule 3: without a notice, a step costs no message: `reached` compares numbers. Each process looks
-#   at one key every `WATCH_S`, however long its steps take.
+# Rule 3: without a notice, a step costs no message: `reached` compares numbers. Each process polls
+#   one key every `WATCH_S`, however long its steps take.
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from asyncckpt.session.processes import Processes
 from asyncckpt.session.sigterm import SigtermHandler
 
 WATCH_S = 0.5
-"""Interval at which a process looks for a notice: short compared to a grace period of 30 s."""
+"""Interval at which a process polls for a notice: short compared to a grace period of 30 s."""
 
 WATCH_PER_PROCESS_S = 500e-6
-"""Least such interval per process of a large job: the server gets at most 2,000 looks a second."""
+"""Minimum interval per process of a large job: the server gets at most 2,000 polls a second."""
 
 
 class Preemption:
     """Whether the job has to end, and at which step.
 
     Args:
-        engine: where the agreement runs.
+        engine: runs the agreement.
         processes: the processes that agree.
         grace_s: seconds between the notice and the end, None if unknown.
 
@@ -88,7 +88,7 @@ class Preemption:
         return True
 
     def noted(self, report: SaveReport) -> SaveReport:
-        """Return the report of a save with its remarks about preemption."""
+        """Return the report of a save with its notes about preemption."""
         notes = report.notes
         if not report.skipped:
             self._last_save_s = report.total_s
@@ -98,7 +98,7 @@ class Preemption:
         return replace(report, preempted=ends, notes=notes)
 
     async def release(self) -> None:
-        """Stop looking for a notice; an agreement that has begun is waited for."""
+        """Stop polling for a notice, or wait for an agreement that has begun."""
         await self._source.release()
 
     def close(self) -> None:
@@ -129,9 +129,9 @@ class SyncPoint:
         self._last: int | None = None
 
     async def reached(self, step: int) -> int | None:
-        """Tell JAX the step; return the one it has chosen, once this process has reached it."""
-        # JAX chooses one number, the highest it was asked about plus one, and compares for
-        # equality: no number may be skipped. If the signal came before the first step, it is 1.
+        """Report the step to JAX; return the step that JAX chose once this process reaches it."""
+        # JAX chooses the highest number it was asked about, plus one, and compares for equality, so
+        # no number may be skipped. If the signal came before the first step, JAX chooses 1.
         if self._last is None:
             numbers: Sequence[int] = (1, step) if step > 1 else (step,)
         else:
@@ -147,7 +147,7 @@ class SyncPoint:
 
 
 class Agreement:
-    """Agreement of the processes of a session on a step, once one of them has got SIGTERM."""
+    """Agreement of a session's processes on a step after one of them has received SIGTERM."""
 
     def __init__(self, engine: Engine, processes: Processes) -> None:
         self._engine = engine
@@ -159,7 +159,7 @@ class Agreement:
         self._job: Job[int] | None = None
 
     async def reached(self, step: int) -> int | None:
-        """Note the step; return the agreed one, None without a notice. Waits for the agreement."""
+        """Record the step; return the agreed one, waiting for it, or None without a notice."""
         if self._last is None:
             _check_order()
         with self._lock:
@@ -175,9 +175,9 @@ class Agreement:
         return self._job.future.result()
 
     async def release(self) -> None:
-        """Stop looking for a notice; an agreement that has begun is waited for.
+        """Stop polling for a notice, or wait for an agreement that has begun.
 
-        The others need this process to agree, even if it will take no further step.
+        The others need this process to agree, even if it takes no further step.
         """
         if self._job is None:
             return
@@ -192,7 +192,7 @@ class Agreement:
     # -- on the engine
 
     async def _agree(self) -> int:
-        """Return the step that all processes agree on, after one of them has got notice."""
+        """Return the step on which all processes agree after one of them has received notice."""
         await self._notice(await self._processes.group())
         with self._lock:
             self._held = True
@@ -213,7 +213,7 @@ class Agreement:
         return await round_.run(on_this)
 
     async def _notice(self, group: Group) -> None:
-        """Return once any process has got a notice that the others can see."""
+        """Return once any process has posted a notice."""
         key = group.key("preempted")
         pause_s = max(WATCH_S, WATCH_PER_PROCESS_S * group.process_count)
         answers = True
@@ -227,7 +227,7 @@ class Agreement:
                 answers = True
             except StoreError as error:
                 if answers:  # log each outage once
-                    logger.warning("looking for a notice of preemption: %s", error)
+                    logger.warning("polling for a notice of preemption: %s", error)
                 answers = False
             await asyncio.sleep(pause_s)
 

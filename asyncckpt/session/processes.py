@@ -1,10 +1,10 @@
 """The processes of one session: chosen at first use, with one handshake and numbered calls."""
 
-# Rule 1: calls are numbered in the caller's thread, those that fail there too: if processes make
-#   the same calls in the same order, equal numbers mean the same call. A process that has left out
-#   a call finds the failed round of the others, and adds one to its later numbers. If it comes
-#   while they wait, all fail, and they leave out the calls that it has made meanwhile
-#   (`call_order.py`): each subtracts one from the later numbers.
+# Rule 1: calls are numbered in the caller's thread, including calls that fail there: if processes
+#   make the same calls in the same order, equal numbers mean the same call. A process that has left
+#   out a call finds the failed round of the others, and adds one to its later numbers. If the
+#   others are still waiting, all fail, and the others skip the calls that it has made instead
+#   (`call_order.py`): each skip subtracts one from their later numbers.
 # Rule 2: a call that fails before its round exists ends that round on all processes, which would
 #   otherwise wait.
 
@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 from asyncckpt.coordinators.beats import BEAT_S, Beats
 from asyncckpt.coordinators.call_order import CallOrder
-from asyncckpt.coordinators.choice import choose
+from asyncckpt.coordinators.choice import SingleProcess, choose
 from asyncckpt.coordinators.group import Group, behind_error, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.rounds import Round, briefly
@@ -32,11 +32,11 @@ from asyncckpt.runtime import Runtime
 T = TypeVar("T")
 
 PART_S = 2.0
-"""How long leaving the group may take; leftover keys of an ended run do no harm."""
+"""How long leaving the group may take; leftover keys of an ended run are harmless."""
 
 _agreed: Counter[tuple[str, int, int]] = Counter()
-"""Successful handshakes of this process, by root, its number and the process count. Failed ones do
-not count, or a process that once came alone would be out of step for good."""
+"""Successful handshakes of this process, by root, process index and process count. Failed ones do
+not count, or a process that once came alone would stay out of step."""
 
 
 class Processes:
@@ -51,7 +51,7 @@ class Processes:
         owned: close a coordinator that was given as an object.
 
     Attributes:
-        lost: numbers of the rounds of saves that have failed before this process planned its part.
+        lost: numbers of the rounds of saves that failed before this process planned its part.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Processes:
         self._arrival_s = arrival_s
         self._silence_s = silence_s
         self._lock = threading.Lock()
-        self._chosen: Coordinator | None = None
+        self._chosen: Coordinator | SingleProcess | None = None
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self.lost: set[int] = set()
-        self._missed: Counter[str] = Counter()  # less those left out
+        self._missed: Counter[str] = Counter()  # less the skipped calls
         self._orders: defaultdict[str, CallOrder] = defaultdict(CallOrder)
         self._numbering = asyncio.Lock()
         self._meeting = asyncio.Lock()
@@ -89,21 +89,21 @@ class Processes:
     # -- in the caller's thread
 
     @property
-    def coordinator(self) -> Coordinator:
+    def coordinator(self) -> Coordinator | SingleProcess:
         """The coordinator, chosen at first use.
 
         Raises:
-            UsageError: there are several processes, and nothing by which they could coordinate.
+            UsageError: there are several processes, and no service through which to coordinate.
         """
         with self._lock:
             if self._chosen is None:
                 self._chosen = choose(self._given)
             return self._chosen
 
-    def foreseen(self) -> Coordinator | None:
+    def foreseen(self) -> Coordinator | SingleProcess | None:
         """Return the coordinator that would be chosen now, None if none could be.
 
-        Does not choose it yet: the runtime may be initialised later.
+        The choice remains open: the runtime may be initialised later.
         """
         with self._lock:
             try:
@@ -118,7 +118,7 @@ class Processes:
 
     @property
     def job(self) -> object:
-        """What sessions of one job have in common: their coordinator, or the runtime of "auto"."""
+        """Identity that sessions of one job share: their coordinator, or the runtime of "auto"."""
         return Processes if isinstance(self._given, str) else self._given
 
     @property
@@ -127,18 +127,14 @@ class Processes:
         return self.coordinator.process_index == 0
 
     def check_broadcast(self, broadcast: object) -> None:
-        """Check that processes can exchange what they read, if `broadcast` is True.
-
-        Raises:
-            UsageError: no runtime has collectives for it.
-        """
+        """Check that processes can exchange what they read, if `broadcast` is True."""
         if broadcast is not True:
             return
         coordinator = self.coordinator
         if self._given == "single":
             raise UsageError(
                 f'{self._root}: RestoreOptions(broadcast=True) with coordinator="single": a '
-                "process that works alone has nobody to exchange with; leave out one of the two",
+                "process that works alone exchanges nothing; leave out one of the two",
                 location=self._root,
             )
         if coordinator.process_count > 1 and not isinstance(coordinator, ExchangingCoordinator):
@@ -150,7 +146,7 @@ class Processes:
             )
 
     def count(self, kind: str) -> int:
-        """Return the number of this call among those of its kind."""
+        """Return the number of this call among the calls of its kind."""
         with self._lock:
             return next(self._counts[kind])
 
@@ -166,11 +162,11 @@ class Processes:
         Args:
             kind: ``save``, ``preemption``, or ``call`` for all other calls.
             number: its number among the calls of its kind on this process.
-            name: the call, if the kind does not say it.
+            name: the call, unless the kind identifies it.
 
         Raises:
-            UsageError: the others have made this call already, in a round that failed because this
-                process made another one.
+            UsageError: the others have already made this call, in a round that failed because this
+                process made another call.
         """
         beats = await self._met()
 
@@ -185,10 +181,10 @@ class Processes:
                 order=self._orders[kind],
             )
 
-        left_out = False
+        skipped = False
         try:
-            async with self._numbering:  # one after the other: the next call counts what this finds
-                if left_out := self._orders[kind].leaves_out(name):
+            async with self._numbering:  # one by one: the next call counts what this one finds
+                if skipped := self._orders[kind].leaves_out(name):
                     self._missed[kind] -= 1
                     raise behind_error(beats.group, name)
                 while await (round_ := numbered()).missed():
@@ -197,7 +193,7 @@ class Processes:
                         self.lost.add(round_.number)
                 return round_
         except BaseException as error:
-            if not left_out:  # the others would wait
+            if not skipped:  # the others would wait
                 round_ = numbered()
                 if kind == "save":
                     self.lost.add(round_.number)
@@ -214,9 +210,9 @@ class Processes:
             if not round_.leads:
                 await round_.outcome()
                 return cast("T", json.loads(await round_.answered_parts("result")))
-            # Nothing is done before all processes have made this same call.
+            # Nothing is done before all processes have made this call.
             await round_.gathered("name")
-            # From here on, no process may report that it was not done.
+            # From here on, no process may report that nothing was done.
             await round_.commit()
             result = await function()
             await round_.answer_parts("result", json.dumps(result).encode())
@@ -230,13 +226,14 @@ class Processes:
         round_ = await self.round(kind, number, name)
         if kind == "save":
             self.lost.add(round_.number)
-        async with round_.alive():  # so that its messages are deleted some time
+        async with round_.alive():  # so that its messages are deleted eventually
             await round_.abort(error)
 
     async def _met(self) -> Beats:
         async with self._meeting:
             if self._beats is None:
                 coordinator = self.coordinator
+                assert not isinstance(coordinator, SingleProcess)
                 place = self._root, coordinator.process_index, coordinator.process_count
                 group = await shake_hands(
                     coordinator,
@@ -246,7 +243,7 @@ class Processes:
                 )
                 _agreed[place] += 1
                 self._runtime.share_host(group.processes_on_host)
-                # Beats also tell which processes have come to a call.
+                # Beats also tell which processes have made a call.
                 every_s = min(BEAT_S, self._arrival_s / 3)
                 self._beats = Beats(group, self._silence_s, every_s)
             return self._beats

@@ -1,17 +1,17 @@
-"""Retention: after each save of a run, the steps that its policy does not keep are deleted."""
+"""Retention: deletion, after each save of a run, of the steps that its policy does not keep."""
 
-# Rule 1: the save that called is durable already: whatever goes wrong here is a note in its report,
-#   and a policy that fails, or answers with anything but steps, deletes nothing.
-# Rule 2: a step is deleted only if its record is still the one that the decision was made on.
-# Rule 3: what has no valid record is no step, and is left alone; so is a step whose record cannot
-#   be read now, or by this release.
-# Rule 4: a process that was taken over deletes nothing: every deletion is one under its claim.
-# Rule 5: a step is unlisted, durably, inside the save; its bytes go in the background. Before the
-#   next step is unlisted the last removal has ended: a disk never holds more than the steps kept,
-#   the one just saved, and those of one removal, which are at most UNLISTED_MAX.
+# Rule 1: the save that called is already durable: any failure here becomes a note in its report,
+#   and a policy that fails, or returns anything but steps, deletes nothing.
+# Rule 2: a step is deleted only if its record is still the one that the decision was based on.
+# Rule 3: an entry without a valid record is not a step and is left alone; so is a step whose record
+#   cannot be read now, or by this release.
+# Rule 4: a process that was taken over deletes nothing: it deletes under its claim.
+# Rule 5: a step is unlisted, durably, inside the save; its bytes are removed in the background. The
+#   previous removal ends before the next step is unlisted, so a disk never holds more than the
+#   steps kept, the one just saved, and those of one removal: at most UNLISTED_MAX.
 # Rule 6: a step that appears above the one being saved is another writer's newest, and is left
-#   alone. Only steps that were there when the run went back to an earlier one are a branch that it
-#   has left. (test_two_runs_on_one_root_never_delete_the_newest_step)
+#   alone. Only steps that existed when the run went back to an earlier one are an abandoned branch.
+#   (test_two_runs_on_one_root_never_delete_the_newest_step)
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from asyncckpt.session.root import Root
 from asyncckpt.session.steps import Steps
 
 UNLISTED_MAX = 32
-"""Steps that are unlisted at most before their bytes are removed: each may hold a descriptor."""
+"""Most steps that are unlisted before their bytes are removed: each may hold a descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A step as its record described it: the record's checksum, and the metrics in it."""
+    """A step as its record describes it: checksum of the record, and the metrics in it."""
 
     seal: bytes
     metrics: Mapping[str, float]
@@ -51,16 +51,15 @@ class Seen:
 class Pruner:
     """Applies the policy of one run.
 
-    Records are read of steps that other processes have saved, once, and of the steps that are
-    about to be deleted. A deletion by another process is noticed at the next save; a replacement
-    when the step is about to be deleted.
+    Reads the records of steps that other processes saved, once, and of steps about to be deleted.
+    Notices a deletion by another process at the next save, a replacement before deleting the step.
 
     Attributes:
         policy: which steps to keep.
         runtime: engine and threads.
-        root: where the steps are.
-        steps: finds them.
-        pinned: names that are being read now, which stay, kept up to date by `Reads`.
+        root: root of the steps.
+        steps: finds and unlists steps.
+        pinned: names of steps being read, which are not deleted; kept up to date by `Reads`.
     """
 
     policy: Retention
@@ -73,21 +72,18 @@ class Pruner:
         self._uses_metrics = uses_metrics(self.policy)
         self._seen: dict[int, Seen] = {}
         self._known: set[int] | None = None  # steps saved here or found, except other writers'
-        self._left: list[int] = []  # steps from before the run went back, the oldest first
+        self._left: list[int] = []  # steps of abandoned branches, the oldest first
         self._looking: BackgroundTask[list[int]] | None = None
         self._removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
         self._logged: set[str] = set()
 
     def look(self) -> None:
-        """List the steps while a save is being committed. As `Retaining.look`.
-
-        A step that appears meanwhile counts after the next save.
-        """
+        """List the steps while a save commits, as `Retaining.look`; later steps count next time."""
         self._looking = BackgroundTask(self.steps.candidates())
 
     async def forget(self) -> None:
-        """End the listing. As `Retaining.forget`."""
+        """End the listing, as `Retaining.forget`."""
         looking, self._looking = self._looking, None
         if looking is not None:
             await looking.stop()
@@ -95,12 +91,8 @@ class Pruner:
     async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
         """Delete the steps that the policy does not keep after a save; never raises.
 
-        Args:
-            report: of the save.
-            record: its commit record.
-
-        Returns:
-            The report, with the steps deleted and what a person should know.
+        Returns the report of the save with the deleted steps and notes; `record` is its commit
+        record.
         """
         saved = report.step
         if saved is None:
@@ -117,7 +109,7 @@ class Pruner:
             notes += reasons
             await self._unlist(steps, deleted, notes)
         except Exception as error:
-            # Also what a store of somebody else raises: the save itself is durable.
+            # Includes errors of third-party stores: the save itself is durable.
             notes.append(f"no step was deleted: {error}")
         for note in notes:
             if note not in self._logged:
@@ -143,15 +135,15 @@ class Pruner:
                 if self.pinned.get(str(step)):
                     continue
                 try:
-                    # Forgotten, so that a step that has changed is read again after the next save.
+                    # Forgotten, so that a changed step is read again after the next save.
                     seal = self._seen.pop(step).seal
-                    removals.append((step, await self.steps.unlist(str(step), seal)))
+                    removals.append((step, await self.steps.unlist(step, seal)))
                     deleted.append(step)
                     name = _name(self.policy)
                     logger.info("deleted %s (%s)", self.root.location(step), name)
                 except CheckpointNotFoundError:
                     if self._known is not None:
-                        self._known.discard(step)  # if it is there, another writer's
+                        self._known.discard(step)  # if it exists, it is another writer's
                 except FencedError as error:
                     notes.append(f"no more steps were deleted: {error}")
                     break
@@ -159,7 +151,7 @@ class Pruner:
                     kept[step] = error  # tried again after the next save
         finally:
             if kept:
-                notes.append(_folded(kept, "could not be deleted", "could not be deleted"))
+                notes.append(_folded(kept, "could not be deleted"))
             if removals or unremoved:
                 self._removing = self.runtime.engine.submit(
                     lambda: self._remove_last(removals, unremoved)
@@ -180,18 +172,16 @@ class Pruner:
     ) -> None:
         await self._remove(removals, unremoved)
         if unremoved:
-            one = "was deleted, but not all of its bytes were removed"
-            many = "were deleted, but not all of their bytes were removed"
             note = (
-                f"{_folded(unremoved, one, many)}; "
-                "the next sweep or 'asyncckpt gc' removes the rest"
+                f"{_folded(unremoved, 'could not be removed completely')}; the next sweep or "
+                "'asyncckpt gc' removes the rest"
             )
             self._late_notes.append(note)
             self._logged.add(note)
             logger.warning("%s", note)
 
     async def _decide(self, saved: int) -> tuple[list[int], list[str]]:
-        """Return the steps to delete, and what a person should know about the decision."""
+        """Return the steps to delete, and notes about the decision."""
         found: dict[int, Seen | None] = dict(self._seen)
         unread: dict[int, Exception] = {}
         looking, self._looking = self._looking, None
@@ -201,7 +191,7 @@ class Pruner:
         async def read(step: int) -> None:
             try:
                 found[step] = await self._read(step)
-            except Exception as error:  # of another user or a newer release, for example
+            except Exception as error:  # another user's or a newer release's, for example
                 unread[step] = error
 
         new = [step for step in candidates if step not in found]
@@ -211,16 +201,11 @@ class Pruner:
         metrics = {step: self._seen[step].metrics for step in steps}
         notes: list[str] = []
         if unread:
-            unread = dict(sorted(unread.items()))
-            left_alone = (
-                "could not be read and is left alone",
-                "could not be read and are left alone",
-            )
-            notes.append(_folded(unread, *left_alone))
+            notes.append(_folded(dict(sorted(unread.items())), "could not be read and will stay"))
         if len(steps) < len(self._seen):
             notes.append(
                 "another job saves to this root: steps above the one saved last have appeared, and "
-                "are left alone; give each job a root of its own, or let the later one take over "
+                "are left alone; give each job its own root, or let the later one take over "
                 "(takeover=True)"
             )
         try:
@@ -232,16 +217,16 @@ class Pruner:
             return [], [f"no step was deleted, because {name} failed: {error!r}"]
         if (highest := max(steps)) > saved:
             notes.append(
-                f"step {highest} is above the one saved last and is what latest_step() finds; "
-                "delete_after(step) right after restoring an earlier step deletes such a branch"
+                f"step {highest} is above the one saved last, and latest_step() returns it; call "
+                "delete_after(step) right after restoring an earlier step to delete such a branch"
             )
         return [step for step in sorted(steps) if step not in kept and step != saved], notes
 
     def _ranked(self, saved: int, listed: Collection[int]) -> list[int]:
         """Return the steps that count for the policy, the newest last.
 
-        They ascend, but those that were there when the run went back to an earlier step come first:
-        else the higher ones of the branch that it left would push each of its saves out at once.
+        They ascend, except that the steps of abandoned branches come first: otherwise their higher
+        numbers would displace every new save at once.
         """
         seen = set(self._seen)
         known = seen if self._known is None else self._known.intersection(listed)
@@ -272,10 +257,10 @@ class Pruner:
 
 
 def _steps(answer: Any) -> set[int]:
-    """Return the steps that a policy named, in a container of any kind or one by one.
+    """Return the steps that a policy returned, as any iterable.
 
     Raises:
-        TypeError: these are no steps (None, text, a mask), so that it is unknown what to keep.
+        TypeError: they are not steps (None, text, a mask), so the steps to keep are unknown.
     """
     if not isinstance(answer, Iterable):
         raise TypeError(f"keep() returned {answer!r:.80}, not the steps to keep")
@@ -286,16 +271,16 @@ def _steps(answer: Any) -> set[int]:
     return set(map(int, steps))
 
 
-def _folded(failed: Mapping[int, Exception], one: str, many: str) -> str:
-    """Return one note about what failed with each of these steps."""
+def _folded(failed: Mapping[int, Exception], what: str) -> str:
+    """Return one note about a failure of these steps."""
     (step, error), *others = failed.items()
     if not others:
-        return f"step {step} {one}: {error}"
-    return f"{len(failed)} steps {many}, the first: step {step}: {error}"
+        return f"step {step} {what}: {error}"
+    return f"{len(failed)} steps {what}, the first: step {step}: {error}"
 
 
 def _name(policy: Retention) -> str:
-    """Return the policy's `repr`, or its type where that fails."""
+    """Return the policy's `repr`, or its type if that fails."""
     try:
         return repr(policy)
     except Exception:

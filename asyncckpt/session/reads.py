@@ -1,7 +1,7 @@
 """Reads of the checkpoints of one root: restore, inspect and verify."""
 
-# Rule 1: a checkpoint that is being read is pinned: retention leaves it alone.
-# Rule 2: a checkpoint that was deleted or replaced during a read is not damaged.
+# Rule 1: a checkpoint that is being read is pinned: retention does not delete it.
+# Rule 2: a checkpoint that was deleted or replaced during a read is not reported as damaged.
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ PARTICIPLES: Mapping[Verb, str] = {
 class Reads:
     """Restores, inspects and verifies for one session. Used on its engine only.
 
-    Each method reads the checkpoint of a step, of the newest step with None, or the one-shot
-    checkpoint. If it is deleted or replaced meanwhile, that is a `CheckpointNotFoundError`; with
-    None the next newest is read instead.
+    Each method reads the checkpoint of a step, of the newest step (None), or the one-shot
+    checkpoint. It raises a `CheckpointNotFoundError` if the checkpoint is deleted or replaced
+    meanwhile; with None it reads the next newest step instead.
 
     Attributes:
-        pinned: number of reads in progress by name of checkpoint.
+        pinned: number of reads in progress, by name of checkpoint.
     """
 
     def __init__(self, runtime: Runtime, root: Root, steps: Steps, processes: Processes) -> None:
@@ -78,7 +78,7 @@ class Reads:
         """Carry out a request; `agreement` is for a restore by several processes.
 
         Raises:
-            DeadlineExceededError: it took longer than the options allow.
+            DeadlineExceededError: the restore took longer than its options allow.
         """
         deadline_s = request.options.deadline_s
 
@@ -105,7 +105,7 @@ class Reads:
 
         Process 0 chooses the step; nothing is read before the targets of all processes match, and
         no process returns before all have succeeded. `in_caller` makes calls in the thread that
-        waits for this.
+        waits for the restore.
 
         Errors: as `restore`, of any process; names the process.
         """
@@ -131,7 +131,7 @@ class Reads:
     def _exchange(
         self, round_: Round, broadcast: bool | Literal["auto"], in_caller: CallIn
     ) -> Exchange | None:
-        """Return the collectives with which processes read once, None if each reads for itself."""
+        """Return the collectives that let processes share reads, None if each reads everything."""
         coordinator = self._processes.coordinator
         wanted = self._root.store.capabilities.shared_link if broadcast == "auto" else broadcast
         if not wanted or not isinstance(coordinator, ExchangingCoordinator):
@@ -187,8 +187,8 @@ class Reads:
             try:
                 return await self._read_one(verb, tried, files, read)
             except CheckpointNotFoundError:
-                # Deleted during the read: another one is the newest now. If it was replaced, it is
-                # still there, and is tried once more.
+                # Deleted during the read: another step is the newest now. A replaced step still
+                # exists and is tried once more.
                 below = tried if tried in gone else below
                 gone.add(tried)
                 newest = await self._steps.newest(below)
@@ -204,17 +204,17 @@ class Reads:
     async def _without(
         self, step: int, files: CheckpointFiles, error: CheckpointNotFoundError
     ) -> CheckpointNotFoundError:
-        """Return the error that lists the steps, where there is no such step."""
+        """Return the error that lists the steps, or `error` if the step is listed."""
         names = await self._root.store.names()
         there = sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
         if step in there:
             return error
         some = ", ".join(map(str, there[-LISTED_STEPS:])) or "none"
         some = f"…, {some}" if len(there) > LISTED_STEPS else some
-        # Of other libraries: ckpt_2, 00000002.
+        # Names that other libraries use: ckpt_2, 00000002.
         pattern = re.compile(rf"([^.].*[^0-9])?0*{step}")
         like = [name for name in names if pattern.fullmatch(name) and UNFINISHED not in name]
-        others = f"; {self._root.location(min(like))} may be meant" if like else ""
+        others = f"; did you mean {self._root.location(min(like))}?" if like else ""
         return CheckpointNotFoundError(
             f"{files.location}: there is no such step; the steps are {some}{others}",
             location=files.location,
@@ -253,7 +253,7 @@ class Reads:
 async def _check_unchanged(
     files: CheckpointFiles, verb: Verb, damage: CorruptCheckpointError | None = None
 ) -> None:
-    """Raise a `CheckpointNotFoundError` if a checkpoint that looks damaged is gone or replaced."""
+    """Raise a `CheckpointNotFoundError` if a seemingly damaged checkpoint is gone or replaced."""
     try:
         changed = await files.changed()
     except AsyncCheckpointError:

@@ -1,4 +1,4 @@
-"""The root of a session: a store, opened at first use, swept once, and closed."""
+"""The root of a session: a store that is opened at first use, swept once, and closed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.stores.objects.clients.urls import check_options, check_scheme, i
 from asyncckpt.stores.paths import below
 
 SWEEP_S = 120.0
-"""How long the automatic sweep may take when a session is closed."""
+"""Time limit of the automatic sweep when a session is closed."""
 
 
 class Root:
@@ -26,7 +26,7 @@ class Root:
 
     Attributes:
         url: its path or URL.
-        name: name of the one-shot checkpoint, empty for a run.
+        name: name of the one-shot checkpoint; empty for a run.
         store: holds the checkpoints; set once `opened` has been awaited.
         to_sweep: there were saves, but no sweep yet.
         swept: the root has been swept.
@@ -51,8 +51,10 @@ class Root:
         self.swept = False
         self._opening = asyncio.Lock()
         self._open_store: Callable[[], Store] | None = None
-        given = {"direct_io": direct_io, "storage_options": storage_options}
         root, self.name = place_of(location, storage_options) if one_shot else (location, "")
+        open_store = partial(
+            runtime.store, root, direct_io=direct_io, storage_options=storage_options
+        )
         if is_url(root):
             # Opening imports libraries and looks up accounts: not on the caller's loop.
             url = parse_url(str(root))
@@ -60,9 +62,9 @@ class Root:
             if not (storage_options or {}).keys() & {"client", "filesystem"}:
                 check_scheme(url)
             self.url = str(url)
-            self._open_store = partial(runtime.store, root, **given)
+            self._open_store = open_store
         else:
-            self.store = runtime.store(root, **given)
+            self.store = open_store()
             self.url = self.store.url
 
     def __repr__(self) -> str:
@@ -73,7 +75,7 @@ class Root:
         return below(self.url, f"{name}")
 
     async def opened(self, function: Callable[[], Any]) -> Any:
-        """Open the store if it is not open, then await the coroutine of `function`."""
+        """Open the store if necessary, then await the coroutine of `function`."""
         if self._open_store is not None:
             async with self._opening:
                 if self._open_store is not None:
@@ -82,12 +84,12 @@ class Root:
         return await function()
 
     async def refuse_checkpoint(self) -> None:
-        """Check that a local root, of which nothing was listed yet, is not itself a checkpoint.
+        """Check, before anything was listed, that a local root is not itself a checkpoint.
 
         Raises:
             UsageError: it is one.
         """
-        if is_url(self.url):  # no request more for each new run
+        if is_url(self.url):  # would cost each new run a request
             return
         record = os.path.join(self.url, RECORD_NAME)
         if await self._runtime.engine.io.run(os.path.isfile, record):
@@ -109,7 +111,7 @@ class Root:
         except AsyncCheckpointError as error:
             logger.warning("%s could not be swept: %s", self.url, error)
         except Exception:
-            # From a third-party store. Checkpoints are durable nevertheless.
+            # An error of a third-party store; the checkpoints are durable.
             logger.warning("%s could not be swept", self.url, exc_info=True)
         else:
             if swept:
@@ -125,7 +127,7 @@ class Root:
             logger.warning("%s: the errors of earlier jobs cannot be read: %s", self.url, error)
             return
         for note in notes:
-            # Whoever can write here could forge lines, or control a terminal.
+            # Any writer to this root could forge lines, or control a terminal.
             text = "".join(
                 character if character.isprintable() else repr(character)[1:-1]
                 for character in str(decode_error(note))
@@ -133,23 +135,22 @@ class Root:
             logger.warning("%s: in an earlier job, %s", self.url, text)
 
     async def release(self) -> None:
-        """Sweep if that is still due, then release everything that the runtime holds.
+        """Sweep if still due, then release all resources of the runtime.
 
         Cancellation: ends the sweep, releases, then raises.
         """
         try:
-            if self.to_sweep and self._open_store is None:
-                # Not opened with a `with` block: one-shot saves, for example.
-                if not self.name or self.store.capabilities.proves_dead:
-                    try:
-                        async with asyncio.timeout(SWEEP_S):
-                            await self.sweep()
-                    except TimeoutError:
-                        logger.warning(
-                            "looking for leftovers of dead saves in %s did not end within %g s; "
-                            "the next Checkpointer looks again",
-                            self.url,
-                            SWEEP_S,
-                        )
+            # There was no `with` block, which sweeps first: one-shot saves, for example.
+            late = self.to_sweep and self._open_store is None
+            if late and (not self.name or self.store.capabilities.proves_dead):
+                try:
+                    async with asyncio.timeout(SWEEP_S):
+                        await self.sweep()
+                except TimeoutError:
+                    logger.warning(
+                        "sweeping %s did not end within %g s; the next Checkpointer sweeps again",
+                        self.url,
+                        SWEEP_S,
+                    )
         finally:
             await self._runtime.release()

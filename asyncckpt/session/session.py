@@ -2,7 +2,7 @@
 
 # Rule 1: plain functions do what must happen in the caller's thread (structure, scalars,
 #   thread-local framework state); everything else is a coroutine for the engine.
-# Rule 2: saves of one session run one after the other, in the order of their calls.
+# Rule 2: the saves of a session run one after the other, in the order of their calls.
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SESSION_OPTIONS = (
     "silence_s",
     "arrival_s",
 )
-"""Fields of `SaveOptions` that belong to a session, not to one of its saves."""
+"""Fields of `SaveOptions` that belong to a session, not to a single save."""
 
 _DEFAULTS = SaveOptions()
 
@@ -87,7 +87,7 @@ class Session:
         steps: finds and deletes steps.
         reads: restores, inspects, verifies.
         saves: saves in flight.
-        preemption: whether the job has to end; None unless requested.
+        preemption: tells whether the job has to end; None unless requested.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Session:
 
         `name` is the call with its arguments, equal on all processes.
 
-        Errors: as `call`; those of the coroutine are raised on all processes.
+        Errors: as `call`; errors of the coroutine are raised on all processes.
         """
         if self.processes.alone:
             return self.call(function)
@@ -186,7 +186,7 @@ class Session:
 
     def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
         """Carry out a restore; all processes take part."""
-        with self.telling("call", "restore"):
+        with self.reporting("call", "restore"):
             self.processes.check_broadcast(request.options.broadcast)
         if self.processes.alone:
             return self.call(lambda: self.reads.restore(step, request))
@@ -203,9 +203,9 @@ class Session:
         function: Callable[[int], Coroutine[Any, Any, T]],
         at_end: Callable[[], object] | None = None,
     ) -> Job[T]:
-        """Run this process's part in a call of all, which gets the number of the call.
+        """Run this process's part of a call by all processes; `function` gets its number.
 
-        Also a call that never begins ends its round.
+        A call that never begins also ends its round.
         """
         number = self.processes.count(kind)
         begun = False
@@ -218,7 +218,7 @@ class Session:
         def end() -> None:
             if at_end is not None:
                 at_end()
-            # It was cancelled, or the store cannot be opened.
+            # A call that never begins was cancelled, or the store cannot be opened.
             error = None if begun else job.future.exception()
             if error is not None:
                 self._refuse(kind, number, name, error)
@@ -229,7 +229,6 @@ class Session:
     def start_save(
         self,
         kind: type[PendingSave],
-        name: str,
         step: int | None,
         tree: Any,
         *,
@@ -240,14 +239,15 @@ class Session:
         """Begin a save of the tree as it is now; return it as a `kind`.
 
         Raises:
-            UsageError: arguments or leaves are wrong; nothing was begun.
+            UsageError: arguments or leaves are wrong; no save has begun.
             …: the unseen failure of an earlier save.
         """
         begun = time.perf_counter()
         processes, engine = self.processes, self.runtime.engine
         alone = processes.alone
+        name = self.root.name or str(step)
         location = self.root.location(name)
-        with self.telling("save", _call(step)):
+        with self.reporting("save", _call(step)):
             options = self._checked(arguments["options"])
             engine.check()
             self.saves.raise_unseen(options)
@@ -276,26 +276,26 @@ class Session:
         return pending
 
     @contextlib.contextmanager
-    def telling(self, kind: str, name: str = "") -> Iterator[None]:
-        """If the block fails, end the next call of its kind on all processes with this error.
+    def reporting(self, kind: str, name: str = "") -> Iterator[None]:
+        """Report an error of the block to all processes as that of their next call of this kind.
 
-        The block is what precedes a call, in which the others would wait for this process; it is
-        without a `name` if it does not know which call that would have been.
+        The block precedes the call, in which the others would wait for this process. Without a
+        `name`, it fails before the call is known.
         """
         try:
             yield
-        except BaseException as error:  # Ctrl-C, too: the call has its number, as on the others
+        except BaseException as error:  # also Ctrl-C: the call has its number, as on the others
             self.refuse(kind, name, error)
             raise
 
     def refuse(self, kind: str, name: str, error: BaseException) -> None:
         """End the next call of this kind on all processes with an error that occurred before it."""
-        with contextlib.suppress(UsageError):  # there are several, which cannot coordinate
+        with contextlib.suppress(UsageError):  # several processes that cannot coordinate
             if not self.processes.alone:
                 self._refuse(kind, self.processes.count(kind), name, error)
 
     def _refuse(self, kind: str, number: int, name: str, error: BaseException) -> None:
-        # The others would wait for this process. A closed session accepts no calls.
+        # The others would wait for this process. A closed session refuses this call.
         refuse = partial(self.processes.refuse, kind, number, name, error)
         with contextlib.suppress(AsyncCheckpointError):
             self._refusals.append(self.runtime.engine.submit(refuse).future)
@@ -303,21 +303,25 @@ class Session:
     def _submit(self, kind: type[PendingSave], request: SaveRequest, location: str) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
-        # Whatever ends the job also ends the wait for staging.
+        # The end of the job, for whatever reason, ends the wait for staging.
         release = partial(state.release_leaves, ended=True)
         if self.processes.alone:
             job = self.call(partial(self._save, request, state), release)
         else:
             busy: bool | None = None
             if request.stall_first and request.options.on_overlap != "wait":
-                busy = bool(self.saves.pending())  # process 0 decides by its own
+                busy = bool(self.saves.pending())  # the value of process 0 decides
             save = partial(self._save_together, request, state, busy)
             job = self._call_together("save", _call(request.step), save, release)
         job.drained = True
         return kind(job, state, location=location, step=request.step)
 
     def _checked(self, options: SaveOptions | None) -> SaveOptions:
-        """Refuse options that all saves of the session share, so that one save cannot set them."""
+        """Return the options of a save; refuse values that differ from the session's own options.
+
+        Raises:
+            UsageError: an option belongs to the session, so that one save cannot set it.
+        """
         if options is None:
             return self.save_options
         typed("options", options, SaveOptions)
@@ -353,11 +357,11 @@ class Session:
         )
 
     async def enter(self) -> None:
-        """Sweep the root, and log the errors with which processes of an earlier job ended."""
+        """Sweep the root, and log the errors that ended processes of an earlier job."""
         coordinator = self.processes.foreseen()
         if coordinator is not None and coordinator.process_index == 0:
             await self.call(self.root.sweep).wait()
-            # A single process has raised its own errors, and needs no notes.
+            # A single process has raised its errors itself.
             if coordinator.process_count > 1:
                 await self.call(self.root.log_notes).wait()
 
@@ -392,7 +396,7 @@ class Session:
             f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
             location=self.root.url,
         )
-        async with within(request.options.deadline_s, late):  # the handshake counts, too
+        async with within(request.options.deadline_s, late):  # including the handshake
             round_ = await self.processes.round("save", number, _call(request.step))
         async with round_.alive():  # also between its two parts
             if busy is not None and await self._overlaps(round_, busy):
@@ -403,15 +407,15 @@ class Session:
             return await self._save(request, state, round_)
 
     async def _settle(self) -> None:
-        # A method, so that the job keeps a session alive that is dropped meanwhile.
+        # A method, so that the job keeps a dropped session alive.
         await self.root.store.settled()
 
     def _noted(self, report: SaveReport) -> SaveReport:
-        """Return the report with its remarks about preemption."""
+        """Return the report with its notes about preemption."""
         return report if self.preemption is None else self.preemption.noted(report)
 
     async def _overlaps(self, round_: Round, busy: bool) -> bool:
-        """Return whether a save was in flight on process 0 at its call: process 0 decides."""
+        """Return whether a save was in flight on process 0, which decides, at its call."""
 
         def check(call: str) -> None:
             if call != round_.name:
@@ -424,7 +428,7 @@ class Session:
                 return busy, round_.name
             word, _, call = (await round_.answered("busy")).decode().partition(" ")
             if word == "0":
-                check(call)  # fails on all
+                check(call)  # fails on all processes
             return word == "1", call
 
         try:
@@ -432,16 +436,16 @@ class Session:
         except BaseException:
             self.processes.lost.add(round_.number)
             raise
-        check(call)  # fails here; process 0 has skipped its save
+        check(call)  # fails on this process; process 0 has skipped its save
         return skipped
 
     async def prepare(self, tree_nbytes: int) -> int:
         """Allocate and touch staging memory for a state of this size; return its bytes."""
-        async with self._turn:  # a running save holds windows of the size chosen when it began
+        async with self._turn:  # a running save holds windows of its own size
             store = self.root.store
             sizes = terms_for(self.runtime, store, tree_nbytes, self.save_options).sizes
             pool = self.runtime.window_pool(store.capabilities, sizes)
-            # Files may be shorter than windows, and are a little shorter than their limit.
+            # Files may be shorter than windows, and end a little below their limit.
             filled_nbytes = min(pool.slot_nbytes, sizes.data_file_nbytes * 15 // 16)
             await pool.prepare(-(-tree_nbytes // filled_nbytes) + 2)
             return pool.allocated_nbytes
@@ -451,17 +455,17 @@ class Session:
         for pending in self.saves.pending():
             if pending.step == step:
                 await ended(pending._job.future)
-        await self.steps.delete(str(step))
+        await self.steps.delete(step)
 
     async def delete_after(self, step: int) -> list[int]:
-        """Delete all steps above `step`, those of saves in flight too; return them."""
+        """Delete all steps above `step`, including those of saves in flight; return them."""
         async with self._turn:
             return await self.steps.delete_after(step)
 
     async def _release(self) -> None:
-        if self.preemption is not None:
-            await self.preemption.release()
         try:
+            if self.preemption is not None:
+                await self.preemption.release()
             if self._pruner is not None:
                 await self._pruner.settle()
         finally:
@@ -480,14 +484,14 @@ class Session:
             self.begin_close()
             return
         try:
-            await self._told()
+            await self._reported()
         finally:
             await uninterrupted(self.aclose())
 
     async def idle(self) -> None:
-        """Wait until nothing is being saved, completed or removed; ignores errors.
+        """Wait until nothing is being saved, completed or removed; ignore errors.
 
-        Cancellation: stops the waiting only.
+        Cancellation: only stops the waiting.
 
         Raises:
             ClosedError: this is a forked child, and saves were in flight when it was forked.
@@ -497,41 +501,41 @@ class Session:
         for pending in self.saves.pending():
             pending._job.refuse_fork()
             await ended(pending._job.future)
-        await self._told()
+        await self._reported()
         await self.settled()
         if self._pruner is not None:
             await self._pruner.settle()
 
-    async def _told(self) -> None:
-        """Wait until the other processes know of calls that failed before their rounds."""
+    async def _reported(self) -> None:
+        """Wait until calls that failed before their rounds are reported to the other processes."""
         while self._refusals:
             await ended(self._refusals[0])
             self._refusals = [refused for refused in self._refusals if not refused.done()]
 
     async def settled(self) -> None:
-        """Wait until the checkpoints of ended saves are whole for other programs, too.
+        """Wait until the checkpoints of ended saves are also complete for other programs.
 
-        Cancellation: stops the waiting only.
+        Cancellation: only stops the waiting.
         """
         if self._settling is not None and not self.runtime.engine.abandoned:
             await ended(self._settling.future)
 
     @property
     def release_error(self) -> BaseException | None:
-        """Error with which the release of the store and the rest ended, if it did."""
+        """Error of the release of store and engine, if any."""
         job = self._release_job
         return job.future.exception() if job is not None and job.done() else None
 
     async def aclose(self) -> None:
         """Release store, staging memory and threads. Idempotent, also when called concurrently.
 
-        Of several calls, the first raises the errors; the others only wait for it.
+        The first call raises the errors; others only wait for it.
         """
         engine = self.runtime.engine
         try:
             job, first = self._released()
-            # The engine refuses jobs as soon as one call has ended it below: only one call may
-            # submit, and none may end the engine before this job has ended.
+            # The engine refuses jobs once a call has ended it below, so only one call may submit
+            # the job, and no call may end the engine before the job has ended.
             if job is not None and not engine.abandoned:
                 await (job.wait() if first else ended(job.future))
         finally:
@@ -540,14 +544,14 @@ class Session:
                 self.preemption.close()
 
     def begin_close(self) -> None:
-        """Release everything as `aclose`, without waiting for it. From any thread."""
+        """Release everything as `aclose` does, without waiting. From any thread."""
         engine = self.runtime.engine
         job, first = self._released()
         if job is not None and first:
             job.future.add_done_callback(lambda _: engine.begin_close())
 
     def _released(self) -> tuple[Job[None] | None, bool]:
-        """Return the job that releases everything, if any, and whether this call began it."""
+        """Return the job that releases everything, if any, and whether this call submitted it."""
         with self._closing:
             first = self._release_job is None
             if first and self.runtime.engine.usable:
@@ -556,7 +560,7 @@ class Session:
 
 
 def _call(step: int | None) -> str:
-    """Return the name of a save among the calls of all processes."""
+    """Return the name by which processes compare calls of `save`."""
     return f"save({step})"
 
 

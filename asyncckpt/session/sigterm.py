@@ -2,11 +2,11 @@
 
 # Rule 1: the handler sets one attribute and calls the previous handler. It may run between any two
 #   bytecodes of the main thread: it takes no lock and logs nothing.
-# Rule 2: while any handler of this process listens, the default action is suppressed: it would end
-#   the process before it has saved.
-# Rule 3: a closed handler that cannot be removed, because another one was installed on top of it or
+# Rule 2: while any handler of this process listens, the default action is suppressed, which would
+#   end the process before it has saved.
+# Rule 3: a closed handler that cannot be removed, because another handler was installed on top or
 #   it was closed in another thread, behaves as if it were not installed.
-# Rule 4: a forked child inherits the handler, but not the training: there, SIGTERM keeps its
+# Rule 4: a forked child inherits the handler, but not the training: in the child, SIGTERM keeps its
 #   previous effect. Data loaders end their worker processes with it.
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType
 from asyncckpt.errors import UsageError
 
 _listening: set[SigtermHandler] = set()
-"""The open handlers of this process: a signal's action belongs to the process, too."""
+"""Open handlers of this process, which share the action of the signal."""
 
 
 class SigtermHandler:
@@ -37,11 +37,11 @@ class SigtermHandler:
             raise UsageError(
                 "Checkpointer(preemption=True) in thread "
                 f"{threading.current_thread().name!r}: Python handles signals in the main thread "
-                "only; create the Checkpointer there, and use it in any thread"
+                "only; create the Checkpointer there and use it in any thread"
             )
         self.noticed = False
         self._pid = os.getpid()
-        # None: a handler of C code, which Python can neither call nor restore
+        # None means a handler in C, which Python can neither call nor restore.
         self._previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         _listening.add(self)
         signal.signal(signal.SIGTERM, self)

@@ -1,8 +1,8 @@
-"""The steps below one root: found by their records, and deleted."""
+"""The steps below one root: how to find them by their records, and how to delete them."""
 
-# Rule 1: a step is what has a valid commit record; names and directories alone are none.
-# Rule 2: where a listed step was deleted before its record was read, another process may have saved
-#   a newer one before that. The steps are listed again, until all without a record were so before.
+# Rule 1: a step is an entry with a valid commit record; a name or directory alone is not a step.
+# Rule 2: if a listed step was deleted before its record was read, another process may have saved a
+#   newer step before that. The steps are listed again until no further step lacks its record.
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ LISTED_STEPS = 10
 
 
 class PeekedFiles:
-    """Files of a checkpoint whose record was read already, to see whether it is one.
+    """Files of a checkpoint whose record has already been read, to find whether it is valid.
 
-    Whoever opens the checkpoint gets that record, which saves a round trip to an object store.
+    The first read of the record returns it, which saves a round trip to an object store.
     """
 
     def __init__(self, files: CheckpointFiles, record: bytes) -> None:
@@ -51,7 +51,7 @@ class PeekedFiles:
         return f"{type(self).__name__}({self._files!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Read a small file; the record, when first asked for, as it was found."""
+        """Read a small file, the record at first from memory."""
         record = self._record
         if path != RECORD_NAME or record is None:
             return await self._files.read(path, max_nbytes=max_nbytes)
@@ -60,14 +60,14 @@ class PeekedFiles:
 
 
 async def foreign_steps(store: Store, steps: Iterable[int]) -> str:
-    """Say which of these directories are steps of another library; return "" if none is."""
+    """Describe the steps of other libraries among these; return "" if there are none."""
 
     async def library(step: int) -> str | None:
         files = store.files(str(step))
         try:
             return await library_of(files)
         except AsyncCheckpointError:
-            return None  # what calls this has an error of its own to explain
+            return None  # the caller reports an error of its own
         finally:
             await files.close()
 
@@ -85,7 +85,7 @@ async def foreign_steps(store: Store, steps: Iterable[int]) -> str:
 
 
 class Steps:
-    """The steps below one root, as they are at each call: other processes add and delete some."""
+    """The steps below one root at the time of each call: other processes add and delete steps."""
 
     def __init__(self, root: Root, claims: Claiming) -> None:
         self._root = root
@@ -96,12 +96,12 @@ class Steps:
         self._warned = False
 
     def saved(self, step: int | None) -> None:
-        """Note a step that was saved here and may be the newest."""
+        """Note a saved step, which may be the newest."""
         if step is not None and (self._newest is None or step > self._newest):
             self._newest = step
 
     async def found(self, above: int = -1) -> list[int]:
-        """Return the steps with a valid commit record, of those above a number, ascending."""
+        """Return the steps above a number that have a valid commit record, ascending."""
         store, valid, missing = self._root.store, set[int](), set[int]()
         while True:
             steps = [step for step in await self.candidates() if step > above]
@@ -118,7 +118,7 @@ class Steps:
         """Return the highest step with a valid commit record."""
         newest = await self.newest()
         if newest is None:
-            # A loop would begin again at step 0.
+            # The training loop would begin again at step 0.
             if not self._warned and (text := await self.foreign()):
                 self._warned = True
                 logger.warning("%s: there is no step to continue from: %s", self._root.url, text)
@@ -130,8 +130,7 @@ class Steps:
     async def newest(self, below: int | None = None) -> tuple[int, CheckpointFiles] | None:
         """Return the highest step with a valid commit record, below `below`, and its files.
 
-        The record of the step that was newest before is used if it is the newest still. The caller
-        closes the files.
+        Reads the record of the last newest step while listing. The caller closes the files.
 
         Raises:
             UsageError: the root is itself a checkpoint.
@@ -150,15 +149,15 @@ class Steps:
         return newest
 
     async def foreign(self) -> str:
-        """Say which directories that `newest` found instead of steps are of another library."""
+        """Describe the steps of other libraries among those that `newest` found without record."""
         return await foreign_steps(self._root.store, self._without_record)
 
     async def _highest(
         self, below: int | None, likely: int | None
     ) -> tuple[set[int], tuple[int, CheckpointFiles] | None]:
-        """Return the highest step of one listing, and those above it that have no record.
+        """Return the highest step of one listing, after the steps above it without a record.
 
-        The record of the `likely` step is read while the names are listed.
+        Reads the record of the `likely` step while listing.
         """
         peeked: dict[int | None, CheckpointFiles | None] = {}
         missing: set[int] = set()
@@ -182,7 +181,7 @@ class Steps:
                     await other.close()
 
     async def _peeked(self, step: int) -> CheckpointFiles | None:
-        """Return the files of a step that has a valid commit record, else None."""
+        """Return the files of a step, None without a valid commit record."""
         files = self._root.store.files(str(step))
         try:
             record = await record_of(files, partial(self._warn_of_damage, step))
@@ -198,12 +197,12 @@ class Steps:
         if step not in self._damaged:
             self._damaged.add(step)
             logger.warning(
-                "%s: its commit record is damaged, so this step is skipped as if it did not exist",
+                "%s: the commit record is damaged, so this step is skipped as if it did not exist",
                 self._root.location(step),
             )
 
     async def candidates(self) -> list[int]:
-        """Return the names that may be steps, ascending.
+        """Return the numbers of the entries that may be steps, ascending.
 
         Raises:
             UsageError: there is none, and the root is itself a checkpoint.
@@ -214,31 +213,32 @@ class Steps:
             raise self._root.checkpoint_error()
         return steps
 
-    async def delete(self, name: str) -> None:
-        """Delete the checkpoint; what has no record is none, and is left alone.
+    async def delete(self, step: int) -> None:
+        """Delete a step.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint of this name.
-            FencedError: another process has taken the run over.
+            CheckpointNotFoundError: the step has no record; nothing was deleted.
+            FencedError: another process has taken over the run.
         """
-        store, location = self._root.store, self._root.location(name)
-        files = store.files(name)
+        store, location = self._root.store, self._root.location(step)
+        files = store.files(str(step))
         try:
             await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
         except CorruptCheckpointError:
-            pass  # a damaged checkpoint is one that can be deleted
+            pass  # a damaged checkpoint can be deleted
         except CheckpointNotFoundError:
             text = f"{location}: there is no checkpoint to delete"
-            if foreign := await foreign_steps(store, [int(name)]):
+            if foreign := await foreign_steps(store, [step]):
                 text = f"{text}: {foreign}"
             raise CheckpointNotFoundError(text, location=location) from None
         finally:
             await files.close()
-        await self._delete(name, await self._claims.epoch())
+        await self._delete(step, await self._claims.epoch())
 
-    async def unlist(self, name: str, seal: bytes) -> Removal:
-        """Make the checkpoint invisible, as `Store.unlist`."""
-        return await self._root.store.unlist(name, epoch=await self._claims.epoch(), seal=seal)
+    async def unlist(self, step: int, seal: bytes) -> Removal:
+        """Make a step invisible, as `Store.unlist`."""
+        epoch = await self._claims.epoch()
+        return await self._root.store.unlist(str(step), epoch=epoch, seal=seal)
 
     async def delete_after(self, step: int) -> list[int]:
         """Delete all steps above `step`, the highest first; return them, ascending."""
@@ -246,18 +246,18 @@ class Steps:
         epoch = await self._claims.epoch()
         for number in reversed(await self.found(above=step)):
             with contextlib.suppress(CheckpointNotFoundError):  # another process was faster
-                await self._delete(str(number), epoch)
+                await self._delete(number, epoch)
                 deleted.append(number)
         return deleted[::-1]
 
-    async def _delete(self, name: str, epoch: int) -> None:
-        """Unlist the checkpoint, then remove its bytes.
+    async def _delete(self, step: int, epoch: int) -> None:
+        """Unlist a step, then remove its bytes.
 
         Cancellation: finishes, then raises.
         """
 
         async def delete() -> None:
-            await (await self._root.store.unlist(name, epoch=epoch))()
+            await (await self._root.store.unlist(str(step), epoch=epoch))()
 
         await uninterrupted(delete())
-        logger.info("deleted %s", self._root.location(name))
+        logger.info("deleted %s", self._root.location(step))

@@ -97,7 +97,6 @@ class Saving:
         try:
             pending: BlockingPendingSave = session.start_save(
                 BlockingPendingSave,
-                session.root.name,
                 None,
                 tree,
                 metadata=None,

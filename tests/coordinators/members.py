@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from asyncckpt.coordinators.key_values import pauses
-from asyncckpt.coordinators.single import SingleCoordinator
+from tests.coordinators.memory import MemoryCoordinator
 
 
-class Member(SingleCoordinator):
+class Member(MemoryCoordinator):
     """Process `index` of `count`, whose keys are in a dict that all of them share."""
 
     name = "members"

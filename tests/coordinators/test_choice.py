@@ -10,19 +10,18 @@ import pytest
 
 from asyncckpt.arguments import check_coordinator
 from asyncckpt.coordinators import choice
-from asyncckpt.coordinators.choice import Place, choose
+from asyncckpt.coordinators.choice import Place, SingleProcess, choose
 from asyncckpt.coordinators.directory import DirectoryCoordinator
 from asyncckpt.coordinators.jax import JaxCoordinator
-from asyncckpt.coordinators.single import SingleCoordinator
 from asyncckpt.coordinators.torch import TorchCoordinator
 from asyncckpt.errors import UsageError
 from tests import children
-from tests.coordinators.members import members
+from tests.coordinators.members import Member, members
 
 
 def test_one_process_works_alone() -> None:
-    assert isinstance(choose("single"), SingleCoordinator)
-    assert isinstance(choose("auto"), SingleCoordinator)
+    assert isinstance(choose("single"), SingleProcess)
+    assert isinstance(choose("auto"), SingleProcess)
 
 
 def test_a_coordinator_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -45,7 +44,7 @@ def test_choosing_imports_nothing_and_starts_no_backend() -> None:
         print(choose("auto"), xla_bridge.backends_are_initialized())
         """
     )
-    assert out.splitlines() == ["SingleCoordinator()", "[]", "SingleCoordinator() False"]
+    assert out.splitlines() == ["SingleProcess()", "[]", "SingleProcess() False"]
 
 
 def runtimes(patch: pytest.MonkeyPatch, jax: Place | None, torch: Place | None) -> None:
@@ -72,7 +71,7 @@ def test_two_runtimes_that_disagree_are_refused(
     ) as e:
         choose("auto")
     assert f"torch.distributed says process {torch[0]} of {torch[1]}" in str(e.value)
-    assert isinstance(choose("single"), SingleCoordinator)
+    assert isinstance(choose("single"), SingleProcess)
 
 
 def test_a_world_without_a_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +80,10 @@ def test_a_world_without_a_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -
         UsageError, match=r"WORLD_SIZE=8, but neither .* has been initialised: call"
     ):
         choose("auto")
-    assert isinstance(choose("single"), SingleCoordinator)
+    assert isinstance(choose("single"), SingleProcess)
     for alone in ("1", "", "several"):
         monkeypatch.setenv("WORLD_SIZE", alone)
-        assert isinstance(choose("auto"), SingleCoordinator)
+        assert isinstance(choose("auto"), SingleProcess)
 
 
 def test_several_jax_processes_without_a_coordinator_are_refused(
@@ -108,7 +107,7 @@ def test_jax_is_not_asked_for_its_processes_before_it_is_started(
     monkeypatch.setattr(
         "asyncckpt.coordinators.jax.xla_bridge.backends_are_initialized", lambda: False
     )
-    assert isinstance(choose("auto"), SingleCoordinator)
+    assert isinstance(choose("auto"), SingleProcess)
 
 
 def test_a_runtime_that_is_not_initialised_is_an_error() -> None:
@@ -125,7 +124,7 @@ def test_a_client_without_them_is_refused_by_release(monkeypatch: pytest.MonkeyP
         JaxCoordinator()
 
 
-@pytest.mark.parametrize("odd", ["jax", "", None, 5, object(), SingleCoordinator])
+@pytest.mark.parametrize("odd", ["jax", "", None, 5, object(), Member])
 def test_what_is_no_coordinator_is_refused(odd: object) -> None:
     for check in (check_coordinator, choose):
         with pytest.raises(UsageError, match='pass "auto", "single", or a coordinator such as'):
@@ -146,7 +145,7 @@ def test_a_wrong_place_is_refused(tmp_path: Path, place: tuple[Any, Any]) -> Non
     index, count = place
     with pytest.raises(UsageError, match=r"process_index=.* of process_count="):
         DirectoryCoordinator(tmp_path, process_index=index, process_count=count)
-    given: Any = SingleCoordinator()
+    given: Any = members(1)[0]
     given.process_index, given.process_count = place
     with pytest.raises(UsageError, match=r"process_index=.* of process_count="):
         check_coordinator(given)

@@ -1,4 +1,4 @@
-"""The four coordinators keep the laws: two of them in the two processes of a real job."""
+"""Coordinators keep the laws; those of JAX and torch do so in the two processes of a real job."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from asyncckpt.coordinators.directory import DirectoryCoordinator
-from asyncckpt.coordinators.single import SingleCoordinator
 from asyncckpt.ports import Coordinator
 from asyncckpt.testing.coordinator_conformance import CoordinatorConformance
+from tests.coordinators.memory import MemoryCoordinator
 
 
-class TestSingle(CoordinatorConformance):
+class TestMemory(CoordinatorConformance):
     @asynccontextmanager
     async def opened(self, place: Path) -> AsyncIterator[Sequence[Coordinator]]:
-        yield [SingleCoordinator()]
+        yield [MemoryCoordinator()]
 
 
 class TestDirectory(CoordinatorConformance):

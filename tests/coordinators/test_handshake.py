@@ -142,7 +142,7 @@ async def test_a_process_0_that_falls_silent_after_its_welcome_is_named(
         errors = await outcomes(waiting)
         host.cancel()
     for process, error in enumerate(errors, 1):
-        assert f"process 0 of 3 has met process {process}" in str(error), error
+        assert f"process 0 of 3 has welcomed process {process}" in str(error), error
 
 
 async def test_process_0_does_not_believe_the_predecessors_of_others() -> None:

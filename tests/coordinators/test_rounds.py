@@ -18,7 +18,6 @@ from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.key_values import longest_pause_s, pauses
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.coordinators.single import SingleCoordinator
 from asyncckpt.errors import (
     MismatchError,
     SaveAbortedError,
@@ -27,6 +26,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.engine import Engine
+from tests.coordinators.memory import MemoryCoordinator
 
 COUNT = 3
 
@@ -53,14 +53,14 @@ def play(
     name: str | dict[int, str] = "",
     arrival_s: float = 20.0,
     silence_s: float = 20.0,
-    service: SingleCoordinator | None = None,
+    service: MemoryCoordinator | None = None,
 ) -> dict[int, Any]:
     """Let each process play its part in one round; return results and errors."""
 
     given = service
 
     async def everybody() -> dict[int, Any]:
-        service = given or SingleCoordinator()
+        service = given or MemoryCoordinator()
 
         async def one(process: int, part: Part) -> Any:
             group = Group(service, "a" * 32, process, COUNT, ("h0", "h1", "h2"), "asyncckpt/x")
@@ -98,7 +98,7 @@ async def follow(round_: Round) -> Any:
 def test_who_expects_a_message_does_not_end_a_long_pause_first(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Counting(SingleCoordinator):
+    class Counting(MemoryCoordinator):
         waits = 0
 
         async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
@@ -253,7 +253,7 @@ def test_a_process_that_falls_silent_is_named(engine: Engine) -> None:
 
 @pytest.mark.parametrize("closed", range(COUNT))
 def test_a_process_that_has_left_is_named_at_once(engine: Engine, closed: int) -> None:
-    service = SingleCoordinator()
+    service = MemoryCoordinator()
 
     async def leave() -> None:
         await part(Group(service, "a" * 32, closed, COUNT, ("h0", "h1", "h2"), "asyncckpt/x"))
@@ -272,9 +272,9 @@ def test_a_process_that_has_left_is_named_at_once(engine: Engine, closed: int) -
 def test_a_process_0_that_left_after_the_outcome_has_not_failed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = SingleCoordinator.wait
+    real = MemoryCoordinator.wait
 
-    async def in_vain(service: SingleCoordinator, key: str, *, timeout_s: float) -> bytes | None:
+    async def in_vain(service: MemoryCoordinator, key: str, *, timeout_s: float) -> bytes | None:
         # The outcome comes just after the end of every wait for it.
         await asyncio.sleep(0)
         return None if key.endswith("outcome") else await real(service, key, timeout_s=timeout_s)
@@ -283,7 +283,7 @@ def test_a_process_0_that_left_after_the_outcome_has_not_failed(
         await lead(round_)
         await part(round_.group)
 
-    monkeypatch.setattr(SingleCoordinator, "wait", in_vain)
+    monkeypatch.setattr(MemoryCoordinator, "wait", in_vain)
     results = play(engine, {0: leads_and_leaves, 1: follow, 2: follow})
     assert results == {0: None, 1: b"result", 2: b"result"}
 
@@ -324,7 +324,7 @@ def test_a_message_that_excludes_what_is_waited_for_ends_the_round(engine: Engin
     assert str(results[0]) == "b'me'"
 
 
-class Forgetful(SingleCoordinator):
+class Forgetful(MemoryCoordinator):
     """A coordinator whose keys can be set twice."""
 
     async def put_once(self, key: str, value: bytes) -> bytes:
@@ -396,7 +396,7 @@ def test_a_refusal_that_process_0_could_not_announce_is_found(
 
 def test_a_round_that_begins_while_another_one_ends_is_heard(engine: Engine) -> None:
     async def both() -> str:
-        service = SingleCoordinator()
+        service = MemoryCoordinator()
         group = Group(service, "a" * 32, 0, 2, ("h", "h"), "asyncckpt/x")
         beats = Beats(group, 20.0, every_s=0.05)
         beats.begin("save", 1)
@@ -413,9 +413,9 @@ def test_a_round_that_begins_while_another_one_ends_is_heard(engine: Engine) -> 
     assert (beat["at_work"], beat["reached"], beat["ended"]) == (True, {"save": 2}, {"save": 2})
 
 
-def pair() -> tuple[SingleCoordinator, Beats, Beats]:
+def pair() -> tuple[MemoryCoordinator, Beats, Beats]:
     """Return a service, and the beats of two processes that use it."""
-    service = SingleCoordinator()
+    service = MemoryCoordinator()
     groups = [
         Group(service, "a" * 32, process, 2, ("h0", "h1"), "asyncckpt/x") for process in (0, 1)
     ]
@@ -491,7 +491,7 @@ def test_waits_of_many_processes_mostly_pause_as_long_as_they_may(
     monkeypatch.setattr(rounds, "SLICE_S", 1.0)
 
     async def looks_a_second() -> float:
-        group = Group(SingleCoordinator(), "a" * 32, 1, 10_000, ("h",) * 10_000, "asyncckpt/x")
+        group = Group(MemoryCoordinator(), "a" * 32, 1, 10_000, ("h",) * 10_000, "asyncckpt/x")
         round_ = Round(Beats(group, 20.0), "save", 7, arrival_s=20.0, silence_s=20.0)
         ends = itertools.accumulate(pauses(10_000))
         looks = list(itertools.takewhile(lambda end: end < round_._slice_s, ends))

@@ -202,7 +202,7 @@ async def test_abandoned_threads_do_not_pile_up(
         monkeypatch.undo()  # a call that waits takes 10 s from here on
         begun = time.monotonic()
         for _ in range(3):
-            with pytest.raises(StoreError, match="4 earlier calls are still waiting"):
+            with pytest.raises(StoreError, match="4 earlier calls are still unanswered"):
                 await coordinator.look("a")
         assert time.monotonic() - begun < service.CALL_LIMIT_S
         assert len(names()) == service.ABANDONED_MAX

@@ -281,7 +281,7 @@ async def test_steps_of_a_newer_release_are_left_alone_and_do_not_count(
             report = await save(ckpt, 5, 0.5)
             assert report.deleted_steps == deleted
             (note,) = report.notes
-            assert note.startswith("2 steps could not be read and are left alone")
+            assert note.startswith("2 steps could not be read and will stay")
             assert "version 3, this release reads versions up to 2" in note
             assert {3, 4} < set(await ckpt.steps())
 
@@ -309,7 +309,7 @@ async def test_a_step_that_cannot_be_read_is_left_alone_and_the_others_are_delet
         Script(ckpt).fail("read", StoreError("permission denied"), nth=2)
         report = await save(ckpt, 4)
         assert report.deleted_steps == (2,)
-        assert report.notes == ("step 1 could not be read and is left alone: permission denied",)
+        assert report.notes == ("step 1 could not be read and will stay: permission denied",)
         report = await save(ckpt, 5)  # it can be read again
         assert (report.deleted_steps, report.notes) == ((1, 3), ())
 

@@ -115,7 +115,7 @@ async def test_steps_ignores_foreign_names_and_what_is_no_checkpoint(
         assert [message.partition(": ")[0] for message in caplog.messages] == [
             str(tmp_path / step) for step in ("20", "11")
         ]
-        assert "its commit record is damaged" in caplog.messages[0]
+        assert "the commit record is damaged" in caplog.messages[0]
         assert (await ckpt.restore())["step"] == 10
         assert await ckpt.delete_after(2) == [7, 10]
         assert await ckpt.steps() == [2]

@@ -9,44 +9,44 @@ from pathlib import Path
 
 import pytest
 
-from asyncckpt.coordinators.single import SingleCoordinator
 from asyncckpt.ports import Coordinator
 from asyncckpt.testing.coordinator_conformance import CoordinatorConformance
+from tests.coordinators.memory import MemoryCoordinator
 
 LAWS = [name for name in vars(CoordinatorConformance) if name.startswith("test_")]
 
 
-class Overwriting(SingleCoordinator):
+class Overwriting(MemoryCoordinator):
     async def put_once(self, key: str, value: bytes) -> bytes:
         await self.put(key, value)
         return value
 
 
-class Forgetful(SingleCoordinator):
+class Forgetful(MemoryCoordinator):
     async def put(self, key: str, value: bytes) -> None:
         if key not in self._values:
             await super().put(key, value)
 
 
-class Greedy(SingleCoordinator):
+class Greedy(MemoryCoordinator):
     async def delete(self, prefix: str) -> None:
         for key in list(self._values):
             if key.startswith(prefix):
                 del self._values[key]
 
 
-class Shallow(SingleCoordinator):
+class Shallow(MemoryCoordinator):
     async def list(self, prefix: str) -> Mapping[str, bytes]:
         found = await super().list(prefix)
         return {key: value for key, value in found.items() if "/" not in key}
 
 
-class Impatient(SingleCoordinator):
+class Impatient(MemoryCoordinator):
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
         return await self.look(key)
 
 
-class Stubborn(SingleCoordinator):
+class Stubborn(MemoryCoordinator):
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
         try:
             return await super().wait(key, timeout_s=timeout_s)
@@ -55,7 +55,7 @@ class Stubborn(SingleCoordinator):
             raise
 
 
-class Careless(SingleCoordinator):
+class Careless(MemoryCoordinator):
     async def put(self, key: str, value: bytes) -> None:
         self._values[key] = value
 
@@ -76,7 +76,7 @@ class Careless(SingleCoordinator):
     ],
 )
 async def test_a_broken_coordinator_fails(
-    tmp_path: Path, broken: type[SingleCoordinator], law: str
+    tmp_path: Path, broken: type[MemoryCoordinator], law: str
 ) -> None:
     class Suite(CoordinatorConformance):
         @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Collectives of the runtimes, by which processes exchange what they have read.
+"""Collectives of the runtimes, which carry the payload of restores between processes.
 
-They carry only the payload of restores. Messages go through the coordinators.
+Messages go through the coordinators.
 """

@@ -1,7 +1,7 @@
 """The exchange of a jax.distributed job: an all-gather over one device of each process."""
 
 # Rule 1: only the caller's thread launches collectives: two threads that launch them in different
-#   orders on two processes exchange wrong numbers.
+#   orders on two processes exchange wrong values.
 # Rule 2: bytes travel as uint8, which JAX does not canonicalise, in pieces of one size, so that
 #   each set of members compiles once.
 
@@ -17,7 +17,6 @@ from asyncckpt.errors import ResourceError, StoreError
 from asyncckpt.ports import Bytes, CallIn
 
 AXIS = "process"
-
 
 Gathers = dict[tuple[int, ...], Callable[[Bytes], Bytes]]
 """The compiled all-gathers of a process, by members."""
@@ -40,12 +39,7 @@ class JaxExchange:
         self._in_caller = in_caller
 
     async def gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
-        """Return the pieces of all members, one after the other.
-
-        Raises:
-            ResourceError: a device has not enough memory for a batch.
-            StoreError: the runtime failed, as it does when another member has died.
-        """
+        """Return the pieces of all members, one after the other; as `Exchange.gather`."""
         return await self._in_caller(lambda: self._gather(members, piece))
 
     def _gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
@@ -58,8 +52,8 @@ class JaxExchange:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise ResourceError(
                     f"the exchange of a restore needs {nbytes + piece.nbytes} bytes on "
-                    f"{_devices()[self._process]}, which has not as many left: free memory there, "
-                    "or pass RestoreOptions(broadcast=False)",
+                    f"{_devices()[self._process]}, which does not have them: free memory there, or "
+                    "pass RestoreOptions(broadcast=False)",
                     expected=nbytes + piece.nbytes,
                 ) from error
             raise StoreError(

@@ -1,7 +1,7 @@
 """The exchange of a torch.distributed job: broadcasts in separate gloo groups."""
 
-# Rule 1: groups are made from a connection of our own, not by `new_group`, which numbers the
-#   program's groups and uses its connection: the trainer may use its own groups meanwhile.
+# Rule 1: groups use our own connection instead of `new_group`, which numbers the program's groups
+#   and uses its connection: the trainer may use its own groups meanwhile.
 # Rule 2: a group belongs to one restore. A broken or cancelled group is never reused.
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TorchExchange:
         self._gathered: dict[tuple[int, ...], Bytes] = {}
 
     async def gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
-        """Return the pieces of all members, one after the other; valid until the next call."""
+        """Return the pieces of all members, one after the other; as `Exchange.gather`."""
         try:
             if members not in self._groups:
                 self._groups[members] = await self._in_worker(lambda: self._connect(members))

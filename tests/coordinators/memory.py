@@ -1,4 +1,4 @@
-"""The coordinator of a process that works alone."""
+"""A coordinator whose keys live in memory, for the processes of a test."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from asyncckpt.coordinators.key_values import check_key, check_message
 
 
-class SingleCoordinator:
+class MemoryCoordinator:
     """A `ports.Coordinator` of one process; its keys live in memory."""
 
-    name = "single"
+    name = "memory"
     process_index = 0
     process_count = 1
 
@@ -20,7 +20,7 @@ class SingleCoordinator:
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return "SingleCoordinator()"
+        return "MemoryCoordinator()"
 
     async def put(self, key: str, value: bytes) -> None:
         """Set `key`, replacing any value."""
