@@ -40,7 +40,7 @@ class CallOrder:
         self.agreed()
         self._due = due
 
-    def leaves_out(self, name: str) -> bool:
+    def skips(self, name: str) -> bool:
         """Return whether this process must skip its next call, of this name."""
         if name not in self._due:
             return False

@@ -3,7 +3,7 @@
 Each process posts a hello with a fresh nonce. Process 0 posts a welcome with the run id and the
 nonces it has seen; a process trusts a welcome only if its own nonce is in it. It acknowledges by
 posting its hello again with the run id, and once all have done so, process 0 posts that they agree.
-Thus keys of an earlier life of the job, which many services keep, never match.
+So keys of an earlier life of the job, which many services keep, never match.
 """
 
 # Rule 1: process 0 polls one directory, every other process one key. The number of calls does not
@@ -38,10 +38,10 @@ from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 
 PAGE = 256
-"""Processes per welcome: a message holds their nonces of ten lives of the job."""
+"""Processes per welcome: a message holds their nonces of ten earlier lives of the job."""
 
 RUNS = 512
-"""Runs of processes on one host per message."""
+"""Most pairs of a host and its number of successive processes per message."""
 
 HOST_LENGTH = 64
 """Characters of a host name that are kept: the limit of Linux."""
@@ -107,7 +107,7 @@ class _Host(Meeting):
         self._posted: dict[int, bytes] = {}
 
     async def gather(self) -> Group:
-        """Return the group once all have acknowledged; on an error, refuse the waiting ones."""
+        """Return the group once all have acknowledged; on an error, refuse all of them."""
         try:
             hosts = await self._gather()
         except BaseException as error:

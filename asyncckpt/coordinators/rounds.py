@@ -127,11 +127,11 @@ class Round:
         for number, part in parts_of(message):
             await self.post(f"{what}.{number}", part)
 
-    async def _joined(self, key: str, head: bytes) -> bytes:
+    async def _joined(self, what: str, head: bytes, sender: str = "") -> bytes:
         """Return a message in parts, all of which exist once the first one does."""
         parts = [head[1:]]
         for number in range(1, head[0]):
-            part = await self._coordinator.look(f"{self._prefix}/{key.format(number)}")
+            part = await self._coordinator.look(f"{self._prefix}/{what}.{number}{sender}")
             assert part is not None
             parts.append(part)
         return b"".join(parts)
@@ -306,7 +306,7 @@ class Round:
         """
         heads = await self.gathered(f"{what}.0")
         found = {
-            process: await self._joined(f"{what}.{{}}/{process}", head)
+            process: await self._joined(what, head, f"/{process}")
             for process, head in heads.items()
         }
         for number in range(max(head[0] for head in heads.values())):
@@ -352,7 +352,7 @@ class Round:
 
     async def answered_parts(self, what: str) -> bytes:
         """Return the message of process 0 from `answer_parts`."""
-        return await self._joined(f"{what}.{{}}", await self.answered(f"{what}.0"))
+        return await self._joined(what, await self.answered(f"{what}.0"))
 
     async def reached(self, what: str, number: int) -> bool:
         """Return True once process 0 has sent at least this number, False if the round fails."""

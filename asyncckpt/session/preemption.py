@@ -45,7 +45,7 @@ WATCH_PER_PROCESS_S = 500e-6
 
 
 class Preemption:
-    """Whether the job has to end, and at which step.
+    """Notice that the job has to end, and the step at which it ends.
 
     Args:
         engine: runs the agreement.
@@ -63,7 +63,7 @@ class Preemption:
         self._engine = engine
         self._grace_s = grace_s
         self._last_save_s = 0.0
-        self._told = False
+        self._logged = False
         self.step: int | None = None
         point = sync_point()
         self._source = Agreement(engine, processes) if point is None else SyncPoint(point)
@@ -82,8 +82,8 @@ class Preemption:
             self.step = await self._source.reached(step)
         if self.step is None or step < self.step:
             return False
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             logger.warning("preempted: step %d is the last one%s", step, self._too_short())
         return True
 

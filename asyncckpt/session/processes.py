@@ -184,7 +184,7 @@ class Processes:
         skipped = False
         try:
             async with self._numbering:  # one by one: the next call counts what this one finds
-                if skipped := self._orders[kind].leaves_out(name):
+                if skipped := self._orders[kind].skips(name):
                     self._missed[kind] -= 1
                     raise behind_error(beats.group, name)
                 while await (round_ := numbered()).missed():

@@ -5,7 +5,7 @@
 # Rule 2: a step is deleted only if its record is still the one that the decision was based on.
 # Rule 3: an entry without a valid record is not a step and is left alone; so is a step whose record
 #   cannot be read now, or by this release.
-# Rule 4: a process that was taken over deletes nothing: it deletes under its claim.
+# Rule 4: steps are deleted under a claim: a process that was taken over deletes nothing.
 # Rule 5: a step is unlisted, durably, inside the save; its bytes are removed in the background. The
 #   previous removal ends before the next step is unlisted, so a disk never holds more than the
 #   steps kept, the one just saved, and those of one removal: at most UNLISTED_MAX.

@@ -402,7 +402,7 @@ def test_all_processes_pass_the_same_mode(job: ExchangingJob) -> None:
 
 async def test_one_process_has_nobody_to_exchange_with(tmp_path: Path) -> None:
     await asyncckpt.save(tmp_path / "one", {"x": 1})
-    with pytest.raises(UsageError, match="nobody to exchange with"):
+    with pytest.raises(UsageError, match="works alone exchanges nothing"):
         await asyncckpt.restore(tmp_path / "one", coordinator="single", options=ONCE)
 
 

@@ -120,7 +120,7 @@ async def test_steps_of_a_run_that_went_back_count_as_the_newest(
         assert kept == [[11, 100], [11, 12], [12, 13]]
         assert report.notes == ()
     (told,) = caplog.messages
-    assert told.startswith("step 100 is above the one saved last and is what latest_step() finds")
+    assert told.startswith("step 100 is above the one saved last, and latest_step() returns it")
     assert "delete_after" in told
 
 
