@@ -120,8 +120,8 @@ class Claiming:
                 location=self._root.url,
             )
         logger.warning(
-            "%s: this store creates objects without conditions, so it cannot keep a job from "
-            "writing that was stopped and replaced by another one",
+            "%s: this store creates objects without conditions, so a job that was stopped and "
+            "replaced by another one can still write",
             self._root.url,
         )
         return None
