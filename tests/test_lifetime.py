@@ -546,6 +546,22 @@ def test_a_process_that_ends_by_an_exception_finishes_its_saves(tmp_path: Path) 
     assert blocking.verify(tmp_path / "1").ok
 
 
+def test_a_pending_save_that_outlives_all_modules_prints_nothing(tmp_path: Path) -> None:
+    child = children.start(
+        """if True:
+        import sys
+        import jax  # keeps frames and modules alive for longer than this package's
+        import numpy as np
+        from asyncckpt import blocking
+        with blocking.Checkpointer(sys.argv[1]) as ckpt:
+            pending = ckpt.start_save(1, {"w": np.arange(3.0)})
+        """,
+        tmp_path,
+    )
+    status, _, err = children.finish(child)
+    assert (status, err) == (0, "")
+
+
 @pytest.mark.parametrize("stream", range(3))
 def test_a_closed_standard_stream_aborts_nothing(tmp_path: Path, stream: int) -> None:
     code = """if True:

@@ -25,6 +25,7 @@ from asyncckpt.tree import (
     shared_leaves,
     unflatten,
     unflatten_like,
+    where,
 )
 
 
@@ -489,6 +490,12 @@ def test_a_tree_may_be_one_leaf() -> None:
     assert unflatten(Structure.from_json(flat.structure.to_json()), [6]) == 6
     assert unflatten_like(flat, [6]) == 6
     assert array_names(flat.structure.parts()) == ["root"]
+
+
+def test_errors_show_both_ends_of_a_very_long_path() -> None:
+    path = "a" * 399 + "/" + "b" * 399
+    assert where(path) == f"{'a' * 200}…{'b' * 200}"
+    assert where("a" * 400) == "a" * 400
 
 
 def test_array_names_are_those_of_orbax_where_they_can_be() -> None:

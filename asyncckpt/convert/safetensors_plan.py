@@ -100,10 +100,17 @@ def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list
                 expected="different names",
                 found=name,
             )
-        if name == METADATA_KEY or len(name) > MAX_NAME_CHARS or not is_unicode(name):
+        fault = ""
+        if name == METADATA_KEY:
+            fault = "is the key of the metadata"
+        elif len(name) > MAX_NAME_CHARS:
+            fault = f"has {len(name)} characters, of which {MAX_NAME_CHARS} are allowed"
+        elif not is_unicode(name):
+            fault = "is not valid Unicode"
+        if fault:
             raise UsageError(
-                f"{where(path)}: a safetensors file cannot hold a tensor named {name[:80]!r}; "
-                "rename it",
+                f"{where(path)}: the name {name[:80]!r} of its tensor in a safetensors file "
+                f"{fault}; rename it",
                 path=path,
                 found=name,
             )

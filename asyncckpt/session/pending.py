@@ -50,7 +50,8 @@ class PendingSave:
         _alive.add(self)
 
     def __del__(self) -> None:
-        self._warn_unseen()
+        if not self._seen:
+            self._warn_unseen()
 
     def __repr__(self) -> str:
         name = f"step {self.step}" if self.step is not None else self.location
@@ -201,6 +202,7 @@ def _warn_at_exit() -> None:
     # The engines have already ended their saves (`engine._drain_all`).
     for pending in tuple(_alive):
         pending._warn_unseen()
+        pending._seen = True  # modules may be gone by the time of `__del__`
 
 
 atexit.register(_warn_at_exit)

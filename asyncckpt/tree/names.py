@@ -14,6 +14,8 @@ Key = str | int
 MAX_ARRAY_NAME_NBYTES = 1024
 """Longer array names are cut and hashed. OCDBT allows 64 KiB, other tools less."""
 
+_SHOWN_CHARS = 400
+
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f/%\ud800-\udfff]")
 _DOTS = frozenset(("", ".", ".."))
 _PART_END = r"(?:/|\Z)"
@@ -21,7 +23,9 @@ _INT = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
 
 
 def where(path: str) -> str:
-    """Return the path as error messages show it."""
+    """Return the path as error messages show it, without the middle of a very long one."""
+    if len(path) > _SHOWN_CHARS:
+        return f"{path[: _SHOWN_CHARS // 2]}…{path[-_SHOWN_CHARS // 2 :]}"
     return path or "the tree itself"
 
 
