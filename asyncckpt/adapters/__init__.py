@@ -1,7 +1,7 @@
-"""Adapters: the owners of array leaves, for NumPy and for the frameworks that are loaded.
+"""Adapters that own array leaves: NumPy's, and those of the loaded frameworks.
 
-Importing this package imports no framework. An adapter for JAX or PyTorch is made only where that
-framework is in `sys.modules` already, and a leaf of its types cannot exist before.
+Importing this package imports no framework. A leaf of a JAX or PyTorch type can exist only after
+its framework was imported, so an adapter is made only for frameworks in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _ADAPTERS = {
 }
 """Module of an adapter -> the module and name of its array type, and the adapter's class.
 
-The type exists once the import of its module is complete. A `DTensor` is a `torch.Tensor`, too, and
-belongs to the adapter that comes first."""
+The type exists once its module is fully imported. The first adapter that owns a type takes it: a
+`DTensor` is also a `torch.Tensor`."""
 
 _TORCH_OWNERS = ("torch.nn.", "torch.optim.")
-"""Modules of the classes whose state dicts hold only arrays of PyTorch."""
+"""Modules of classes whose state dicts contain only PyTorch arrays."""
 
 
 class AdapterSet:
     """The adapters of one save or restore. May be used from several threads.
 
     Attributes:
-        adapters: asked in this order.
-        nodes: adapters of containers that frameworks have registered; for `tree.flatten`.
+        adapters: in order of precedence.
+        nodes: adapters of containers registered by frameworks; for `tree.flatten`.
     """
 
     def __init__(self, adapters: Sequence[ArrayAdapter], nodes: Sequence[NodeAdapter] = ()) -> None:
@@ -50,11 +50,11 @@ class AdapterSet:
 
     @cached_property
     def frameworks(self) -> dict[str, FrameworkAdapter]:
-        """The adapters that make leaves without a target, by name."""
+        """The adapters that can make leaves without a target, by name."""
         return {one.name: one for one in self.adapters if isinstance(one, FrameworkAdapter)}
 
     def resolve(self, kind: type) -> ArrayAdapter | ScalarKind | None:
-        """Return the adapter of leaves of this type, their kind of Python scalar, or None."""
+        """Return the adapter or the kind of Python scalar of leaves of this type, or None."""
         try:
             return self._resolved[kind]
         except KeyError:
@@ -66,38 +66,32 @@ class AdapterSet:
             return found
 
     def expected_by(self, owner: type) -> FrameworkAdapter | None:
-        """Return the adapter of the arrays that a class takes in its state dict, if known."""
+        """Return the adapter of the arrays that a class expects in its state dict, if known."""
         if any(base.__module__.startswith(_TORCH_OWNERS) for base in owner.__mro__):
             return self.frameworks.get("torch")
         return None
 
     def required_by(self, owner: object) -> Callable[[str], str | None] | None:
-        """Return a function that tells the required keys of an object's state dict, if known.
-
-        It maps a path in a state dict to a key that the present and the saved state must both have,
-        or to None where they may differ.
-        """
+        """Return `required_keys` of `adapters.torch` for a PyTorch object, None for others."""
         if self.expected_by(type(owner)) is None:
             return None
-        required: Callable[[str], str | None] | None = _module("torch").required_keys(owner)
-        return required
+        from asyncckpt.adapters.torch import required_keys
+
+        return required_keys(owner)
 
     def fresh_state_of(self, owner: object) -> Callable[[str, ArraySpec], Any] | None:
-        """Return a function that makes arrays that a state dict does not have yet, if known.
-
-        It maps a path in the state dict and the saved spec to an array to restore into, or to None.
-        """
+        """Return `state_like_parameters` of `adapters.dtensor`, None if no DTensor can exist."""
         if not any(adapter.name == "dtensor" for adapter in self.adapters):
             return None
-        made: Callable[[str, ArraySpec], Any] | None
-        made = _module("dtensor").state_like_parameters(owner)
-        return made
+        from asyncckpt.adapters.dtensor import state_like_parameters
+
+        return state_like_parameters(owner)
 
 
 def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:
     """Return the adapters of NumPy and of all imported array types.
 
-    `process` is the number of this process, for values that differ by process.
+    `process` is the index of this process, which selects its own `PerProcess` values.
     """
     adapters: list[ArrayAdapter] = [NumpyAdapter()]
     nodes: list[NodeAdapter] = [PerProcessNodes(process)]
@@ -110,7 +104,7 @@ def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:
 
 
 def adapter_named(name: str) -> FrameworkAdapter:
-    """Return the adapter that `leaves=name` asks for; import its framework.
+    """Return the adapter selected by `leaves=name`; import its framework.
 
     Raises:
         UsageError: there is no such adapter, or its framework is not installed.
@@ -132,8 +126,7 @@ def adapter_named(name: str) -> FrameworkAdapter:
             f'leaves="{name}": {name} is not installed; install asyncckpt[{name}], or restore with '
             'leaves="numpy"'
         ) from error
-    *_, kind = _ADAPTERS[name]
-    adapter: FrameworkAdapter = getattr(module, kind)()
+    adapter: FrameworkAdapter = getattr(module, _ADAPTERS[name][-1])()
     return adapter
 
 

@@ -1,9 +1,9 @@
-"""Shared parts of the adapters: refused dtypes, checks of restored arrays, places in memory."""
+"""Shared parts of the adapters: unsupported dtypes, checks of restored arrays, memory overlap."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -14,10 +14,10 @@ from asyncckpt.ports import Target
 from asyncckpt.spec import DTYPES, ArraySpec, Box, array_spec
 
 NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module__ == "numpy")
-"""Names of the dtypes that are NumPy's own; all others come from ml_dtypes."""
+"""Names of NumPy's own dtypes; all others come from ml_dtypes."""
 
 OVERLAP_WORK = 10_000
-"""Candidates that NumPy may try to settle whether two strided arrays share memory."""
+"""Candidate solutions that NumPy may try before it gives up deciding whether arrays overlap."""
 
 _FLOAT0 = np.dtype([("float0", np.void, 0)])
 """As JAX defines `jax.dtypes.float0`."""
@@ -39,12 +39,12 @@ _CASTS = {
     "complex192": "complex128",
     "clongdouble": "complex128",
 }
-"""Dtype that TensorStore's zarr3 driver cannot store -> the smallest that holds all its values
+"""Dtype that TensorStore's zarr3 driver cannot store -> the smallest dtype with all its values
 (long doubles are rounded)."""
 
 
 def bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the elements as unsigned integers, which are equal where all bits are."""
+    """Return the elements as unsigned integers, for bitwise comparison."""
     values = np.ascontiguousarray(values)
     size = values.dtype.itemsize
     if size <= 8:
@@ -53,7 +53,7 @@ def bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def unsupported_dtype(path: str, framework: str, dtype: Any, cast: str | None = None) -> Exception:
-    """Return the error for an array whose dtype cannot be stored; `cast` is the advice, if any."""
+    """Return the error for a dtype that cannot be stored; `cast` replaces the default advice."""
     name: str = getattr(dtype, "name", dtype)
     if dtype == _FLOAT0:
         name = "float0"
@@ -72,12 +72,7 @@ def unsupported_dtype(path: str, framework: str, dtype: Any, cast: str | None = 
 def check_values(
     path: str, spec: ArraySpec, shape: Sequence[int], dtype: np.dtype[Any] | str
 ) -> None:
-    """Check that shape and dtype are those of the target.
-
-    Raises:
-        ShapeMismatchError: another shape.
-        DtypeMismatchError: another dtype.
-    """
+    """Raise `ShapeMismatchError` or `DtypeMismatchError` unless the values fit the target."""
     if tuple(shape) != spec.shape:
         raise ShapeMismatchError(
             f"{path}: the restored leaf has shape {tuple(shape)}, the target wants {spec.shape}",
@@ -97,7 +92,7 @@ def check_values(
 
 
 def check_parts(target: Target, parts: Sequence[npt.NDArray[Any]]) -> None:
-    """Check that shapes and dtype are those of the target's boxes; raises as `check_values`."""
+    """Check the values of each of the target's boxes; raise as `check_values`."""
     boxes = (Box.whole(target.spec.shape),) if target.boxes is None else target.boxes
     for box, values in zip(boxes, parts, strict=True):
         spec = array_spec(box.shape, target.spec.dtype)
@@ -105,14 +100,14 @@ def check_parts(target: Target, parts: Sequence[npt.NDArray[Any]]) -> None:
 
 
 def selection(box: Box) -> Any:
-    """Return the index that selects a box of an array, as a view also at rank 0."""
+    """Return the index that selects a box of an array as a view, even at rank 0."""
     return (*box.slices(), ...)
 
 
 def byte_span(
     pointer: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    """Return first and one-past-last byte address of an array; strides in bytes, of any sign."""
+    """Return the first and one-past-last byte address of an array; strides are in bytes."""
     first, last = pointer, pointer + itemsize
     for n, step in zip(shape, strides, strict=True):
         if n == 0:
@@ -127,9 +122,9 @@ def byte_span(
 def host_place(
     array: npt.NDArray[Any], name: str, pointer: int | None = None
 ) -> tuple[tuple[int, int], tuple[object, ...] | None]:
-    """Return byte span and identity of an array of this zarr dtype in host memory.
+    """Return the byte span and identity of an array of this zarr dtype in host memory.
 
-    Costs about 2 µs, which is much for a small leaf, and half of it if its address is known.
+    Takes about 2 µs, significant for a small leaf; half of that if the address is given.
     """
     if pointer is None:
         pointer = int(array.__array_interface__["data"][0])
@@ -143,7 +138,7 @@ def host_place(
 
 
 class Place(NamedTuple):
-    """Where an array lies in memory: first address, shape, strides in bytes, and item size."""
+    """An array's location in memory: first address, shape, strides in bytes, and item size."""
 
     pointer: int
     shape: Sequence[int]
@@ -158,44 +153,49 @@ class Place(NamedTuple):
 
 
 def overlapping(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of arrays that may share memory, pair by pair, the lower number first.
+    """Yield pairs of indices of arrays that may share memory, the lower index first.
 
-    Neither disjoint byte spans nor different columns of one matrix share any. Further pairs may
-    turn out to share none.
+    A candidate pair may turn out to share nothing, but arrays with disjoint byte spans or in
+    different columns of one matrix are not yielded.
     """
     spans = [byte_span(*place) for place in places]
-    for near in _chains(spans):
-        extents: Mapping[int, _Span] | Sequence[_Span] = spans
-        columns = _columns([places[number] for number in near], [spans[number] for number in near])
-        if columns is not None:
-            extents = dict(zip(near, columns, strict=True))
-        for one, other in _meeting(near, extents):
-            if spans[one][0] < spans[other][1] and spans[other][0] < spans[one][1]:
-                yield min(one, other), max(one, other)
+    for chain in _chains(spans):
+        near = [spans[number] for number in chain]
+        columns = _columns([places[number] for number in chain], near)
+        extents = dict(zip(chain, near if columns is None else columns, strict=True))
+        reaching: list[int] = []  # arrays whose extent contains the start of the current one
+        for number in sorted(chain, key=extents.__getitem__):
+            start, _ = extents[number]
+            reaching = [other for other in reaching if extents[other][1] > start]
+            for other in reaching:
+                if spans[number][0] < spans[other][1] and spans[other][0] < spans[number][1]:
+                    yield min(number, other), max(number, other)
+            reaching.append(number)
 
 
 _Span = tuple[int, int]
 
 
 def _chains(spans: Sequence[_Span]) -> Iterator[list[int]]:
-    """Yield the numbers of spans that hang together by overlaps, from low to high addresses."""
+    """Yield the indices of two or more spans chained by overlaps, from low to high addresses."""
     chain: list[int] = []
     end = 0
     for number in sorted(range(len(spans)), key=spans.__getitem__):
         start, stop = spans[number]
         if start == stop:
             continue
-        if chain and start >= end:
-            yield chain
+        if start >= end:
+            if len(chain) > 1:
+                yield chain
             chain = []
-        end = max(end, stop) if chain else stop
+        end = max(end, stop)
         chain.append(number)
-    if chain:
+    if len(chain) > 1:
         yield chain
 
 
 def _columns(places: Sequence[Place], spans: Sequence[_Span]) -> list[_Span] | None:
-    """Return which bytes of each row of a matrix the arrays lie in; None if of no one matrix."""
+    """Return each array's byte range in the rows of their common matrix; None without one."""
     steps, widths = [], []
     for place, (start, stop) in zip(places, spans, strict=True):
         rows = [(abs(s), n) for s, n in zip(place.strides, place.shape, strict=True) if n > 1]
@@ -211,19 +211,6 @@ def _columns(places: Sequence[Place], spans: Sequence[_Span]) -> list[_Span] | N
     return columns if all(stop <= step for _, stop in columns) else None
 
 
-def _meeting(
-    numbers: Sequence[int], extents: Mapping[int, _Span] | Sequence[_Span]
-) -> Iterator[tuple[int, int]]:
-    """Yield pairs of numbers whose extents overlap: a sweep, each with those that reach into it."""
-    reaching: list[int] = []
-    for number in sorted(numbers, key=extents.__getitem__):
-        start, _ = extents[number]
-        reaching = [other for other in reaching if extents[other][1] > start]
-        for other in reaching:
-            yield other, number
-        reaching.append(number)
-
-
 def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Return whether two elements may share a byte, as in expanded and sliding-window arrays."""
     if 0 in shape:
@@ -237,11 +224,7 @@ def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: i
 
 
 def check_fillable(path: str, what: str, array: npt.NDArray[Any]) -> None:
-    """Check that an array, called `what` in errors, can be filled.
-
-    Raises:
-        UnsupportedLeafError: it is read-only, or its elements share memory.
-    """
+    """Raise `UnsupportedLeafError` if an array, `what` in the error, cannot be filled."""
     flags = array.flags
     if not flags.writeable:
         raise UnsupportedLeafError(
@@ -259,19 +242,16 @@ def check_fillable(path: str, what: str, array: npt.NDArray[Any]) -> None:
 
 
 def is_masked(array: object) -> bool:
-    """Return whether this is a masked array.
-
-    Their module is not imported for it, which would stall the first save.
-    """
+    """Return whether this is a masked array, without importing `numpy.ma`, which is slow."""
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
-    # Another thread may be in the middle of the import.
+    # None also while another thread imports the module.
     return masked is not None and isinstance(array, masked)
 
 
 def may_share_memory(one: Any, other: Any) -> bool:
-    """Return whether two arrays share a byte; in doubt, after `OVERLAP_WORK` tries, True."""
+    """Return whether two arrays share a byte; True if still undecided after `OVERLAP_WORK`."""
     try:
-        # A bound on exact work, which NumPy documents and its stubs know as two constants only.
+        # NumPy accepts any bound on the work, but its stubs only two constants.
         return bool(np.shares_memory(one, other, max_work=cast(Any, OVERLAP_WORK)))
     except np.exceptions.TooHardError:
         return True

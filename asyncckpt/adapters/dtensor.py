@@ -1,8 +1,8 @@
 """`DTensor`: each process reads and restores the boxes in its own local tensor."""
 
-# Rule 1: no collective, and nothing that needs other processes: `full_tensor`, `redistribute` and
-#   PyTorch's own functions for offsets are not used. The last are wrong for some uneven shards.
-# Rule 2: placements are trusted only if they give the local tensor the shape that it has.
+# Rule 1: nothing here communicates: no `full_tensor`, no `redistribute`. PyTorch's functions that
+#   compute offsets are not used either: they are wrong for some uneven shards.
+# Rule 2: placements are trusted only if the local tensor has the shape they imply.
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Division:
     """The boxes of a tensor that this process holds.
 
     Attributes:
-        shape: shape of its local tensor; None for a process outside the mesh.
-        shards: the boxes of the tensor that are in it.
-        local: the same boxes in the local tensor.
-        partition: how all processes divide the tensor; None if it is this process' alone.
+        shape: shape of the local tensor; None for a process outside the mesh.
+        shards: the boxes, in coordinates of the global tensor.
+        local: the same boxes, in coordinates of the local tensor.
+        partition: how all processes divide the tensor; None if only this process holds it.
     """
 
     shape: tuple[int, ...] | None
@@ -50,29 +50,28 @@ class Division:
     partition: Partition | None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class DTensorTarget(Target):
-    """A `Target` with what `place` needs in its thread.
+    """A `Target` with the state that `place` needs in a worker thread.
 
     Attributes:
-        division: which boxes the process holds.
+        division: the boxes that the process holds.
         shape: shape of its local tensor.
-        device: where a new local tensor goes.
+        device: device of a new local tensor.
         memory: the local tensor to fill; None for a new one.
     """
 
-    division: Division | None = None
-    shape: tuple[int, ...] = ()
-    device: torch.device | None = None
-    memory: torch.Tensor | None = None
+    division: Division
+    shape: tuple[int, ...]
+    device: torch.device
+    memory: torch.Tensor | None
 
 
 class DTensorAdapter:
-    """`torch.distributed.tensor.DTensor`, among them the parameters of `fully_shard`.
+    """`torch.distributed.tensor.DTensor`, including the parameters of `fully_shard`.
 
-    Any combination of `Shard`, `Replicate` and the private `_StridedShard` is supported, uneven and
-    empty shards too. On a process outside the mesh, the tensor has no shards, is restored as an
-    equal one, and nothing of it is read.
+    Supports any combination of `Shard`, `Replicate` and the private `_StridedShard`, with uneven
+    and empty shards. A process outside the mesh has no shards and reads nothing.
     """
 
     name = "dtensor"
@@ -120,9 +119,9 @@ class DTensorAdapter:
             division=division,
             shape=tuple(tensor.shape),
             device=_device(leaf.device_mesh) if tensor.is_meta else tensor.device,
+            memory=tensor if in_place else None,
         )
         if in_place:
-            target.memory = tensor
             if local.identity is not None:
                 target.identity = ("dtensor", target.boxes, local.identity)
             if local.buffer is not None:
@@ -131,7 +130,6 @@ class DTensorAdapter:
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, DTensorTarget)
-        assert target.division is not None
         check_parts(target, parts)
         like: DTensor = target.leaf
         if target.memory is None:
@@ -148,13 +146,13 @@ _MOMENT = re.compile(r"(?:.*/)?state/(0|[1-9][0-9]*)/[^/]+")
 
 
 def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | None:
-    """Return a function that makes the tensors that a fresh optimizer does not have yet.
+    """Return a function that makes state tensors that a fresh optimizer does not have yet.
 
-    It maps a path in the state dict and the saved spec to a new tensor, divided like the parameter
-    that it belongs to, if both have one shape, as moments have; else to None. Returns None for an
-    object that is no optimizer, has no `param_groups`, and no optimizer among its attributes.
+    The function maps a path in the state dict and the saved spec to a new tensor, sharded like its
+    parameter if it has the parameter's shape, as moments do; else to None. Returns None for an
+    object without `param_groups`, of its own or of an optimizer among its attributes.
     """
-    attributes = [*getattr(owner, "__dict__", {}).values()]
+    attributes = getattr(owner, "__dict__", {}).values()
     wrapped = [one for one in attributes if isinstance(one, torch.optim.Optimizer)]
     lists = [_parameters(one) for one in (owner, *wrapped)]
     if not any(lists):
@@ -169,7 +167,7 @@ def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | No
         alike = [one for one in alike if getattr(one, "shape", None) == spec.shape]
         if not all(isinstance(one, DTensor) for one in alike):
             return None
-        # Of several optimizers, the path does not say which one it belongs to.
+        # The path does not say which of several optimizers it belongs to.
         if len({(one.device_mesh, tuple(one.placements)) for one in alike}) != 1:
             return None
         return torch.empty_like(alike[0].detach(), dtype=dtype)
@@ -178,7 +176,7 @@ def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | No
 
 
 def _parameters(owner: object) -> list[Any]:
-    """Return the parameters of an optimizer, or of what has `param_groups` like one."""
+    """Return the parameters of an optimizer or another object with `param_groups`."""
     groups = getattr(owner, "param_groups", None)
     if not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
         return []
@@ -186,7 +184,7 @@ def _parameters(owner: object) -> list[Any]:
 
 
 def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: int) -> Layout:
-    """Return how placements divide each axis of a tensor of this rank."""
+    """Return the cuts of each axis of a tensor of this rank."""
     factors: list[dict[int, int]] = [{} for _ in range(rank)]
     for mesh_axis, placement in enumerate(placements):
         if not placement.is_replicate():
@@ -196,7 +194,7 @@ def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: 
 
 
 def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
-    """Return a tensor's division and its local tensor, if its placements can be stored."""
+    """Return a tensor's division and its local tensor; raise if it cannot be stored."""
     fault = _fault(tuple(map(type, leaf.placements)))
     if fault is not None:
         text = _text(leaf.placements)
@@ -211,9 +209,9 @@ def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
 
 
 def _check_local(path: str, leaf: DTensor, tensor: torch.Tensor, division: Division) -> None:
-    """Refuse a tensor whose local part has another shape than its placements say."""
+    """Raise if the local tensor does not have the shape that the placements imply."""
     found, expected = tuple(tensor.shape), division.shape
-    # `fully_shard` makes (0, 0) of an empty (1, 0): without elements, every shape is the same.
+    # `fully_shard` turns an empty (1, 0) into (0, 0), so empty tensors may have any empty shape.
     empty = expected is not None and 0 == tensor.numel() == math.prod(expected)
     if expected not in (None, found) and not empty:
         mesh = leaf.device_mesh
@@ -221,7 +219,7 @@ def _check_local(path: str, leaf: DTensor, tensor: torch.Tensor, division: Divis
             f"{path}: the local tensor of this DTensor has shape {found}; its placements, "
             f"{_text(leaf.placements)} on a mesh of shape {tuple(mesh.shape)}, give coordinate "
             f"{_coordinate(mesh)} the shape {expected} of a tensor of shape "
-            f"{tuple(leaf.shape)}; make a DTensor of placements that say how it is divided, for "
+            f"{tuple(leaf.shape)}; make a DTensor whose placements describe its shards, for "
             "example with distribute_tensor and Shard alone",
             path=path,
             expected=expected,
@@ -249,8 +247,8 @@ def _fault(kinds: tuple[type[Placement], ...]) -> str | None:
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """Return the coordinate of this process in the mesh, None if it is outside.
 
-    The mesh itself knows the coordinate at its creation. PyTorch caches meshes, and after
-    torch.distributed was initialised again the process may have another rank.
+    PyTorch caches meshes with the coordinate at their creation, which is stale once
+    torch.distributed has been initialised again with other ranks.
     """
     if not dist.is_initialized():
         found = mesh.get_coordinate()
@@ -272,7 +270,7 @@ def _divide(
         return Division(None, (), (), arithmetic.partition(ranks, layout, shape))
     holding = arithmetic.hold(ranks, layout, shape, [coordinate])
     runs = [
-        arithmetic.pushed_together(held)
+        arithmetic.without_gaps(held)
         for held in arithmetic.runs_of(ranks.shape, layout, shape, coordinate)
     ]
     return Division(
@@ -289,7 +287,7 @@ def _ranks(mesh: DeviceMesh) -> Mesh:
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    """Return the device of the caller's thread where local tensors of the mesh are."""
+    """Return the device of local tensors of the mesh in the caller's thread."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(mesh.device_type)
@@ -297,10 +295,10 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _identity(leaf: DTensor, tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a value that is equal for tensors of one layout in the same memory.
+    """Return a value that is equal for tensors of the same layout and memory.
 
-    It names the storage, not the address, which empty local tensors lack: ties must be found on
-    every process or on none.
+    It contains the storage instead of the address, which empty local tensors lack: all processes
+    must agree on which leaves are tied.
     """
     layout = (leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape))
     place = (id(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride(), tensor.dtype)
@@ -308,8 +306,7 @@ def _identity(leaf: DTensor, tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
-    """Return a new tensor whose boxes have these values; adopts them where there is one box."""
-    assert target.division is not None
+    """Return a new tensor with these values of its boxes; adopt the memory of a single box."""
     like: DTensor = target.leaf
     if len(parts) == 1:
         local = tensor_view(parts[0])
@@ -325,7 +322,7 @@ def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
         made = DTensor.from_local(
             local, mesh, like.placements, run_check=False, shape=shape, stride=stride
         )
-    else:  # kept off the mesh's devices, where `from_local` would move it
+    else:  # `from_local` would move it to a device of the mesh
         with torch.no_grad():
             made = torch.empty_like(like)
             made.to_local().copy_(local)

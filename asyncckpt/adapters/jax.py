@@ -1,12 +1,11 @@
 """JAX arrays, typed PRNG keys, abstract arrays, and registered containers."""
 
-# Rule 1: never `np.asarray(leaf)` nor `leaf._value` on the caller's array: both leave a host copy
-#   cached on it. Views come from the buffer protocol or from a second handle of the same buffer.
-# Rule 2: a view holds the buffer. While one lives, donating the array makes XLA copy it, and
-#   deleting it is safe; so the pipeline drops `Source.view` and `Source.views` as soon as the leaf
-#   is staged.
-# Rule 3: a deleted array is asked for nothing but shape, dtype and sharding (`is_ready` on one ends
-#   the process, seen with jaxlib 0.10).
+# Rule 1: never call `np.asarray(leaf)` or `leaf._value` on the caller's array: both cache a host
+#   copy on it. Views come from the buffer protocol or from a second handle of the same buffer.
+# Rule 2: a view holds the buffer: deleting the array is safe, but donating it makes XLA copy. So
+#   the pipeline drops `Source.view` and `Source.views` as soon as the leaf is staged.
+# Rule 3: read only shape, dtype and sharding of a deleted array (`is_ready` on one aborts the
+#   process with jaxlib 0.10).
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ _NO_MESH = "no mesh is set in this thread"
 
 @dataclass(slots=True, eq=False)
 class JaxTarget(Target):
-    """A `Target` with the caller's settings, which `place` replays in its thread.
+    """A `Target` with settings of the caller's thread, which `place` applies in its own.
 
     Attributes:
-        sharding: where the leaf goes; with `device`, None.
+        sharding: sharding of the leaf; None for an uncommitted leaf.
         device: device of an uncommitted leaf; None for JAX's default.
-        division: what each device of `sharding` holds; None for one device.
+        division: the boxes on each device of `sharding`; None for one device.
     """
 
     sharding: jax.sharding.Sharding | None = None
@@ -46,22 +45,22 @@ class JaxTarget(Target):
 
 
 class JaxAdapter:
-    """`jax.Array` with any sharding, over devices of this process and of others.
+    """`jax.Array` with any sharding, on devices of one or several processes.
 
     Typed PRNG keys are stored as their uint32 key data, with the name of their implementation in
-    `extra`. Restored arrays on CPU adopt the restored memory; they are committed where the `like`
-    leaf is, and of weak type where it is so on one device. A donated or deleted array is a fine
-    `like`: its shape, dtype and sharding are still known.
+    `extra`. Restored arrays on CPU adopt the restored memory. They are committed if the `like` leaf
+    is; on one device, they also have its weak type. A donated or deleted array can be a `like`
+    leaf: its shape, dtype and sharding are still known.
 
-    An array over several devices has one box per distinct shard. A box is read from one of its
-    replicas in turn, so that reads are spread over the devices, and restored once for all of them.
-    Each process reads and restores the boxes on its own devices.
+    An array on several devices has one box per distinct shard. Each process reads and restores the
+    boxes on its own devices: successive reads rotate among replicas, to spread over the devices,
+    and a restore reads each box once for all its replicas.
     """
 
     name = "jax"
 
     def __init__(self) -> None:
-        # As they are in the thread of the caller; `leaf` runs in another one.
+        # Settings of the caller's thread; `leaf` runs in another one.
         self._x64 = bool(jax_memory.config("jax_enable_x64"))
         self._device = jax_memory.config("jax_default_device")
         self._turns = itertools.count()
@@ -90,7 +89,7 @@ class JaxAdapter:
         return source
 
     def _divide(self, path: str, source: Source) -> None:
-        """Set the shards of the source; a leaf replicated in this process alone stays one box."""
+        """Set the shards of the source, or its view if this process alone holds one box."""
         leaf, spec = source.leaf, source.spec
         division = divide(path, leaf.sharding, spec.shape)
         source.partition = division.partition
@@ -121,12 +120,12 @@ class JaxAdapter:
             raise _abstract(path, leaf)
         if leaf.is_deleted():
             raise _deleted(path)
-        with jax.ensure_compile_time_eval():  # inside jit, the data of a concrete key are a tracer
+        with jax.ensure_compile_time_eval():  # inside jit, `key_data` would return a tracer
             data = jax.random.key_data(leaf)
         source = self.source(path, data)
         source.extra = {"prng_impl": str(jax.random.key_impl(leaf))}
         source.identity = ("jax", id(leaf))
-        # The key data is an array of its own, which `fetch` reads; the caller's is kept alive too.
+        # `fetch` reads the key data, a separate array; the caller's key is kept alive too.
         source.stream, source.leaf = source.leaf, leaf
         return source
 
@@ -159,7 +158,7 @@ class JaxAdapter:
         target = JaxTarget(array_spec(shape, name), leaf, extra=extra, path=path)
         try:
             sharding = leaf.sharding
-        except TypeError:  # of a ShapeDtypeStruct with a PartitionSpec
+        except TypeError:  # a ShapeDtypeStruct with a PartitionSpec
             raise _without_mesh(path, "this sharding is a PartitionSpec", _NO_MESH) from None
         if sharding is None:
             target.device = jax_memory.config("jax_default_device")
@@ -167,22 +166,16 @@ class JaxAdapter:
         sharding = _with_devices(path, sharding)
         if _single_device(sharding) is None:
             target.sharding = sharding
-            self._divide_target(target)
+            tail = target.spec.shape[len(leaf.shape) :]  # extra dimensions of key data
+            target.division = divide(path, sharding, leaf.shape, tail)
+            boxes = target.division.boxes
+            if target.spec.size and boxes != (Box.whole(target.spec.shape),):
+                target.boxes = boxes
         elif getattr(leaf, "committed", True):
             target.sharding = sharding
         else:
             (target.device,) = sharding.device_set
         return target
-
-    def _divide_target(self, target: JaxTarget) -> None:
-        """Set the boxes of the target that its devices hold here; all of it stays one box."""
-        assert target.sharding is not None
-        shape = target.leaf.shape  # that of key data has further dimensions
-        tail = target.spec.shape[len(shape) :]
-        target.division = divide(target.path, target.sharding, shape, tail)
-        boxes = target.division.boxes
-        if target.spec.size and boxes != (Box.whole(target.spec.shape),):
-            target.boxes = boxes
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, JaxTarget)
@@ -235,7 +228,7 @@ class JaxNodes:
     """Containers registered with `jax.tree_util`, one level at a time."""
 
     def flatten(self, node: Any) -> tuple[Sequence[str | int], Sequence[Any]] | None:
-        """Return keys and children of a registered node, or None for a type that is not."""
+        """Return the keys and children of a node, None if its type is not registered."""
         entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
         if len(entries) == 1 and not entries[0][0]:
             return None
@@ -253,20 +246,20 @@ def _put(
     device: jax.Device | None,
     sharding: jax.sharding.Sharding | None = None,
 ) -> Any:
-    """Return an array with this sharding, or an uncommitted one on `device` or JAX's default."""
+    """Return an array with this sharding, or an uncommitted one on `device` (None: default)."""
     with jax_memory.x64_for(name):
         if device is None:
             return jax.device_put(values, sharding)
-        with jax.default_device(device):  # doubles the time that a small array takes
+        with jax.default_device(device):  # doubles the time for a small array
             return jax.device_put(values)
 
 
 def _weakly_typed(values: npt.NDArray[Any], name: str, device: jax.Device | None) -> Any:
-    """Return what `_put` makes an array of weak type of: a Python number, or such an array.
+    """Return a weakly typed value with the same bits: a Python number or a JAX array.
 
-    All bits stay as they are. Of a dtype that no Python number has, the values themselves.
+    Returns `values` itself if no Python number has this dtype.
     """
-    if values.shape == () and not np.isnan(values):  # an item does not keep the bits of a NaN
+    if values.shape == () and not np.isnan(values):  # `item` does not preserve the bits of a NaN
         return values.item()
     with jax_memory.x64_for(name), jax.default_device(device):
         zeros = jax.numpy.full(values.shape, np.zeros((), values.dtype).item())
@@ -297,7 +290,7 @@ def _is_key(dtype: Any) -> bool:
 
 @lru_cache(maxsize=64)
 def _key_impl(dtype: Any) -> str:
-    # There is no public way from a key dtype to its implementation without an array of it.
+    # JAX has no public function from a key dtype to its implementation: make an empty key array.
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.default_device(cpu), jax.transfer_guard("allow"):
         return str(jax.random.key_impl(jax.numpy.empty((0,), dtype)))
@@ -305,20 +298,20 @@ def _key_impl(dtype: Any) -> str:
 
 @lru_cache(maxsize=256)
 def _single_device(sharding: jax.sharding.Sharding) -> bool | None:
-    """Return whether the one device is a CPU; None for several devices or an abstract mesh."""
+    """Return whether the only device is a CPU; None for several devices or an abstract mesh."""
     try:
         if len(sharding.device_set) != 1 or not sharding.is_fully_addressable:
             return None
-    except ValueError:  # of an abstract mesh
+    except ValueError:  # an abstract mesh
         return None
     (device,) = sharding.device_set
     return jax_memory.on_cpu(device)
 
 
 def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Return the sharding, over the devices of this thread's mesh if it is abstract.
+    """Return the sharding with an abstract mesh replaced by this thread's mesh.
 
-    Under `jax.set_mesh`, `jax.eval_shape` gives shardings over the mesh's abstract twin.
+    Under `jax.set_mesh`, `jax.eval_shape` returns shardings over the abstract mesh.
     """
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):

@@ -1,8 +1,8 @@
-"""The memory of a JAX array on one device: viewed where it is host memory, else copied by box."""
+"""Reads of a JAX array on one device: views of host memory, copies of device memory by box."""
 
-# Rule 1: nothing here leaves a host copy on the array it is given, nor on the handle of a shard
-#   that JAX keeps on its array (`addressable_data`, `addressable_shards`): `np.asarray` and
-#   `copy_to_host_async` see only a new array or a second handle of the same buffer.
+# Rule 1: no host copy stays cached on the caller's array, nor on the shard handles that JAX keeps
+#   on it (`addressable_data`, `addressable_shards`): `np.asarray` and `copy_to_host_async` are
+#   applied only to a new array or to a second handle of the same buffer.
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from asyncckpt.adapters.arrays import NUMPY_DTYPES, selection
 from asyncckpt.spec import Box
 
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
-"""Dtypes that JAX truncates where 64-bit types are off."""
+"""Dtypes that JAX truncates when 64-bit types are disabled."""
 
 PACKED = frozenset(("int2", "int4", "float4_e2m1fn"))
-"""Dtypes that JAX packs into fewer bytes than are stored, so that its memory cannot be viewed."""
+"""Dtypes that JAX packs more densely than zarr stores them, so its memory cannot be viewed."""
 
 HOST_MEMORY_KINDS = frozenset(("pinned_host", "unpinned_host"))
-"""Memories of an accelerator that lie on the host; computations on the device cannot slice them."""
+"""Memory kinds of an accelerator that are host memory; device computations cannot slice them."""
 
 _GUARDS = tuple(
     f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_device", "device_to_host")
 )
 
 _MAX_DYNAMIC_OFFSET = 2**31 - 1
-"""`dynamic_slice` takes its offsets as int32 where x64 is off."""
+"""`dynamic_slice` takes int32 offsets when x64 is disabled."""
 
 
 def on_cpu(device: jax.Device) -> bool:
@@ -41,12 +41,12 @@ def on_cpu(device: jax.Device) -> bool:
 
 
 def config(name: str) -> Any:
-    """Return a setting of JAX as it is in this thread."""
+    """Return a JAX setting as seen by this thread."""
     return getattr(jax.config, name)
 
 
 def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Keep 64-bit types as they are in this thread, whatever its setting."""
+    """Enable 64-bit types in this thread if the dtype needs them."""
     if name not in WIDE:
         return contextlib.nullcontext()
     enable: Any = getattr(jax, "enable_x64", None)
@@ -57,26 +57,26 @@ def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def transfers() -> contextlib.AbstractContextManager[Any]:
-    """Allow transfers in this thread: the call to save or restore has asked for them.
+    """Allow transfers in this thread: a save or restore requests them explicitly.
 
-    The guard of the caller's thread does not reach the threads of this library.
+    A `jax.transfer_guard` in the caller's thread does not reach this library's threads.
     """
     if not any("disallow" in (config(name) or "") for name in _GUARDS):
-        return contextlib.nullcontext()  # the guard takes 8 µs, which is much for a small leaf
+        return contextlib.nullcontext()  # the guard takes 8 µs, significant for a small leaf
     return jax.transfer_guard("allow")
 
 
 def host_view(array: Any, name: str) -> npt.NDArray[Any]:
-    """Return the memory of an array on CPU, read-only, in the strides of its layout.
+    """Return a read-only view of an array on CPU, with the strides of its layout.
 
-    Elsewhere, and for packed dtypes, a copy of all of it.
+    On other devices, and for packed dtypes, returns a copy of the whole array.
     """
-    if name in NUMPY_DTYPES:  # Python's buffer protocol has no format for others
+    if name in NUMPY_DTYPES:  # the buffer protocol has no format for other dtypes
         try:
             return np.asarray(memoryview(array))
         except BufferError:
             pass  # not in C order, or not on a CPU
-    # Internal to JAX, and 4 µs per leaf faster than the same by public calls.
+    # Internal to JAX; 4 µs per leaf faster than the public calls.
     without_cache = getattr(array, "_single_device_array_to_np_array_did_copy", None)
     if without_cache is not None:
         view: npt.NDArray[Any] = without_cache()[0]
@@ -85,9 +85,9 @@ def host_view(array: Any, name: str) -> npt.NDArray[Any]:
 
 
 def begin_read(array: Any, name: str, box: Box) -> Any:
-    """Begin to copy a box to the host; return what `np.asarray` turns into its values.
+    """Start copying a box to the host; return an object for `np.asarray`.
 
-    Waits for an array that is still being computed only where its memory is viewed.
+    If the memory is viewed instead of copied, waits for the array to be computed.
     """
     if in_host_memory(array.sharding, name):
         array.block_until_ready()
@@ -105,6 +105,6 @@ def begin_read(array: Any, name: str, box: Box) -> Any:
 
 @lru_cache(maxsize=1024)
 def in_host_memory(sharding: jax.sharding.Sharding, name: str) -> bool:
-    """Return whether an array on one device is read through a view of its memory."""
+    """Return whether a single-device array is read through a view of its memory."""
     (device,) = sharding.device_set
     return name not in PACKED if on_cpu(device) else sharding.memory_kind in HOST_MEMORY_KINDS

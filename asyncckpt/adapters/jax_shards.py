@@ -1,12 +1,12 @@
-"""JAX arrays over several devices: taken apart by box, put together from boxes."""
+"""JAX arrays on several devices: split into boxes, and assembled from boxes."""
 
-# Rule 1: the global array is never assembled, neither on the host nor on a device, unless one
-#   box is all of it.
-# Rule 2: a box is read from one replica, and its values are given to every device that holds one.
-#   Devices may then adopt the same host memory: JAX treats it as immutable, and copies when one of
-#   them is donated.
-# Rule 3: an array over several processes is divided by arithmetic on its mesh. JAX's maps from
-#   devices to indices visit every device of every process, for every leaf.
+# Rule 1: the global array is never assembled, neither on the host nor on a device, unless it is a
+#   single box.
+# Rule 2: a box is read from one replica; a restore passes its values to every device with a
+#   replica. CPU devices may adopt the same host memory: JAX treats it as immutable, and copies it
+#   when an array is donated.
+# Rule 3: an array on several processes is divided by arithmetic on its mesh. JAX's device-to-index
+#   maps would visit every device of every process for every leaf.
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ class Division:
     """How a sharding divides arrays of one shape among the devices of this process.
 
     Attributes:
-        boxes: the distinct boxes in order of their offsets; one, if the array is replicated, and
-            none, if all its devices are other processes'.
-        shards: the same, as the planner takes them.
-        holders: per box the devices of this process that hold a replica of it.
-        box_of: number of the box that a device of this process holds, in JAX's order of the
-            devices.
+        boxes: the distinct boxes on these devices, in order of their offsets.
+        shards: the same boxes with all their holders, for the planner.
+        holders: for each box, the devices of this process that hold a replica of it.
+        box_of: index of the box on each device of this process, in JAX's order of devices.
         on_cpu: whether all these devices are CPUs.
-        partition: how all processes divide the array; None if it is on this process' devices.
+        partition: how all processes divide the array; None if only this process holds it.
     """
 
     boxes: tuple[Box, ...]
@@ -50,7 +48,7 @@ class Division:
 def divide(
     path: str, sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...] = ()
 ) -> Division:
-    """Return how the sharding divides `shape`; `tail` are further dimensions, not divided.
+    """Return how the sharding divides `shape`; `tail` has further dimensions, not divided.
 
     Raises:
         UnsupportedLeafError: partial sums, a shape that the sharding does not divide, or a mesh
@@ -94,7 +92,7 @@ def _divide(
         holding = placements.hold(places, layout, shape + tail, own)
     boxes = tuple(shard.box for shard in holding.shards)
     numbers = [number[0] for number in holding.numbers if number]
-    if devices and not boxes:  # devices hold empty parts of empty arrays, too
+    if devices and not boxes:  # an empty array has an empty box on every device
         boxes, numbers = (Box((0,) * len(part), part),), [0] * len(devices)
     box_of = dict(zip(devices, numbers, strict=True))
     return Division(
@@ -111,18 +109,18 @@ def _divide(
 
 
 def named_mesh(sharding: jax.sharding.Sharding) -> jax.sharding.Mesh | None:
-    """Return the mesh of a sharding that divides arrays as its mesh and spec say, else None."""
+    """Return the mesh of a sharding that follows its mesh and spec, else None."""
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh) or not isinstance(
         sharding, jax.sharding.NamedSharding
     ):
         return None
-    # Internal to JAX: set where XLA has laid out the devices in an order that no spec can say.
+    # Internal to JAX: set if XLA ordered the devices in a way that no spec can express.
     return mesh if getattr(sharding, "_logical_device_ids", None) is None else None
 
 
 def layout_of(sharding: Any, rank: int) -> placements.Layout:
-    """Return how the spec of a `NamedSharding` divides the axes of an array of this rank."""
+    """Return the cuts of each axis of an array of this rank by a `NamedSharding`."""
     names = {name: axis for axis, name in enumerate(sharding.mesh.axis_names)}
     layout: list[tuple[placements.Cut, ...]] = []
     for entry in sharding.spec:
@@ -141,7 +139,7 @@ def _mesh(mesh: jax.sharding.Mesh) -> meshes.Mesh:
 def _enumerate(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...]
 ) -> tuple[list[jax.Device], placements.Holding]:
-    """Return the devices of this process and what they hold, for a sharding without a mesh."""
+    """Return the devices of this process and their boxes, for a sharding without a mesh."""
     own: dict[jax.Device, Box] = {}
     processes: dict[Box, set[int]] = {}
     addressable = sharding.addressable_devices
@@ -165,7 +163,7 @@ def _box(index: Any, shape: tuple[int, ...], tail: tuple[int, ...]) -> Box:
 def shard_views(
     array: Any, name: str, division: Division, turn: int
 ) -> tuple[npt.NDArray[Any], ...]:
-    """Return per box its values in the memory of replica `turn`. For CPUs."""
+    """Return a view of each box on CPU, in the memory of replica `turn`."""
     handles = _handles(array)
     return tuple(
         jax_memory.host_view(handles[devices[turn % len(devices)]], name)
@@ -174,13 +172,13 @@ def shard_views(
 
 
 def replica(array: Any, division: Division, number: int, turn: int) -> Any:
-    """Return a handle of the values of box `number` on the device of replica `turn`."""
+    """Return the single-device array of box `number` on the device of replica `turn`."""
     devices = division.holders[number]
     return _handles(array)[devices[turn % len(devices)]]
 
 
 def _handles(array: Any) -> dict[jax.Device, Any]:
-    # Not `addressable_data`, which gives the first replica of a replicated array for every index.
+    # Not `addressable_data`: for a replicated array, it returns the first replica at every index.
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
@@ -193,7 +191,7 @@ def assemble(
     *,
     prng_impl: str | None = None,
 ) -> jax.Array:
-    """Return the array whose boxes have these values; CPUs adopt memory aligned for them.
+    """Return the array with these values of its boxes; CPU devices adopt aligned memory.
 
     With `prng_impl`, the values are key data, and the result is an array of typed PRNG keys.
     """
@@ -213,6 +211,6 @@ def assemble(
     )
     if prng_impl is not None:
         arrays = [jax.random.wrap_key_data(data, impl=prng_impl) for data in arrays]
-    # Without an array, JAX has nothing to take the dtype from.
+    # Without any array on this process, JAX cannot infer the dtype.
     known: dict[str, Any] = {} if arrays else {"dtype": dtype}
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, **known)

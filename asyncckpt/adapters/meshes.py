@@ -1,4 +1,4 @@
-"""Meshes: arrays of processes, and where each process is in them."""
+"""Meshes: arrays of processes, and the coordinates of each process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 Coordinate = tuple[int, ...]
-"""Position in a mesh, one index per mesh axis."""
+"""Position in a mesh: one index per mesh axis."""
 
 _TEXT_LENGTH = 200
-"""Longer texts are replaced by their SHA-256: every leaf of a schema has one."""
+"""Longer texts are replaced by their SHA-256, because a schema has one text per leaf."""
 
 
 class Mesh:
-    """An array of processes, some of which may be in several places. Compared by identity.
+    """An array of processes, in which a process may occur several times. Compared by identity.
 
     Attributes:
         processes: the process at each coordinate.
-        members: the processes of the mesh, each once, in ascending order.
-        text: shape and processes, as a short text that is equal for equal meshes.
-        pattern: the same with positions among the members instead of the processes.
+        members: the distinct processes, ascending.
+        text: shape and processes as a short text, equal for equal meshes.
+        pattern: like `text`, with indices into `members` instead of processes.
     """
 
     __slots__ = ("_coordinates", "_holders", "members", "pattern", "processes", "text")
@@ -45,7 +45,7 @@ class Mesh:
         return self.processes.shape
 
     def coordinates(self, process: int) -> tuple[Coordinate, ...]:
-        """Return where a process is, in C order."""
+        """Return the coordinates of a process, in C order."""
         found = self._coordinates.get(process)
         if found is None:
             places = np.argwhere(self.processes == process).tolist()
@@ -53,7 +53,7 @@ class Mesh:
         return found
 
     def holders(self, fixed: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        """Return the processes at the coordinates with these indices along these mesh axes."""
+        """Return the processes at all coordinates with these (mesh axis, index) pairs."""
         found = self._holders.get(fixed)
         if found is None:
             index: list[int | slice] = [slice(None)] * len(self.shape)
@@ -66,12 +66,12 @@ class Mesh:
 
 @lru_cache(maxsize=1 << 16)
 def interned(holders: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one object for equal tuples, which are compared and hashed for every leaf."""
+    """Return the same object for equal tuples, which are compared and hashed for every leaf."""
     return holders
 
 
 def shortened(text: str) -> str:
-    """Return the text itself, or its digest if it is long."""
+    """Return the text, or its digest if it is long."""
     if len(text) <= _TEXT_LENGTH:
         return text
     return "sha256 " + hashlib.sha256(text.encode()).hexdigest()

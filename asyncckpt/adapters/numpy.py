@@ -22,11 +22,11 @@ from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
 
 class NumpyAdapter:
-    """`numpy.ndarray` (memory maps and matrices too) and NumPy scalars, which are rank-0 arrays.
+    """`numpy.ndarray` and its subclasses, and NumPy scalars, which are rank-0 arrays.
 
-    Arrays in the other byte order are stored little endian, and restored into `like` of the other
-    byte order in that order. Subclasses are stored as the plain arrays they hold, and restored as
-    such unless they are filled in place; masked arrays are refused.
+    Big-endian arrays are stored little-endian, and restored in the byte order of the `like` leaf.
+    Subclasses are stored as plain arrays, and restored as such unless they are filled in place.
+    Masked arrays are refused.
     """
 
     name = "numpy"
@@ -88,15 +88,14 @@ class NumpyAdapter:
 
 
 def memory_identity(array: npt.NDArray[Any]) -> Hashable | None:
-    """Return what is equal for arrays of the same memory, shape, strides and dtype only.
+    """Return a value that is equal only for arrays of the same memory, shape, strides and dtype.
 
     None for an empty array.
     """
     if not array.size:
         return None
     if array.base is None:
-        # The address costs more than everything else here, and an array with memory of its own
-        # shares it with its views only.
+        # Getting the address is slow, and only views share the memory of an array that owns it.
         return id(array)
     root: Any = array.base
     pointer: int = array.__array_interface__["data"][0]

@@ -1,8 +1,8 @@
-"""Boxes of an array that the processes of a mesh hold, by arithmetic alone."""
+"""Boxes of an array that the processes of a mesh hold, computed by arithmetic."""
 
-# Rule 1: no list of all shards. The cost of `hold` is that of the given coordinates; only axes
-#   that are cut unevenly have their cuts enumerated, once per length.
-# Rule 2: results that are compared per leaf are made once: equal layouts have the same `Partition`
+# Rule 1: never list all shards. The cost of `hold` depends on the given coordinates only; cuts are
+#   enumerated only for unevenly cut axes, once per length.
+# Rule 2: values that are compared per leaf are interned: equal layouts have the same `Partition`
 #   object, and equal holders the same tuple.
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One division of an array axis, along a mesh axis.
+    """A division of an array axis along a mesh axis.
 
-    It divides the indices that earlier cuts have left to a coordinate into parts of
-    ceil(n / size), of which the last ones may be short or empty.
+    It divides the indices that remain after earlier cuts into parts of ceil(n / size), the last of
+    which may be short or empty.
 
     Attributes:
-        axis: the mesh axis; its coordinate numbers the parts.
+        axis: the mesh axis; a coordinate along it selects the part.
         stride: if above 1, the indices are first divided into this many pieces, and each piece into
-            parts; a coordinate has its part of every piece.
+            parts; a coordinate gets its part of every piece.
     """
 
     axis: int
@@ -40,7 +40,7 @@ class Cut:
 
 
 Layout = tuple[tuple[Cut, ...], ...]
-"""The cuts of each array axis, in the order in which they are made."""
+"""The cuts of each array axis, in order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +48,8 @@ class Holding:
     """The boxes of an array that some coordinates of a mesh hold.
 
     Attributes:
-        shards: their distinct boxes with elements, in order of their offsets, with all holders.
-        numbers: per coordinate the numbers of its boxes, in order of their offsets.
+        shards: their distinct non-empty boxes, in order of their offsets, with all holders.
+        numbers: indices into `shards` of each coordinate's boxes, in order of their offsets.
         partition: how the whole mesh divides the array.
     """
 
@@ -61,7 +61,7 @@ class Holding:
 def hold(
     mesh: Mesh, layout: Layout, shape: tuple[int, ...], coordinates: Sequence[Coordinate]
 ) -> Holding:
-    """Return which boxes of an array these coordinates hold."""
+    """Return the boxes of an array that these coordinates hold."""
     used = sorted({cut.axis for cuts in layout for cut in cuts})
     holders: dict[Box, tuple[int, ...]] = {}
     held: list[list[Box]] = []
@@ -78,7 +78,7 @@ def hold(
 def _holding(
     held: Sequence[Sequence[Box]], holders: Mapping[Box, tuple[int, ...]], partition: Partition
 ) -> Holding:
-    """Return the holding of coordinates with these boxes each."""
+    """Return the holding of coordinates that have these boxes each."""
     distinct = sorted(set(itertools.chain.from_iterable(held)), key=lambda box: box.offset)
     number = {box: n for n, box in enumerate(distinct)}
     return Holding(
@@ -98,8 +98,8 @@ def runs_of(
     ]
 
 
-def pushed_together(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs moved together, without the gaps between them."""
+def without_gaps(runs: Sequence[Run]) -> list[Run]:
+    """Return runs of the same lengths, starting at 0 without gaps between them."""
     ends = list(itertools.accumulate((stop - start for start, stop in runs), initial=0))
     return list(itertools.pairwise(ends))
 
@@ -128,12 +128,12 @@ def runs_at(
 def strided_cuts(factors: Mapping[int, int], mesh_shape: Sequence[int]) -> tuple[Cut, ...]:
     """Return the cuts of one array axis by PyTorch's `Shard` (factor 1) and `_StridedShard`.
 
-    Where a split factor is the product of later mesh axes that divide the array axis, these divide
-    it first: `fully_shard` cuts what tensor parallelism has cut before. Cuts in the order of the
-    placements would give other shards where these are uneven.
+    If a split factor is the product of the lengths of later mesh axes that divide the array axis,
+    these cut first: `fully_shard` divides the shards of tensor parallelism. For uneven shards, the
+    order matters.
 
     Args:
-        factors: the mesh axes that divide the array axis, ascending, with their split factors.
+        factors: split factor of each mesh axis that divides the array axis, ascending by axis.
         mesh_shape: length of each mesh axis.
     """
     order: list[int] = []
@@ -142,7 +142,7 @@ def strided_cuts(factors: Mapping[int, int], mesh_shape: Sequence[int]) -> tuple
         while pieces != factors[mesh_axis] and place < len(order):
             pieces *= mesh_shape[order[place]]
             place += 1
-        if pieces != factors[mesh_axis]:  # the pieces are no shards of this mesh
+        if pieces != factors[mesh_axis]:  # the pieces are not shards of this mesh
             return tuple(Cut(axis, stride) for axis, stride in factors.items())
         order.insert(place, mesh_axis)
     return tuple(map(Cut, order))
@@ -161,7 +161,7 @@ def partition(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> Partition:
 
 @lru_cache(maxsize=4096)
 def axis_cuts(length: int, steps: tuple[tuple[int, int], ...]) -> int | tuple[int, ...]:
-    """Return the cuts of an axis, as in `Partition`; a step is a number of parts and a stride."""
+    """Return the cuts of an axis as in `Partition`; each step is a (part count, stride) pair."""
     cell = length
     for number, (size, stride) in enumerate(steps):
         last = all(rest == (1, 1) for rest in steps[number + 1 :])
@@ -172,7 +172,7 @@ def axis_cuts(length: int, steps: tuple[tuple[int, int], ...]) -> int | tuple[in
         return cell
     if all(stride == 1 for _, stride in steps):
         return _regular(length, _nested_starts(length, [size for size, _ in steps]))
-    # Each step is a mesh axis of its own here.
+    # Treat each step as a separate mesh axis.
     mesh_shape = tuple(size for size, _ in steps)
     axis = [Cut(number, stride) for number, (_, stride) in enumerate(steps)]
     starts = {
@@ -186,12 +186,12 @@ def axis_cuts(length: int, steps: tuple[tuple[int, int], ...]) -> int | tuple[in
 def enumerated(
     shape: tuple[int, ...], processes: Mapping[Box, Iterable[int]], own: Iterable[Box]
 ) -> Holding:
-    """Return the holding of a grid of listed boxes, with the processes of each.
+    """Return the holding for an explicitly listed grid of boxes.
 
     Args:
         shape: shape of the array.
-        processes: every distinct box, and the processes that hold it.
-        own: the box of each coordinate that is asked for.
+        processes: the holders of every distinct box.
+        own: the box of each coordinate of interest.
     """
     holders = {box: interned(tuple(sorted(set(held)))) for box, held in processes.items()}
     boxes = sorted((box for box in holders if box.size), key=lambda box: box.offset)
@@ -206,7 +206,7 @@ def enumerated(
 
 
 def _part(runs: list[Run], count: int, index: int) -> list[Run]:
-    """Return part `index` of `count` of the indices in the runs, cut in parts of ceil(n/count)."""
+    """Return the runs of part `index` of `count` parts of ceil(n / count) indices."""
     if count == 1:
         return runs
     cell = -(-sum(stop - start for start, stop in runs) // count)
@@ -221,7 +221,7 @@ def _part(runs: list[Run], count: int, index: int) -> list[Run]:
 
 
 def _nested_starts(length: int, sizes: Sequence[int]) -> list[int]:
-    """Return where the cells begin when each part is divided again, without empty ones."""
+    """Return the starts of the non-empty cells of nested divisions."""
     starts, lengths = np.zeros(1, np.int64), np.full(1, length, np.int64)
     for size in sizes:
         cells = -(-lengths // size)
@@ -233,7 +233,7 @@ def _nested_starts(length: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _regular(length: int, starts: list[int]) -> int | tuple[int, ...]:
-    """Return the cuts between cells that begin at `starts`: one length, where that says it."""
+    """Return the cuts between cells at `starts`: their length if regular, else the starts."""
     if len(starts) < 2:
         return length
     cell = starts[1]
@@ -244,7 +244,7 @@ def _regular(length: int, starts: list[int]) -> int | tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _layout_texts(mesh: Mesh, layout: Layout) -> tuple[str, str]:
-    """Return texts that are equal for layouts that give every process, or position, the same."""
+    """Return texts that are equal if every process, or member index, gets the same boxes."""
     axes = [
         "*".join(
             f"{cut.axis}" if cut.stride == 1 else f"{cut.axis}:{cut.stride}"

@@ -1,7 +1,7 @@
 """Python scalars: their kinds, and conversion from and to rank-0 arrays.
 
 A scalar is a leaf of exactly the type int, float, bool, complex, str or bytes. Subclasses are
-refused: an enum member or a labelled number would be restored as something else.
+refused: an enum member, for example, would be restored as a plain int.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ _KINDS: Final[dict[type, ScalarKind]] = {
     bytes: "bytes",
 }
 
-
 NUMBERS: Final[dict[str, Callable[[Any], Scalar]]] = {
     kind.__name__: kind for kind in (bool, int, float, complex)
 }
 """Types of Python numbers, by name."""
-
 
 _TORCH_SETTING: Final = (
     "store str(value); if a module or optimizer has it in its state dict, convert it there, with "
@@ -51,16 +49,16 @@ _ADVICE: Final = {
         "store bit_generator.state, a dict, and assign it to bit_generator.state after restoring"
     ),
 }
-"""What to do with leaves of some types, by name."""
+"""Advice for unsupported leaves, by type name."""
 
 
 def scalar_kind(kind: type) -> ScalarKind | None:
-    """Return the kind of scalar of values of exactly this type, or None."""
+    """Return the kind of scalar for exactly this type, or None."""
     return _KINDS.get(kind)
 
 
 def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
-    """Return the error for a leaf that no adapter owns and that is not a scalar."""
+    """Return the error for a leaf that is not a scalar and has no adapter."""
     kind = type(leaf)
     name = f"{kind.__module__}.{kind.__qualname__}"
     base = next((base for base in _KINDS if isinstance(leaf, base)), None)
@@ -96,7 +94,7 @@ def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
 
 
 def unreadable(path: str, leaf: object, error: Exception) -> UnsupportedLeafError:
-    """Return the error for an array that raised this error when its adapter looked at it."""
+    """Return the error for an array whose adapter raised this error."""
     kind = type(leaf)
     return UnsupportedLeafError(
         f"{path or 'the tree itself'}: this {kind.__module__}.{kind.__qualname__} cannot be read "
@@ -108,12 +106,12 @@ def unreadable(path: str, leaf: object, error: Exception) -> UnsupportedLeafErro
 
 
 def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
-    """Return a uint8 view of `bytes` above 1 KiB, which are stored as an array; None for others."""
+    """Return a uint8 view of `bytes` above 1 KiB, which are stored as an array; else None."""
     return np.frombuffer(value, np.uint8) if len(value) > INLINE_NBYTES else None
 
 
 def same_number(value: object, kind: str) -> Scalar | None:
-    """Return a Python number of another kind that equals this one, or None."""
+    """Return the value as another kind of Python number if it is exactly equal, else None."""
     if type(value).__name__ not in NUMBERS or kind not in NUMBERS:
         return None
     try:
@@ -124,10 +122,10 @@ def same_number(value: object, kind: str) -> Scalar | None:
 
 
 def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
-    """Return a rank-0 array of the zarr dtype `dtype` with this value; floats are rounded.
+    """Return a rank-0 array of this zarr dtype with this value; floats are rounded.
 
     Raises:
-        DtypeMismatchError: the value is of another numeric class or does not fit.
+        DtypeMismatchError: the value has another numeric class or does not fit.
     """
     target = DTYPES[dtype]
     kind = _KINDS.get(type(value), "str")
@@ -159,7 +157,7 @@ def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> 
     """Return the Python scalar of `kind` that a rank-0 array holds.
 
     Raises:
-        DtypeMismatchError: the array is not of rank 0 or of another numeric class.
+        DtypeMismatchError: the array is not of rank 0, or has another numeric class.
     """
     found = numeric_class(values.dtype.name)
     if values.shape != () or found != kind:

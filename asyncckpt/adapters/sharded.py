@@ -1,7 +1,7 @@
 """`ShardedArray` as a leaf: read and filled shard by shard."""
 
 # Rule 1: the array is never assembled.
-# Rule 2: padding belongs to the caller: it is neither read nor written.
+# Rule 2: padding is neither read nor written.
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Memory = npt.NDArray[Any]
 
 
 class ShardedAdapter:
-    """`ShardedArray`; one that leaves gaps is part of an array of several processes."""
+    """`ShardedArray`; other processes hold the boxes that are missing from one with gaps."""
 
     name = "sharded"
 
@@ -45,9 +45,8 @@ class ShardedAdapter:
             return Source(spec, leaf, views[0], _identity(array))
         if not partial and not views:
             return Source(spec, leaf, np.empty(spec.shape, array.dtype))
-        source = Source(spec, leaf, None, _identity(array), shards=division.shards, views=views)
-        source.partial = partial
-        return source
+        identity, shards = _identity(array), division.shards
+        return Source(spec, leaf, None, identity, shards=shards, views=views, partial=partial)
 
     def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
         array: ShardedArray = source.leaf
@@ -56,15 +55,12 @@ class ShardedAdapter:
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         array: ShardedArray = leaf
-        target = Target(
-            spec_of(array),
-            leaf,
-            boxes=tuple(shard.box for shard in division_of(array).shards),
-            path=path,
-        )
+        division = division_of(array)
+        boxes = tuple([shard.box for shard in division.shards])
+        target = Target(spec_of(array), leaf, boxes=boxes, path=path)
         if in_place:
             _check_memory(path, array)
-            target.buffers = tuple([inside(array, number) for number in division_of(array).first])
+            target.buffers = tuple([inside(array, number) for number in division.first])
             target.identity = _identity(array)
         return target
 
@@ -82,24 +78,24 @@ class ShardedAdapter:
             zip(array.shards, division.number, strict=True)
         ):
             if box >= 0 and number == division.first[box] and held.shape == parts[box].shape:
-                made.append((offset, parts[box]))
-                continue
-            values = np.zeros(held.shape, held.dtype)
-            if box >= 0:
-                values[selection(Box.whole(parts[box].shape))] = parts[box]
+                values = parts[box]
+            else:
+                values = np.zeros(held.shape, held.dtype)
+                if box >= 0:
+                    values[selection(Box.whole(parts[box].shape))] = parts[box]
             made.append((offset, values))
         return ShardedArray(array.shape, array.dtype, made, padded=True)
 
 
 def _identity(array: ShardedArray) -> Hashable | None:
-    """Return a value that is equal for arrays with the same boxes in the same memory."""
+    """Return a value that is equal for arrays of the same boxes and memory."""
     division, name = division_of(array), DTYPE_NAMES[array.dtype]
     places = [host_place(inside(array, number), name)[1] for number in division.first]
     return ("sharded", array.shape, name, division.shards, tuple(places))
 
 
 def _check_memory(path: str, array: ShardedArray) -> None:
-    """Refuse shards that are read-only, or overlap themselves or each other in memory."""
+    """Raise if a shard is read-only, or overlaps itself or another shard in memory."""
     parts: list[tuple[int, Memory, Hashable]] = []
     boxes = division_of(array).number
     for number, box in enumerate(boxes):

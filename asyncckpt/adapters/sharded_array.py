@@ -1,6 +1,6 @@
 """`ShardedArray`: a global array held in boxes of NumPy arrays."""
 
-# Nothing here assembles the array, except `to_numpy`, which is asked to.
+# Rule: only `to_numpy` assembles the array.
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Division:
 
     Attributes:
         shards: the distinct boxes that hold elements, in order of their offsets.
-        first: per distinct box the shard that it is read from.
-        number: per shard the box that it holds, -1 for a shard that is empty or all padding.
-        overlap: two boxes that share elements and are no replicas of each other, or None.
+        first: index of the shard from which each distinct box is read.
+        number: index of each shard's box, -1 for a shard that is empty or all padding.
+        overlap: two different boxes that share elements, or None.
         gap: why the boxes do not tile the array, or None.
     """
 
@@ -62,19 +62,18 @@ def divide(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Division:
 class ShardedArray:
     """A global array that is held in boxes of NumPy arrays.
 
-    As a leaf it is saved shard by shard, without being assembled. As a target of `restore(like=…)`
-    it gives a new `ShardedArray` with the same boxes, whatever boxes were saved; `restore_into`
-    fills its arrays. A target may leave gaps; to be saved, the boxes must tile the array, together
-    with those of the other processes where several save it. Without a target, a saved
-    `ShardedArray` is restored as a plain array.
+    A save stores it shard by shard, without assembling it. The boxes must tile the array, together
+    with those of the other processes if several save it. `restore(like=…)` returns a new
+    `ShardedArray` with the boxes of the target, whatever boxes were saved; `restore_into` fills its
+    arrays. A target may leave gaps. Without a target, it is restored as a plain array.
 
     Args:
         shape: shape of the global array.
         dtype: its dtype, as NumPy or zarr v3 names it.
-        shards: pairs of an offset in the global array and the array whose first element is
-            there. Two shards share no element unless they are replicas, which hold the same box;
-            the first of equal replicas is saved, and all of them are filled.
-        padded: shards may reach past the global array: what is outside is padding, which is
+        shards: pairs of an offset in the global array and the array whose first element is there.
+            Two shards share no element unless they are replicas of one box; the first replica is
+            saved, and all are filled.
+        padded: allow shards to reach past the global array; the outside is padding, which is
             neither saved nor touched by a restore.
 
     Attributes:
@@ -136,10 +135,10 @@ class ShardedArray:
         dtype: npt.DTypeLike | None = None,
         replicas: int = 1,
     ) -> ShardedArray:
-        """Return an array as an emulated mesh holds it: in tiles of size ceil(n / m) per axis.
+        """Return an array in tiles of ceil(n / m) per axis, as on an emulated mesh.
 
-        The tiles at the far edge are padded with zeros, and those beyond it are all padding, as
-        PyTorch/XLA's SPMD has them. Every tile has memory of its own.
+        Tiles at the far edge are padded with zeros, and tiles beyond it are all padding, as in
+        PyTorch/XLA's SPMD. Every tile has its own memory.
 
         Args:
             values: the NumPy array to cut, or a shape, whose tiles are zeros.
@@ -148,7 +147,7 @@ class ShardedArray:
             replicas: how many shards hold each tile.
 
         Raises:
-            UsageError: an argument does not fit.
+            UsageError: an argument is invalid.
         """
         whole: Memory | None = None
         if isinstance(values, np.ndarray):
@@ -231,7 +230,7 @@ class ShardedArray:
     ) -> tuple[tuple[int, ...], Memory]:
         if not isinstance(shard, (tuple, list)) or len(shard) != 2:
             raise UsageError(
-                f"ShardedArray: shards[{number}] is no pair of an offset and an array",
+                f"ShardedArray: shards[{number}] is not a pair of an offset and an array",
                 expected="(offset, array)",
                 found=type(shard).__name__,
             )
@@ -285,7 +284,7 @@ def _lengths(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 def _dtype(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
     found = DTYPES.get(dtype) if isinstance(dtype, str) else None
-    if found is None and dtype is not None:  # which NumPy takes for float64
+    if found is None and dtype is not None:  # NumPy would take None as float64
         try:
             found = np.dtype(dtype)
         except TypeError:
@@ -301,17 +300,17 @@ def _dtype(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
 
 
 def spec_of(array: ShardedArray) -> ArraySpec:
-    """Return global shape and zarr dtype."""
+    """Return the global shape and zarr dtype."""
     return array_spec(array._shape, DTYPE_NAMES[array._dtype])
 
 
 def division_of(array: ShardedArray) -> Division:
-    """Return which parts of the array the shards hold."""
+    """Return the boxes that the shards hold."""
     return array._division
 
 
 def inside(array: ShardedArray, number: int) -> Memory:
-    """Return the memory of a shard without its padding."""
+    """Return a view of a shard without its padding."""
     held, box = array._shards[number][1], array._boxes[number]
     if held.shape == box.shape:
         return held

@@ -1,4 +1,4 @@
-"""Opened arrays of one tree, by column: most arrays need no object of their own."""
+"""Opened arrays of one tree, stored in columns: most arrays need no object of their own."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NUMPY = NumpyAdapter()
 class Sources(Sequence[Source]):
     """The arrays of a tree, in leaf order.
 
-    A `Source` per leaf costs more time than copying a small array, most of it in the garbage
-    collector. NumPy arrays without other facts than shape and dtype are kept as they are;
-    `sources[number]` makes and keeps the `Source` of one on demand.
+    Making a `Source` takes longer than copying a small array, mostly because of the garbage
+    collector. So NumPy arrays described by shape and dtype alone are kept as they are, and
+    `sources[number]` makes a `Source` on demand and keeps it.
 
     Attributes:
-        specs: shape and dtype of each.
-        plain: the array itself if it has no `Source` yet, else None.
-        opened: sources by number.
-        adapters: adapters of those that were appended with one, by number.
+        specs: shape and dtype of each array.
+        plain: the array if it has no `Source` yet, else None.
+        opened: sources by index.
+        adapters: adapters other than NumPy's by index.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,7 @@ class Sources(Sequence[Source]):
         return len(self.specs)
 
     def __getitem__(self, number: Any) -> Any:
-        # Called from several threads. The array is read first: it is removed only once it has a
-        # source.
+        # Called from several threads. Read the array first: it is dropped once its source exists.
         array = self.plain[number]
         found = self.opened.get(number)
         if found is None:
@@ -52,7 +51,7 @@ class Sources(Sequence[Source]):
         return self.adapters.get(number, _NUMPY)
 
     def append(self, source: Source, adapter: ArrayAdapter) -> None:
-        """Add an array that has facts of its own."""
+        """Add an array with its source and adapter."""
         number = len(self.specs)
         self.opened[number] = source
         self.adapters[number] = adapter

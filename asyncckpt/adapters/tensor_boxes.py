@@ -1,7 +1,7 @@
-"""Boxes of a global array, each in a tensor of its own, as DCP's planners give and want them."""
+"""Boxes of a global array, each in its own tensor, as DCP's planners pass them."""
 
 # Rule 1: the array is never assembled.
-# Rule 2: boxes to fill may be equal or overlap: each has memory of its own, and gets its values.
+# Rule 2: boxes to fill may be equal or overlap: each has its own memory and is filled.
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TensorBoxes:
 
     Attributes:
         shape: shape of the global array.
-        boxes: parts of it.
-        tensors: one for each box, of its shape, on any device; at least one.
+        boxes: parts of the array, at least one.
+        tensors: a tensor of the shape of each box, on any device.
     """
 
-    # No dataclass: as a leaf of a tree, that would be a container.
+    # Not a dataclass: in a tree, that would be a container.
     __slots__ = ("boxes", "shape", "tensors")
 
     def __init__(
@@ -43,15 +43,15 @@ class TensorBoxes:
         self.tensors = tensors
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class BoxesTarget(Target):
-    """A `Target` with those of its tensors."""
+    """A `Target` with the targets of its tensors."""
 
-    parts: tuple[Target, ...] = ()
+    parts: tuple[Target, ...]
 
 
 class BoxesAdapter:
-    """`TensorBoxes`; those that leave gaps are part of an array of several processes."""
+    """`TensorBoxes`; other processes hold the boxes that are missing from one with gaps."""
 
     name = "tensor boxes"
 
@@ -66,7 +66,8 @@ class BoxesAdapter:
         dtypes = {part.spec.dtype for part in parts}
         if len(dtypes) > 1:
             raise UnsupportedLeafError(
-                f"{path}: its shards have the dtypes {', '.join(sorted(dtypes))}; an array has one",
+                f"{path}: its shards have different dtypes ({', '.join(sorted(dtypes))}); cast "
+                "them to one",
                 path=path,
                 found=dtypes,
             )

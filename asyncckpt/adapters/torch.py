@@ -2,8 +2,8 @@
 
 # Rule 1: nothing here depends on the grad or inference mode of the thread: tensors are detached
 #   before they are read, and written under no_grad.
-# Rule 2: pending work of a stream is waited for by an event recorded in the caller's thread; a
-#   worker's current stream is another one.
+# Rule 2: workers wait for pending device work through an event that the caller's thread recorded on
+#   its current stream; a worker has another current stream.
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _VIEWS: dict[torch.dtype, tuple[str, int, np.dtype[Any] | None]] = {
     )
     for dtype, name in _NAMES.items()
 }
-"""Type code and item size of the memory in NumPy, and the dtype to view it as; None for the same.
+"""NumPy type code and item size of the memory, and the dtype to view it as, if another.
 
-NumPy's own type codes have no bfloat16 and float8: integers carry their bits."""
+NumPy has no type codes for bfloat16 and float8, so their memory is read as integers."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def of_kind(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor as a parameter or buffer if `like` is one, with its `requires_grad`."""
+    """Return the tensor as a parameter or buffer if `like` is one, with its `requires_grad`."""
     if isinstance(like, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
     if isinstance(like, torch.nn.Buffer):
@@ -60,10 +60,10 @@ def of_kind(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class TorchAdapter:
-    """`torch.Tensor` and `Parameter`; requires_grad is taken from the target and not saved.
+    """`torch.Tensor` and `Parameter`; `requires_grad` comes from the target and is not saved.
 
-    Filling a tensor in place raises its version counter, so that autograd reports a backward pass
-    through overwritten values. `like` on device meta is restored on CPU.
+    Filling a tensor in place increments its version counter, so that autograd detects a backward
+    pass through overwritten values. A `like` tensor on device meta is restored on CPU.
     """
 
     name = "torch"
@@ -102,8 +102,8 @@ class TorchAdapter:
             np.copyto(out, numpy_view(part.cpu()), casting="no")
             return
         host = tensor_view(out)
-        # A stream of this thread's own: copies of several threads overlap, and the caller's stream
-        # is not held up. Waiting at the end keeps `leaf` and `out` from being used again too early.
+        # Use a new stream, so that copies of several threads overlap and the caller's stream is not
+        # delayed. Synchronize before returning: afterwards `leaf` and `out` may be reused.
         with torch.cuda.device(part.device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
@@ -124,7 +124,7 @@ class TorchAdapter:
                 'module.to_empty(device="cpu") first, or use restore(like=...)',
                 path=path,
             )
-        # This decides what a small tensor costs the caller, so that nothing is asked for twice.
+        # Hot for small tensors: read each attribute once.
         if not leaf.is_contiguous():
             stride, itemsize = leaf.stride(), leaf.itemsize
             if may_overlap_itself(leaf.shape, [step * itemsize for step in stride], itemsize):
@@ -179,7 +179,7 @@ class TorchAdapter:
 
 
 class _Memory:
-    """A tensor's memory, as NumPy asks for it; keeps the tensor alive."""
+    """A tensor's memory as an `__array_interface__`; keeps the tensor alive."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
@@ -198,10 +198,10 @@ class _Memory:
 
 
 def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return the memory of a CPU tensor as an array of the same strides; without autograd.
+    """Return a view of a CPU tensor with the same strides, invisible to autograd.
 
-    `Tensor.numpy()` is not used: it makes the storage unresizable for good, and its owner may
-    resize it later (as FSDP does).
+    `Tensor.numpy()` is not used: it makes the storage permanently unresizable, and FSDP, for
+    example, resizes storages.
     """
     type_code, itemsize, dtype = _VIEWS[tensor.dtype]
     if not tensor.numel():
@@ -211,7 +211,7 @@ def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a CPU tensor of the array's memory."""
+    """Return a CPU tensor that shares the array's memory."""
     dtype = TORCH_DTYPES[DTYPE_NAMES[array.dtype]]
     type_code, _, own_dtype = _VIEWS[dtype]
     if own_dtype is None:
@@ -220,10 +220,10 @@ def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 class PinnedMemory:
-    """Page-locked host memory: CUDA copies into it at full speed and without a copy of its own.
+    """Page-locked host memory, into which CUDA copies at full speed without a bounce buffer.
 
     Args:
-        cudart: the CUDA runtime, as `torch.cuda.cudart()` gives it.
+        cudart: the CUDA runtime; by default `torch.cuda.cudart()`.
     """
 
     def __init__(self, cudart: Any = None) -> None:
@@ -236,12 +236,12 @@ class PinnedMemory:
         buffer = np.frombuffer(
             mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
         )
-        buffer.fill(0)  # numpy releases the interpreter lock; locking the pages may not
+        buffer.fill(0)  # NumPy releases the GIL; cudaHostRegister may not
         self._check("cudaHostRegister", nbytes, buffer.ctypes.data, nbytes, 0)
         return buffer
 
     def free(self, buffer: Bytes) -> None:
-        """Unlock the memory; it is unmapped with its last view."""
+        """Unlock the memory; it is unmapped when its last view is gone."""
         self._check("cudaHostUnregister", buffer.nbytes, buffer.ctypes.data)
 
     def _check(self, call: str, nbytes: int, *arguments: int) -> None:
@@ -256,12 +256,12 @@ class PinnedMemory:
 
 
 def waited(tensor: Any) -> Any:
-    """Return a tensor, of the result of a collective once it is there."""
+    """Return the tensor; wait first if it is the result of an asynchronous collective."""
     return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
 
 def _dtype_name(path: str, leaf: Any) -> str:
-    """Return the dtype's name; raise if the tensor cannot be stored."""
+    """Return the name of the dtype; raise if the tensor cannot be stored."""
     if type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested:
         name = _NAMES.get(leaf.dtype)
         if name is not None:
@@ -270,11 +270,11 @@ def _dtype_name(path: str, leaf: Any) -> str:
 
 
 def _check_kind(path: str, leaf: Any) -> str:
-    """Return the dtype's name, once nothing else about the tensor is unsupported."""
+    """Return the name of the dtype; raise if the tensor cannot be stored, and say why."""
     kind = type(leaf)
     reason = cast = ""
     is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    # Wrappers come first: some raise whatever they are asked, as ShardedTensor does.
+    # Check for wrappers first: some, like ShardedTensor, raise on any attribute.
     if is_wrapper and not kind.__module__.startswith("torch.nested."):
         reason = f"is a {kind.__module__}.{kind.__qualname__}"
         cast = "wrapper tensors hold no bytes of their own: store the plain tensors inside"
@@ -306,16 +306,14 @@ _HARMLESS = (
     "torch.distributed._composable.",
     "torch.distributed.algorithms._checkpoint.",
 )
-"""Modules with hooks of `fully_shard` and of activation checkpointing: values are only copied, and
-the keys of state dicts are the same with and without them."""
+"""Modules whose hooks (`fully_shard`, activation checkpointing) change no keys or values."""
 
 
 def required_keys(owner: Any) -> Callable[[str], str | None] | None:
-    """Return a function that tells the required keys of a module's or optimizer's state dict.
+    """Return a function that maps a state-dict path to its required key, or to None.
 
-    It maps a path in a state dict to a key that the present and the saved state must both have, or
-    to None where they may differ. Returns None if hooks or methods of the user's classes take part
-    in loading: they may rename, add and drop keys, and combine what they get with what is there.
+    The current and the saved state must both have a required key. Returns None if user-defined
+    hooks or methods take part in loading: they may rename, add, drop and merge keys.
     """
     load = getattr(owner.load_state_dict, "__func__", None)
     if isinstance(owner, torch.optim.Optimizer):
@@ -340,11 +338,11 @@ _PARAMETER = re.compile(r"param_groups/\d+/params/\d+")
 
 
 def _parameter_key(path: str) -> str | None:
-    # The parameters of every group are counted; the other options of a group may differ.
+    # Every group must have the same number of parameters; its other options may differ.
     return path if _PARAMETER.fullmatch(path) else None
 
 
 def _module_key(path: str) -> str | None:
-    # Batch norm makes up for a missing count of batches; extra state may be empty.
+    # Batch norm tolerates a missing `num_batches_tracked`; extra state may be empty.
     key = path.partition("/")[0]
     return None if key.endswith(("num_batches_tracked", "_extra_state")) else key

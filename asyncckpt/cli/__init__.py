@@ -1,7 +1,7 @@
-"""The command line: look at checkpoints, verify, convert and compare them, remove steps.
+"""The command line: inspect, verify, convert and compare checkpoints, remove steps.
 
-`main` is the entry point of the command ``asyncckpt`` and of ``python -m asyncckpt``. Importing
-this module needs nothing beyond the library; running it needs the extra `cli` (rich and typer).
+`main` is the entry point of ``asyncckpt`` and ``python -m asyncckpt``. Running it needs the extra
+`cli` (rich and typer); importing this module does not.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
     0: success; verified checkpoints are intact, compared ones equal. 1: an error of the library,
-    damage, a difference, a question answered with no, or the output could not be written. 2: a
-    usage error, the extra `cli` is missing, the checkpoints could not be compared, or this release
-    does not read the format of one that was to be verified.
+    damage, a difference, a declined question, or output that could not be written. 2: a usage
+    error, the extra `cli` is missing, checkpoints that could not be compared, or a checkpoint to
+    verify whose format this release does not read.
 
     Args:
-        arguments: words after the command's name; None for those of the process.
+        arguments: words after the command's name; None for `sys.argv`.
     """
     try:
         from asyncckpt.cli.commands import run
@@ -40,16 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an encoding may lack × or …
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack × or …
             stream.reconfigure(errors="replace")
     try:
         status = run(sys.argv[1:] if arguments is None else arguments)
-        if sys.stdout is not None:  # as it is where the process began with it closed
+        if sys.stdout is not None:  # None if it was closed when the process started
             sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             print(f"asyncckpt: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        # The rest of the output must not fail again when the interpreter exits.
+        # Flushing the rest of the output must not fail again when the interpreter exits.
         with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 1

@@ -23,6 +23,7 @@ from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, counted, nbytes_text
 from asyncckpt.reports.progress import progress_bar
 from asyncckpt.stores.claims import claim_text
+from asyncckpt.stores.paths import below
 from asyncckpt.version import VERSION
 
 Verified = VerifyReport | UnsupportedFormatError
@@ -69,7 +70,7 @@ def _top(
 def list_steps(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Directory or URL of a run.")],
     as_json: AsJson = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """List the steps of a run."""
     infos: list[CheckpointInfo] = []
@@ -86,11 +87,9 @@ def list_steps(
     elif infos:
         tables.show([tables.listing(infos, tables.terminal_width())])
         # A run without claimed steps has no claims to look up.
-        if any(info.epoch for info in infos):
-            claim = opening.last_claim(root, options)
-            if claim is not None:
-                text = f"claim {claim.epoch}: {claim_text(claim)}"
-                typer.echo(f"\n{tables.printable(text)}")
+        if any(info.epoch for info in infos) and (claim := opening.last_claim(root, options)):
+            text = f"claim {claim.epoch}: {claim_text(claim)}"
+            typer.echo(f"\n{tables.printable(text)}")
     elif not failed:
         typer.echo(f"no checkpoints in {tables.printable(root)}")
     if failed:
@@ -103,10 +102,10 @@ def show(
         str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest step).")
     ],
     with_timeline: Annotated[
-        bool, typer.Option("--timeline", help="Show when the stages of its save were busy.")
+        bool, typer.Option("--timeline", help="Show when each stage of the save was busy.")
     ] = False,
     as_json: AsJson = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """Show leaves, shapes, dtypes and files."""
     options = storage_options(storage_option)
@@ -129,11 +128,11 @@ def verify(
         str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (all its steps).")
     ],
     as_json: AsJson = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """Read and check every byte.
 
-    Exit status 1 and the damaged leaves if any differs, 2 if this release does not read the format.
+    Exit status 1 with a list of the damaged leaves, 2 if this release does not read the format.
     """
     options = storage_options(storage_option)
     with progress_bar("verify", transient=True) as progress:
@@ -170,7 +169,7 @@ app.command()(transfer.export)
 def remove(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Steps: ROOT/STEP.")],
     yes: Yes = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """Remove steps of a run."""
     options = storage_options(storage_option)
@@ -215,7 +214,7 @@ def _verified(
     found = [report for report in reports if report is not None]
     if not found:
         raise CheckpointNotFoundError(
-            f"{path}: all its steps were deleted while being verified", location=path
+            f"{path}: all steps were deleted during the verification", location=path
         )
     return found
 
@@ -223,8 +222,8 @@ def _verified(
 def _listed_step(
     root: str, step: int, options: opening.Options, progress: Callable[[Progress], None]
 ) -> Verified | None:
-    """Verify a step of a run; return None, with a message, if it was deleted since listed."""
-    location = opening.child(root, step)
+    """Verify a step of a run; print a message and return None if it was deleted since listed."""
+    location = below(root, str(step))
     try:
         return _verify(location, (root, step), options, progress)
     except CheckpointNotFoundError:
@@ -232,7 +231,7 @@ def _listed_step(
             text = f"{location}: deleted since the steps were listed; skipped"
             complain(CheckpointNotFoundError(text, location=location))
             return None
-    # Either it was replaced and is read again, or it is not a checkpoint and raises again.
+    # A replaced step can be read now; anything else raises again.
     return _verify(location, (root, step), options, progress)
 
 
@@ -244,8 +243,8 @@ def _verify(
 ) -> Verified:
     """Verify a checkpoint, or the step of a run at `place`.
 
-    A record that cannot be read is reported as damage, too, and one of a newer release returned as
-    its error: other steps of the run are verified nevertheless.
+    So that other steps are still verified, an unreadable record is reported as damage, and the
+    error for a newer format is returned.
     """
     try:
         if place is None:

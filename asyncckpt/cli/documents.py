@@ -22,7 +22,7 @@ _OF_ARRAYS = (
     *("path", "kind", "framework", "dtype", "shape", "chunk_shape", "chunk_count"),
     *("nbytes", "stored_nbytes", "compression", "array", "tied_to"),
 )
-"""Fields of a `LeafInfo` that are valid JSON as they are."""
+"""Fields of a `LeafInfo` whose values are valid JSON."""
 
 
 def summary(info: CheckpointInfo) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def details(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def crc_text(file: FileInfo) -> str | None:
-    """Return the checksum of a file as hex, None without one."""
+    """Return the checksum of a file as hex, None if it has none."""
     return None if file.crc32c is None else f"{file.crc32c:08x}"
 
 
 def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
-    """Return the JSON of a leaf: an array with its layout, or a scalar with its value."""
+    """Return the JSON of a leaf: the layout of an array, or the value of a scalar."""
     if leaf.kind != "array":
         return {"path": leaf.path, "kind": leaf.kind, "value": scalar(leaf.value)}
     document = {name: getattr(leaf, name) for name in _OF_ARRAYS}
@@ -81,7 +81,7 @@ def difference(report: DiffReport) -> dict[str, Any]:
 
 
 def scalar(value: Any) -> Any:
-    """Return a scalar as JSON: bytes as base64, complex numbers as their two parts."""
+    """Return a scalar as JSON: bytes as base64, complex numbers as [real, imaginary]."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, complex):
@@ -90,15 +90,15 @@ def scalar(value: Any) -> Any:
 
 
 def number(value: float) -> float | str:
-    """Return a float as JSON, which has no NaN and no infinities: these become strings."""
+    """Return a float as JSON; NaN and infinities, which JSON lacks, become strings."""
     return value if math.isfinite(value) else repr(value)
 
 
 def created(info: CheckpointInfo) -> datetime.datetime:
-    """Return the time of the commit in the local time zone."""
+    """Return the commit time in the local time zone."""
     return datetime.datetime.fromtimestamp(info.created_ns / 1e9).astimezone()
 
 
 def compact(value: Mapping[str, Any]) -> str:
-    """Return JSON on one line; an empty string for an empty object."""
+    """Return JSON on one line, empty for an empty object."""
     return json.dumps(value, separators=(",", ":")) if value else ""

@@ -1,4 +1,4 @@
-"""The command `gc`: show leftovers of saves that never ended, and remove them."""
+"""The command `gc`: show and remove leftovers of saves that never ended."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from asyncckpt.cli import opening, tables
 from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, confirm, print_json
 from asyncckpt.errors import UsageError
+from asyncckpt.reports import counted
 from asyncckpt.session.gc import COLLECT_MIN_S
 
+LEFTOVERS = ("leftover", "leftovers")
+
 LISTED = 50
-"""Names shown before the question; `--json` has all of them."""
+"""Names listed before the question; `--json` prints all."""
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([hdw])", re.IGNORECASE)
 _UNIT_S = {"h": 3600.0, "d": 24 * 3600.0, "w": 7 * 24 * 3600.0}
@@ -33,7 +36,7 @@ def collect(
     ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """Remove old leftovers of saves that never ended.
 
@@ -55,7 +58,7 @@ def collect(
         _show(root, found, older_than)
         if not found:
             return
-        confirm(f"Remove {_count(found)}?", "nothing was removed")
+        confirm(f"Remove {counted(len(found), *LEFTOVERS)}?", "nothing was removed")
     found = collected(dry_run=dry_run)
     if as_json:
         print_json(
@@ -69,7 +72,7 @@ def collect(
     elif dry_run:
         _show(root, found, older_than)
     else:
-        typer.echo(f"removed {_count(found)}")
+        typer.echo(f"removed {counted(len(found), *LEFTOVERS)}")
 
 
 def _show(root: str, found: Sequence[str], older_than: str) -> None:
@@ -80,10 +83,6 @@ def _show(root: str, found: Sequence[str], older_than: str) -> None:
         typer.echo(tables.printable(name))
     if len(found) > LISTED:
         typer.echo(f"… and {len(found) - LISTED} more")
-
-
-def _count(found: Sequence[str]) -> str:
-    return "1 leftover" if len(found) == 1 else f"{len(found)} leftovers"
 
 
 def _seconds(text: str) -> float:

@@ -1,8 +1,11 @@
-"""Locations on the command line, each a checkpoint or the root of a run, and their options."""
+"""Locations and storage options on the command line.
 
-# Rule 1: only this module of the command line tells paths and URLs apart.
-# Rule 2: a value of `--storage-option`, or text that may be one, is never printed: it may be a
-#   secret.
+A location is a checkpoint or the root of a run, as a path or URL.
+"""
+
+# Rule 1: no other module of the command line distinguishes paths from URLs.
+# Rule 2: a value of `--storage-option`, which may be a secret, is never printed, nor is text that
+#   may contain one.
 
 from __future__ import annotations
 
@@ -33,19 +36,18 @@ from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.session.steps import foreign_steps
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url, split_url, without_scheme
-from asyncckpt.stores.paths import below
 
 StorageOption = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         "--storage-option",
         metavar="KEY=VALUE",
-        help="Option of the client of a URL, such as endpoint_url=…; JSON or text; repeatable.",
+        help="Option of a URL's client, such as endpoint_url=…; JSON or text; repeatable.",
     ),
 ]
 
 Options = Mapping[str, Any] | None
-"""The values of `--storage-option`; for URLs only."""
+"""The values of `--storage-option`, for URLs only."""
 
 LOOKED_AT_ONCE = 16
 """Steps of a run inspected concurrently: each takes two round trips to a bucket."""
@@ -53,14 +55,14 @@ LOOKED_AT_ONCE = 16
 T = TypeVar("T")
 
 
-def storage_options(words: Sequence[str]) -> Options:
-    """Return the options by key, None for no words; a value that is not JSON is text.
+def storage_options(words: Sequence[str] | None) -> Options:
+    """Return the options by key, None without words; a value that is not JSON is text.
 
     Raises:
-        UsageError: a word is not KEY=VALUE, or a key comes twice.
+        UsageError: a word is not KEY=VALUE, or a key is given twice.
     """
     options: dict[str, Any] = {}
-    for word in words:
+    for word in words or ():
         key, separator, text = word.partition("=")
         if not separator or not key.isidentifier():
             raise UsageError("--storage-option: pass KEY=VALUE, for example profile=training")
@@ -74,33 +76,28 @@ def storage_options(words: Sequence[str]) -> Options:
 
 
 def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpointer]:
-    """Open the run at a root for a `with` block, without sweeping it."""
+    """Open a run for a `with` block."""
     return contextlib.closing(blocking.Checkpointer(root, storage_options=options))
 
 
 def full_name(location: str) -> str:
-    """Return the location as in reports: an absolute path or a normalized URL."""
+    """Return the location as reports show it: an absolute path or a normalized URL."""
     if not is_url(location):
         return os.path.abspath(without_scheme(location))
     return str(parse_url(location))
 
 
-def child(root: str, step: int) -> str:
-    """Return the location of a step."""
-    return below(root, f"{step}")
-
-
 def step_of(location: str) -> tuple[str, int] | None:
-    """Return root and step of a location that ends in a step number, else None."""
+    """Return the root and step of a location that ends in a step number, else None."""
     root, separator, name = full_name(location).rpartition("/")
-    # A bucket or host follows the `//` of a URL.
+    # The part after `//` in a URL is a bucket or host.
     if not separator or root.endswith(":/") or not STEP_NAME.fullmatch(name):
         return None
     return root or "/", int(name)
 
 
 def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncCheckpointError]:
-    """Describe every step of a run, ascending; a step that cannot be read gives its error.
+    """Describe every step of a run, ascending, with an error for each unreadable step.
 
     Raises:
         CheckpointNotFoundError: the directory does not exist, or is itself a checkpoint.
@@ -119,7 +116,7 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
             try:
                 return run.inspect(step)
             except CheckpointNotFoundError:
-                return None  # deleted since it was listed
+                return None  # deleted since the listing
             except AsyncCheckpointError as error:
                 return error
 
@@ -128,11 +125,7 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
 
 
 def check_directory(root: str) -> None:
-    """Check that a local root is a directory; URLs pass.
-
-    Raises:
-        CheckpointNotFoundError: it is not a directory.
-    """
+    """Raise `CheckpointNotFoundError` if a root is a local path that is not a directory."""
     if is_url(root) or os.path.isdir(without_scheme(root)):
         return
     found = "there is no such directory"
@@ -170,7 +163,7 @@ def inspect_location(location: str, options: Options, *, timeline: bool = False)
         try:
             return inspect_step(location, step, options, timeline=timeline)
         except CorruptCheckpointError as damage:
-            # Without a valid record it is not a step; other damage is reported.
+            # A step without a valid record does not count; other damage is reported.
             if damage.file != RECORD_NAME:
                 raise
             complain(damage)
@@ -180,7 +173,7 @@ def inspect_location(location: str, options: Options, *, timeline: bool = False)
 def candidates(root: str, options: Options) -> list[int]:
     """Return the steps below a root that have a record, valid or not, ascending.
 
-    If none has one, return all: they may belong to another library.
+    If none has a record, return all steps: they may belong to another library.
     """
     if not is_url(root) and not os.path.isdir(without_scheme(root)):
         return []
@@ -196,7 +189,7 @@ def verify_step(
 
 
 def removable(location: str, options: Options) -> tuple[str, int]:
-    """Return root and step of a location to remove, which has a record.
+    """Return the root and step of a location to remove.
 
     Raises:
         UsageError: the location does not end in a step number.
@@ -206,11 +199,11 @@ def removable(location: str, options: Options) -> tuple[str, int]:
     if place is None:
         by_hand = "the tools of its store, checkpoint.json first" if is_url(location) else "`rm -r`"
         raise UsageError(
-            f"{location}: not a step of a run (ROOT/STEP), which is all that rm removes; "
+            f"{location}: not a step of a run (ROOT/STEP); rm removes only steps; "
             f"remove any other checkpoint with {by_hand}",
             location=location,
         )
-    # Without a record it is a directory whose name happens to be a number.
+    # Without a record, it is just a directory with a number as its name.
     if not has_record(location, options):
         root, step = place
         text = f"{location}: there is no checkpoint to remove"

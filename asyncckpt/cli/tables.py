@@ -1,4 +1,4 @@
-"""Tables for people: wrapped to the width of a terminal, plain lines in a pipe or file."""
+"""Tables: wrapped to the width of a terminal, plain lines in a pipe or file."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from asyncckpt.reports import (
 )
 
 STYLED_ROWS = 2000
-"""Most rows laid out for the terminal; rich takes a third of a millisecond per row."""
+"""Maximum number of rows laid out by rich, which takes a third of a millisecond per row."""
 
 SHORT = 48
-"""Most characters of metadata and values in a table; `--json` has them whole."""
+"""Maximum length of metadata and values in a table; `--json` prints them in full."""
 
 GAP = "  "
-"""Between two columns, in a terminal too."""
+"""Text between two columns."""
 
 
 def console() -> Console:
-    """Return a console that prints text as it is: no markup, no highlighting."""
+    """Return a console that prints text unchanged: no markup, no highlighting."""
     return Console(markup=False, highlight=False, emoji=False)
 
 
@@ -44,7 +44,7 @@ def terminal_width() -> int | None:
 
 
 def printable(text: str) -> str:
-    """Escape terminal control characters: a checkpoint may come from anyone."""
+    """Escape terminal control characters: a checkpoint may be hostile."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode-escape").decode() for c in text)
@@ -59,7 +59,7 @@ class Grid:
 
 
 def show(grids: Iterable[Grid]) -> None:
-    """Print the tables, with an empty line between two of them."""
+    """Print the tables, separated by empty lines."""
     printer = console()
     for number, grid in enumerate(grids):
         if number:
@@ -100,9 +100,9 @@ def _plain(grid: Grid) -> Iterator[str]:
 
 
 def listing(infos: Sequence[CheckpointInfo], width: int | None) -> Grid:
-    """Return the steps of a run, one line each; metrics and metadata fill the rest of `width`.
+    """Return the steps of a run, one line each.
 
-    These two columns are left out if they would be narrower than their titles.
+    Metrics and metadata share the remaining `width`; a column narrower than its title is left out.
     """
     columns = {
         ">step": [str(info.step) for info in infos],
@@ -130,7 +130,7 @@ def listing(infos: Sequence[CheckpointInfo], width: int | None) -> Grid:
 
 
 def heading(info: CheckpointInfo) -> Grid:
-    """Return location, format, size and metadata of a checkpoint."""
+    """Return the location, format, size and metadata of a checkpoint."""
     rows = [
         ("checkpoint", info.location),
         ("step", "" if info.step is None else str(info.step)),
@@ -145,7 +145,7 @@ def heading(info: CheckpointInfo) -> Grid:
 
 
 def _saved_text(info: CheckpointInfo) -> str:
-    """Return time, library and id of the save, as far as the format has them."""
+    """Return the time, library and save id, as far as the format has them."""
     when = time_text(info)
     by = f"by {info.library}" if info.library else ""
     save = f", save {info.save_id}" if info.save_id else ""
@@ -182,7 +182,7 @@ def damages(reports: Sequence[VerifyReport]) -> Grid:
 
 
 def changes(report: DiffReport, limit: int) -> Grid:
-    """Return the leaves that differ, at most `limit` of them (0: all)."""
+    """Return the leaves that differ, up to `limit` (0: all)."""
     shown = report.changed[: limit or None]
     rows = [_change_row(leaf) for leaf in shown]
     if len(shown) < len(report.changed):
@@ -206,19 +206,19 @@ def _change_row(leaf: LeafDifference) -> Sequence[str]:
 
 
 def time_text(info: CheckpointInfo) -> str:
-    """Return the local time to the second, empty if the format has none."""
+    """Return the local commit time to the second, empty if the format has none."""
     if not info.created_ns:
         return ""
     return created(info).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def short(text: str, room: int = SHORT) -> str:
-    """Return the beginning of a long text."""
+    """Return the text, truncated to `room` characters."""
     return text if len(text) <= room else text[: room - 1] + "…"
 
 
 def metrics_text(metrics: Mapping[str, float], room: int = SHORT) -> str:
-    """Return as many whole metrics as fit: a truncated number would be another number."""
+    """Return as many metrics as fit, none truncated: that would change the number."""
     parts = [f"{name}={value:.6g}" for name, value in metrics.items()]
     whole = " ".join(parts)
     if len(whole) <= room:
@@ -242,7 +242,7 @@ def _branch(node: Any, label: str, depth: int) -> Iterator[Sequence[str]]:
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, child in items:
         leaf = _first_leaf(child)
-        # As spelled in paths, for include=; an empty container has no path.
+        # Spelled as in paths, for include=; an empty container has no path.
         part = str(key) if leaf is None else leaf.path.split("/")[depth]
         yield from _branch(child, part, depth + 1)
 

@@ -1,4 +1,4 @@
-"""Options, questions, errors and JSON that commands share."""
+"""Options, questions, errors and JSON shared by the commands."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def complain(error: AsyncCheckpointError) -> None:
 
 
 def confirm(question: str, otherwise: str) -> None:
-    """Ask; if the answer is no, print `otherwise` and end with exit status 1."""
+    """Ask; if the answer is no, print `otherwise` and exit with status 1."""
     if sys.stdin is None:  # closed
-        raise UsageError("there is no standard input to ask on; pass --yes to go on without asking")
+        raise UsageError("standard input is closed, so no question can be asked; pass --yes")
     if not typer.confirm(question):
         typer.echo(otherwise)
         raise typer.Exit(1)

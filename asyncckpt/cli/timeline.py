@@ -10,14 +10,14 @@ from asyncckpt.reports import Span, Timeline, nbytes_text, rate_text
 from asyncckpt.reports.timeline import Stage
 
 SHADES = " ░▒▓█"
-"""From a cell that was idle to one that was busy all the time."""
+"""Shades of a cell, from idle to busy all the time."""
 
 WIDTH = 48
-"""Cells of a bar in a pipe or file; in a terminal at most twice as many."""
+"""Cells of a bar in a pipe or file, and half their maximum in a terminal."""
 
 
 def gantt(timeline: Timeline, width: int | None) -> Grid:
-    """Return a line per stage: a bar over the time of the save, times, bytes and rate.
+    """Return a line per stage: a bar over the duration of the save, times, bytes and rate.
 
     `width` is the width of the terminal in columns, None for a pipe or file.
     """
@@ -37,7 +37,7 @@ def gantt(timeline: Timeline, width: int | None) -> Grid:
 
 
 def spans_document(timeline: Timeline) -> dict[str, Any]:
-    """Return the timeline as JSON, for `--json`."""
+    """Return the timeline as JSON."""
     spans = [dict(zip(Span._fields, span, strict=True)) for span in timeline.spans]
     return {"process": timeline.process, "spans": spans}
 
@@ -50,7 +50,7 @@ def _facts(stage: Stage) -> list[str]:
 
 
 def _bar(spans: Iterable[Span], end_s: float, cells: int) -> str:
-    """Return a bar whose cells are shaded by the share of time in which a lane was busy."""
+    """Return a bar whose cells are shaded by the fraction of time that any lane was busy."""
     busy = [0.0] * cells
     done = 0.0  # in cells
     for span in spans:  # by start
@@ -60,5 +60,5 @@ def _bar(spans: Iterable[Span], end_s: float, cells: int) -> str:
         for cell in range(int(start), min(cells, int(end) + 1)):
             busy[cell] += max(0.0, min(end, cell + 1) - max(start, cell))
     most = len(SHADES) - 1
-    # Rounded up, so that the shortest stage is visible, too.
+    # Rounded up, so that even the shortest stage is visible.
     return "".join(SHADES[min(most, int(share * most + 0.999))] for share in busy)

@@ -21,20 +21,19 @@ from asyncckpt.spec import DTYPES, ArraySpec
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 Source = Annotated[
-    str,
-    typer.Argument(metavar="SRC", help="A checkpoint, a file, or a run (its newest step)."),
+    str, typer.Argument(metavar="SRC", help="A checkpoint, a file, or a run (its newest step).")
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="Where to write.")]
 Overwrite = Annotated[
     bool,
-    typer.Option("--overwrite", help="Replace what is at DST, atomically; a directory as a whole."),
+    typer.Option("--overwrite", help="Replace DST atomically, a directory as a whole."),
 ]
 Zstd = Annotated[bool, typer.Option("--zstd", help="Compress the chunks.")]
 Memory = Annotated[
     str, typer.Option("--memory", metavar="SIZE", help="Staging memory, for example 512MiB.")
 ]
 Casts = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         "--cast", metavar="FROM=TO", help="Store arrays of one dtype as another; repeatable."
     ),
@@ -46,11 +45,11 @@ def convert(
     destination: Target,
     to: Annotated[
         Literal["asyncckpt", "safetensors"] | None,
-        typer.Option("--to", help="Format of DST; by its suffix otherwise."),
+        typer.Option("--to", help="Format of DST; by default from its suffix."),
     ] = None,
     overwrite: Overwrite = False,
     zstd: Zstd = False,
-    cast: Casts = [],  # noqa: B006 - typer copies it
+    cast: Casts = None,
     max_file_size: Annotated[
         str,
         typer.Option(
@@ -59,7 +58,7 @@ def convert(
     ] = "",
     memory: Memory = "",
     as_json: AsJson = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """Convert a checkpoint to asyncckpt or safetensors.
 
@@ -72,7 +71,7 @@ def convert(
             to=to,
             overwrite=overwrite,
             max_file_nbytes=size_nbytes("--max-file-size", max_file_size),
-            options=_options(zstd, memory, cast),
+            options=_options(zstd, memory, cast or ()),
             storage_options=storage_options(storage_option),
             progress=progress,
         )
@@ -89,7 +88,7 @@ def export(
     zstd: Zstd = False,
     memory: Memory = "",
     as_json: AsJson = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """Make a copy that Orbax can restore."""
     if not orbax:
@@ -109,11 +108,11 @@ def export(
 
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a file, or a run.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another to compare with A.")],
     bitwise: Annotated[
         bool,
         typer.Option(
-            "--bitwise", help="Compare bits: NaNs of other bits differ, and so do 0.0 and -0.0."
+            "--bitwise", help="Compare bits: NaNs with different bits differ, as do 0.0 and -0.0."
         ),
     ] = False,
     limit: Annotated[
@@ -121,7 +120,7 @@ def diff(
     ] = 50,
     memory: Memory = "",
     as_json: AsJson = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """Compare two checkpoints.
 
@@ -177,7 +176,7 @@ def _options(zstd: bool, memory: str, casts: Sequence[str]) -> SaveOptions:
 
 
 def _casting(casts: Sequence[str]) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
-    """Return the leaf options that cast dtypes; None for no casts."""
+    """Return the leaf options that cast dtypes; None without casts."""
     wanted: dict[str, LeafOptions] = {}
     for cast in casts:
         before, separator, after = cast.partition("=")
@@ -192,7 +191,7 @@ def _casting(casts: Sequence[str]) -> Callable[[str, ArraySpec], LeafOptions | N
 
 
 def size_nbytes(option: str, text: str) -> int | None:
-    """Return the bytes of a size such as 5GB (decimal) or 5GiB (binary); None for no text."""
+    """Return the bytes of a size such as 5GB (decimal) or 5GiB (binary); None if empty."""
     if not text:
         return None
     found = _SIZE.fullmatch(text.strip())

@@ -1,4 +1,4 @@
-"""The command `tune`: measure a store, and print, or plot, what to save with."""
+"""The command `tune`: measure a store, and print or plot the results."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from asyncckpt.tune.recommend import MAX_NBYTES, MAX_S, TunePoint, TuneReport
 
 
 def tune(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where checkpoints are to be kept.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The location for checkpoints.")],
     max_bytes: Annotated[
         str,
         typer.Option(
             "--max-bytes",
             metavar="SIZE",
-            help=f"Bytes to move at most, both ways ({nbytes_text(MAX_NBYTES)}).",
+            help=f"Maximum bytes to move, both ways ({nbytes_text(MAX_NBYTES)}).",
         ),
     ] = "",
     max_seconds: Annotated[
         float,
-        typer.Option("--max-seconds", help="Seconds after which it ends, with the results so far."),
+        typer.Option("--max-seconds", help="Time limit; prints the results so far."),
     ] = MAX_S,
     memory: Annotated[
         str, typer.Option("--memory", metavar="SIZE", help="Staging memory of a save.")
@@ -44,11 +44,11 @@ def tune(
     ] = "",
     yes: Yes = False,
     as_json: AsJson = False,
-    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+    storage_option: StorageOption = None,
 ) -> None:
     """Measure an object store and recommend options.
 
-    Writes objects of several sizes below a prefix of its own, reads them, and removes them.
+    Writes objects of several sizes below its own prefix, reads them, and removes them.
     """
     max_nbytes = size_nbytes("--max-bytes", max_bytes) or MAX_NBYTES
     memory_nbytes = size_nbytes("--memory", memory)
@@ -59,9 +59,9 @@ def tune(
     _check_plot(plot)
     if not yes:
         typer.echo(
-            f"{tables.printable(opening.full_name(url))}: objects are written below "
-            f"asyncckpt-tune-…, read, and removed; {nbytes_text(max_nbytes)} at most, written and "
-            f"read together, in {max_seconds:g} s at most"
+            f"{tables.printable(opening.full_name(url))}: objects below asyncckpt-tune-… are "
+            f"written, read and removed: at most {nbytes_text(max_nbytes)} in total, within "
+            f"{max_seconds:g} s"
         )
         confirm("Go on?", "nothing was measured")
     with progress_bar("tune", transient=True) as progress:
@@ -119,7 +119,7 @@ def _table(points: Sequence[TunePoint]) -> tables.Grid:
 
 
 def _check_plot(path: str) -> None:
-    """Check that a plot can be drawn and saved, before anything is measured."""
+    """Check before measuring that a plot can be drawn and saved."""
     if not path:
         return
     if importlib.util.find_spec("matplotlib") is None:

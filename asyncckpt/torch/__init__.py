@@ -5,8 +5,8 @@
     dcp.save(state_dict, storage_writer=asyncckpt.torch.StorageWriter("/shared/run/7"))
     dcp.load(state_dict, storage_reader=asyncckpt.torch.StorageReader("/shared/run/7"))
 
-DCP's planners decide what each rank writes and reads, this library how. Importing this package
-imports PyTorch.
+DCP's planners decide what each rank writes and reads; this library writes and reads it. Importing
+this package imports PyTorch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Contents of a checkpoint for DCP's planners: keys with tensors in shards, and values."""
+"""Contents of a checkpoint for DCP's planners: sharded tensors and values by key."""
 
 # Rule: a checkpoint that was not written through DCP gets the keys that DefaultSavePlanner would
-#   give its tree, so that the same state dicts can be loaded from it.
+#   give its tree, so that DCP can load the same state dicts from it.
 
 from __future__ import annotations
 
@@ -28,17 +28,11 @@ from asyncckpt.torch.dcp_metadata import Layout, decode_layout
 from asyncckpt.tree import Structure, escape, flatten, unflatten
 
 DCP_VERSION = "1.0.0"
-"""Version in the `Metadata` for planners; PyTorch's first releases have none."""
+"""Version in the `Metadata` for planners; absent in early releases of PyTorch."""
 
 
 class Stored:
-    """Placeholder for an array of the checkpoint.
-
-    Attributes:
-        path: its path.
-        spec: shape and dtype.
-        is_bytes: it holds Python's `bytes`.
-    """
+    """Placeholder for an array of the checkpoint, which may hold Python's `bytes`."""
 
     # Not a dataclass: in a tree, that would be a container.
     __slots__ = ("is_bytes", "path", "spec")
@@ -51,12 +45,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A tensor.
-
-    Attributes:
-        stored: the array.
-        shards: its saved boxes by offset.
-    """
+    """A tensor, and its saved boxes by offset."""
 
     stored: Stored
     shards: Mapping[tuple[int, ...], Box]
@@ -64,11 +53,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """A value other than a tensor: containers and leaves, some of which may be stored `bytes`.
+    """A value other than a tensor.
 
     Attributes:
-        structure: the containers.
-        leaves: Python scalars, and `Stored`.
+        structure: its containers.
+        leaves: Python scalars, and `Stored` for `bytes` that are saved as arrays.
         opaque: the value is the bytes of a pickle.
     """
 
@@ -77,11 +66,11 @@ class Value:
     opaque: bool = False
 
     def stored(self) -> Iterator[Stored]:
-        """Yield the arrays that have to be read."""
+        """Return the arrays to read."""
         return (leaf for leaf in self.leaves if isinstance(leaf, Stored))
 
     def filled(self, read: Mapping[str, bytes]) -> Any:
-        """Return the value; `read` has stored bytes by path."""
+        """Return the value; `read` contains the stored `bytes` by path."""
         leaves = [read[leaf.path] if isinstance(leaf, Stored) else leaf for leaf in self.leaves]
         return unflatten(self.structure, leaves)
 
@@ -92,7 +81,7 @@ class Catalog:
 
     Attributes:
         location: path or URL of the checkpoint.
-        save_id: identity of its save.
+        save_id: its save id.
         entries: tensors and values by key.
         paths: path of every key in the nested state dict; None if nothing was flattened.
     """
@@ -115,10 +104,10 @@ class Catalog:
 
 
 def catalog_of(opened: OpenCheckpoint) -> Catalog:
-    """Return the contents of a checkpoint of this library.
+    """Return the contents of an asyncckpt checkpoint.
 
     Raises:
-        UnsupportedFormatError: it was written by another library; says how to read it.
+        UnsupportedFormatError: another library wrote it; says how to read it.
         CorruptCheckpointError: its metadata is damaged.
         DtypeMismatchError: PyTorch has no such dtype.
     """
@@ -133,8 +122,8 @@ def catalog_of(opened: OpenCheckpoint) -> Catalog:
     tree = unflatten(opened.structure(), [_stand_in(leaf) for leaf in leaves])
     if not isinstance(tree, dict):
         raise UnsupportedFormatError(
-            f"{opened.location}: this checkpoint holds a {type(tree).__name__} and no dict, which "
-            "DCP cannot load; restore it with asyncckpt.restore",
+            f"{opened.location}: this checkpoint holds a {type(tree).__name__}, but DCP can load "
+            "only a dict; restore it with asyncckpt.restore",
             location=opened.location,
             expected="a dict",
             found=type(tree).__name__,
@@ -151,8 +140,8 @@ def _refuse_foreign(opened: OpenCheckpoint) -> None:
     if opened.format == "dcp":
         advice = f"read it with FileSystemReader or FsspecReader, or {advice}"
     raise UnsupportedFormatError(
-        f"{opened.location}: this checkpoint is of the format {opened.format!r}; StorageReader "
-        f"reads those of asyncckpt: {advice}",
+        f"{opened.location}: this checkpoint has the format {opened.format!r}; StorageReader "
+        f"reads only asyncckpt checkpoints: {advice}",
         location=opened.location,
         expected="asyncckpt",
         found=opened.format,
@@ -160,7 +149,7 @@ def _refuse_foreign(opened: OpenCheckpoint) -> None:
 
 
 def _leaves(opened: OpenCheckpoint) -> list[Any]:
-    """Return every leaf: a Python scalar, or `Stored`."""
+    """Return a Python scalar or `Stored` for every leaf."""
     adapter = TorchAdapter()
     leaves: list[Any] = []
     table = opened.leaves
@@ -181,7 +170,7 @@ def _leaves(opened: OpenCheckpoint) -> list[Any]:
 def _entries_of_dcp(
     opened: OpenCheckpoint, layout: Layout, leaves: list[Any]
 ) -> dict[str, Tensor | Value]:
-    """Return the entries of a checkpoint written through DCP, which is a flat dict."""
+    """Return the entries of a checkpoint written through DCP, whose tree is a flat dict."""
     structure = opened.structure()
     keys = [str(key) for key in structure.nodes[0].keys]
     parts = structure.subtrees([escape(key) for key in keys])

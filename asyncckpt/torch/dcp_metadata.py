@@ -1,13 +1,13 @@
-"""DCP's metadata in a checkpoint: one JSON object in the metadata of its record.
+"""DCP's metadata: a JSON object in the metadata of a checkpoint's record.
 
 ::
 
     {"version": 1,
-     "paths":  {key: path in the nested state dict}, without keys that are their own path; or null
-     "shards": {key: {"cell": shape} or [[offset, shape], ...]}, without tensors of one shard
+     "paths":  {key: path in the nested state dict}, without keys that equal their path; or null
+     "shards": {key: {"cell": shape} or [[offset, shape], ...]}, without single-shard tensors
      "opaque": [key, ...]}
 
-Shapes and dtypes are those of the arrays.
+Shapes and dtypes are not repeated here: the arrays have them.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box, ChunkGrid
 
 NAME = "torch.distributed.checkpoint"
-"""Key of the JSON object in the metadata of a record."""
+"""Key of the JSON object."""
 
 VERSION = 1
 _FORM = {"version": object, "paths": (dict,), "shards": dict, "opaque": [str]}
 
 MAX_SHARDS = 1 << 22
-"""Most shards of one tensor, so that damaged or hostile metadata cannot exhaust the memory."""
+"""Maximum number of shards of a tensor: damaged or hostile metadata must not exhaust memory."""
 
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The part of DCP's metadata that a record keeps.
+    """DCP's metadata in a record.
 
     Attributes:
-        paths: path in the nested state dict of each key that is not its own path; None if the
+        paths: path in the nested state dict of each key that differs from its path; None if the
             planner flattens nothing.
         opaque: keys whose values are the bytes of a pickle.
     """
@@ -77,10 +77,10 @@ def box_of(chunk: ChunkStorageMetadata) -> Box:
 
 
 def check_written(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-    """Check that every item of the global plan was written once.
+    """Check that exactly one rank wrote every item of the global plan.
 
     Raises:
-        UsageError: an item was written by no rank or several; names its key and the ranks.
+        UsageError: no rank or several wrote an item; names its key and the ranks.
     """
     ranks: dict[MetadataIndex, list[int]] = {}
     for rank, written in enumerate(results):
@@ -103,7 +103,7 @@ def check_written(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) 
 
 
 def _items(metadata: Metadata) -> Iterator[MetadataIndex]:
-    """Yield the index of every item that is not empty."""
+    """Yield the index of every non-empty item."""
     for key, value in metadata.state_dict_metadata.items():
         if not isinstance(value, TensorStorageMetadata):
             yield MetadataIndex(key)
@@ -118,10 +118,10 @@ def encode_layout(
 ) -> dict[str, dict[str, Any]]:
     """Return the metadata for the record.
 
-    `WriteResult.storage_data` is True for items that are pickles, stored as bytes.
+    `WriteResult.storage_data` is True for opaque items.
 
     Raises:
-        UsageError: the planner's data are not a mapping of keys to paths.
+        UsageError: the planner's data do not map keys to paths.
     """
     shards: dict[str, Any] = {}
     for key, value in metadata.state_dict_metadata.items():
@@ -140,14 +140,14 @@ def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
     """Return DCP's metadata in a record, None if it was not written through DCP.
 
     Raises:
-        CorruptCheckpointError: the metadata are malformed, or of another version.
+        CorruptCheckpointError: the metadata are malformed or have another version.
     """
     stored = metadata.get(NAME)
     if stored is None:
         return None
     try:
         check_form(stored, dict)
-        version = stored.get("version")  # a later one may have other members
+        version = stored.get("version")  # checked first: other versions may have other members
         if version != VERSION:
             raise ValueError(f"version {version!r:.40}, this release reads {VERSION}")
         check_form(stored, _FORM)
@@ -160,7 +160,7 @@ def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
 
 
 def _encoded(shape: tuple[int, ...], boxes: Sequence[Box]) -> Any:
-    """Return JSON for the boxes: a cell if they form a regular grid, else a list."""
+    """Return the boxes as JSON: the cell of a regular grid, else a list."""
     boxes = sorted(boxes, key=lambda box: box.offset)
     cell = boxes[0].shape
     grid = ChunkGrid(shape, cell)
@@ -202,9 +202,9 @@ def _encoded_paths(planner_data: Any) -> dict[str, list[str | int]] | None:
     except (AttributeError, TypeError):
         raise UsageError(
             f"planner_data: the metadata of this planner holds a {type(planner_data).__name__}, "
-            "which cannot be stored; nothing was committed. Let create_global_plan give metadata "
-            "whose planner_data is None, or maps each key to its path in the nested state dict, as "
-            "DefaultSavePlanner does",
+            "which cannot be stored; nothing was committed. create_global_plan must return "
+            "metadata whose planner_data is None or maps each key to its path in the nested state "
+            "dict, as DefaultSavePlanner does",
             expected="a dict of tuples of str and int",
             found=type(planner_data).__name__,
         ) from None
@@ -213,7 +213,7 @@ def _encoded_paths(planner_data: Any) -> dict[str, list[str | int]] | None:
 
 def _path(path: Any) -> Path:
     if not isinstance(path, list) or not path or set(map(type, path)) - {str, int}:
-        raise TypeError(f"{path!r:.80} is no path")
+        raise TypeError(f"{path!r:.80} is not a path")
     return tuple(path)
 
 

@@ -1,7 +1,7 @@
 """Items of DCP's save plans as leaves of a tree."""
 
-# Rule: values are decoded by the allow-list unpickler of `format.foreign.torch`, which executes
-#   nothing from a planner. (test_a_value_that_would_execute_something_is_refused)
+# Rule: values are decoded by the allow-list unpickler of `format.foreign.torch`, which executes no
+#   code from a planner. (test_a_value_that_would_execute_something_is_refused)
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from asyncckpt.spec import Box
 from asyncckpt.torch.dcp_metadata import box_of
 
 OWN_NBYTES = 1 << 62
-"""Memory allowance for a value, practically unlimited: it exists in this process already."""
+"""Memory allowance for a value; practically unlimited, because it is in memory already."""
 
 
 def resolve(
     plan: SavePlan, planner: SavePlanner, *, opaque: bool
 ) -> tuple[dict[str, Any], list[WriteResult]]:
-    """Return the tree that this rank writes, by key, and the results for the coordinator.
+    """Return this rank's part of the tree by key, and the results for the coordinator.
 
-    Every item is resolved once, in the calling thread.
+    Resolves every item once, in the calling thread.
 
     Args:
         plan: the final plan of this rank.
@@ -49,7 +49,7 @@ def resolve(
 
     Raises:
         UnsupportedLeafError: a value cannot be stored; names the key.
-        ShapeMismatchError: the planner provided a tensor of another shape than planned.
+        ShapeMismatchError: a tensor does not have the planned shape.
     """
     tree: dict[str, Any] = {}
     shards: defaultdict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
@@ -66,7 +66,7 @@ def resolve(
         assert item.tensor_data is not None
         shape = tuple(item.tensor_data.size)
         if box.size or 0 in shape:
-            tree[key] = None  # keeps its place among the keys
+            tree[key] = None  # keeps the order of the keys
             shards[key].append((box, tensor))
             shapes[key] = shape
     for key, held in shards.items():
@@ -97,7 +97,7 @@ def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
 
 
 def _plain(key: str, data: bytes) -> Any:
-    """Return the plain value in an archive of `torch.save`; dicts of any class become dicts."""
+    """Return the plain value in a `torch.save` archive; mappings of any class become dicts."""
     try:
         archive = Archive(data, len(data), "its archive", f"the value of {key!r:.200}", 0)
         return load_value(archive.pickle(), Allowance(OWN_NBYTES))
@@ -115,7 +115,7 @@ def _plain(key: str, data: bytes) -> Any:
 
 
 def _shard(item: WriteItem, data: object) -> tuple[Box, torch.Tensor]:
-    """Return the box of a shard in its tensor, and the shard."""
+    """Return a shard and its box."""
     key = item.index.fqn
     if not isinstance(data, torch.Tensor) or item.tensor_data is None:
         raise UnsupportedLeafError(
@@ -129,8 +129,8 @@ def _shard(item: WriteItem, data: object) -> tuple[Box, torch.Tensor]:
     if tuple(data.shape) != box.shape:
         raise ShapeMismatchError(
             f"{key}: the planner resolved the shard at {list(box.offset)} to a tensor of shape "
-            f"{list(data.shape)}, its item says {list(box.shape)}; resolve_data must return the "
-            "values of the item alone",
+            f"{list(data.shape)}, its item says {list(box.shape)}; resolve_data must return only "
+            "the values of the item",
             path=key,
             expected=box.shape,
             found=tuple(data.shape),

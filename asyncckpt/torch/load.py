@@ -22,13 +22,13 @@ from asyncckpt.torch.catalog import Catalog, Tensor, Value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resolved:
-    """One item of the plan.
+    """An item of the plan.
 
     Attributes:
-        item: item of the planner.
-        entry: tensor or value to read.
-        box: part of the tensor; None for values.
-        tensor: destination; None for values.
+        item: the planner's item.
+        entry: the tensor or value to read.
+        box: the part of the tensor; None for values.
+        tensor: the destination; None for values.
     """
 
     item: ReadItem
@@ -42,17 +42,17 @@ def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> list[Reso
 
     Raises:
         TreeMismatchError: an item is not in the checkpoint; no tensor was resolved.
-        ShapeMismatchError: the planner provided a tensor of another shape than its item.
+        ShapeMismatchError: a tensor does not have the shape of its item.
     """
     found = [_found(item, catalog) for item in plan.items]
     return [_resolved(one, planner) for one in found]
 
 
 def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
-    """Yield the targets of successive restores, at most two.
+    """Yield the targets of one or two successive restores.
 
-    Keys whose targets share memory with an earlier one, as tied weights do, are read into memory of
-    their own in the second restore, and copied once it has ended.
+    Targets that share memory with an earlier one, as tied weights do, are read into temporary
+    tensors by the second restore, then copied.
     """
     groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
     wanted: list[Wanted] = []
@@ -82,7 +82,7 @@ def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
 
 
 def commit(items: Sequence[Resolved], planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
-    """Hand all items to the planner; `read` has stored bytes by path."""
+    """Pass all items to the planner; `read` contains the stored `bytes` by path."""
     for one in items:
         if one.tensor is not None:
             planner.commit_tensor(one.item, one.tensor)
@@ -102,7 +102,7 @@ def _found(item: ReadItem, catalog: Catalog) -> Resolved:
         raise _missing(item, catalog, "no such key", None)
     if isinstance(entry, Value):
         if item.type is not LoadItemType.BYTE_IO:
-            raise _missing(item, catalog, "a value that is no tensor", "value")
+            raise _missing(item, catalog, "a value that is not a tensor", "value")
         return Resolved(item, entry)
     if item.type is LoadItemType.BYTE_IO:
         raise _missing(item, catalog, f"a tensor, {entry.stored.spec}", "tensor")
@@ -153,7 +153,7 @@ def _resolved(one: Resolved, planner: LoadPlanner) -> Resolved:
 
 
 def _copy(group: Sequence[Resolved]) -> list[Resolved]:
-    """Return the items with host memory of their own as their destinations."""
+    """Return the items with new host tensors as destinations."""
     return [
         dataclasses.replace(one, tensor=torch.empty(one.tensor.shape, dtype=one.tensor.dtype))
         for one in group
@@ -173,9 +173,9 @@ def _wanted(group: Sequence[Resolved]) -> Wanted:
 
 
 def apart(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[int], list[int]]:
-    """Return which groups of tensors have memory of their own, and which share that of one before.
+    """Return the indices of groups with separate memory, and of those that share an earlier one's.
 
-    Tensors with interleaved memory count as sharing it, except different columns of one matrix.
+    Interleaved tensors count as sharing memory, except different columns of one matrix.
     """
     places = [[(str(one.device), _place(one)) for one in group] for group in groups]
     same: dict[Hashable, int] = {}

@@ -13,7 +13,7 @@ P = TypeVar("P")
 
 
 class Located:
-    """What both plug-ins have in common: a place, and local plans that stay as they are."""
+    """Base of both plug-ins: the location, and local plans that are not changed."""
 
     def __init__(self, path: Location) -> None:
         self._location = path
@@ -28,7 +28,7 @@ class Located:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this is a path or a URL that the library knows."""
+        """Return whether this is a path or a supported URL."""
         if not isinstance(checkpoint_id, (str, os.PathLike)) or not os.fspath(checkpoint_id):
             return False
         if is_url(checkpoint_id):
@@ -39,10 +39,10 @@ class Located:
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Continue at `checkpoint_id` if that is given."""
+        """Continue at `checkpoint_id` if it is given."""
         if checkpoint_id is not None:
             self._location = checkpoint_id
 
     def prepare_local_plan(self, plan: P) -> P:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan

@@ -1,6 +1,6 @@
-"""One save between `write_data`, which all ranks call, and `finish`, which the coordinator calls.
+"""One save, from `write_data` on every rank to `finish` on the coordinator.
 
-The save itself is that of `asyncckpt.save`, by all ranks together. Its commit waits for consent::
+All ranks save together, as with `asyncckpt.save`, but the commit waits for consent::
 
     rank r                                   coordinator
     write: stage, write, post "ready"        write: stage, write, gather "ready", ask for consent
@@ -9,13 +9,13 @@ The save itself is that of `asyncckpt.save`, by all ranks together. Its commit w
       │                                      commit: consent, index, record, publish
     leave ◄──────────── outcome ──────────── report
 
-If a rank fails, the save ends on all ranks, and what they had written is removed.
+If a rank fails, the save ends on all ranks, and the files that they had written are removed.
 """
 
-# Rule 1: nothing here refers to the writer: dropping a writer ends its save, which holds open files
-#   and staging memory. (test_a_save_without_finish_ends_with_its_writer)
-# Rule 2: between `write` and `commit` there is only DCP's own collective. If `commit` does not come
-#   within `arrival_s`, DCP has failed and it never will.
+# Rule 1: nothing here refers to the writer, so that a garbage-collected writer ends its save, which
+#   holds open files and staging memory. (test_a_save_without_finish_ends_with_its_writer)
+# Rule 2: only DCP's own collective runs between `write` and `commit`. If `commit` is not called
+#   within `arrival_s`, DCP has failed and will never call it.
 
 from __future__ import annotations
 
@@ -38,26 +38,19 @@ from asyncckpt.session.pending import BlockingPendingSave
 from asyncckpt.session.session import Session
 
 FINISH_S = 10.0
-"""How long a process that exits waits for a save that lacks only its commit."""
+"""Time that an exiting process waits for a save that lacks only its commit."""
 
 OUTCOME_S = 1.0
-"""How long a rank waits for the outcome of a save before it begins the next one: if `finish` was
+"""Time that a rank waits for the outcome of a save before it begins the next one. If `finish` was
 called, the outcome was posted before DCP returned."""
 
 _layouts: deque[LayoutCache] = deque(maxlen=2)
-"""Idle plan caches of this process, for any writer: each save has a new session, which would
-otherwise plan anew. They hold no values and no user memory."""
+"""Idle plan caches of this process, reused by any writer because each save has a new session. They
+hold no values and no user memory."""
 
 
 class Saving:
-    """A save of one rank. Its methods block.
-
-    Args:
-        location: path or URL of the checkpoint.
-        options: options of the save.
-        storage_options: options of the file system for URLs.
-        coordinator: coordinator of the ranks, closed here.
-    """
+    """One rank's part of a save. Its methods block. Owns the coordinator."""
 
     def __init__(
         self,
@@ -86,7 +79,7 @@ class Saving:
         self._pending: BlockingPendingSave | None = None
 
     def write(self, tree: dict[str, Any], *, overwrite: bool) -> None:
-        """Write this rank's part; on return it is staged and written, but not yet visible.
+        """Write this rank's part; on return it is written, but not visible.
 
         Ctrl-C aborts the save on all ranks.
 
@@ -108,7 +101,7 @@ class Saving:
                 consent=Consent(self._ask, self._given),
             )
             self._pending = pending
-            # Ctrl-C in `add_done_callback` could lock the future (`flow.threads.Outcome`).
+            # On the engine: Ctrl-C in `add_done_callback` could leave the future locked.
             session.runtime.engine.post(partial(pending._job.future.add_done_callback, self._end))
             wait_quietly(self._written)
             if pending.done():
@@ -135,12 +128,12 @@ class Saving:
             self.close()
 
     def refuse(self, error: BaseException) -> None:
-        """End the save on all ranks with an error that occurred before this rank's part."""
+        """End the save on all ranks with an error raised before this rank's part began."""
         self._session.refuse("save", "", error)
         self.close()
 
     def leave(self) -> None:
-        """End a save whose outcome this rank does not know: wait briefly for it, then abort."""
+        """Wait briefly for the outcome of the save, then abort it."""
         if self._pending is not None:
             wait_quietly(self._pending._job.future, OUTCOME_S)
         self.abandon()
@@ -175,7 +168,7 @@ class Saving:
         except TimeoutError:
             raise SaveError(
                 f"{self._session.root.url}: torch.distributed.checkpoint did not call finish() "
-                f"within {limit_s:g} s (arrival_s) after all ranks had written, because a rank "
+                f"within {limit_s:g} s (arrival_s) after all ranks had written; a rank probably "
                 "failed outside this library; nothing was committed",
                 location=self._session.root.url,
                 stage="commit",

@@ -1,10 +1,10 @@
-"""`StorageReader`: DCP loads a checkpoint of this library."""
+"""`StorageReader`: loads an asyncckpt checkpoint through DCP."""
 
-# Rule 1: planners are called in the thread that called `read_data`, once per item: all targets are
-#   resolved first, and committed once every byte of the load has passed its checksums.
+# Rule 1: planners are called in the thread of `read_data`, once per item: all targets are resolved
+#   before reading, and committed after every byte of the load has passed its checksums.
 #   (test_nothing_is_committed_before_every_checksum_has_passed)
-# Rule 2: `read_metadata` takes no keywords: otherwise, if one rank failed to read the metadata, DCP
-#   would fall back to per-rank metadata, and the other ranks would wait for it in a collective.
+# Rule 2: `read_metadata` takes no keywords. If it did and failed on one rank, DCP would fall back
+#   to per-rank metadata there, while the other ranks wait in a collective.
 # Rule 3: payload is read from the same checkpoint as the metadata: save ids are compared.
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from asyncckpt.torch.located import Located
 
 
 class StorageReader(Located, storage.StorageReader):
-    """Lets `torch.distributed.checkpoint.load` read a checkpoint of this library.
+    """Reads an asyncckpt checkpoint for `torch.distributed.checkpoint.load`.
 
-    Every rank reads the items of its plan straight into the tensors. The checkpoint may be from
-    DCP, with any planner and number of ranks, or from `asyncckpt.save`, even with JAX or NumPy: its
-    keys are then those that DCP would have given to its tree.
+    Every rank reads the items of its plan directly into the tensors. The checkpoint may have been
+    saved through DCP, with any planner and number of ranks, or by `asyncckpt.save`, even with JAX
+    or NumPy; it then has the keys that DCP would give its tree.
 
     Args:
         path: directory or URL of the checkpoint; `checkpoint_id=` of DCP's functions replaces it.
-        cast: convert dtypes; values out of range stay errors. Otherwise another dtype is an error.
+        cast: convert dtypes, with an error for values out of range; otherwise, a different dtype is
+            an error.
         options: options of the restore.
         storage_options: options of the file system for URLs.
 
@@ -64,7 +65,7 @@ class StorageReader(Located, storage.StorageReader):
         self._catalog: Catalog | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, of `checkpoint_id` if that is given."""
+        """Begin a new load, of `checkpoint_id` if it is given."""
         self._catalog = None
         super().reset(checkpoint_id)
 
@@ -72,8 +73,8 @@ class StorageReader(Located, storage.StorageReader):
         """Return keys, shapes, dtypes and saved shards.
 
         Raises:
-            CheckpointNotFoundError: there is none.
-            UnsupportedFormatError: it was written by another library; says how to read it.
+            CheckpointNotFoundError: there is no checkpoint.
+            UnsupportedFormatError: another library wrote it; says how to read it.
             CorruptCheckpointError: its metadata is damaged.
         """
 
@@ -94,18 +95,18 @@ class StorageReader(Located, storage.StorageReader):
         """Do nothing: ranks read independently."""
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Read the items of the plan into the planner's tensors, then commit them.
 
-        On an error, nothing was committed, and the contents of the tensors are undefined.
+        After an error, nothing has been committed, and the contents of the tensors are undefined.
 
         Raises:
             TreeMismatchError: an item is not in the checkpoint.
-            ShapeMismatchError: a tensor has another shape than its item.
-            DtypeMismatchError: a tensor has another dtype than was saved; see `cast`.
+            ShapeMismatchError: a tensor does not have the shape of its item.
+            DtypeMismatchError: a tensor does not have the saved dtype; see `cast`.
             CorruptCheckpointError: names key, file and offset.
         """
         catalog = self._catalog
@@ -129,7 +130,7 @@ class StorageReader(Located, storage.StorageReader):
             wanted=TargetLeaves.of(wanted),
             framework=NumpyAdapter(),
             include=None,
-            strict=False,  # a plan may want a part of the checkpoint
+            strict=False,  # a plan may cover a part of the checkpoint
             cast=self._cast,
             options=self._options,
             progress=None,

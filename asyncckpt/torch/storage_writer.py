@@ -1,9 +1,9 @@
-"""`StorageWriter`: DCP saves a checkpoint of this library."""
+"""`StorageWriter`: saves an asyncckpt checkpoint through DCP."""
 
-# Rule 1: plans carry nothing that a save needs on a rank: with cached plans, ranks get plans of an
-#   earlier save, and perhaps of another writer. (test_five_saves_with_cached_plans)
-# Rule 2: DCP's metadata belong to its plan cache: they are read, but never changed.
-# Rule 3: threads and connections begin in `write_data`: before it, the writer may be pickled into
+# Rule 1: plans carry no state of a save: with cached plans, ranks get plans of an earlier save,
+#   possibly of another writer. (test_five_saves_with_cached_plans)
+# Rule 2: DCP's metadata belong to its plan cache and are never changed.
+# Rule 3: threads and connections start in `write_data`: before it, the writer may be pickled into
 #   another process.
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from asyncckpt.torch.saving import Saving
 
 
 class StorageWriter(Located, storage.StorageWriter):
-    """Lets `torch.distributed.checkpoint.save` and `async_save` write a checkpoint.
+    """Writes a checkpoint for `torch.distributed.checkpoint.save` and `async_save`.
 
-    Works with any planner. The checkpoint is like any other: `asyncckpt.restore` reads it as a dict
-    by the planner's keys. Replicas are not compared, because planners drop them. Values that are
-    not tensors are stored natively, dicts of any class as dicts.
+    Works with any planner. `asyncckpt.restore` reads the checkpoint as a dict by the planner's
+    keys. Replicas are not compared, because planners drop them. Values that are not tensors are
+    stored natively, dicts of any class as dicts.
 
     Args:
         path: directory or URL of the checkpoint, as for `asyncckpt.save`; `checkpoint_id=` of
             DCP's functions replaces it.
         overwrite: replace a checkpoint of this name atomically.
         opaque: ``"allow"`` stores values that are not plain as the bytes of their pickle;
-            otherwise they are errors.
+            ``"error"`` refuses them.
         options: options of the save; `tree` and `on_overlap` have no effect.
         storage_options: options of the file system for URLs.
-        process_group: the group passed to DCP's functions, if any.
+        process_group: the group that DCP's functions get, if any.
 
     Raises:
         UsageError: an argument is wrong.
@@ -79,7 +79,7 @@ class StorageWriter(Located, storage.StorageWriter):
         self._dropped: weakref.finalize[Any, StorageWriter] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The process of `async_save` has a default group of the ranks that save.
+        # In the process of `async_save`, the default group consists of the ranks that save.
         return {**self.__dict__, "_saving": None, "_dropped": None, "_group": None}
 
     def storage_meta(self) -> StorageMeta:
@@ -87,12 +87,12 @@ class StorageWriter(Located, storage.StorageWriter):
         return StorageMeta(checkpoint_id=self._location)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new checkpoint, at `checkpoint_id` if that is given."""
+        """Begin a new checkpoint, at `checkpoint_id` if it is given."""
         self._abandon()
         super().reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save on this rank; abort an earlier one whose `finish` never came.
+        """Begin a save on this rank; abort an earlier one that was not finished.
 
         Raises:
             UsageError: the ranks that save cannot coordinate.
@@ -101,8 +101,8 @@ class StorageWriter(Located, storage.StorageWriter):
         rank = kwargs.get("rank")
         if not kwargs.get("use_collectives", True):
             raise UsageError(
-                "use_collectives=False: every rank would write a checkpoint of its own to one "
-                "place; leave it out, or save with no_dist=True and a path per rank",
+                "use_collectives=False: every rank would write its own checkpoint to the same "
+                "path; leave it out, or save with no_dist=True and a path per rank",
                 expected=True,
                 found=False,
             )
@@ -118,10 +118,10 @@ class StorageWriter(Located, storage.StorageWriter):
             raise self._other_group(f"this is rank {rank} of the ranks that save", own)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged, after checking their number against the process group.
+        """Check the number of plans against the process group; return them unchanged.
 
         Raises:
-            UsageError: another process group saves.
+            UsageError: the ranks that save are not those of the writer's group.
         """
         own = initialized_processes(self._group)
         if len(plans) > 1 and (own is None or own[1] != len(plans)):
@@ -132,9 +132,9 @@ class StorageWriter(Located, storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's items; on return they are written, but not yet visible.
+        """Write this rank's items; on return they are written, but not visible.
 
-        `resolve_data` is called once per item, in the calling thread.
+        Calls `resolve_data` once per item, in the calling thread.
 
         Raises:
             …: as `asyncckpt.save`, of any rank; nothing of the save is left.
@@ -169,7 +169,7 @@ class StorageWriter(Located, storage.StorageWriter):
         """
         saving = self._saving
         if saving is None:
-            raise UsageError("finish() was called without write_data(), by another writer perhaps")
+            raise UsageError("finish() was called without write_data() on this writer")
         try:
             check_written(metadata, results)
             kept = encode_layout(metadata, results)
@@ -185,7 +185,7 @@ class StorageWriter(Located, storage.StorageWriter):
         if saving is None:
             return
         if self._leads:
-            saving.abandon()  # `finish`, which takes it, was not called
+            saving.abandon()  # `finish` was not called
         else:
             saving.leave()
 

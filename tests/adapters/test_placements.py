@@ -37,7 +37,7 @@ def local(
 ) -> np.ndarray[Any, Any]:
     """What a coordinate holds of an array of numbers, put together from its boxes."""
     runs = arithmetic.runs_of(mesh_shape, layout, shape, coordinate)
-    places = [arithmetic.pushed_together(held) for held in runs]
+    places = [arithmetic.without_gaps(held) for held in runs]
     found = np.full([held[-1][1] if held else 0 for held in places], -1)
     for box, place in zip(grid_boxes(runs), grid_boxes(places), strict=True):
         found[(*place.slices(), ...)] = numbered(shape)[(*box.slices(), ...)]

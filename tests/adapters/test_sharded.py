@@ -89,8 +89,8 @@ A = np.zeros((2, 3), np.float32)
     ("shards", "text"),
     [
         (None, "shards is a NoneType; pass pairs of an offset and an array"),
-        ([A], r"shards\[0\] is no pair of an offset and an array"),
-        ([((0, 0), A), 7], r"shards\[1\] is no pair"),
+        ([A], r"shards\[0\] is not a pair of an offset and an array"),
+        ([((0, 0), A), 7], r"shards\[1\] is not a pair"),
         ([((0, 0), [[1.0]])], r"shards\[0\] is a list; pass a NumPy array"),
         ([((0, 0), np.ma.masked_array(A, mask=True))], r"shards\[0\] is a MaskedArray"),
         ([((0, 0), A.astype(np.float64))], r"shards\[0\] has dtype float64, .* float32; convert"),

@@ -225,7 +225,7 @@ def test_a_question_without_standard_input_says_to_pass_yes(root: Path) -> None:
     done = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stderr == (
-        "asyncckpt: there is no standard input to ask on; pass --yes to go on without asking\n"
+        "asyncckpt: standard input is closed, so no question can be asked; pass --yes\n"
     )
     assert (root / "1").exists()
 

@@ -56,8 +56,8 @@ def test_what_it_will_move_is_said_and_asked_first(run: Run, sim: Simulator) -> 
     done = run(answer="n\n")
     assert done.status == 1
     assert done.out.splitlines()[0] == (
-        "s3://bucket/run: objects are written below asyncckpt-tune-…, read, and removed; "
-        "65.0 MiB at most, written and read together, in 120 s at most"
+        "s3://bucket/run: objects below asyncckpt-tune-… are written, read and removed: "
+        "at most 65.0 MiB in total, within 120 s"
     )
     assert "nothing was measured" in done.out
     assert sim.requests == []

@@ -119,7 +119,7 @@ def test_when_all_steps_go_nothing_was_verified(
     done = run("verify", root)
     assert (done.status, done.out) == (1, "")
     assert done.err.splitlines()[-1] == (
-        f"asyncckpt: {root}: all its steps were deleted while being verified"
+        f"asyncckpt: {root}: all steps were deleted during the verification"
     )
 
 
