@@ -293,7 +293,7 @@ def demonstrate(script: Path, folder: Path, scale: Scale) -> None:
     for save in (before[-1], scale.saves[-1]):
         report = blocking.verify(root / str(save))
         if not report.ok:
-            found.append(f"step {save} is damaged: {report.damage}")
+            found.append(f"step {save} is damaged: {report}")
     if found:
         raise JobError("\n".join(["the jobs do not fit together:", *found]))
 

@@ -71,15 +71,29 @@ class JaxAdapter:
         )
 
     def source(self, path: str, leaf: Any) -> Source:
+        if isinstance(leaf, jax.core.Tracer):
+            raise UnsupportedLeafError(
+                f"{path}: this is a tracer ({leaf.dtype}{list(leaf.shape)}), not an array; call "
+                "save outside jit, grad and vmap",
+                path=path,
+            )
         name = DTYPE_NAMES.get(leaf.dtype)
-        if name is None or isinstance(leaf, jax.core.Tracer):
-            return self._unusual_source(path, leaf)
+        if name is None and not _is_key(leaf.dtype):
+            raise unsupported_dtype(path, "jax", leaf.dtype)
         try:
             deleted = leaf.is_deleted()
         except AttributeError:
-            raise _abstract(path, leaf) from None
+            raise UnsupportedLeafError(
+                f"{path}: a {type(leaf).__name__} has no values to save; pass the array", path=path
+            ) from None
         if deleted:
-            raise _deleted(path)
+            raise UnsupportedLeafError(
+                f"{path}: this array was deleted or donated; save the state before the step that "
+                "donates it, or the state that the step returned",
+                path=path,
+            )
+        if name is None:
+            return self._key_source(path, leaf)
         single = _single_device(leaf.sharding)
         source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
         if single is None:
@@ -107,19 +121,7 @@ class JaxAdapter:
         else:
             (source.view,) = views
 
-    def _unusual_source(self, path: str, leaf: Any) -> Source:
-        if isinstance(leaf, jax.core.Tracer):
-            raise UnsupportedLeafError(
-                f"{path}: this is a tracer ({leaf.dtype}{list(leaf.shape)}), not an array; call "
-                "save outside jit, grad and vmap",
-                path=path,
-            )
-        if not _is_key(leaf.dtype):
-            raise unsupported_dtype(path, "jax", leaf.dtype)
-        if not isinstance(leaf, jax.Array):
-            raise _abstract(path, leaf)
-        if leaf.is_deleted():
-            raise _deleted(path)
+    def _key_source(self, path: str, leaf: Any) -> Source:
         with jax.ensure_compile_time_eval():  # inside jit, `key_data` would return a tracer
             data = jax.random.key_data(leaf)
         source = self.source(path, data)
@@ -335,19 +337,4 @@ def _without_mesh(path: str, what: str, why: str) -> UnsupportedLeafError:
         path=path,
         expected="a sharding over devices",
         found=what,
-    )
-
-
-def _abstract(path: str, leaf: Any) -> UnsupportedLeafError:
-    return UnsupportedLeafError(
-        f"{path}: a {type(leaf).__name__} has no values to save; pass the array",
-        path=path,
-    )
-
-
-def _deleted(path: str) -> UnsupportedLeafError:
-    return UnsupportedLeafError(
-        f"{path}: this array was deleted or donated; save the state before the step that donates "
-        "it, or the state that the step returned",
-        path=path,
     )

@@ -76,11 +76,6 @@ class ShardedArray:
         padded: allow shards to reach past the global array; the outside is padding, which is
             neither saved nor touched by a restore.
 
-    Attributes:
-        shape: shape of the global array.
-        dtype: its NumPy dtype.
-        shards: the pairs of offset and array.
-
     Raises:
         UsageError: names the shard that does not fit, and why.
     """

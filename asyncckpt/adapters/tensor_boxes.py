@@ -24,13 +24,7 @@ Memory = npt.NDArray[Any]
 
 
 class TensorBoxes:
-    """Parts of a global array that this process holds or wants.
-
-    Attributes:
-        shape: shape of the global array.
-        boxes: parts of the array, at least one.
-        tensors: a tensor of the shape of each box, on any device.
-    """
+    """Boxes of a global array, at least one, and a tensor for each, on any device."""
 
     # Not a dataclass: in a tree, that would be a container.
     __slots__ = ("boxes", "shape", "tensors")

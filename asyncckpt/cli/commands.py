@@ -185,7 +185,7 @@ def remove(
         typer.echo(f"removed {tables.printable(path)}")
 
 
-app.command("gc")(gc.collect)
+app.command()(gc.gc)
 app.command()(tune.tune)
 
 

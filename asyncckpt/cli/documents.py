@@ -10,13 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.reports import (
-    CheckpointInfo,
-    DiffReport,
-    FileInfo,
-    LeafInfo,
-    VerifyReport,
-)
+from asyncckpt.reports import CheckpointInfo, DiffReport, FileInfo, LeafInfo, VerifyReport
 
 _OF_ARRAYS = (
     *("path", "kind", "framework", "dtype", "shape", "chunk_shape", "chunk_count"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -25,7 +26,7 @@ _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([hdw])", re.IGNORECASE)
 _UNIT_S = {"h": 3600.0, "d": 24 * 3600.0, "w": 7 * 24 * 3600.0}
 
 
-def collect(
+def gc(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Directory or URL of a run.")],
     older_than: Annotated[
         str,
@@ -48,18 +49,16 @@ def collect(
         raise UsageError("gc --json does not ask: pass --dry-run, or --yes to remove")
     opening.check_directory(root)
 
-    def collected(*, dry_run: bool) -> list[str]:
-        return blocking.collect_garbage(
-            root, older_than_s=older_than_s, dry_run=dry_run, storage_options=options
-        )
-
+    collect = partial(
+        blocking.collect_garbage, root, older_than_s=older_than_s, storage_options=options
+    )
     if not (yes or dry_run):
-        found = collected(dry_run=True)
+        found = collect(dry_run=True)
         _show(root, found, older_than)
         if not found:
             return
         confirm(f"Remove {counted(len(found), *LEFTOVERS)}?", "nothing was removed")
-    found = collected(dry_run=dry_run)
+    found = collect(dry_run=dry_run)
     if as_json:
         print_json(
             {

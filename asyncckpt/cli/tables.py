@@ -131,25 +131,19 @@ def listing(infos: Sequence[CheckpointInfo], width: int | None) -> Grid:
 
 def heading(info: CheckpointInfo) -> Grid:
     """Return the location, format, size and metadata of a checkpoint."""
+    by = f"by {info.library}" if info.library else ""
+    save = f", save {info.save_id}" if info.save_id else ""
     rows = [
         ("checkpoint", info.location),
         ("step", "" if info.step is None else str(info.step)),
         ("format", "" if info.format == "asyncckpt" else info.format),
-        ("saved", _saved_text(info)),
+        ("saved", f"{time_text(info)} {by}".strip() + save),
         ("leaves", f"{len(info.leaves)} with {nbytes_text(info.nbytes)} in arrays"),
         ("files", f"{len(info.files)} with {nbytes_text(info.stored_nbytes)}"),
         ("metrics", " ".join(f"{name}={value!r}" for name, value in info.metrics.items())),
         ("metadata", compact(info.metadata)),
     ]
     return Grid(("", ""), [row for row in rows if row[1]])
-
-
-def _saved_text(info: CheckpointInfo) -> str:
-    """Return the time, library and save id, as far as the format has them."""
-    when = time_text(info)
-    by = f"by {info.library}" if info.library else ""
-    save = f", save {info.save_id}" if info.save_id else ""
-    return f"{when} {by}".strip() + save
 
 
 def leaves(info: CheckpointInfo) -> Grid:
@@ -207,9 +201,7 @@ def _change_row(leaf: LeafDifference) -> Sequence[str]:
 
 def time_text(info: CheckpointInfo) -> str:
     """Return the local commit time to the second, empty if the format has none."""
-    if not info.created_ns:
-        return ""
-    return created(info).strftime("%Y-%m-%d %H:%M:%S")
+    return f"{created(info):%Y-%m-%d %H:%M:%S}" if info.created_ns else ""
 
 
 def short(text: str, room: int = SHORT) -> str:

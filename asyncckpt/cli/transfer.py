@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
@@ -16,7 +16,7 @@ from asyncckpt.cli.terminal import AsJson, complain, print_json
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.options import LeafOptions, RestoreOptions, SaveOptions
 from asyncckpt.reports import ConvertReport, counted, progress_bar
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import DTYPES
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
@@ -99,7 +99,7 @@ def export(
             destination,
             to="orbax",
             overwrite=overwrite,
-            options=_options(zstd, memory, ()),
+            options=_options(zstd, memory),
             storage_options=storage_options(storage_option),
             progress=progress,
         )
@@ -167,16 +167,7 @@ def _show(report: ConvertReport, as_json: bool) -> None:
         typer.echo(tables.printable(note))
 
 
-def _options(zstd: bool, memory: str, casts: Sequence[str]) -> SaveOptions:
-    return SaveOptions(
-        compression="zstd" if zstd else None,
-        host_memory_nbytes=size_nbytes("--memory", memory),
-        leaf_options=_casting(casts),
-    )
-
-
-def _casting(casts: Sequence[str]) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
-    """Return the leaf options that cast dtypes; None without casts."""
+def _options(zstd: bool, memory: str, casts: Sequence[str] = ()) -> SaveOptions:
     wanted: dict[str, LeafOptions] = {}
     for cast in casts:
         before, separator, after = cast.partition("=")
@@ -185,9 +176,11 @@ def _casting(casts: Sequence[str]) -> Callable[[str, ArraySpec], LeafOptions | N
                 f"--cast {cast}: pass FROM=TO with two of {', '.join(DTYPES)}", found=cast
             )
         wanted[before] = LeafOptions(dtype=after)
-    if not wanted:
-        return None
-    return lambda _, spec: wanted.get(spec.dtype)
+    return SaveOptions(
+        compression="zstd" if zstd else None,
+        host_memory_nbytes=size_nbytes("--memory", memory),
+        leaf_options=(lambda _, spec: wanted.get(spec.dtype)) if wanted else None,
+    )
 
 
 def size_nbytes(option: str, text: str) -> int | None:

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -16,10 +16,12 @@ from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, confirm, print_json
 from asyncckpt.cli.transfer import size_nbytes
 from asyncckpt.errors import UsageError
-from asyncckpt.reports import nbytes_text, progress_bar, rate_text
+from asyncckpt.reports import counted, nbytes_text, progress_bar, rate_text
 from asyncckpt.reports.picture import INSTALL_LINE
 from asyncckpt.tune.measure import check_url
 from asyncckpt.tune.recommend import MAX_NBYTES, MAX_S, TunePoint, TuneReport
+
+TITLES = {"put": "writing", "get": "reading"}
 
 
 def tune(
@@ -82,7 +84,7 @@ def tune(
 
 
 def _show(report: TuneReport) -> None:
-    for direction, title in (("put", "writing"), ("get", "reading")):
+    for direction, title in TITLES.items():
         latency_s = report.put_latency_s if direction == "put" else report.get_latency_s
         typer.echo(f"{title} with {report.client}: {latency_s * 1e3:.0f} ms for a small request")
         tables.show([_table([point for point in report.points if point.direction == direction])])
@@ -101,7 +103,7 @@ def _table(points: Sequence[TunePoint]) -> tables.Grid:
     streams = sorted({point.streams for point in points})
     rates = {(point.nbytes, point.streams): point.nbytes_per_s for point in points}
     return tables.Grid(
-        [">size", *(f">{count} streams" if count > 1 else ">1 stream" for count in streams)],
+        [">size", *(f">{counted(count, 'stream', 'streams')}" for count in streams)],
         [
             [
                 nbytes_text(nbytes),
@@ -136,8 +138,8 @@ def save_plot(report: TuneReport, path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    directions: tuple[Literal["put", "get"], ...] = ("put", "get")
-    for axes, direction in zip(figure.subplots(1, 2, sharey=True), directions, strict=True):
+    subplots = figure.subplots(1, 2, sharey=True)
+    for axes, (direction, title) in zip(subplots, TITLES.items(), strict=True):
         own = [point for point in report.points if point.direction == direction]
         for streams in sorted({point.streams for point in own}):
             line = sorted(
@@ -148,7 +150,7 @@ def save_plot(report: TuneReport, path: str) -> None:
             axes.plot(*zip(*line, strict=True), marker="o", label=f"{streams}")
         axes.set_xscale("log", base=2)
         axes.set_xlabel("size of a request (MiB)")
-        axes.set_title("writing" if direction == "put" else "reading")
+        axes.set_title(title)
         axes.grid(visible=True, alpha=0.3)
         if direction == "put":
             axes.set_ylabel("MB/s")

@@ -111,7 +111,17 @@ def catalog_of(opened: OpenCheckpoint) -> Catalog:
         CorruptCheckpointError: its metadata is damaged.
         DtypeMismatchError: PyTorch has no such dtype.
     """
-    _refuse_foreign(opened)
+    if opened.record is None:
+        advice = "convert it first with asyncckpt.convert"
+        if opened.format == "dcp":
+            advice = f"read it with FileSystemReader or FsspecReader, or {advice}"
+        raise UnsupportedFormatError(
+            f"{opened.location}: this checkpoint has the format {opened.format!r}; StorageReader "
+            f"reads only asyncckpt checkpoints: {advice}",
+            location=opened.location,
+            expected="asyncckpt",
+            found=opened.format,
+        )
     layout = decode_layout(opened.metadata, opened.location)
     leaves = _leaves(opened)
     if layout is not None:
@@ -131,21 +141,6 @@ def catalog_of(opened: OpenCheckpoint) -> Catalog:
     keys, paths = flatten_state_dict(tree)
     found = {key: _entry(value) for key, value in keys.items()}
     return Catalog(opened.location, opened.save_id, found, paths)
-
-
-def _refuse_foreign(opened: OpenCheckpoint) -> None:
-    if opened.record is not None:
-        return
-    advice = "convert it first with asyncckpt.convert"
-    if opened.format == "dcp":
-        advice = f"read it with FileSystemReader or FsspecReader, or {advice}"
-    raise UnsupportedFormatError(
-        f"{opened.location}: this checkpoint has the format {opened.format!r}; StorageReader "
-        f"reads only asyncckpt checkpoints: {advice}",
-        location=opened.location,
-        expected="asyncckpt",
-        found=opened.format,
-    )
 
 
 def _leaves(opened: OpenCheckpoint) -> list[Any]:

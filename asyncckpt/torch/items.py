@@ -78,7 +78,10 @@ def resolve(
 
 
 def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
-    """Return a value, whether it is the bytes of a pickle, and its size in bytes."""
+    """Return a value, whether it is the bytes of a pickle, and its size in bytes.
+
+    Mappings of any class become dicts.
+    """
     if not isinstance(data, io.BytesIO):
         raise UnsupportedLeafError(
             f"{key}: the planner resolved this item to a {type(data).__name__}; resolve_data must "
@@ -87,21 +90,13 @@ def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
             expected="io.BytesIO",
             found=type(data).__name__,
         )
-    archive = data.getvalue()
+    saved = data.getvalue()
     try:
-        return _plain(key, archive), False, len(archive)
-    except UnsupportedLeafError:
-        if not opaque:
-            raise
-        return archive, True, len(archive)
-
-
-def _plain(key: str, data: bytes) -> Any:
-    """Return the plain value in a `torch.save` archive; mappings of any class become dicts."""
-    try:
-        archive = Archive(data, len(data), "its archive", f"the value of {key!r:.200}", 0)
-        return load_value(archive.pickle(), Allowance(OWN_NBYTES))
+        archive = Archive(saved, len(saved), "its archive", f"the value of {key!r:.200}", 0)
+        return load_value(archive.pickle(), Allowance(OWN_NBYTES)), False, len(saved)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        if opaque:
+            return saved, True, len(saved)
         found = error.found if isinstance(error, UnsupportedFormatError) else "other bytes"
         raise UnsupportedLeafError(
             f"{key}: this value holds {found}, which cannot be stored: None, bool, int, float, "

@@ -22,14 +22,7 @@ from asyncckpt.torch.catalog import Catalog, Tensor, Value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resolved:
-    """An item of the plan.
-
-    Attributes:
-        item: the planner's item.
-        entry: the tensor or value to read.
-        box: the part of the tensor; None for values.
-        tensor: the destination; None for values.
-    """
+    """An item of the plan, with the part and the destination of a tensor; None for values."""
 
     item: ReadItem
     entry: Tensor | Value
@@ -149,7 +142,7 @@ def _resolved(one: Resolved, planner: LoadPlanner) -> Resolved:
             expected=one.box.shape,
             found=tuple(tensor.shape),
         )
-    return Resolved(one.item, one.entry, one.box, tensor)
+    return dataclasses.replace(one, tensor=tensor)
 
 
 def _copy(group: Sequence[Resolved]) -> list[Resolved]:
@@ -191,7 +184,7 @@ def apart(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[int], list[int
             near[held[other][1]].add(held[one][1])
     own: set[int] = set()
     for number, first in enumerate(firsts):
-        if number == first and own.isdisjoint(near[number] - {number}):
+        if number == first and own.isdisjoint(near[number]):
             own.add(number)
     return sorted(own), [number for number in range(len(groups)) if number not in own]
 

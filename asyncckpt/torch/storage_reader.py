@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.options import RestoreOptions
-from asyncckpt.restore.request import RestoreRequest, TargetLeaves, Wanted
+from asyncckpt.restore.request import RestoreRequest, TargetLeaves
 from asyncckpt.session.session import Session
 from asyncckpt.torch.catalog import Catalog, catalog_of
 from asyncckpt.torch.load import commit, resolve, rounds
@@ -116,26 +116,23 @@ class StorageReader(Located, storage.StorageReader):
         read: dict[str, bytes] = {}
         with self._opened() as session:
             for wanted in rounds(items):
-                request = self._request(catalog, wanted)
+                request = RestoreRequest(
+                    mode="into",
+                    wanted=TargetLeaves.of(wanted),
+                    framework=NumpyAdapter(),
+                    include=None,
+                    strict=False,  # a plan may cover a part of the checkpoint
+                    cast=self._cast,
+                    options=self._options,
+                    progress=None,
+                    save_id=catalog.save_id,
+                )
                 outcome = session.restore(None, request).result()
                 read |= {path: value for path, _, value in outcome.replaced}
         commit(items, planner, read)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
-
-    def _request(self, catalog: Catalog, wanted: Sequence[Wanted]) -> RestoreRequest:
-        return RestoreRequest(
-            mode="into",
-            wanted=TargetLeaves.of(wanted),
-            framework=NumpyAdapter(),
-            include=None,
-            strict=False,  # a plan may cover a part of the checkpoint
-            cast=self._cast,
-            options=self._options,
-            progress=None,
-            save_id=catalog.save_id,
-        )
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Session]:
