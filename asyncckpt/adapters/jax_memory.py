@@ -49,8 +49,9 @@ def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
     """Enable 64-bit types in this thread if the dtype needs them."""
     if name not in WIDE:
         return contextlib.nullcontext()
-    # It was in `jax.experimental` before JAX 0.8.
-    enable: Any = getattr(jax, "enable_x64", None) or getattr(jax.experimental, "enable_x64", None)
+    enable: Any = getattr(jax, "enable_x64", None)
+    if enable is None:  # before JAX 0.8
+        enable = getattr(jax.experimental, "enable_x64", None)
     context: contextlib.AbstractContextManager[Any] = enable(True)
     return context
 
