@@ -58,11 +58,8 @@ class AdapterSet:
         try:
             return self._resolved[kind]
         except KeyError:
-            found: ArrayAdapter | ScalarKind | None = scalar_kind(kind)
-            for adapter in self.adapters:
-                if found is None and adapter.owns(kind):
-                    found = adapter
-            self._resolved[kind] = found
+            owner = next((adapter for adapter in self.adapters if adapter.owns(kind)), None)
+            found = self._resolved[kind] = scalar_kind(kind) or owner
             return found
 
     def expected_by(self, owner: type) -> FrameworkAdapter | None:

@@ -85,21 +85,15 @@ class DTensorAdapter:
     def source(self, path: str, leaf: Any) -> Source:
         division, tensor = _open(path, leaf)
         local = self._local.source(path, tensor)
+        spec, view = array_spec(tuple(leaf.shape), local.spec.dtype), local.view
         source = Source(
-            array_spec(tuple(leaf.shape), local.spec.dtype),
-            leaf,
-            None,
-            _identity(leaf, tensor),
-            "torch",
-            shards=division.shards,
-            views=(None,) * len(division.shards),
-            stream=(division, local),
-            partition=division.partition,
+            spec, leaf, view, _identity(leaf, tensor), "torch", stream=(division, local)
         )
-        if local.view is not None:
-            source.views = tuple([local.view[selection(box)] for box in division.local])
-        if division.partition is None:
-            source.shards, source.view, source.views = None, local.view, ()
+        if division.partition is not None:
+            source.partition, source.shards, source.view = division.partition, division.shards, None
+            source.views = tuple(
+                [None if view is None else view[selection(box)] for box in division.local]
+            )
         return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:

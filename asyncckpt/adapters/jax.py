@@ -216,8 +216,7 @@ class JaxAdapter:
 
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
         name = DTYPE_NAMES[values.dtype]
-        fault = self.refuses(path, name)
-        if fault is not None:
+        if fault := self.refuses(path, name):
             raise fault
         with jax_memory.transfers():
             array = _put(values, name, self._device)

@@ -172,8 +172,7 @@ class TorchAdapter:
         )
 
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-        fault = self.refuses(path, DTYPE_NAMES[values.dtype])
-        if fault is not None:
+        if fault := self.refuses(path, DTYPE_NAMES[values.dtype]):
             raise fault
         return tensor_view(values)
 
@@ -262,11 +261,9 @@ def waited(tensor: Any) -> Any:
 
 def _dtype_name(path: str, leaf: Any) -> str:
     """Return the name of the dtype; raise if the tensor cannot be stored."""
-    if type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested:
-        name = _NAMES.get(leaf.dtype)
-        if name is not None:
-            return name
-    return _check_kind(path, leaf)
+    plain = type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested
+    name = _NAMES.get(leaf.dtype) if plain else None
+    return name or _check_kind(path, leaf)
 
 
 def _check_kind(path: str, leaf: Any) -> str:

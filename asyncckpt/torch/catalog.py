@@ -154,8 +154,7 @@ def _leaves(opened: OpenCheckpoint) -> list[Any]:
             leaves.append(decode_scalar(table.kind[leaf], table.value[leaf]))
             continue
         spec = opened.leaf_spec(pieces)
-        fault = adapter.refuses(path, spec.dtype)
-        if fault is not None:
+        if fault := adapter.refuses(path, spec.dtype):
             raise fault
         is_bytes = table.extra.get(leaf, {}).get("python") == "bytes"
         leaves.append(Stored(path, spec, is_bytes=is_bytes))
