@@ -20,7 +20,8 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.streams import Sharing, encoded_rows, share
 from asyncckpt.ports import Exchange
 from asyncckpt.reports import Timeline
-from asyncckpt.restore.match import Matching, refuse_unexpected
+from asyncckpt.restore.match import refuse_unexpected
+from asyncckpt.restore.matched import Matching
 
 
 class RestoreAgreement:

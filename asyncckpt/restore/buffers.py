@@ -15,7 +15,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena, Recycled
 from asyncckpt.flow.buffers import allocating
 from asyncckpt.ports import Bytes, Target
-from asyncckpt.restore.match import NO_FACTS, LeafRestore, MatchedArrays, Matching
+from asyncckpt.restore.matched import NO_FACTS, LeafRestore, MatchedArrays, Matching
 from asyncckpt.restore.plan import Destinations, flat_target
 from asyncckpt.spec import DTYPES, Box
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from asyncckpt.planning.restore import Part, intersection
 from asyncckpt.reports import ReadItem, ReadRange
 from asyncckpt.restore.fetch import Fetch
-from asyncckpt.restore.match import LeafRestore
+from asyncckpt.restore.matched import LeafRestore
 from asyncckpt.restore.ranges import span
 from asyncckpt.spec import Box
 

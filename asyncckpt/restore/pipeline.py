@@ -29,7 +29,7 @@ from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_reads import share_reads
 from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
-from asyncckpt.restore.match import Matching
+from asyncckpt.restore.matched import Matching
 from asyncckpt.restore.place import Placement
 from asyncckpt.restore.plan import PlannedReads, plan_reads
 from asyncckpt.restore.request import RestoreRequest

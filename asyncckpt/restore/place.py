@@ -13,7 +13,7 @@ from asyncckpt.checkpoint.casts import castable, lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError, DtypeMismatchError, RestoreError
 from asyncckpt.ports import FrameworkAdapter
-from asyncckpt.restore.match import NO_FACTS, LeafRestore
+from asyncckpt.restore.matched import NO_FACTS, LeafRestore
 from asyncckpt.restore.request import RestoreRequest, enclosing, is_filled
 from asyncckpt.spec import DTYPES, numeric_class
 from asyncckpt.tree import where

@@ -12,7 +12,7 @@ import pytest
 
 from asyncckpt.errors import TreeMismatchError
 from asyncckpt.restore.agreement import RestoreAgreement
-from asyncckpt.restore.match import Matching
+from asyncckpt.restore.matched import Matching
 from asyncckpt.tree import flatten
 
 
