@@ -90,7 +90,8 @@ def lost_error(root: str, epoch: int, winner: Claim | None) -> FencedError:
     who = "another process" if winner is None else claim_text(winner)
     return FencedError(
         f"{root}: claim {epoch} was made by {who} while this process was about to make it: "
-        "another job saves to this root. End both, then restart the one that is to continue",
+        "another job saves to this root. End this one; or, to continue it instead, end the other "
+        "and restart it",
         epoch=epoch,
         claimed_by=None if winner is None else f"{winner.host}, pid {winner.pid}",
         claimed_ns=None if winner is None else winner.created_ns,

@@ -79,7 +79,7 @@ async def find_mark(
     timeout_s: float,
     pauses_s: tuple[float, float],
 ) -> None:
-    """Poll `look` until it finds the mark of the attempt, with a first and a longest pause.
+    """Poll `look` until it returns True; `pauses_s` are the first and the longest pause.
 
     Raises:
         CheckpointNotFoundError: the mark was not found within `timeout_s`.

@@ -8,7 +8,7 @@
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner-<p>
-                                                    owner file of each further writing process
+                                                    owner file of each process of a shared attempt
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>/.asyncckpt-exchange/
                                                     files exchanged by processes; never published
     <root>/.asyncckpt/fenced-<e>-<token>/           contents of epoch-<e> when it was taken over
@@ -79,7 +79,7 @@ class Layout:
         return os.path.join(self.epoch(epoch), f"{clipped(name)}-{save_id}")
 
     def leftover(self, kind: str, name: str, token: str, epoch: int = 0) -> str:
-        """Return a path for a former checkpoint, in the epoch's directory if there is a claim.
+        """Return a path for a directory moved out of the run; below that of `epoch` unless it is 0.
 
         See stores/local/epochs.py, rule 1.
         """

@@ -352,7 +352,7 @@ async def test_a_store_that_ignores_conditions(
             await told.error(ckpt.save(1, state(2)), CheckpointExistsError, "already exists here")
             assert_equal(await ckpt.restore(1), state(1))
         warned = [
-            r.getMessage() for r in caplog.records if "ignores the condition" in r.getMessage()
+            r.getMessage() for r in caplog.records if "but this server does not" in r.getMessage()
         ]
         assert len(warned) == 1
         assert "both report success, and the later one replaces" in warned[0]

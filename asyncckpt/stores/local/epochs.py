@@ -6,10 +6,10 @@ belongs to no claim, and its directory is never taken away.
 """
 
 # Rule 1: every rename that changes what is published has one end in the directory of the epoch:
-#   publishing moves out of it, replacing exchanges with it, deleting moves into it. A writer
-#   stopped before that rename finds the directory gone and changes nothing; a writer stopped after
-#   it made its change before the next writer began. So two writers never change the run at the same
-#   time. No lock is involved, because a stopped process may hold any lock.
+#   publishing moves out of it, replacing exchanges with an entry of it, deleting moves into it. A
+#   writer stopped before that rename finds the directory gone and changes nothing; a writer stopped
+#   after it made its change before the next writer began. So two writers never change the run at
+#   the same time. No lock is involved, because a stopped process may hold any lock.
 #   (test_a_writer_that_was_stopped_anywhere_is_fenced)
 # Rule 2: renaming the directory is not enough: a rename that has already looked it up, or an NFS
 #   client that has cached it, still reaches it. So everything is moved out of it, and then it is

@@ -86,7 +86,7 @@ class LocalFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         with reported("reading", self._full(path)):
-            data = await self._workers.run(lambda: read_at_most(self._open_file(path), max_nbytes))
+            data = await self._workers.run(self._read, path, max_nbytes)
         if isinstance(data, int):
             raise CorruptCheckpointError(
                 f"{self._full(path)}: {data} bytes, expected at most {max_nbytes}; "
@@ -97,6 +97,9 @@ class LocalFiles:
                 found=data,
             )
         return data
+
+    def _read(self, path: str, max_nbytes: int) -> bytes | int:
+        return read_at_most(self._open_file(path), max_nbytes)
 
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY

@@ -246,9 +246,16 @@ def _leftovers(layout: Layout) -> list[str]:
             paths += [os.path.join(path, attempt) for attempt in listing(path)]
         elif name.startswith(("trash-", "old-")):
             paths.append(path)
-    # Owner files whose directory is gone count, too.
-    owned = (owned_by_process(path) or path.removesuffix(OWNER_SUFFIX) for path in paths)
-    return list(dict.fromkeys(owned))
+    # Of an owner file, the directory counts only if it is gone; otherwise it is listed itself.
+    # (test_a_stray_owner_file_makes_no_leftover)
+    owned = {path: owned_by_process(path) or path.removesuffix(OWNER_SUFFIX) for path in paths}
+    return list(
+        dict.fromkeys(
+            directory
+            for path, directory in owned.items()
+            if directory == path or not os.path.lexists(directory)
+        )
+    )
 
 
 def epochs(layout: Layout) -> list[str]:

@@ -110,8 +110,8 @@ class ObjectAttempt(ObjectShare):
         """Write the record, after everything else. As `Attempt.publish`.
 
         Raises:
-            CheckpointExistsError: a checkpoint, or the root of a run, already exists here; it was
-                left untouched.
+            CheckpointExistsError: a checkpoint, another object at the record's key, or the root
+                of a run is here; it was left untouched.
             FencedError: another process took over the claim; the record may or may not count.
             SaveOutcomeUnknownError: it is unknown whether the claim was taken over.
             SaveError: the attempt is too old, or it is unknown whether the record arrived.

@@ -106,7 +106,7 @@ class Probes:
                 refused = False
         if not refused:
             logger.warning(
-                "%s: %s supports conditional creation, but this server ignores the condition: if "
+                "%s: %s supports conditional creation, but this server does not: if "
                 "two processes save one step at the same time, both report success, and the later "
                 "one replaces the earlier. Let only one process save a step",
                 requests.url,

@@ -138,7 +138,8 @@ class Publication:
         Without `overwrite`, it replaces only a record that does not count.
 
         Raises:
-            CheckpointExistsError: a checkpoint exists; it was left untouched.
+            CheckpointExistsError: a checkpoint, or another object, is at the record's key; it was
+                left untouched.
             FencedError: the claim of this process was taken over.
             StoreError: the existing record could not be read; nothing was replaced.
             SaveError: the outcome is unknown, or another process was faster.
@@ -293,7 +294,7 @@ class Publication:
         return not self._deleted
 
     def _is_wanted(self) -> bool:
-        """Return whether another try may begin: the caller was not cancelled (by its deadline).
+        """Return whether another try may begin: the caller was not cancelled, by its deadline or else.
 
         Tries in flight are awaited, since their outcome must be known.
         """

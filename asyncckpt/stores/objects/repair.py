@@ -3,7 +3,7 @@
 A fixed name has no owner: a writer that was stopped for an hour may overwrite the fixed names of
 the checkpoint that replaced its own. So every writer of fixed names reads the record again after
 its last write. If the record is of another save now, it writes (or removes) the names once more,
-until the record did not change in between. The last writer has then seen the final record and
+until the record is the same before and after. The last writer has then seen the final record and
 written its names. The next `Checkpointer` finds what a crash left unfinished by comparing listings
 with the record.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import AsyncIterator
 from functools import partial
@@ -60,6 +61,26 @@ async def test_files_behind_a_link_are_not_leftovers(
         assert await store.collect(WEEK_S) == []
     await store.close()
     assert tree(elsewhere) == before
+
+
+@pytest.mark.parametrize("directory", ["epoch-3", "fenced-3-aa"])
+@pytest.mark.parametrize("stray", [".owner", ".owner-1"])
+async def test_a_stray_owner_file_makes_no_leftover(
+    tmp_path: Path, store: LocalStore, directory: str, stray: str
+) -> None:
+    control = tmp_path / "run/.asyncckpt" / directory
+    (control / "1-aaaa").mkdir(parents=True)
+    (control / "1-aaaa/data").write_bytes(b"x")
+    (control / stray).write_bytes(b"")
+    for path in (control, *control.rglob("*")):
+        os.utime(path, (1.0, 1.0))
+    lock = os.open(control / "1-aaaa", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    before = tree(control)
+    assert await store.sweep() == []
+    assert await store.collect(WEEK_S) == []
+    os.close(lock)
+    assert tree(control) == before
 
 
 async def test_a_link_in_place_of_the_control_directory_is_refused(

@@ -78,7 +78,7 @@ class Seen:
 
 
 class Claims:
-    """The claims of one root, read anew by each call.
+    """The claims of one root, listed anew by each call; lists never change, and are kept.
 
     All methods raise `StoreError` if the store fails, and `UnsupportedFormatError` if the deciding
     list is of a newer release.
@@ -118,7 +118,7 @@ class Claims:
         return True
 
     async def check(self, epoch: int, location: str = "", *, visible: bool | None = False) -> None:
-        """Raise `FencedError` (see `fenced_error`) if there is a higher claim than `epoch` > 0."""
+        """Raise `FencedError` (see `fenced_error`) if there is a higher claim; not for epoch 0."""
         if epoch and (data := await self._read(claim_name(epoch + 1), CLAIM_NBYTES)) is not None:
             successor = decode_claim(data)
             url = self._requests.url

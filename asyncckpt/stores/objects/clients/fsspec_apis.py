@@ -138,7 +138,7 @@ def s3_filesystem(storage_options: Mapping[str, Any]) -> Any:
 
 
 def connected(filesystem: Any) -> Any:
-    """Return the filesystem with a session; the first request binds that to its event loop.
+    """Return the filesystem with a session, which the first request binds to its event loop.
 
     Blocks; call it in a thread: botocore reads its data about S3, configuration and credentials.
     """
@@ -315,7 +315,10 @@ class S3Client(FsspecClient):
                 where["UploadIdMarker"] = marker
 
     async def _confirmed(self, name: str, method: str, key: str, **arguments: Any) -> str:
-        """Return a value that every object store includes in its answer to this write."""
+        """Return a value that every S3 store includes in its answer to this write.
+
+        Without it, the answer is not from a store.
+        """
         found = await self._s3(method, key, **arguments)
         if value := found.get(name):
             return str(value)

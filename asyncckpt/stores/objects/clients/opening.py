@@ -73,8 +73,8 @@ def open_client(
     if filesystem is not None:
         if chosen not in ("auto", "fsspec") or options:
             raise UsageError(
-                f'{url}: storage_options={{"filesystem": …}} excludes all other options, which '
-                "the filesystem has already; leave them out",
+                f'{url}: storage_options={{"filesystem": …}} excludes all other options: the '
+                "filesystem was made with its own. Leave them out, or pass them when you make it",
                 location=str(url),
             )
         return _borrowed(url, filesystem, workers)

@@ -30,8 +30,9 @@ LEAST_WINDOW_NBYTES = 1 * MIB
 """Smallest window."""
 
 LEAST_NBYTES = 8 * MIB
-"""Smallest data file, unless the budget would leave half of the streams idle: smaller requests are
-mostly latency, and every file costs a request in listings and deletions."""
+"""Smallest data-file size to choose from, unless the caller asks for less or the budget would leave
+half of the streams idle; small states are divided further. Smaller requests are mostly latency, and
+every file costs a request in listings and deletions."""
 
 PUT_THRESHOLD_NBYTES = 128 * MIB
 """Largest file sent by one request: it takes 1.5 s at 85 MB/s, which is the cost of a retry."""
