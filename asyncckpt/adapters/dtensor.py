@@ -146,7 +146,7 @@ def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | No
     parameter if it has the parameter's shape, as moments do; else to None. Returns None for an
     object without `param_groups`, of its own or of an optimizer among its attributes.
     """
-    attributes = getattr(owner, "__dict__", {}).values()
+    attributes = [*getattr(owner, "__dict__", {}).values()]  # a copy: other threads may set some
     wrapped = [one for one in attributes if isinstance(one, torch.optim.Optimizer)]
     lists = [_parameters(one) for one in (owner, *wrapped)]
     if not any(lists):

@@ -25,7 +25,8 @@ class Sources(Sequence[Source]):
         specs: shape and dtype of each array.
         plain: the array if it has no `Source` yet, else None.
         opened: sources by index.
-        adapters: adapters other than NumPy's by index.
+        adapters: adapters of the arrays that were added with a source, by index; NumPy's for the
+            others.
     """
 
     def __init__(self) -> None:

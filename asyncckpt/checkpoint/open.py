@@ -106,7 +106,10 @@ async def library_of(files: CheckpointFiles) -> str | None:
 
 
 async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | None:
-    """Return the format of a foreign checkpoint; None for anything else."""
+    """Return the format that the files look like, None if they look like no checkpoint.
+
+    Those of asyncckpt may look like Orbax or OCDBT.
+    """
     names = {entry.name for entry in entries}
     if names == {""}:
         await _check_file(files, entries[0])

@@ -42,7 +42,7 @@ class Account:
         return 0
 
     def evict(self, nbytes: int) -> None:
-        """Free up to `nbytes` of idle memory."""
+        """Free at least `nbytes` of idle memory, or all of it."""
 
 
 @dataclass(slots=True, eq=False)

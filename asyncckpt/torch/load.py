@@ -42,7 +42,7 @@ def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> list[Reso
 
 
 def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
-    """Yield the targets of one or two successive restores.
+    """Yield the targets of at most two successive restores.
 
     Targets that share memory with an earlier one, as tied weights do, are read into temporary
     tensors by the second restore, then copied.

@@ -158,8 +158,8 @@ def _saved_tree(
 ) -> SavedTree:
     """Return the tree that the metadata describes, or a dict of all tensors by name.
 
-    Conversion to safetensors describes the tree. A description with other tensors than those of
-    the files is ignored.
+    The metadata of converted asyncckpt checkpoints describes the tree. A description of other
+    tensors than those of the files is ignored.
     """
     texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
     try:

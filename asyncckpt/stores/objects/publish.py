@@ -294,7 +294,7 @@ class Publication:
         return not self._deleted
 
     def _is_wanted(self) -> bool:
-        """Return whether another try may begin: the caller was not cancelled, by its deadline or else.
+        """Return whether another try may begin: the caller was not cancelled, nor is late.
 
         Tries in flight are awaited, since their outcome must be known.
         """

@@ -59,7 +59,7 @@ DROP_WAIT_S = 1.0
 sign 512 MiB for 0.7 s; if it were then sent, it would restore a deleted object."""
 
 EXIT_WAIT_S = 0.05
-"""How long the exit of the process waits for threads: microseconds suffice, unless cores are busy."""
+"""How long the exit of the process waits for threads: microseconds suffice on an idle core."""
 
 LIST_CHUNK = 1000
 """Entries of a listing per page, as S3."""

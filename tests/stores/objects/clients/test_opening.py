@@ -481,7 +481,7 @@ def test_a_filesystem_object_serves_its_own_schemes(workers: Workers) -> None:
     assert caught.value.found == "s3"
     with pytest.raises(UsageError, match="takes an fsspec filesystem, not int"):
         open_client("memory://run", storage_options={"filesystem": 7}, workers=workers)
-    with pytest.raises(UsageError, match="leave them out"):
+    with pytest.raises(UsageError, match="Leave them out"):
         open_client(
             "memory://run",
             storage_options={"filesystem": memory, "key": "s3cr3t"},
