@@ -273,8 +273,8 @@ class Reading(NamedTuple):
             without such a thread ignore it; the caller checks the rest.
         shared: other processes of this host may read the same bytes at the same time, so the store
             should read them through the page cache.
-        fresh: the buffers may be untouched memory of the pipeline, whose pages the store may
-            configure.
+        fresh: the buffers may be untouched memory of the pipeline, about whose pages the store may
+            advise the system.
     """
 
     received: Callable[[], None] | None = None
@@ -683,7 +683,7 @@ class Coordinator(Protocol):
         StoreError: the service cannot be reached, or refused the call.
 
     Attributes:
-        name: name in messages: ``jax``, ``torch``, ``directory``, ``single``.
+        name: name in messages: ``jax``, ``torch`` or ``directory``.
         process_index: number of this process.
         process_count: number of processes.
     """

@@ -227,7 +227,7 @@ async def test_metadata_and_metrics_are_taken_at_the_call_and_come_back(tmp_path
     ("location", "reason"),
     [
         ("nowhere://bucket/run/x", "no filesystem for nowhere://"),
-        ("s3://key:hunter2@bucket/run/x", "holds credentials"),
+        ("s3://key:hunter2@bucket/run/x", "seems to hold credentials"),
         ("", "pass the path of a directory"),
         ("~/run", r"~ is not expanded; pass os.path.expanduser\('~/run'\)"),
         (5, "pass a path"),

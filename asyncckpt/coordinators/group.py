@@ -86,8 +86,8 @@ def closed_error(group: Group, closed: Sequence[int]) -> UsageError:
     """Return the error for processes that have closed their `Checkpointer`."""
     has = "has" if len(closed) == 1 else "have"
     return UsageError(
-        f"{group.listed(closed)} {has} closed the Checkpointer that made this call; nothing was "
-        "committed. Make the same calls on all processes, then close it on all; or pass "
+        f"{group.listed(closed)} {has} closed the Checkpointer that is still in use here; nothing "
+        "was committed. Make the same calls on all processes, then close it on all; or pass "
         'coordinator="single" where one process works alone',
         expected=group.process_count,
         found=group.process_count - len(closed),

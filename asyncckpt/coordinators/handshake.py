@@ -274,7 +274,7 @@ def echoes(welcome: Mapping[str, Any], nonce: str) -> bool:
 
 
 def _hellos(met: Mapping[str, bytes]) -> dict[int, list[Hello]]:
-    """Return the hellos of each process, of which there may be more than expected, by key."""
+    """Return the hellos by process, of which there may be more than expected."""
     hellos: dict[int, list[Hello]] = {}
     for key in sorted(met):
         process = int(key.partition("/")[0])

@@ -60,7 +60,7 @@ class Part(NamedTuple):
         request: index of the request.
         direct: byte offset in the target's memory at which the payload can be read directly; -1 if
             it is decoded in a buffer and placed by `intersection`.
-        nbytes: bytes of the payload without padding and trailer, if `direct`; else -1.
+        nbytes: bytes of the payload without padding and trailer; -1 if `direct` is -1.
     """
 
     row: int

@@ -30,7 +30,7 @@ class Timed(PickledByName):
         Takes about a second, mostly for importing matplotlib.
 
         Args:
-            path: the file, in .png or .svg; replaced if it exists.
+            path: name of the file, ending in .png or .svg; replaced if it exists.
             title: line above the picture; None for the text of the report.
 
         Raises:

@@ -61,8 +61,8 @@ def orbax_files(
     if bad := conflicts(leaves):
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         return None, (
-            f"Orbax would not find {bad[0]!r}{more}, or would confuse it with another leaf, so it "
-            "cannot restore this checkpoint; asyncckpt can",
+            f"Orbax would not find or read {bad[0]!r}{more}, or confuse it with another leaf, so "
+            "it cannot restore this checkpoint; asyncckpt can",
         )
     return encode_files(leaves), ()
 
@@ -70,7 +70,8 @@ def orbax_files(
 def key_devices(snapshot: Snapshot) -> dict[int, str]:
     """Return, by leaf, a device to which Orbax restores its typed PRNG keys.
 
-    None for keys that only other processes have: Orbax's files are not written for such trees.
+    Leaves out keys that only other processes have: Orbax's files are not written for such
+    trees.
     """
     devices: dict[int, str] = {}
     for leaf, facts in snapshot.extra.items():

@@ -68,7 +68,7 @@ class Pipeline:
         self._recorder = self.staging.recorder
         self._inline = NO_CHUNKS
         self._parts: list[tuple[HeldBox, bytes]] = []
-        self._checked_crc: dict[int, int] = {}  # of replicas not written here uncompressed
+        self._checked_crc: dict[int, int] = {}  # of replicas compressed, or not written, here
         self._extents = ChunkIndex(
             file=plan.row_file.copy(),
             offset=plan.row_offset.copy(),
@@ -128,9 +128,11 @@ class Pipeline:
                     await asyncio.wait(uploads)
                 return await self._put_index(uploads)
         finally:
-            self.staging.release_all()
-            if self._packer is not None:
-                self._packer.release()
+            try:
+                self.staging.release_all()
+            finally:
+                if self._packer is not None:
+                    self._packer.release()
 
     async def _put_index(self, uploads: Sequence[asyncio.Task[None]]) -> Committable:
         """Write the index, and again whenever an upload still running has renamed its file.

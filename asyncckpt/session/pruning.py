@@ -10,7 +10,8 @@
 #   previous removal ends before the next step is unlisted, so a disk never holds more than the
 #   steps kept, the one just saved, and those of one removal: at most UNLISTED_MAX.
 # Rule 6: a step that appears above the one being saved is another writer's newest, and is left
-#   alone. Only steps that existed when the run went back to an earlier one are an abandoned branch.
+#   alone. Only steps that existed when the run went back to an earlier one can be an abandoned
+#   branch.
 #   (test_two_runs_on_one_root_never_delete_the_newest_step)
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Pruner:
         self._uses_metrics = uses_metrics(self.policy)
         self._seen: dict[int, Seen] = {}
         self._known: set[int] | None = None  # steps saved here or found, except other writers'
-        self._left: list[int] = []  # steps of abandoned branches, the oldest first
+        self._left: list[int] = []  # steps from before the run went back, the oldest first
         self._looking: BackgroundTask[list[int]] | None = None
         self._removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
@@ -173,7 +174,7 @@ class Pruner:
         await self._remove(removals, unremoved)
         if unremoved:
             note = (
-                f"{_folded(unremoved, 'could not be removed completely')}; the next sweep or "
+                f"{_folded(unremoved, 'could only be unlisted, not removed completely')}; the next sweep or "
                 "'asyncckpt gc' removes the rest"
             )
             self._late_notes.append(note)
@@ -225,8 +226,9 @@ class Pruner:
     def _ranked(self, saved: int, listed: Collection[int]) -> list[int]:
         """Return the steps that count for the policy, the newest last.
 
-        They ascend, except that the steps of abandoned branches come first: otherwise their higher
-        numbers would displace every new save at once.
+        They ascend, except that the steps from before the run went back to an earlier one come
+        first: otherwise the higher numbers of the abandoned branch would displace every new save
+        at once.
         """
         seen = set(self._seen)
         known = seen if self._known is None else self._known.intersection(listed)

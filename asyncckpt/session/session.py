@@ -279,8 +279,8 @@ class Session:
     def reporting(self, kind: str, name: str = "") -> Iterator[None]:
         """Report an error of the block to all processes as that of their next call of this kind.
 
-        The block precedes the call, in which the others would wait for this process. Without a
-        `name`, it fails before the call is known.
+        The block precedes the call, in which the others would wait for this process. Pass
+        no `name` if the block fails before the call is known.
         """
         try:
             yield
@@ -522,7 +522,7 @@ class Session:
 
     @property
     def release_error(self) -> BaseException | None:
-        """Error of the release of store and engine, if any."""
+        """Error of the job that released store and staging memory, if any."""
         job = self._release_job
         return job.future.exception() if job is not None and job.done() else None
 

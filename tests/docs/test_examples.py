@@ -467,7 +467,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "alone": ("All processes must make this call", one_alone),
     "fewer calls": ("processes made this call", fewer_calls),
     "left": (
-        "closed the Checkpointer that made this call",
+        "closed the Checkpointer that is still in use here",
         lambda where: together(where, once_more_on_one),
     ),
     "other calls": (

@@ -86,7 +86,7 @@ async def test_a_removal_that_fails_is_told_by_the_next_report(
         Script(ckpt).fail("remove", error)
         assert (await ckpt.save(2, tree(2))).notes == ()
         (note,) = (await ckpt.save(3, tree(3))).notes
-        assert note.startswith("step 1 could not be removed completely: ")
+        assert note.startswith("step 1 could only be unlisted, not removed completely: ")
         assert "disk on fire" in note
         assert (await ckpt.save(4, tree(4))).notes == ()
 
@@ -237,5 +237,5 @@ async def test_failures_of_one_save_are_one_note(tmp_path: Path) -> None:
         assert report.deleted_steps == (0, 3)
         assert report.notes == ("2 steps could not be deleted, the first: step 1: busy",)
         (note,) = (await ckpt.save(5, tree(5))).notes
-        assert note.startswith("2 steps could not be removed completely, ")
+        assert note.startswith("2 steps could only be unlisted, not removed completely, ")
         assert ", the first: step 0: on fire; the next sweep" in note
