@@ -107,7 +107,7 @@ class Runtime:
         )
 
     async def release(self) -> None:
-        """Close stores and free staging memory; raise errors of stores afterwards. On the engine."""
+        """Close stores and free staging memory; then raise errors of stores. On the engine."""
         try:
             async with contextlib.AsyncExitStack() as stores:
                 for store in self._stores:

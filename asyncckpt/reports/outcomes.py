@@ -169,8 +169,8 @@ class RestoreReport(Timed):
         leaf_count: leaves restored.
         nbytes: bytes of array data restored.
         read_nbytes: bytes read from the store, gaps between chunks included.
-        received_nbytes: bytes received by exchange between processes, including the pieces that this
-            process read for all.
+        received_nbytes: bytes received by exchange between processes, including the pieces that
+            this process read for all.
         total_s: seconds from the call to the return.
         replaced: paths of immutable leaves that `restore_into` replaced in their dict, list or
             dataclass.

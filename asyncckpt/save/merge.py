@@ -387,8 +387,8 @@ def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:
 def _difference(path: str, one: str, other: str) -> MismatchError:
     return MismatchError(
         f"{where(path)}: {one} and {other} hold different values of this leaf, or of one of its "
-        "shards; nothing was committed. To save the value of each process, wrap the "
-        "leaf in asyncckpt.PerProcess; if any one of the values will do, as for BatchNorm's statistics, "
+        "shards; nothing was committed. To save the value of each process, wrap the leaf in "
+        "asyncckpt.PerProcess; if any one of the values will do, as for BatchNorm's statistics, "
         'return LeafOptions(replicas="first") for it in leaf_options; else find out why they '
         "differ",
         path=path,

@@ -173,10 +173,9 @@ class Pruner:
     ) -> None:
         await self._remove(removals, unremoved)
         if unremoved:
-            note = (
-                f"{_folded(unremoved, 'could only be unlisted, not removed completely')}; the next sweep or "
-                "'asyncckpt gc' removes the rest"
-            )
+            what = "could only be unlisted, not removed completely"
+            rest = "the next sweep or 'asyncckpt gc' removes the rest"
+            note = f"{_folded(unremoved, what)}; {rest}"
             self._late_notes.append(note)
             self._logged.add(note)
             logger.warning("%s", note)
