@@ -13,7 +13,7 @@ SHADES = " ░▒▓█"
 """Shades of a cell, from idle to busy all the time."""
 
 WIDTH = 48
-"""Cells of a bar in a pipe or file, and half their maximum in a terminal."""
+"""Cells of a bar in a pipe or file; a bar in a terminal has up to twice as many."""
 
 
 def gantt(timeline: Timeline, width: int | None) -> Grid:

@@ -70,8 +70,8 @@ class Blocks:
 
     Args:
         capacity_nbytes: upper limit for all blocks together.
-        group: returns a row and the others to load with it, and their bytes. It leaves out rows
-            that the given container has.
+        group: returns the rows to load for a row (itself, then others that the given container
+            lacks), and their bytes.
         load: returns the decoded values of rows.
     """
 

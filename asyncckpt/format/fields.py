@@ -17,6 +17,7 @@ MAX_DEPTH = 256
 
 MAX_RANK = 32
 """Most dimensions of an array: the limit of NumPy before 2.0. torch allows 64."""
+
 FREE_VALUES = 1 << 17
 """Values allowed in a document of any length."""
 

@@ -9,7 +9,7 @@ Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `serialization/type_handler
 - ``array_metadatas/process_0`` lists the arrays that hold typed PRNG keys.
 
 Orbax looks for an array under its path, parts joined by ``.`` without escapes. `conflicts` lists
-the leaves with another name (`OrbaxLeaf.array_name`).
+the leaves that it would not find there, or would confuse with others (`OrbaxLeaf.array_name`).
 """
 
 from __future__ import annotations

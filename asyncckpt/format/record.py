@@ -351,17 +351,18 @@ def outline_of(data: bytes, *, head: bool = False) -> Outline | None:
     if found is None or not (head or is_record(data)):
         return None
     save_id = found[2].decode()
-    try:
-        if head and found[3] is None:
-            return Outline(save_id)
-        if head:
+    if head and found[3] is None:
+        return Outline(save_id)
+    if head:
+        try:
             text = data[found.end() :].decode(errors="ignore")
             rows, _ = json.JSONDecoder().raw_decode(text)
             check_form(rows, _FIXED)
             return Outline(save_id, fixed=tuple(map(_fixed, rows)))
+        except (ValueError, RecursionError):
+            return None
+    try:
         record = decode_record(data, location="")
-    except (ValueError, RecursionError):
-        return None
     except (CorruptCheckpointError, UnsupportedFormatError):
         return Outline(save_id)
     return Outline(

@@ -1,7 +1,8 @@
 """Merging of the trees of several processes into one."""
 
 # Rule 1: only dicts may differ in their keys; every other container is equal in all processes
-#   that have it. Keys follow the order of the lowest process that has each.
+#   that have it. The keys of the lowest process come first, in its order, then the keys that it
+#   lacks, in the order of the next process that has them.
 # Rule 2: children are matched by keys, not by paths: the path of a key depends on its siblings,
 #   which may differ in the merged tree.
 

@@ -205,8 +205,8 @@ def _split(
     """Return boundaries of nodes of `least` or more entries that fit in `max_nbytes`.
 
     `cost` has the bytes of each entry without its key, `head_nbytes` those of a node without
-    entries. `runs` has the bytes of a file's listing where data files change; `first_run` and
-    `all_runs` are those of the first and of all files of a node.
+    entries. `runs` has the bytes of a file's listing where data files change; `first_run`
+    is the most that one file's listing takes, `all_runs` what those of all files take together.
     """
     suffix = keys.lengths - keys.shared
     cost = cost + varint_sizes(keys.shared) + varint_sizes(suffix) + suffix

@@ -69,7 +69,7 @@ def nested_shards(depth: int) -> Any:
 
 
 DOCUMENTS: dict[str, Document] = {
-    "shape-bomb": (zarr3(shape=[1 << 62, 1 << 62], chunk_grid=grid(1, 1)), CORRUPT, "in total"),
+    "shape-bomb": (zarr3(shape=[1 << 62] * 2, chunk_grid=grid(1, 1)), CORRUPT, "bytes in total"),
     "chunk-bomb": (zarr3(chunk_grid=grid(1 << 40)), CORRUPT, "bytes per chunk"),
     "count-bomb": (
         zarr3(shape=[1 << 40], chunk_grid=grid(1)), CORRUPT, "claims 1099511627776 chunks",
@@ -125,7 +125,7 @@ DOCUMENTS: dict[str, Document] = {
 }  # fmt: skip
 
 DOCUMENTS_2: dict[str, Document] = {
-    "shape-bomb": (zarr2(shape=[1 << 62] * 2, chunks=[1, 1]), CORRUPT, "in total"),
+    "shape-bomb": (zarr2(shape=[1 << 62] * 2, chunks=[1, 1]), CORRUPT, "bytes in total"),
     "chunk-bomb": (zarr2(chunks=[1 << 40]), CORRUPT, "bytes per chunk"),
     "count-bomb": (zarr2(shape=[1 << 40], chunks=[1]), CORRUPT, "chunks"),
     "rank-1000": (zarr2(shape=[1] * 1000, chunks=[1] * 1000), CORRUPT, "at most 32 numbers"),

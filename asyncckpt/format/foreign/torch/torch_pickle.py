@@ -121,7 +121,7 @@ class TensorProperties(Stub):
     __slots__ = ("dtype", "layout")
 
     def set_state(self, state: object) -> dict[str, object]:
-        """Set dtype and layout; return the numbers of items that are new since torch 2.14."""
+        """Set dtype and layout; return the numbers of items that torch 2.14 does not have."""
         if type(state) is not tuple or len(state) < _PROPERTIES:
             raise ValueError(
                 f"the state of TensorProperties is not a tuple of {_PROPERTIES} or more"

@@ -28,7 +28,7 @@ MAX_NAME_NBYTES = 512
 """Longest module or name of a global."""
 
 MAX_INTEGER_NBYTES = 1785
-"""Integers of 4,300 digits: Python itself converts no longer ones from text."""
+"""Integers of 4,300 digits, the longest that Python itself converts from text."""
 
 ALLOWANCE_RATIO = 20
 """Bytes of decoded objects, by their upper bounds, per byte of their pickle. Metadata of many small
@@ -448,6 +448,6 @@ REFUSED: Final[dict[int, str]] = {
     0x31: "the opcode POP_MARK",
     0x32: "the opcode DUP",
 }
-"""By refused opcode: the object that it makes."""
+"""By refused opcode: its description in errors."""
 
 _TABLE: Final = tuple(READ.get(code, (Unpickler._refuse, code, 0)) for code in range(256))
