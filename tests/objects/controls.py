@@ -14,22 +14,22 @@ from asyncckpt.stores.objects.publish import Publication
 
 
 def record_first(patch: pytest.MonkeyPatch) -> None:
-    """Files of one request are sent when the record stands already."""
+    """Files of one request are sent after the record."""
     late: list[tuple[Sending, str, bytes]] = []
-    publish = ObjectAttempt._publish
+    check = ObjectAttempt._check_claim
 
     async def write(self: WindowFile, body: Body) -> bool:
         late.append((self._sending, self._key, bytes(body)))
         return True
 
-    async def publish_early(self: ObjectAttempt, record: bytes) -> None:
-        await publish(self, record)
+    async def after_the_record(self: ObjectAttempt) -> None:
+        await check(self)
         for sending, key, body in late:
             if sending is self._sending:
                 await sending.send(key, body)
 
     patch.setattr(WindowFile, "_send", write)
-    patch.setattr(ObjectAttempt, "_publish", publish_early)
+    patch.setattr(ObjectAttempt, "_check_claim", after_the_record)
 
 
 def no_read_back(patch: pytest.MonkeyPatch) -> None:

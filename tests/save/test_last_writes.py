@@ -116,7 +116,6 @@ async def test_consent_is_asked_for_when_everything_is_written(
         session = small_slots(ckpt, monkeypatch)
         pending: PendingSave = session.start_save(
             PendingSave,
-            "1",
             1,
             STATE,
             metadata=None,
