@@ -12,11 +12,14 @@ event loop.
 # Rule 4: obstore's threads touch Python objects for some microseconds after a call has ended. If
 #   the interpreter exits meanwhile, the process aborts (PyO3/pyo3-async-runtimes#40), so its exit
 #   waits. (test_a_process_that_ends_right_after_a_request_is_not_aborted)
+# Rule 5: obstore's threads do not survive a fork, and in the child its requests never end, so no
+#   client is made there. (test_obstore_used_before_a_fork_is_replaced_or_refused_in_the_child)
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +30,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from asyncckpt.errors import UsageError
 from asyncckpt.stores.objects.clients.classification import FOREIGN, obstore_error
 from asyncckpt.stores.objects.clients.client import (
     Body,
@@ -131,8 +135,18 @@ def bucket_region(endpoint: str, bucket: str) -> str | None:
 
 
 @cache
-def _wait_at_exit() -> None:
+def _first_pid() -> int:
+    """Return the id of the process that made the first client; its exit waits for threads."""
     atexit.register(time.sleep, EXIT_WAIT_S)
+    return os.getpid()
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked after the first client was made.
+
+    To be called when a client is made: the first call decides which process made the first one.
+    """
+    return os.getpid() != _first_pid()
 
 
 class ObstoreClient(ObjectClient):
@@ -151,6 +165,9 @@ class ObstoreClient(ObjectClient):
         in_thread: runs a blocking function in a worker thread.
         other: returns another library's client of the same objects, for listings that obstore
             refuses.
+
+    Raises:
+        UsageError: a client was made before this process was forked.
     """
 
     def __init__(
@@ -166,6 +183,13 @@ class ObstoreClient(ObjectClient):
     ) -> None:
         import obstore
 
+        if is_forked():
+            raise UsageError(
+                f"{url}: obstore was used before this process was forked, and its threads do not "
+                "survive a fork; start processes with spawn, or pass "
+                'storage_options={"client": "fsspec"}',
+                location=url,
+            )
         self.url = url
         name = type(store).__name__
         classes = {cls.__name__ for cls in type(store).__mro__}
@@ -190,7 +214,6 @@ class ObstoreClient(ObjectClient):
         self._other: ObjectClient | None = None
         self._held: list[weakref.ref[memoryview]] = []
         self._timer: asyncio.TimerHandle | None = None
-        _wait_at_exit()
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`.

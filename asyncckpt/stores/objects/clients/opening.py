@@ -2,9 +2,9 @@
 
 Two keys of `storage_options` are our own; all others are arguments of the fsspec filesystem:
 
-- ``"client"``: ``"auto"`` (the default: obstore for `s3://` and `gs://` where it is installed and
-  the other options are simple, else fsspec), ``"fsspec"``, ``"obstore"``, or an object: a store of
-  obstore, or an `ObjectClient`.
+- ``"client"``: ``"auto"`` (the default: obstore for `s3://` and `gs://` where it is installed, the
+  other options are simple, and it was not used before a fork of this process; else fsspec),
+  ``"fsspec"``, ``"obstore"``, or an object: a store of obstore, or an `ObjectClient`.
 - ``"filesystem"``: an fsspec filesystem, used as it is and not closed.
 """
 
@@ -29,6 +29,7 @@ from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, i
 from asyncckpt.stores.objects.clients.obstore_client import (
     ObstoreClient,
     bucket_of,
+    is_forked,
     made_store,
     obstore_client,
 )
@@ -184,6 +185,8 @@ def _obstore(
             'as "client"',
             location=str(url),
         ) from None
+    if not required and has_fsspec and is_forked():
+        return None
     return ObstoreClient(
         _opened(partial(made_store, found), url, options),
         str(url),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import resource
 import subprocess
 import sys
@@ -404,3 +405,49 @@ else:
 
 def test_a_process_that_ends_right_after_a_request_is_not_aborted(sim: Simulator) -> None:
     assert children.output(ENDS_AT_ONCE, sim.s3_endpoint) == f"{[0] * 50}\n"
+
+
+FORKS = """
+import json, os, signal, sys, warnings
+import numpy as np
+from asyncckpt import UsageError, blocking
+from obstore.store import S3Store
+
+warnings.filterwarnings("ignore", message=".*fork.*")
+options = json.loads(sys.argv[1])
+config = {"endpoint": options["endpoint_url"], "access_key_id": "key",
+          "secret_access_key": "secret", "region": "us-east-1",
+          "virtual_hosted_style_request": "false"}
+store = S3Store("bucket", config=config, client_options={"allow_http": True})
+tree = {"w": np.arange(5)}
+
+def child(options):
+    pid = os.fork()
+    if not pid:
+        signal.alarm(30)  # a request of obstore would never end
+        try:
+            blocking.save("s3://bucket/child", tree, storage_options=options)
+            print("saved", flush=True)
+        except UsageError as error:
+            print(error, flush=True)
+        finally:
+            os._exit(0)
+    assert not os.waitpid(pid, 0)[1]
+
+blocking.save("s3://bucket/parent", tree, storage_options=options)
+child(options)
+child({**options, "client": "obstore"})
+child({"client": store})
+sys.modules["s3fs"] = None  # as if it were not installed
+child(options)
+"""
+
+
+def test_obstore_used_before_a_fork_is_replaced_or_refused_in_the_child(sim: Simulator) -> None:
+    refusal = (
+        "s3://bucket: obstore was used before this process was forked, and its threads do not "
+        "survive a fork; start processes with spawn, or pass "
+        'storage_options={"client": "fsspec"}'
+    )
+    printed = children.output(FORKS, json.dumps(sim.s3_options()))
+    assert printed.splitlines() == ["saved", refusal, refusal, refusal]
