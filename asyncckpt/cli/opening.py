@@ -42,7 +42,8 @@ StorageOption = Annotated[
     typer.Option(
         "--storage-option",
         metavar="KEY=VALUE",
-        help="Option of a URL's client, such as endpoint_url=…; JSON or text; repeatable.",
+        help="Option of a URL's client, such as endpoint_url=…; JSON or text; a number is "
+        "text; repeatable.",
     ),
 ]
 
@@ -58,6 +59,8 @@ T = TypeVar("T")
 def storage_options(words: Sequence[str] | None) -> Options:
     """Return the options by key, None without words; a value that is not JSON is text.
 
+    So is a number, because keys and passwords may consist of digits.
+
     Raises:
         UsageError: a word is not KEY=VALUE, or a key is given twice.
     """
@@ -69,9 +72,10 @@ def storage_options(words: Sequence[str] | None) -> Options:
         if key in options:
             raise UsageError(f"--storage-option: {key} is given twice", found=key)
         try:
-            options[key] = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
-            options[key] = text
+            value = text
+        options[key] = text if type(value) in (int, float) else value
     return options or None
 
 

@@ -191,6 +191,17 @@ def test_values_are_json_or_text() -> None:
     assert storage_options([]) is None
 
 
+@pytest.mark.parametrize("text", ["1e5", "20240101", "007", "-1", "1.5", "NaN", "-Infinity"])
+def test_a_number_is_text_as_a_credential_may_be_one(text: str) -> None:
+    assert storage_options([f"key={text}"]) == {"key": text}
+
+
+def test_credentials_that_are_numbers_reach_the_store(run: Run, sim: Simulator) -> None:
+    sim.create_bucket("numbers")
+    done = run("ls", "s3://numbers/run", *words(sim.s3_options(key="20240101", secret="1e5")))
+    assert done == Ran(0, "no checkpoints in s3://numbers/run\n", "")
+
+
 @pytest.mark.parametrize("word", [SECRET.partition("=")[0], f"={SECRET}", f"a b={SECRET}", ""])
 def test_a_word_that_is_no_option_is_not_shown(run: Run, word: str) -> None:
     done = run("ls", "s3://bucket/run", "--storage-option", word)
