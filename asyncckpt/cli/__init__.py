@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: words after the command's name; None for `sys.argv`.
     """
+    if sys.stderr is None:  # closed when the process started; print would take standard output
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            return main(arguments)
     try:
         from asyncckpt.cli.commands import run
     except ModuleNotFoundError as error:

@@ -56,7 +56,8 @@ class ProgressBar:
             raise UsageError(f"progress_bar() needs the package rich: {INSTALL_LINE}") from None
         console = Console(file=sys.stderr, force_terminal=True if always else None)
         self._description = description
-        self._wanted = console.is_terminal or console.is_jupyter
+        # If standard error is closed, rich takes standard output instead.
+        self._wanted = sys.stderr is not None and (console.is_terminal or console.is_jupyter)
         self._drawn = 0.0
         self._ended = False
         # Callers draw the bar, so it needs no thread; standard output is not redirected.
@@ -121,7 +122,7 @@ def progress_bar(
 
     Args:
         description: text before the bar; None for the current stage.
-        always: show the bar even if standard error is not a terminal.
+        always: show the bar even if standard error is not a terminal, but not if it is closed.
         transient: remove the bar when it ends.
 
     Raises:

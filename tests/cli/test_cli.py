@@ -362,6 +362,28 @@ def test_a_closed_standard_output_is_no_traceback(root: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_closed_standard_error_sends_no_error_to_standard_output(root: Path) -> None:
+    (root / "20" / "checkpoint.json").write_text("{}")
+
+    def output(*words: object, code: int) -> str:
+        command = ("/bin/sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "asyncckpt")
+        done = subprocess.run(
+            (*command, *words),
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == code
+        return done.stdout
+
+    assert [step["step"] for step in json.loads(output("ls", root, "--json", code=1))] == [1]
+    assert output("show", root / "3", code=1) == ""
+    assert output("ls", "--no-such-option", code=2) == ""
+    assert "Aborted" not in output("rm", root / "1", code=1)
+
+
 @pytest.mark.parametrize("missing", ["rich", "typer"])
 def test_without_the_extra_the_install_line_is_printed(missing: str) -> None:
     code = (

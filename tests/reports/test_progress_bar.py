@@ -49,6 +49,15 @@ def test_nothing_is_printed_where_there_is_no_terminal(err: Screen) -> None:
     assert err.getvalue() == ""
 
 
+def test_a_bar_without_standard_error_draws_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress_bar(always=True) as bar:
+        bar(Progress("upload", 10, 10))
+    assert capsys.readouterr().out == ""
+
+
 def test_it_closes_itself_at_100_percent(err: Screen) -> None:
     bar = progress_bar(always=True)
     bar(Progress("upload", 1 * MIB, 4 * MIB))
