@@ -230,6 +230,8 @@ def _containers(opened: OpenCheckpoint) -> dict[str, str]:
     structure = opened.structure()
     kinds: dict[str, str] = {}
     for path, node in zip(structure.node_paths(), structure.nodes, strict=True):
+        # Paths do not tell the key 1 from the key "1".
+        has_ints = node.kind == "dict" and any(isinstance(key, int) for key in node.keys)
         # A stateful object and its state dict share a path: the outer kind counts.
-        kinds.setdefault(path, node.kind)
+        kinds.setdefault(path, f"{node.kind} with int keys" if has_ints else node.kind)
     return kinds

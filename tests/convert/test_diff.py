@@ -156,6 +156,12 @@ def test_containers_are_noted_and_make_no_difference(tmp_path: Path) -> None:
     assert report.notes == ("containers differ: x (list and tuple), e (dict and none)",)
 
 
+def test_keys_of_another_type_are_noted_and_make_no_difference(tmp_path: Path) -> None:
+    report = compared(tmp_path, {"a": {1: 2}, "b": {3: 4}}, {"a": {"1": 2}, "b": {3: 4}})
+    assert report.equal
+    assert report.notes == ("containers differ: a (dict with int keys and dict)",)
+
+
 # ------------------------------------------------------------------------------------------ values
 
 
