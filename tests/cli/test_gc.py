@@ -91,6 +91,17 @@ async def test_a_dry_run_removes_nothing_and_names_what_would_go(root: Path) -> 
     assert (path / "default" / "d" / "data").exists()
 
 
+@pytest.mark.parametrize("leftovers", [0, 1])
+async def test_a_dry_run_makes_and_removes_no_file_or_directory(root: Path, leftovers: int) -> None:
+    for directory in ("epoch-0", "fenced-1-x"):
+        (root / ".asyncckpt" / directory).mkdir(parents=True)
+    for _ in range(leftovers):
+        attempt(root, "2", days=8)
+    before = sorted(root.rglob("*"))
+    assert len(await asyncckpt.collect_garbage(root, dry_run=True)) == leftovers
+    assert sorted(root.rglob("*")) == before
+
+
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds an attempt at the name 2."""

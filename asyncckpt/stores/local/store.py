@@ -378,7 +378,7 @@ class LocalStore:
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
         """Remove unlocked leftovers without recent writes. As `Store.collect`."""
-        self._wrote = True
+        self._wrote |= not dry_run
         return await self._workers.run(collect, self._layout, older_than_s, dry_run=dry_run)
 
     async def keep_note(self, process: int, note: bytes | None) -> None:

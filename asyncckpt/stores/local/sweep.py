@@ -163,7 +163,8 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
         for path in leftovers:
             if time.time() - _written_s(path) >= older_than_s:
                 with contextlib.ExitStack() as held:
-                    with root_lock(layout):
+                    # The lock would make a file, and a dry run puts nothing back.
+                    with contextlib.nullcontext() if dry_run else root_lock(layout):
                         dead = _lock_old(layout, path, held, dry_run=dry_run)
                     # Without the root's lock, so that replacing and deleting need not wait.
                     if dead and not dry_run:
