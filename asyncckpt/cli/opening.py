@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
@@ -42,8 +43,7 @@ StorageOption = Annotated[
     typer.Option(
         "--storage-option",
         metavar="KEY=VALUE",
-        help="Option of a URL's client, such as endpoint_url=…; JSON or text; a number is "
-        "text; repeatable.",
+        help="Option of a URL's client, such as endpoint_url=…; JSON or text; repeatable.",
     ),
 ]
 
@@ -53,13 +53,16 @@ Options = Mapping[str, Any] | None
 LOOKED_AT_ONCE = 16
 """Steps of a run inspected concurrently: each takes two round trips to a bucket."""
 
+_CREDENTIAL = re.compile("key|secret|token|user|pass|account|project|profile")
+"""Part of the names of options that are text even if they look like numbers."""
+
 T = TypeVar("T")
 
 
 def storage_options(words: Sequence[str] | None) -> Options:
     """Return the options by key, None without words; a value that is not JSON is text.
 
-    So is a number, because keys and passwords may consist of digits.
+    So is a number of a credential: keys and passwords may consist of digits.
 
     Raises:
         UsageError: a word is not KEY=VALUE, or a key is given twice.
@@ -75,7 +78,8 @@ def storage_options(words: Sequence[str] | None) -> Options:
             value = json.loads(text)
         except (ValueError, RecursionError):
             value = text
-        options[key] = text if type(value) in (int, float) else value
+        is_number = type(value) in (int, float)
+        options[key] = text if is_number and _CREDENTIAL.search(key) else value
     return options or None
 
 

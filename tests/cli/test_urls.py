@@ -186,7 +186,7 @@ def test_values_are_json_or_text() -> None:
         "client_kwargs": {"region_name": "x"},
         "anon": True,
         "profile": "",
-        "id": "12",
+        "id": 12,
     }
     assert storage_options([]) is None
 
@@ -194,6 +194,10 @@ def test_values_are_json_or_text() -> None:
 @pytest.mark.parametrize("text", ["1e5", "20240101", "007", "-1", "1.5", "NaN", "-Infinity"])
 def test_a_number_is_text_as_a_credential_may_be_one(text: str) -> None:
     assert storage_options([f"key={text}"]) == {"key": text}
+
+
+def test_a_number_of_another_option_is_one() -> None:
+    assert storage_options(["retries=3", "timeout=2.5"]) == {"retries": 3, "timeout": 2.5}
 
 
 def test_credentials_that_are_numbers_reach_the_store(run: Run, sim: Simulator) -> None:
