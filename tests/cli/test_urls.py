@@ -186,7 +186,7 @@ def test_values_are_json_or_text() -> None:
         "client_kwargs": {"region_name": "x"},
         "anon": True,
         "profile": "",
-        "id": 12,
+        "id": "12",
     }
     assert storage_options([]) is None
 
