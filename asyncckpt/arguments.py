@@ -195,19 +195,28 @@ def check_path(location: Location) -> None:
         raise UsageError(f"{text!r}: a path has no null bytes; pass another name", found=text)
 
 
+_TO_LAST_UP = re.compile(r"(.*/)?\.\.(/+|\Z)", re.DOTALL)
+"""A path up to its last ``..``."""
+
+
 def absolute(path: Location) -> str:
     """Return the absolute path, because the program may change its working directory later.
+
+    As in system calls, `link/..` is the parent of the link's target.
 
     Raises:
         UsageError: the path is relative, and the working directory does not exist any more.
     """
+    text = os.fsdecode(path)
     try:
-        return os.path.abspath(os.fsdecode(path))
+        if (found := _TO_LAST_UP.match(text)) is not None:
+            text = os.path.join(os.path.realpath(found[0]), text[found.end() :])
+        return os.path.abspath(text)
     except FileNotFoundError:
         raise UsageError(
-            f"{os.fsdecode(path)}: this path is relative, and the working directory was removed; "
+            f"{text}: this path is relative, and the working directory was removed; "
             "pass an absolute path",
-            found=os.fsdecode(path),
+            found=text,
         ) from None
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
+from asyncckpt.arguments import absolute
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.options import GIB, KIB, MIB
 from tests.script import Script
@@ -311,6 +312,23 @@ async def test_paths_may_be_relative_and_file_urls(
     assert (await asyncckpt.inspect(tmp_path / "runs" / "one")).location == str(
         tmp_path / "runs" / "one"
     )
+
+
+async def test_a_path_up_from_a_link_is_the_one_that_the_system_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "other" / "sub").mkdir(parents=True)
+    (tmp_path / "here" / "link").symlink_to("../other/sub")
+    monkeypatch.chdir(tmp_path / "here")
+    for number, up in enumerate(("link/..", "../here//link/..//", f"{tmp_path}/here/link/..")):
+        location = f"{up}/{number}"
+        report = await asyncckpt.save(location, TREE)
+        assert report.location == str(tmp_path / "other" / str(number))
+        assert Path(location, "checkpoint.json").exists()
+    # Without `..`, links stay in the path. These names only look like it.
+    assert absolute("link/..a/b../...") == f"{tmp_path}/here/link/..a/b../..."
+    assert absolute("/../..") == "/" and absolute("/../x") == "/x"
 
 
 async def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:

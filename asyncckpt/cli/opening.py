@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import asyncckpt.blocking as blocking
+from asyncckpt.arguments import absolute
 from asyncckpt.cli.terminal import complain
 from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import (
@@ -91,7 +92,7 @@ def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpoin
 def full_name(location: str) -> str:
     """Return the location as reports show it: an absolute path or a normalized URL."""
     if not is_url(location):
-        return os.path.abspath(without_scheme(location))
+        return absolute(without_scheme(location))
     return str(parse_url(location))
 
 
