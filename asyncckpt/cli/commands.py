@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    StoreError,
     UnsupportedFormatError,
     UsageError,
 )
@@ -26,7 +28,7 @@ from asyncckpt.stores.claims import claim_text
 from asyncckpt.stores.paths import below
 from asyncckpt.version import VERSION
 
-Verified = VerifyReport | UnsupportedFormatError
+Verified = VerifyReport | AsyncCheckpointError
 
 app = typer.Typer(
     name="asyncckpt",
@@ -132,17 +134,18 @@ def verify(
 ) -> None:
     """Read and check every byte.
 
-    Exit status 1 with a list of the damaged leaves, 2 if this release does not read the format.
+    Exit status 1 with a list of the damaged leaves, or if a checkpoint cannot be read; 2 if this
+    release does not read the format.
     """
     options = storage_options(storage_option)
     with progress_bar("verify", transient=True) as progress:
         found = _verified(path, options, progress)
     reports = [report for report in found if isinstance(report, VerifyReport)]
-    unread = [error for error in found if isinstance(error, UnsupportedFormatError)]
+    errors = [error for error in found if isinstance(error, AsyncCheckpointError)]
     if as_json:
         print_json(
             {
-                "ok": all(report.ok for report in reports) and not unread,
+                "ok": all(report.ok for report in reports) and not errors,
                 "checkpoints": [documents.verification(report) for report in reports],
             }
         )
@@ -152,11 +155,12 @@ def verify(
         damaged = [report for report in reports if not report.ok]
         if damaged:
             tables.show([tables.damages(damaged)])
-    for error in unread:
+    for error in errors:
         complain(error)
-    if not all(report.ok for report in reports):
+    unread = all(isinstance(error, UnsupportedFormatError) for error in errors)
+    if not unread or not all(report.ok for report in reports):
         raise typer.Exit(1)
-    if unread:
+    if errors:
         raise typer.Exit(2)
 
 
@@ -224,15 +228,17 @@ def _listed_step(
 ) -> Verified | None:
     """Verify a step of a run; print a message and return None if it was deleted since listed."""
     location = below(root, str(step))
-    try:
+    with contextlib.suppress(CheckpointNotFoundError):
         return _verify(location, (root, step), options, progress)
-    except CheckpointNotFoundError:
+    try:
         if step not in opening.candidates(root, options):
             text = f"{location}: deleted since the steps were listed; skipped"
             complain(CheckpointNotFoundError(text, location=location))
             return None
-    # A replaced step can be read now; anything else raises again.
-    return _verify(location, (root, step), options, progress)
+        # A replaced step can be read now.
+        return _verify(location, (root, step), options, progress)
+    except (CheckpointNotFoundError, StoreError) as error:
+        return error
 
 
 def _verify(
@@ -243,8 +249,8 @@ def _verify(
 ) -> Verified:
     """Verify a checkpoint, or the step of a run at `place`.
 
-    So that other steps are still verified, an unreadable record is reported as damage, and the
-    error for a newer format is returned.
+    So that other steps are still verified, an unreadable record is reported as damage, and errors
+    of the store and for a newer format are returned.
     """
     try:
         if place is None:
@@ -254,5 +260,5 @@ def _verify(
         damage = Damage(None, error.file or RECORD_NAME, error.offset, str(error))
         number = None if place is None else place[1]
         return VerifyReport(opening.full_name(path), number, (damage,), 0, 0, 0.0)
-    except UnsupportedFormatError as error:
+    except (StoreError, UnsupportedFormatError) as error:
         return error

@@ -17,6 +17,7 @@ from asyncckpt import blocking
 from asyncckpt.cli import main, opening
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.record import seal
+from tests.cli.ran import closed, without_rights
 
 
 class Ran(NamedTuple):
@@ -112,6 +113,24 @@ def test_steps_of_a_newer_release_are_named_after_the_others(run: Run, tmp_path:
     assert done.status == 1 and "version 3" in done.err
 
 
+def test_damage_of_the_others_is_found_though_a_later_step_cannot_be_read(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as steps:
+        for step in (1, 2, 3):
+            steps.save(step, {"w": np.arange(300_000.0) + step})
+    data = next((tmp_path / "1" / "default" / "d").glob("*-0"))
+    data.write_bytes(b"X" + data.read_bytes()[1:])
+    with closed(tmp_path / "2" / "default"):
+        done = without_rights("verify", tmp_path)
+        found = json.loads(without_rights("verify", tmp_path, "--json").out)
+    assert done.status == 1
+    first, last, *_ = done.out.splitlines()
+    assert first == f"{tmp_path}/1: damaged in 1 place"
+    assert last.startswith(f"{tmp_path}/3: 1 leaf") and last.endswith("intact")
+    assert done.err.startswith(f"asyncckpt: {tmp_path}/2/") and done.err.count("\n") == 1
+    assert "Permission denied (EACCES)" in done.err
+    assert not found["ok"] and [one["step"] for one in found["checkpoints"]] == [1, 3]
+
+
 def test_when_all_steps_go_nothing_was_verified(
     run: Run, root: str, before: dict[int, Act]
 ) -> None:
@@ -152,6 +171,18 @@ def test_a_step_that_is_there_and_no_checkpoint_is_an_error(run: Run, tmp_path: 
     done = run("verify", tmp_path)
     assert done.status == 1
     assert "there is no checkpoint here" in done.err
+
+
+def test_a_directory_without_checkpoint_does_not_hide_the_other_steps(
+    run: Run, tmp_path: Path
+) -> None:
+    blocking.save(tmp_path / "saved", {"w": np.arange(3.0)})
+    (tmp_path / "run" / "1").mkdir(parents=True)
+    blocking.convert(tmp_path / "saved", tmp_path / "run" / "1" / "model.safetensors")
+    (tmp_path / "run" / "7").mkdir()
+    done = run("verify", tmp_path / "run")
+    assert done.status == 1 and done.out.startswith(f"{tmp_path}/run/1: 1 leaf")
+    assert done.err.startswith(f"asyncckpt: {tmp_path}/run/7: ") and done.err.count("\n") == 1
 
 
 def test_a_directory_that_only_looks_like_a_step_of_orbax_is_not_damaged(
