@@ -27,6 +27,7 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    StoreError,
     UsageError,
 )
 from asyncckpt.flow.driver import run_blocking
@@ -180,7 +181,7 @@ def inspect_location(location: str, options: Options, *, timeline: bool = False)
 
 
 def candidates(root: str, options: Options) -> list[int]:
-    """Return the steps below a root that have a record, valid or not, ascending.
+    """Return the steps below a root that have a record, valid or not, or are unreadable; ascending.
 
     If none has a record, return all steps: they may belong to another library.
     """
@@ -265,6 +266,14 @@ async def _has_record(store: Store, name: str) -> bool:
 
 
 async def _candidates(store: Store) -> list[int]:
+    async def is_candidate(step: int) -> bool | None:
+        try:
+            return await _has_record(store, str(step))
+        except StoreError:
+            return None  # inspecting the step reports the error
+
     steps = sorted(int(name) for name in await store.names() if STEP_NAME.fullmatch(name))
-    found = await together(_has_record(store, str(step)) for step in steps)
-    return [step for step, has_record in zip(steps, found, strict=True) if has_record] or steps
+    found = await together(map(is_candidate, steps))
+    if True not in found:
+        return steps
+    return [step for step, candidate in zip(steps, found, strict=True) if candidate is not False]

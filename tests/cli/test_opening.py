@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from asyncckpt import blocking
-from tests.cli.ran import Run
+from tests.cli.ran import Run, closed, without_rights
 
 
 def test_rm_removes_the_step_to_which_a_link_leads(
@@ -23,3 +24,20 @@ def test_rm_removes_the_step_to_which_a_link_leads(
     assert run("rm", "--yes", "link/../run/3").status == 0
     assert (tmp_path / "here" / "run" / "3").exists()
     assert not (tmp_path / "other" / "run" / "3").exists()
+
+
+def test_a_step_that_the_user_may_not_enter_does_not_hide_the_others(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as steps:
+        for step in (1, 2, 3):
+            steps.save(step, {"step": step})
+    with closed(tmp_path / "2"):
+        shown = without_rights("show", tmp_path, "--json")
+        listed = without_rights("ls", tmp_path, "--json")
+        verified = without_rights("verify", tmp_path, "--json")
+    assert (shown.status, shown.err, json.loads(shown.out)["step"]) == (0, "", 3)
+    for done in (listed, verified):
+        assert done.status == 1
+        assert done.err.startswith(f"asyncckpt: {tmp_path}/2") and done.err.count("\n") == 1
+        assert "Permission denied (EACCES)" in done.err
+    for entries in (json.loads(listed.out), json.loads(verified.out)["checkpoints"]):
+        assert [entry["step"] for entry in entries] == [1, 3]
