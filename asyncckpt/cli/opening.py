@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
@@ -38,6 +39,7 @@ from asyncckpt.ports import Claim, Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.session.steps import foreign_steps
+from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url, split_url, without_scheme
 
 StorageOption = Annotated[
@@ -136,12 +138,27 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
 
 def check_directory(root: str) -> None:
     """Raise `CheckpointNotFoundError` if a root is a local path that is not a directory."""
-    if is_url(root) or os.path.isdir(without_scheme(root)):
+    if is_url(root) or stat.S_ISDIR(mode := _mode(root)):
         return
     found = "there is no such directory"
-    if os.path.exists(without_scheme(root)):
+    if mode:
         found = f"this is a file, not the root of a run; try `asyncckpt show {root}`"
     raise CheckpointNotFoundError(f"{root}: {found}", location=root)
+
+
+def _mode(location: str) -> int:
+    """Return the mode of a local file or directory, 0 if it does not exist.
+
+    Raises:
+        StoreError: this cannot be found out, because of permissions for example.
+    """
+    path = without_scheme(location)
+    with (
+        reported("opening", path),
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+    ):
+        return os.stat(path).st_mode
+    return 0
 
 
 def inspect_step(
@@ -185,7 +202,7 @@ def candidates(root: str, options: Options) -> list[int]:
 
     If none has a record, return all steps: they may belong to another library.
     """
-    if not is_url(root) and not os.path.isdir(without_scheme(root)):
+    if not is_url(root) and not stat.S_ISDIR(_mode(root)):
         return []
     return _at_store(root, options, _candidates)
 
@@ -226,7 +243,7 @@ def removable(location: str, options: Options) -> tuple[str, int]:
 def has_record(location: str, options: Options) -> bool:
     """Return whether a directory or prefix has a commit record, valid or not."""
     if not is_url(location):
-        return os.path.isfile(os.path.join(without_scheme(location), RECORD_NAME))
+        return stat.S_ISREG(_mode(os.path.join(location, RECORD_NAME)))
     if is_bucket(location):
         return False
     root, name = split_url(location)

@@ -41,3 +41,16 @@ def test_a_step_that_the_user_may_not_enter_does_not_hide_the_others(tmp_path: P
         assert "Permission denied (EACCES)" in done.err
     for entries in (json.loads(listed.out), json.loads(verified.out)["checkpoints"]):
         assert [entry["step"] for entry in entries] == [1, 3]
+
+
+def test_a_directory_that_the_user_may_not_enter_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    root = tmp_path / "closed" / "run"
+    with blocking.Checkpointer(root) as steps:
+        steps.save(3, {"step": 3})
+    with closed(root.parent):
+        for command in ("ls", "show", "verify", "gc", "rm"):
+            location = root / "3" if command == "rm" else root
+            done = without_rights(command, location)
+            assert (done.status, done.out) == (1, "")
+            assert done.err.startswith(f"asyncckpt: {location}") and done.err.count("\n") == 1
+            assert "Permission denied (EACCES)" in done.err
