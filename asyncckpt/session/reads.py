@@ -33,7 +33,7 @@ from asyncckpt.restore.restore import RestoreOutcome, run_restore
 from asyncckpt.runtime import Runtime
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.root import Root
-from asyncckpt.session.steps import LISTED_STEPS, Steps
+from asyncckpt.session.steps import LISTED_STEPS, Steps, foreign_steps
 from asyncckpt.verify.inspect import info_of
 from asyncckpt.verify.verify import verify_checkpoint
 
@@ -204,17 +204,24 @@ class Reads:
     async def _without(
         self, step: int, files: CheckpointFiles, error: CheckpointNotFoundError
     ) -> CheckpointNotFoundError:
-        """Return the error that lists the steps, or `error` if the step is listed."""
+        """Return the error that lists the steps, or `error` if that is about something else."""
         names = await self._root.store.names()
-        there = sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
-        if step in there:
+        if str(step) in names:
             return error
+        try:
+            there = await self._steps.found()
+        except AsyncCheckpointError:
+            return error  # another step is unreadable, or the root is itself a checkpoint
         some = ", ".join(map(str, there[-LISTED_STEPS:])) or "none"
         some = f"…, {some}" if len(there) > LISTED_STEPS else some
         # Names that other libraries use: ckpt_2, 00000002.
         pattern = re.compile(rf"([^.].*[^0-9])?0*{step}")
         like = [name for name in names if pattern.fullmatch(name) and UNFINISHED not in name]
         others = f"; did you mean {self._root.location(min(like))}?" if like else ""
+        if not there:
+            steps = [int(name) for name in names if STEP_NAME.fullmatch(name)]
+            foreign = await foreign_steps(self._root.store, steps)
+            others += f"; {foreign}" if foreign else ""
         return CheckpointNotFoundError(
             f"{files.location}: there is no such step; the steps are {some}{others}",
             location=files.location,

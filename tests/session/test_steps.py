@@ -48,6 +48,33 @@ async def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Pa
             await ckpt.restore(77)
 
 
+async def test_the_error_for_a_missing_step_lists_the_steps_that_have_records(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "9").mkdir()
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, tree(1))
+        for call in (ckpt.restore, ckpt.inspect, ckpt.verify):
+            with pytest.raises(CheckpointNotFoundError, match=r"the steps are 1$") as caught:
+                await call(5)
+            assert caught.value.found == await ckpt.steps() == [1]
+            with pytest.raises(CheckpointNotFoundError, match=f"^{tmp_path}/9: "):
+                await call(9)
+
+
+async def test_the_error_for_a_missing_step_names_the_steps_of_other_libraries(
+    tmp_path: Path,
+) -> None:
+    await asyncckpt.save(tmp_path / "saved", tree(1))
+    (tmp_path / "run" / "7").mkdir(parents=True)
+    await asyncckpt.convert(tmp_path / "saved", tmp_path / "run" / "7" / "model.safetensors")
+    async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
+        with pytest.raises(
+            CheckpointNotFoundError, match="the steps are none; 7 is a step of safetensors, which"
+        ):
+            await ckpt.restore(5)
+
+
 async def test_a_checkpoint_is_no_root_of_a_run(tmp_path: Path) -> None:
     await asyncckpt.save(tmp_path / "x", tree(1))
     before = sorted(tmp_path.rglob("*"))
