@@ -76,7 +76,7 @@ async def convert(
         max_file_nbytes: size at which a safetensors directory continues in its next file.
         metadata: JSON values added to those of the source.
         overwrite: replace the destination atomically, a directory as a whole. safetensors files
-            never replace a directory that contains other files.
+            never replace a checkpoint, or a directory that contains other files.
         options: as for saving; `host_memory_nbytes` covers reading and writing, and `leaf_options`
             may cast dtypes.
         storage_options: options of the file system for URLs.

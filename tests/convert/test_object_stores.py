@@ -225,7 +225,7 @@ async def test_a_set_replaces_a_set_and_nothing_else(
     assert list(here.objects(sim)) == ["set/model.safetensors"]
     await asyncckpt.save(f"{here.url}/ours", {"x": 1}, storage_options=here.options)
     before = here.objects(sim)
-    with pytest.raises(CheckpointExistsError, match="no directory of tensors"):
+    with pytest.raises(CheckpointExistsError, match="other than a directory of safetensors files"):
         await asyncckpt.convert(source, f"{here.url}/ours", overwrite=True, **arguments)
     assert here.objects(sim) == before and sim.uploads == []
 

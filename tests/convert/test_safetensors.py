@@ -308,6 +308,20 @@ async def test_only_what_is_of_the_kind_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / ".asyncckpt").exists()
 
 
+async def test_safetensors_files_never_replace_a_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path / "a", {"w": numbers(5)})
+    for checkpoint in ("run/1", "models/best.safetensors"):
+        saved(tmp_path / checkpoint, {"w": numbers(9)})
+    for place, name in (("run/1", "checkpoint.json"), ("models", "best.safetensors")):
+        text = rf"{place}: something other than a directory of .* exists here \(it has {name}"
+        with pytest.raises(CheckpointExistsError, match=text):
+            await asyncckpt.convert(
+                tmp_path / "a", tmp_path / place, to="safetensors", overwrite=True
+            )
+    for checkpoint in ("run/1", "models/best.safetensors"):
+        assert blocking.verify(tmp_path / checkpoint).ok
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -5,7 +5,8 @@ durable, and the leftovers of a dead process are swept.
 """
 
 # Rule: without `overwrite` nothing existing is touched; with it, a file replaces only a file, and a
-#   directory only a checkpoint or a directory of safetensors files alone.
+#   directory only a directory that contains nothing but safetensors files, so never a checkpoint.
+#   (test_safetensors_files_never_replace_a_checkpoint)
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from collections.abc import Sequence
 from asyncckpt.errors import CheckpointExistsError, SaveError
 from asyncckpt.stores.local.locks import leads_to
 from asyncckpt.stores.local.posix import flush_directory, landed
-from asyncckpt.stores.local.publish import NAMED_ENTRIES, Found, Publication, record_at
+from asyncckpt.stores.local.publish import NAMED_ENTRIES, Found, Publication
 
 REPLACEABLE_SUFFIXES = (".safetensors", ".safetensors.index.json")
 """Suffixes of an earlier export's files; a directory of such files alone may be replaced."""
+
+IRREPLACEABLE = "something other than a directory of safetensors files exists here"
 
 
 class FilesPublication(Publication):
@@ -42,10 +45,13 @@ class FilesPublication(Publication):
         if not names:
             os.rmdir(self._target)
             return "nothing"
-        self._others = [name for name in names if not name.endswith(REPLACEABLE_SUFFIXES)]
-        record = record_at(self._target) if self._others else None
-        valid = record is not None and self.context.is_valid(record)
-        return "checkpoint" if valid or not self._others else "other"
+        self._others = [
+            name
+            for name in names
+            if not name.endswith(REPLACEABLE_SUFFIXES)
+            or os.path.isdir(os.path.join(self._target, name))
+        ]
+        return "other" if self._others else "checkpoint"
 
     def _replace_in_two_steps(self) -> str:
         if not self.file:
@@ -77,8 +83,7 @@ class FilesPublication(Publication):
             names = ", ".join(self._others[:NAMED_ENTRIES])
             has = f" (it has {names})" if names else ""
             text = (
-                f"something other than a directory of safetensors files exists here{has} and was "
-                "left untouched, because the whole directory would be replaced; move it away or "
-                "choose another name"
+                f"{IRREPLACEABLE}{has} and was left untouched, because the whole directory would "
+                "be replaced; move it away or choose another name"
             )
         return CheckpointExistsError(f"{self._target}: {text}", location=self._target)

@@ -16,7 +16,7 @@ import asyncio
 
 from asyncckpt.errors import CheckpointExistsError, UsageError
 from asyncckpt.flow.shield import cleaned_up, to_completion, together
-from asyncckpt.stores.local.export import REPLACEABLE_SUFFIXES
+from asyncckpt.stores.local.export import IRREPLACEABLE, REPLACEABLE_SUFFIXES
 from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
@@ -125,7 +125,7 @@ class ObjectExport:
                 raise self._exists("an object exists here already; pass overwrite=True")
             return []
         if is_object:
-            raise self._exists("an object that is no directory of tensors exists here")
+            raise self._exists(IRREPLACEABLE)
         if not below:
             return []
         if not self._overwrite:
@@ -136,7 +136,7 @@ class ObjectExport:
             if not entry.is_prefix and entry.key.endswith(REPLACEABLE_SUFFIXES)
         ]
         if not tensors or any(entry.key == join(self._name, RECORD) for entry in below):
-            raise self._exists("something that is no directory of tensors exists here")
+            raise self._exists(IRREPLACEABLE)
         new = {join(self._name, name) for name in (*(f.path for f in self._files), *self._index)}
         return [key for key in tensors if key not in new]
 

@@ -83,7 +83,7 @@ async def test_a_set_replaces_a_set_and_nothing_else(sim: Simulator, kind: str) 
 
     async with opened(kind, sim) as store:
         sim.put("bucket", f"{ROOT}/set/README", b"a person's")
-        with pytest.raises(CheckpointExistsError, match="no directory of tensors"):
+        with pytest.raises(CheckpointExistsError, match="other than a directory of safetensors"):
             await export_set(("1.safetensors",), overwrite=True)
         sim.put("bucket", f"{ROOT}/set/0.safetensors", b"old")
         with pytest.raises(CheckpointExistsError, match="overwrite=True"):
