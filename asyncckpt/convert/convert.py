@@ -88,7 +88,8 @@ async def convert(
         CheckpointNotFoundError: there is no checkpoint at `source`.
         CheckpointExistsError: something exists at `destination`.
         CorruptCheckpointError: names leaf, file and offset; nothing was written.
-        UsageError: the format cannot hold a leaf; names it and a way out. Nothing was written.
+        UsageError: a local `destination` is inside a checkpoint, or the format cannot hold a leaf;
+            names it and a way out. Nothing was written.
     """
     given = completed(ConvertArguments, arguments)
     return await _run(source, destination, to=to, max_file_nbytes=max_file_nbytes, **given)

@@ -19,6 +19,8 @@ leads to a checkpoint.
 # Rule 5: a directory that is not a checkpoint may be a person's work: unless empty it is moved,
 #   never removed. Under a step's name it is a leftover of the run. Under another name, where it may
 #   be a project, and if it is the root of a run, it is moved only with `overwrite`.
+# Rule 6: nothing is published inside a checkpoint: deleting or replacing it would delete that, too.
+#   (test_nothing_is_written_inside_a_checkpoint)
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
+from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError, UsageError
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.options import MAX_RECORD_NBYTES
@@ -63,7 +66,7 @@ def check_place(target: str, *, overwrite: bool) -> None:
     """Check that a save may replace what exists at its place. Blocking.
 
     Without `overwrite`, a directory without a record file is replaced only if it is empty, or under
-    a step's name and not the root of a run. With it, any is, except one inside a checkpoint.
+    a step's name and not the root of a run. With it, any is.
 
     Raises:
         CheckpointExistsError: a file, or a directory that must not be moved; names its entries.
@@ -71,21 +74,31 @@ def check_place(target: str, *, overwrite: bool) -> None:
     """
     if os.path.lexists(target) and not os.path.isdir(target):
         raise file_in_the_way(target)
-    parent = os.path.dirname(target)
     if not overwrite:
         refuse_unrelated(target)
-    elif _has_record(parent) and os.path.isdir(target) and not _has_record(target):
-        raise CheckpointExistsError(
-            f"{target}: a directory of the checkpoint {parent} exists here and was left untouched; "
-            "choose a location outside of this checkpoint",
-            location=target,
-            expected="nothing, or a checkpoint",
-            found=parent,
-        )
 
 
-def _has_record(directory: str) -> bool:
-    return os.path.lexists(os.path.join(directory, RECORD_NAME))
+def check_outside(target: str, is_valid: Callable[[bytes], bool]) -> None:
+    """Check that the place of a save or an export is not inside a checkpoint. Blocking.
+
+    Raises:
+        UsageError: it is; names the checkpoint.
+    """
+    above = os.path.realpath(os.path.dirname(target))
+    while True:
+        record = None
+        with contextlib.suppress(OSError):
+            record = record_at(above)
+        if record is not None and is_valid(record):
+            raise UsageError(
+                f"{target}: this location is inside the checkpoint {above}, which is replaced and "
+                "deleted as a whole; choose a location outside of it",
+                location=target,
+                found=above,
+            )
+        if os.path.ismount(above):  # a mounted file system is not deleted with a checkpoint
+            return
+        above = os.path.dirname(above)
 
 
 def file_in_the_way(target: str) -> CheckpointExistsError:
@@ -110,7 +123,7 @@ def refuse_unrelated(target: str) -> None:
     steps = [
         name
         for name in names
-        if STEP_NAME.fullmatch(name) and _has_record(os.path.join(target, name))
+        if STEP_NAME.fullmatch(name) and os.path.lexists(os.path.join(target, name, RECORD_NAME))
     ]
     if steps:
         shown = sorted(steps, key=int)[-NAMED_ENTRIES:]

@@ -50,7 +50,7 @@ from asyncckpt.stores.local.locks import (
 )
 from asyncckpt.stores.local.notes import keep_note, take_notes
 from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
-from asyncckpt.stores.local.publish import record_at
+from asyncckpt.stores.local.publish import check_outside, record_at
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, Layout, check_name, check_save_id
@@ -118,6 +118,7 @@ class LocalStore:
         self._context = Context(self._layout, workers, machine, DirectWrites(direct_io), is_valid)
         self._files: list[LocalFiles] = []
         self._wrote = False
+        self._is_outside = False  # the root is known not to be inside a checkpoint
         self._identity: tuple[int, int] | None = None  # device and inode of the root
         self._noted: set[int] = set()
 
@@ -171,7 +172,8 @@ class LocalStore:
         """Make and lock a directory for an attempt, with durable parents. As `Store.begin`.
 
         Raises:
-            UsageError: the name is not one path part, or the save id was used before.
+            UsageError: the name is not one path part, the save id was used before, or the root is
+                inside a checkpoint.
             CheckpointExistsError: the name is taken by something that a save does not replace.
             FencedError: another process took over the claim.
             StoreError: the directory cannot be made.
@@ -179,6 +181,11 @@ class LocalStore:
         check_name(name)
         check_save_id(save_id)
         check_epoch(epoch)
+        if not self._is_outside:
+            await self._workers.run(
+                check_outside, self._layout.target(name), self._context.is_valid
+            )
+            self._is_outside = True
         terms = Terms(name, save_id, epoch, overwrite, private)
         attempt = LocalAttempt(self._context, terms)
         self._wrote = True
