@@ -284,7 +284,8 @@ class Checkpointer(OpenRun):
             include: globs on paths; other leaves are left out (with `like`: kept as they are).
                 Lists and tuples hold `None` in place of such a leaf; dicts lack its key.
             strict: leaves that only one side has are errors.
-            cast: convert dtypes, in memory beyond the budget; values out of range remain errors.
+            cast: convert dtypes, in memory beyond the budget; values that do not fit, and fractions
+                for integers, remain errors.
             options: replace the `Checkpointer`'s as a whole.
             progress: called on the engine's thread with a `Progress`.
             leaves: without `like`: ``"numpy"``, ``"jax"`` or ``"torch"`` arrays.

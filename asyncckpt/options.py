@@ -101,8 +101,8 @@ class LeafOptions(PickledByName):
         chunk_nbytes: target size of a chunk in bytes.
         chunk_shape: exact chunk shape in elements; wins over `chunk_nbytes`.
         dtype: zarr v3 dtype name to cast to before storing, for example ``"bfloat16"``. A value
-            that does not fit fails the save; floats may become infinities of a narrower float.
-            `bytes` and PRNG keys are not cast.
+            that does not fit, such as 0.5 into ``"int8"``, fails the save; floats may become
+            infinities of a narrower float. `bytes` and PRNG keys are not cast.
         compression: ``"zstd"``, ``"none"``, or None for that of the save.
         compression_level: zstd level, 1 to 22.
         replicas: ``"checked"`` compares the copies that several processes hold of this leaf;

@@ -1,9 +1,9 @@
 """Casts from one dtype to another: they may lose precision, but not values.
 
-Lost are values that an integer dtype cannot hold, integers beyond the largest float of a dtype,
-and imaginary parts. A float too large for a narrower float dtype becomes an infinity, which a save
-allows and a restore refuses; in dtypes without infinities it is lost. `float4_e2m1fn` has no NaN,
-`float8_e8m0fnu` no zero and no negative values.
+Lost are fractions and other values that an integer dtype or bool cannot hold, integers beyond the
+largest float of a dtype, and imaginary parts. A float too large for a narrower float dtype becomes
+an infinity, which a save allows and a restore refuses; in dtypes without infinities it is lost.
+`float4_e2m1fn` has no NaN, `float8_e8m0fnu` no zero and no negative values.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.spec import DTYPES, numeric_class, saturation
+
+BLOCK_SIZE = 4096
+"""Elements rounded at once, to check whether they are integers without a copy of the array."""
+
+_INTEGERS = ("bool", "int")
 
 
 def castable(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
@@ -33,18 +38,18 @@ def castable(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 def may_lose(source: str, stored: str) -> bool:
     """Return whether a cast from `source` to `stored` may lose values, not only precision."""
     before, after = numeric_class(source), numeric_class(stored)
-    if source == stored or after in ("bool", "complex"):
+    if source == stored or after == "complex":
         return False
-    if before in ("bool", "int"):
+    if before in _INTEGERS:
         bounds = np.array(_int_range(source), DTYPES[source])
         return any(not _holds(stored, bound) for bound in bounds)
-    return before == "complex" or after == "int" or not _has_infinity(stored)
+    return before == "complex" or after in _INTEGERS or not _has_infinity(stored)
 
 
 def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: str) -> None:
     """Check that a cast from `source` to `stored` loses no value; needed if `may_lose`.
 
-    Blocking: reads the values twice and never copies them.
+    Blocking: reads the values up to three times and copies no more than a block of them.
 
     Raises:
         DtypeMismatchError: a value would be lost; names the path and one such value.
@@ -66,7 +71,7 @@ def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: s
 def lost_value(values: npt.NDArray[Any], source: str, stored: str) -> Any:
     """Return one value, as a Python number, that a cast loses, or None; needed if `may_lose`.
 
-    Blocking: reads the values twice and never copies them.
+    Blocking: reads the values up to three times and copies no more than a block of them.
     """
     if not values.size:
         return None
@@ -75,6 +80,11 @@ def lost_value(values: npt.NDArray[Any], source: str, stored: str) -> Any:
             if values.imag.any():
                 return values[values.imag != 0][0].item()
             values = values.real
+        if numeric_class(stored) in _INTEGERS and numeric_class(source) not in _INTEGERS:
+            for block in np.nditer(values, ["external_loop", "buffered"], buffersize=BLOCK_SIZE):
+                fractions = block[np.rint(block) != block]  # and NaNs
+                if fractions.size:
+                    return fractions[0].item()
         # Casts keep the order of values, so checking the least and the greatest is enough. A NaN
         # counts as both, unless the stored dtype has NaNs.
         if numeric_class(stored) == "float" and saturation(stored) is None:
@@ -89,7 +99,7 @@ def lost_value(values: npt.NDArray[Any], source: str, stored: str) -> Any:
 
 def _holds(stored: str, value: np.generic) -> bool:
     kind = numeric_class(stored)
-    if kind == "int":
+    if kind in _INTEGERS:
         low, high = _int_range(stored)
         number = value.item()  # a Python number, which compares exactly
         return bool(low <= number <= high if isinstance(number, int) else low <= number < high + 1)

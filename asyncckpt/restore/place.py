@@ -148,7 +148,7 @@ def cast_values(
         fault = None if source == dtype else _overflow(values, out)
     if fault is not None:
         raise DtypeMismatchError(
-            f"{path}: {fault!r} of the checkpoint is out of range of {dtype}; restore it in the "
+            f"{path}: {fault!r} of the checkpoint does not fit into {dtype}; restore it in the "
             f"saved dtype {source}",
             path=path,
             stage="place",

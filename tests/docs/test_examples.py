@@ -513,7 +513,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         ),
     ),
     "range": (
-        "is out of range of",
+        "of the checkpoint does not fit into",
         unlike(np.array([1e9]), {"x": np.zeros(1, np.int8)}, cast=True),
     ),
     "damaged": ("is damaged", damaged),

@@ -36,11 +36,13 @@ LARGE = np.concatenate([np.zeros(300_000, np.int64), [2**40]])
         (np.array([2**40, 1]), "int32", "1099511627776 does not fit into int32"),
         (LARGE, "int32", "1099511627776 does not fit into int32"),
         (np.array([1e300]), "uint8", r"1e\+300 does not fit into uint8"),
+        (np.array([1.0, 2.7]), "int8", "2.7 does not fit into int8"),
+        (np.array([0, 1, 2]), "bool", "2 does not fit into bool"),
         (np.array([1.0, np.nan], np.float32), "int64", "nan does not fit into int64"),
         (np.array([70_000]), "float16", "70000 does not fit into float16"),
         (np.array([1 + 2j]), "float32", "an imaginary part does not fit into float32"),
     ],
-    ids=["small", "large", "float", "nan", "narrow float", "complex"],
+    ids=["small", "large", "float", "fraction", "bool", "nan", "narrow float", "complex"],
 )
 @pytest.mark.parametrize("compression", [None, "zstd"])
 async def test_a_value_that_does_not_fit_fails_the_save_and_leaves_nothing(

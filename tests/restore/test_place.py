@@ -77,20 +77,23 @@ def test_what_a_framework_cannot_make_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("values", "dtype", "expected"),
     [
-        ([1.5, 2.5], "int8", [1, 2]),
+        ([1.0, -2.0], "int8", [1, -2]),
+        ([1.0, 2.5], "int8", None),
         ([300], "int8", None),
         ([float("nan")], "int8", None),
         ([1e39], "float32", None),
         ([float("inf")], "float32", [float("inf")]),
         ([1 + 0j], "float32", [1]),
         ([1 + 1j], "float32", None),
-        ([2, 0], "bool", [True, False]),
+        ([1, 0], "bool", [True, False]),
+        ([2, 0], "bool", None),
+        ([0.5], "bool", None),
     ],
 )
-def test_casts_lose_precision_and_no_range(values: Any, dtype: str, expected: Any) -> None:
+def test_casts_lose_precision_and_no_value(values: Any, dtype: str, expected: Any) -> None:
     array = np.array(values)
     if expected is None:
-        with pytest.raises(DtypeMismatchError, match=f"^a/b: .* out of range of {dtype}"):
+        with pytest.raises(DtypeMismatchError, match=f"^a/b: .* does not fit into {dtype}"):
             cast_values("a/b", array, dtype)
     else:
         assert cast_values("a/b", array, dtype).tolist() == expected

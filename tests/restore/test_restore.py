@@ -339,10 +339,11 @@ async def test_include_reads_only_what_it_selects(tmp_path: Path) -> None:
     [
         (np.array([0.1, 1e30]), np.float32, np.array([0.1, 1e30], np.float32)),
         (np.array([1, -2], np.int64), np.float32, np.array([1, -2], np.float32)),
-        (np.array([1.9, -2.9]), np.int32, np.array([1, -2], np.int32)),
+        (np.array([1.0, -2.0]), np.int32, np.array([1, -2], np.int32)),
         (np.array([300, -7], np.int32), np.int16, np.array([300, -7], np.int16)),
         (np.array([1.5, np.inf, np.nan]), ml_dtypes.bfloat16, None),
-        (np.array([0, 2, -1], np.int8), np.bool_, np.array([False, True, True])),
+        (np.array([0, 1, 1], np.int8), np.bool_, np.array([False, True, True])),
+        (np.array([0.0, -0.0, 1.0]), np.bool_, np.array([False, False, True])),
         (np.array([1 + 0j]), np.float64, np.array([1.0])),
         (np.zeros((0, 2)), np.int8, np.zeros((0, 2), np.int8)),
     ],
@@ -368,16 +369,19 @@ async def test_cast_converts_dtypes(tmp_path: Path, values: Any, dtype: Any, exp
         (np.array([-1, 2], np.int16), np.uint64, "-1"),
         (np.array([2**63], np.uint64), np.int64, str(2**63)),
         (np.array([1.0, np.nan]), np.int32, "nan"),
+        (np.array([1.0, 2.7]), np.int32, "2.7"),
+        (np.array([1.0, 0.5]), np.bool_, "0.5"),
+        (np.array([1, 2]), np.bool_, "2"),
         (np.array([3e9]), np.int32, "3000000000"),
         (np.array([1 + 2j]), np.float32, "1\\+2j"),
         (np.array([1e6]), ml_dtypes.float8_e5m2, "1000000"),
     ],
 )
-async def test_cast_refuses_values_out_of_range(
+async def test_cast_refuses_values_that_do_not_fit(
     tmp_path: Path, values: Any, dtype: Any, bad: str
 ) -> None:
     place = await saved(tmp_path, {"layer": {"a": values}})
-    with pytest.raises(DtypeMismatchError, match=f"layer/a: .*{bad}.*out of range") as caught:
+    with pytest.raises(DtypeMismatchError, match=f"layer/a: .*{bad}.* does not fit") as caught:
         await asyncckpt.restore(
             place, like={"layer": {"a": np.zeros(values.shape, dtype)}}, cast=True
         )
