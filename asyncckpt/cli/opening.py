@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import asyncckpt.blocking as blocking
-from asyncckpt.arguments import absolute
+from asyncckpt.arguments import absolute, check_path
 from asyncckpt.cli.terminal import complain
 from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import (
@@ -93,7 +93,12 @@ def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpoin
 
 
 def full_name(location: str) -> str:
-    """Return the location as reports show it: an absolute path or a normalized URL."""
+    """Return the location as reports show it: an absolute path or a normalized URL.
+
+    Raises:
+        UsageError: it is neither, as an unset variable of a shell.
+    """
+    check_path(location)
     if not is_url(location):
         return absolute(without_scheme(location))
     return str(parse_url(location))

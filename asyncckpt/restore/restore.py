@@ -15,7 +15,7 @@ from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import RestoreReport
-from asyncckpt.restore.agreement import RestoreAgreement
+from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.exchanger import WORTH_NBYTES, Exchanger
 from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
 from asyncckpt.restore.match import match

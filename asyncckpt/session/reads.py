@@ -27,7 +27,7 @@ from asyncckpt.format.record import STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.ports import CallIn, CheckpointFiles, Exchange, ExchangingCoordinator
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
-from asyncckpt.restore.agreement import RestoreAgreement
+from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.restore.request import RestoreRequest
 from asyncckpt.restore.restore import RestoreOutcome, run_restore
 from asyncckpt.runtime import Runtime

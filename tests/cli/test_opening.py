@@ -26,6 +26,17 @@ def test_rm_removes_the_step_to_which_a_link_leads(
     assert not (tmp_path / "other" / "run" / "3").exists()
 
 
+def test_rm_of_an_empty_path_removes_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with blocking.Checkpointer(tmp_path) as steps:
+        steps.save(3, {"a": 1})
+    monkeypatch.chdir(tmp_path / "3")
+    done = run("rm", "--yes", "")
+    assert (done.status, done.out) == (2, "") and "pass the path of a directory" in done.err
+    assert (tmp_path / "3" / "checkpoint.json").exists()
+
+
 def test_a_step_that_the_user_may_not_enter_does_not_hide_the_others(tmp_path: Path) -> None:
     with blocking.Checkpointer(tmp_path) as steps:
         for step in (1, 2, 3):

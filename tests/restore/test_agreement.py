@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncckpt.errors import TreeMismatchError
-from asyncckpt.restore.agreement import RestoreAgreement
+from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.restore.matched import Matching
 from asyncckpt.tree import flatten
 

@@ -19,7 +19,7 @@ import pytest
 import asyncckpt
 from asyncckpt import Checkpointer, RestoreOptions, SaveOptions, ShardedArray
 from asyncckpt.errors import CorruptCheckpointError, MismatchError, StoreError, UsageError
-from asyncckpt.restore.agreement import RestoreAgreement
+from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.spec import DTYPES
 from asyncckpt.stores.local.files import LocalFiles

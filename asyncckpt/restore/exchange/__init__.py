@@ -1,4 +1,4 @@
-"""Exchange in a restore by several processes: each reads a piece, and all get every piece.
+"""Restores by several processes: their agreement, and the exchange of pieces that each reads.
 
 Collectives belong in `coordinators/collectives/`; `planning/streams.py` plans which bytes are
 exchanged.

@@ -19,7 +19,7 @@ from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.streams import Stream, piece_nbytes
 from asyncckpt.ports import Bytes, CheckpointFiles, Exchange
-from asyncckpt.restore.agreement import RestoreAgreement
+from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.streams import Incoming
 
 WORTH_NBYTES = 64 << 20
