@@ -49,4 +49,5 @@ class CallOrder:
 
 
 def _order(name: str) -> tuple[int, str]:
-    return len(name), name  # numbers in the order of their values
+    # By step first; a name contains one number at most.
+    return int("".join(filter(str.isdigit, name)) or 0), name

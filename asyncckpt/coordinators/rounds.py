@@ -55,6 +55,10 @@ from asyncckpt.flow.shield import leading_error, to_completion
 
 T = TypeVar("T")
 
+BUSY = "busy"
+"""Answer of process 0: ``1 <call>`` if it skips its call because a save is in flight, else
+``0 <call>``."""
+
 COMMIT = b"+"
 _FAILED = b"-"
 
@@ -85,6 +89,7 @@ class Round:
         leads: this is process 0.
         result: message of process 0 with its success; None before.
         failed: the round has certainly failed.
+        skipped: process 0 has skipped its call; set if this process did not ask.
     """
 
     beats: Beats
@@ -109,6 +114,7 @@ class Round:
         self._expecting = False
         self._waiting: asyncio.Timeout | None = None
         self.failed = False
+        self.skipped = False
         self.result: bytes | None = None
         self.leads = self.group.process_index == 0
 
@@ -139,6 +145,15 @@ class Round:
     async def post_name(self) -> None:
         """Send the name of the call to process 0, which ends the round if it made another one."""
         await self.post("name", self.name.encode())
+
+    def check_call(self, call: str) -> None:
+        """Check that process 0, which made `call`, has made the call of this process.
+
+        Raises:
+            UsageError: it made another one; names both.
+        """
+        if call != self.name:
+            raise other_call_error(self.group, self.group.process_index, self.name, call)
 
     async def missed(self) -> bool:
         """Return whether the round has already failed, in another call, before it begins here."""
@@ -436,13 +451,20 @@ class Round:
             self._waiting = None
 
     async def _check_decision(self) -> None:
-        """Raise if a process has decided against the round and process 0 does not take part."""
+        """Raise if process 0 does not take part and a process has decided against the round.
+
+        Also if process 0 has skipped the round, in another call.
+        """
         if self._takes_part(0):
             return  # process 0 announces the decision
         decision = await self._coordinator.look(f"{self._prefix}/decision")
         if decision is not None and decision != COMMIT:
             self._note(decision)
             raise _error_in(decision)
+        answer = await self._coordinator.look(f"{self._prefix}/{BUSY}")
+        if answer is not None and answer.startswith(b"1 "):
+            self.skipped = True
+            self.check_call(answer[2:].decode())
 
     def _takes_part(self, process: int) -> bool:
         """Return whether a watched process has begun this round and not ended it."""

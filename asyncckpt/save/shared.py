@@ -17,8 +17,10 @@ Any failure on one process ends the round, and with it the save on all.
 # Rule 2: an error of this process is posted before clean-up, so that the others stop at once; an
 #   error of another process is not posted again.
 # Rule 3: all processes drop their cached plans after every failed round, even if they made no
-#   attempt in it, because they may disagree about the plans.
-#   (test_the_save_after_one_that_a_process_has_refused_works)
+#   attempt in it, because they may disagree about the plans. If process 0 has skipped the round,
+#   all keep them, because process 0 does not know that it has failed on another process.
+#   (test_the_save_after_one_that_a_process_has_refused_works,
+#   test_a_save_in_place_of_one_that_process_0_skips_fails_alone)
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ class SharedSave(Save):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._group = self.round_.group
-        identity = f"{self._group.run_id}\n{self.request.name}\n{self.round_.number}"
+        identity = f"{self._group.run_id}\n{self.round_.name}\n{self.round_.number}"
         self._save_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
         self._process = self._recorder.process = self._group.process_index
         self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
@@ -104,7 +106,7 @@ class SharedSave(Save):
             try:
                 report = await super().run(turn)
             except BaseException as error:
-                if not self._record:
+                if not self._record and not self.round_.skipped:
                     self.lost.add(self.round_.number)
                 await self._post(error)
                 await self._note(error)
@@ -143,7 +145,8 @@ class SharedSave(Save):
                 report = await super()._run()
                 self._watching.cancel()
         except BaseException:
-            self.layouts.forget()
+            if not self.round_.skipped:
+                self.layouts.forget()
             raise
         return report
 

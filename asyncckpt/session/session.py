@@ -28,8 +28,7 @@ from asyncckpt.arguments import (
     guarded,
     typed,
 )
-from asyncckpt.coordinators.group import other_call_error
-from asyncckpt.coordinators.rounds import Round
+from asyncckpt.coordinators.rounds import BUSY, Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
     ClosedError,
@@ -247,8 +246,11 @@ class Session:
         alone = processes.alone
         name = self.root.name or str(step)
         location = self.root.location(name)
-        with self.reporting("save", _call(step)):
-            options = self._checked(arguments["options"])
+        with self.reporting("save"):
+            options = typed("options", arguments["options"], SaveOptions, self.save_options)
+        call = _call(step, options.on_overlap if stall_first else "wait")
+        with self.reporting("save", call):
+            self._check_shared(options)
             engine.check()
             self.saves.raise_unseen(options)
             if alone and stall_first and not self.saves.admits(options, location):
@@ -270,7 +272,7 @@ class Session:
                 consent=consent,
                 begun=begun,
             )
-        pending = self._submit(kind, request, location)
+        pending = self._submit(kind, request, location, call)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
@@ -300,7 +302,9 @@ class Session:
         with contextlib.suppress(AsyncCheckpointError):
             self._refusals.append(self.runtime.engine.submit(refuse).future)
 
-    def _submit(self, kind: type[PendingSave], request: SaveRequest, location: str) -> PendingSave:
+    def _submit(
+        self, kind: type[PendingSave], request: SaveRequest, location: str, call: str
+    ) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
         # The end of the job, for whatever reason, ends the wait for staging.
@@ -311,20 +315,17 @@ class Session:
             busy: bool | None = None
             if request.stall_first and request.options.on_overlap != "wait":
                 busy = bool(self.saves.pending())  # the value of process 0 decides
-            save = partial(self._save_together, request, state, busy)
-            job = self._call_together("save", _call(request.step), save, release)
+            save = partial(self._save_together, request, state, call, busy)
+            job = self._call_together("save", call, save, release)
         job.drained = True
         return kind(job, state, location=location, step=request.step)
 
-    def _checked(self, options: SaveOptions | None) -> SaveOptions:
-        """Return the options of a save; refuse values that differ from the session's own options.
+    def _check_shared(self, options: SaveOptions) -> None:
+        """Check that the options of a save do not differ from those of the session that it shares.
 
         Raises:
             UsageError: an option belongs to the session, so that one save cannot set it.
         """
-        if options is None:
-            return self.save_options
-        typed("options", options, SaveOptions)
         for name in SESSION_OPTIONS:
             value, shared = getattr(options, name), getattr(self.save_options, name)
             if value not in (shared, getattr(_DEFAULTS, name)):
@@ -335,7 +336,6 @@ class Session:
                     expected=shared,
                     found=value,
                 )
-        return options
 
     def restore_request(
         self, mode: Mode, like: Any, *, leaves: str, **arguments: Unpack[RestoreIntoArguments]
@@ -389,7 +389,7 @@ class Session:
         return self._noted(report)
 
     async def _save_together(
-        self, request: SaveRequest, state: SaveState, busy: bool | None, number: int
+        self, request: SaveRequest, state: SaveState, call: str, busy: bool | None, number: int
     ) -> SaveReport:
         late = DeadlineExceededError(
             f"{self.root.url}: not all processes came to save step {request.step} within "
@@ -397,7 +397,7 @@ class Session:
             location=self.root.url,
         )
         async with within(request.options.deadline_s, late):  # including the handshake
-            round_ = await self.processes.round("save", number, _call(request.step))
+            round_ = await self.processes.round("save", number, call)
         async with round_.alive():  # also between its two parts
             if busy is not None and await self._overlaps(round_, busy):
                 location = self.root.location(request.name)
@@ -417,18 +417,13 @@ class Session:
     async def _overlaps(self, round_: Round, busy: bool) -> bool:
         """Return whether a save was in flight on process 0, which decides, at its call."""
 
-        def check(call: str) -> None:
-            if call != round_.name:
-                this = round_.group.process_index
-                raise other_call_error(round_.group, this, round_.name, call)
-
         async def on_this() -> tuple[bool, str]:
             if round_.leads:
-                await round_.answer("busy", f"{busy:d} {round_.name}".encode())
+                await round_.answer(BUSY, f"{busy:d} {round_.name}".encode())
                 return busy, round_.name
-            word, _, call = (await round_.answered("busy")).decode().partition(" ")
+            word, _, call = (await round_.answered(BUSY)).decode().partition(" ")
             if word == "0":
-                check(call)  # fails on all processes
+                round_.check_call(call)  # fails on all processes
             return word == "1", call
 
         try:
@@ -436,7 +431,7 @@ class Session:
         except BaseException:
             self.processes.lost.add(round_.number)
             raise
-        check(call)  # fails on this process; process 0 has skipped its save
+        round_.check_call(call)  # fails on this process; process 0 has skipped its save
         return skipped
 
     async def prepare(self, tree_nbytes: int) -> int:
@@ -559,9 +554,12 @@ class Session:
             return self._release_job, first
 
 
-def _call(step: int | None) -> str:
-    """Return the name by which processes compare calls of `save`."""
-    return f"save({step})"
+def _call(step: int | None, on_overlap: str) -> str:
+    """Return the name by which processes compare calls that save.
+
+    All that wait have one name; the others ask process 0, which must know that it is asked.
+    """
+    return f"save({step})" if on_overlap == "wait" else f"start_save({step}, {on_overlap=})"
 
 
 def _end(engine: Any) -> None:

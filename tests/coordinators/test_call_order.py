@@ -74,3 +74,11 @@ def test_a_process_that_was_behind_is_so_no_more_once_all_have_met() -> None:
     order.differed("save(1)", "save(2)")
     order.agreed()
     assert not order.skips("save(2)")
+
+
+def test_of_two_saves_that_of_the_lower_step_is_behind_whatever_the_manner() -> None:
+    lower, higher = "start_save(9, on_overlap='error')", "save(10)"
+    orders = CallOrder(), CallOrder()
+    orders[0].differed(lower, higher)
+    orders[1].differed(higher, lower)
+    assert [orders[0].skips(higher), orders[1].skips(lower)] == [True, False]

@@ -710,7 +710,32 @@ def test_saves_that_are_skipped_end_no_save_in_flight(
     assert job.play(part) == [(1, 5, [0, 1, 5])] * job.count
 
 
-def test_a_save_in_place_of_one_that_process_0_skips_fails_alone(job: Job) -> None:
+@pytest.mark.parametrize("choice", ["skip", "error"])
+@pytest.mark.parametrize("waits", [0, 1])
+@pytest.mark.parametrize("call", ["save", "start_save"])
+def test_a_save_that_waits_and_one_that_does_not_fail_together(
+    job: Job, call: str, waits: int, choice: Any
+) -> None:
+    """Process 0 has no answer for a process that asks whether a save is in flight on it."""
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        with pytest.raises(UsageError) as caught:
+            if this == waits and call == "save":
+                await ckpt.save(1, state())
+            else:
+                options = SaveOptions(on_overlap="wait" if this == waits else choice)
+                await (await ckpt.start_save(1, state(), options=options))
+        assert "called save(1)" in str(caught.value)
+        assert f"called start_save(1, on_overlap='{choice}')" in str(caught.value)
+        await ckpt.save(2, state())
+        return await ckpt.steps()
+
+    assert job.play(part) == [[0, 2]] * job.count
+
+
+@pytest.mark.parametrize("other", ["start_save(3, on_overlap='skip')", "save(2)"])
+def test_a_save_in_place_of_one_that_process_0_skips_fails_alone(job: Job, other: str) -> None:
     options = SaveOptions(on_overlap="skip")
     gate = threading.Event()
 
@@ -723,8 +748,13 @@ def test_a_save_in_place_of_one_that_process_0_skips_fails_alone(job: Job) -> No
             assert (await (await ckpt.start_save(2, state(), options=options))).skipped
             gate.set()
         else:
-            with pytest.raises(UsageError, match=r"called save\(3\) where .* called save\(2\)"):
-                await (await ckpt.start_save(3, state(), options=options))
+            with pytest.raises(UsageError) as caught:
+                if other == "save(2)":
+                    await ckpt.save(2, state())
+                else:
+                    await (await ckpt.start_save(3, state(), options=options))
+            assert f"called {other} where" in str(caught.value)
+            assert "called start_save(2, on_overlap='skip'):" in str(caught.value)
         await first
         await ckpt.save(4, state())
         return await ckpt.steps()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import asyncckpt
-from asyncckpt import Checkpointer, RestoreOptions
-from asyncckpt.errors import AsyncCheckpointError, SaveAbortedError
+from asyncckpt import Checkpointer, RestoreOptions, SaveOptions
+from asyncckpt.errors import AsyncCheckpointError, SaveAbortedError, UsageError
 from tests.session.together.job import Job, equal, state
 
 # Waiting for a process that has failed would take longer than a test may.
@@ -73,6 +73,29 @@ def test_a_step_that_is_no_step_on_one_process_fails_on_all(
         with pytest.raises(AsyncCheckpointError, match="a step is a non-negative integer"):
             step = -1 if this == process else 2
             await (ckpt.save(step, state()) if call == "save" else getattr(ckpt, call)(step))
+        await ckpt.save(3, state())
+        return await ckpt.latest_step()
+
+    assert job.play(part) == [3] * job.count
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("options", [7, SaveOptions(on_overlap="skip", silence_s=77)])
+def test_a_save_with_wrong_options_on_one_process_fails_on_all(
+    job: Job, options: Any, process: int
+) -> None:
+    right = SaveOptions(on_overlap="skip")
+    failed = threading.Event()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        with pytest.raises(UsageError, match="options="):
+            if this == process:
+                await ckpt.start_save(2, state(), options=options)
+            else:
+                assert await asyncio.to_thread(failed.wait, 20)
+                await (await ckpt.start_save(2, state(), options=right))
+        failed.set()
         await ckpt.save(3, state())
         return await ckpt.latest_step()
 
