@@ -24,8 +24,8 @@ from asyncckpt.coordinators.choice import SingleProcess, choose
 from asyncckpt.coordinators.group import Group, behind_error, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.rounds import Round, briefly
-from asyncckpt.errors import UsageError
-from asyncckpt.flow.shield import to_completion
+from asyncckpt.errors import DeadlineExceededError, UsageError
+from asyncckpt.flow.shield import to_completion, within
 from asyncckpt.ports import Coordinator, ExchangingCoordinator
 from asyncckpt.runtime import Runtime
 
@@ -156,23 +156,32 @@ class Processes:
         """Return the group of processes, after the handshake."""
         return (await self._met()).group
 
-    async def round(self, kind: str, number: int, name: str = "") -> Round:
+    async def round(
+        self, kind: str, number: int, name: str = "", *, deadline_s: float | None = None
+    ) -> Round:
         """Begin a round; the first one includes the handshake.
 
         Args:
             kind: ``save``, ``preemption``, or ``call`` for all other calls.
             number: its number among the calls of its kind on this process.
             name: the call, unless the kind identifies it.
+            deadline_s: seconds that this may take; None for no limit.
 
         Raises:
+            DeadlineExceededError: `deadline_s` passed; the others get this error, too.
             UsageError: the others have already made this call, in a round that failed because this
                 process made another call.
         """
-        beats = await self._met()
+        late = DeadlineExceededError(
+            f"{self._root}: not all processes came to {name} within {deadline_s} s; raise "
+            "SaveOptions.deadline_s",
+            location=self._root,
+        )
 
         def numbered() -> Round:
+            assert self._beats is not None
             return Round(
-                beats,
+                self._beats,
                 kind,
                 number + self._missed[kind],
                 name=name,
@@ -183,17 +192,19 @@ class Processes:
 
         skipped = False
         try:
-            async with self._numbering:  # one by one: the next call counts what this one finds
-                if skipped := self._orders[kind].skips(name):
-                    self._missed[kind] -= 1
-                    raise behind_error(beats.group, name)
-                while await (round_ := numbered()).missed():
-                    self._missed[kind] += 1
-                    if kind == "save":
-                        self.lost.add(round_.number)
-                return round_
+            async with within(deadline_s, late):
+                group = await self.group()
+                async with self._numbering:  # one by one: the next call counts what this one finds
+                    if skipped := self._orders[kind].skips(name):
+                        self._missed[kind] -= 1
+                        raise behind_error(group, name)
+                    while await (round_ := numbered()).missed():
+                        self._missed[kind] += 1
+                        if kind == "save":
+                            self.lost.add(round_.number)
+                    return round_
         except BaseException as error:
-            if not skipped:  # the others would wait
+            if self._beats is not None and not skipped:  # the others would wait
                 round_ = numbered()
                 if kind == "save":
                     self.lost.add(round_.number)

@@ -32,13 +32,12 @@ from asyncckpt.coordinators.rounds import BUSY, Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
     ClosedError,
-    DeadlineExceededError,
     FencedError,
     UsageError,
 )
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
-from asyncckpt.flow.shield import uninterrupted, within
+from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import SaveReport
@@ -391,13 +390,8 @@ class Session:
     async def _save_together(
         self, request: SaveRequest, state: SaveState, call: str, busy: bool | None, number: int
     ) -> SaveReport:
-        late = DeadlineExceededError(
-            f"{self.root.url}: not all processes came to save step {request.step} within "
-            f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
-            location=self.root.url,
-        )
-        async with within(request.options.deadline_s, late):  # including the handshake
-            round_ = await self.processes.round("save", number, call)
+        deadline_s = request.options.deadline_s
+        round_ = await self.processes.round("save", number, call, deadline_s=deadline_s)
         async with round_.alive():  # also between its two parts
             if busy is not None and await self._overlaps(round_, busy):
                 location = self.root.location(request.name)

@@ -12,7 +12,12 @@ import pytest
 
 import asyncckpt
 from asyncckpt import Checkpointer, RestoreOptions, SaveOptions
-from asyncckpt.errors import AsyncCheckpointError, SaveAbortedError, UsageError
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    DeadlineExceededError,
+    SaveAbortedError,
+    UsageError,
+)
 from tests.session.together.job import Job, equal, state
 
 # Waiting for a process that has failed would take longer than a test may.
@@ -171,6 +176,26 @@ def test_a_call_that_is_cancelled_before_it_begins_fails_on_all(
         await ckpt.save(3, state())
         assert equal(await ckpt.restore(like=state(1)), state())
         return await ckpt.latest_step()
+
+    assert job.play(part) == [3] * job.count
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_deadline_that_passes_before_the_round_is_the_error_on_all(
+    job: Job, process: int
+) -> None:
+    failed = threading.Event()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        with pytest.raises(DeadlineExceededError, match=r"came to save\(2\) within 1e-09 s"):
+            if this == process:
+                await ckpt.save(2, state(), options=SaveOptions(deadline_s=1e-9))
+            else:
+                assert await asyncio.to_thread(failed.wait, 20)
+                await ckpt.save(2, state())
+        failed.set()
+        return (await ckpt.save(3, state())).step
 
     assert job.play(part) == [3] * job.count
 
