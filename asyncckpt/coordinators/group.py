@@ -86,8 +86,8 @@ def closed_error(group: Group, closed: Sequence[int]) -> UsageError:
     """Return the error for processes that have closed their `Checkpointer`."""
     has = "has" if len(closed) == 1 else "have"
     return UsageError(
-        f"{group.listed(closed)} {has} closed the Checkpointer that is still in use here; nothing "
-        "was committed. Make the same calls on all processes, then close it on all; or pass "
+        f"{group.listed(closed)} {has} closed the Checkpointer that is still in use here, so "
+        "this call has failed. Make the same calls on all processes, then close it on all; or pass "
         'coordinator="single" where one process works alone',
         expected=group.process_count,
         found=group.process_count - len(closed),
@@ -98,7 +98,7 @@ def silent_error(group: Group, silent: Sequence[int], silence_s: float) -> SaveE
     """Return the error for processes that no longer post beats."""
     return SaveError(
         f"{group.listed(silent)} gave no sign of life for {silence_s:g} s (silence_s) and may have "
-        "died; nothing was committed. Restart the job",
+        "died, so this call has failed. Restart the job",
         expected=group.process_count,
         found=group.process_count - len(silent),
     )

@@ -249,6 +249,7 @@ def test_a_process_that_falls_silent_is_named(engine: Engine) -> None:
     for process in (0, 2):
         assert isinstance(results[process], SaveError)
         assert "process 1 (h1) gave no sign of life" in str(results[process])
+        assert "committed" not in str(results[process]), "the call may be a restore"
 
 
 @pytest.mark.parametrize("closed", range(COUNT))
@@ -267,6 +268,7 @@ def test_a_process_that_has_left_is_named_at_once(engine: Engine, closed: int) -
     for error in results.values():
         assert isinstance(error, UsageError)
         assert f"process {closed} (h{closed}) has closed the Checkpointer" in str(error)
+        assert "committed" not in str(error), "the call may be a restore"
 
 
 def test_a_process_0_that_left_after_the_outcome_has_not_failed(
