@@ -17,7 +17,7 @@ from tests.session.together.job import Job, state
 # If a message changes, one of "bytes" included, raise `PROTOCOL`: processes of different releases
 # would misunderstand each other. Then update this list.
 MESSAGES = (
-    1,
+    2,
     """
 bye/n: bytes
 call/n/matched.0/n: bytes
