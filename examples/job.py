@@ -9,9 +9,11 @@ end. If the logs of the two jobs do not fit together, the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import socket
@@ -160,11 +162,12 @@ class Job:
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        port: int = listening.getsockname()[1]
-        return port
+    """Return a free port of this machine, below those that connections take by themselves."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as listening, contextlib.suppress(OSError):
+            listening.bind(("localhost", port))
+            return port
 
 
 def stop_in_a_save(job: Job, root: Path, steps: Sequence[int], victim: int) -> int:

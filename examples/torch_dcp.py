@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import multiprocessing
+import random
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -114,9 +114,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def job(ranks: int, *arguments: Any) -> None:
     """Run `train` on this number of ranks."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
+    port = random.randrange(20_000, 32_000)  # below those that connections take by themselves
     torch.multiprocessing.start_processes(
         train, (ranks, port, *arguments), nprocs=ranks, start_method="forkserver"
     )

@@ -15,9 +15,11 @@ exceptions are pickled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -300,8 +302,13 @@ def server_of(kind: str, index: int) -> Preloaded:
 
 
 def free_port() -> int:
-    """Return a port on 127.0.0.1 on which nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port on 127.0.0.1 on which nothing listens.
+
+    It is below the ephemeral ports, one of which a connection of another test may take before this
+    one is used.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +41,7 @@ from tests.checkpoint.foreign.orbax_writers import (
     version_1,
 )
 from tests.children import finish, start
+from tests.processes.pool import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -479,10 +479,7 @@ FROM_TWO = {
 
 
 async def test_databases_of_two_processes_are_read_merged_and_unmerged(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    path = tmp_path / "c"
+    path, port = tmp_path / "c", free_port()
     processes = [start(TWO_PROCESSES, n, port, path, warnings="ignore") for n in range(2)]
     for status, _, error in [finish(process) for process in processes]:
         assert status == 0, error
