@@ -65,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(refused, file=sys.stderr)
             return 2
         found = _measure(options, directory, made)
-    found.verdicts = targets.judge(found)
-    for path in report.write(found, options.out, plots=not options.no_plots):
+    for path in _write(found, options, plots=not options.no_plots):
         print(f"wrote {path}", file=sys.stderr)
     print(report.markdown(found))
     return 1 if found.errors else 0
@@ -78,7 +77,12 @@ def _measure(
     start = time.monotonic()
     until_s = start + options.limit_s
     found = results.Results(options.name or ("full" if options.full else "short"))
-    found.facts = machine.facts(directory)
+    found.facts = {
+        **machine.facts(directory),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "samples": f"{options.samples} per case, order shuffled with seed {options.seed}",
+        "command": shlex.join(["python", "-m", "benchmarks", *options.arguments]),
+    }
     floors = Floors(directory, buffer_nbytes=min(BUFFER_NBYTES, options.size * MIB))
     try:
         found.floors = floors.choose()
@@ -98,16 +102,20 @@ def _measure(
         for name, run in made.items():
             if not options.only or name in options.only:
                 suite.attempt(name, None, functools.partial(run, suite))
-                suite.log(f"  {time.monotonic() - start:.0f} s")
+                found.facts["duration"] = f"{time.monotonic() - start:.0f} s"
+                suite.log(f"  {found.facts['duration']}")
+                _write(found, options, plots=False)  # what is killed later has taken hours
     except (KeyboardInterrupt, SystemExit):
         found.errors.append("interrupted: these are the results until then")
     finally:
         floors.close()
     found.facts["duration"] = f"{time.monotonic() - start:.0f} s"
-    found.facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
-    found.facts["samples"] = f"{options.samples} per case, order shuffled with seed {options.seed}"
-    found.facts["command"] = shlex.join(["python", "-m", "benchmarks", *options.arguments])
     return found
+
+
+def _write(found: results.Results, options: argparse.Namespace, *, plots: bool) -> list[Path]:
+    found.verdicts = targets.judge(found)
+    return report.write(found, options.out, plots=plots)
 
 
 def _parser() -> argparse.ArgumentParser:

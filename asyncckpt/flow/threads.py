@@ -108,6 +108,19 @@ class Workers:
             raise
         return waiter.result()
 
+    async def run_or_abandon(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of the call, made in a worker thread.
+
+        Cancellation: ends at once; a running call may go on, and use its arguments.
+        """
+        future = self.submit(fn, *args, **kwargs)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel():
+                self.abandon(future)
+            raise
+
     async def clean_up(self, call: Callable[[], object]) -> None:
         """Make the call in a worker thread, even if this task is cancelled.
 

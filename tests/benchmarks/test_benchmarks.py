@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from asyncckpt import KeepLast, blocking
+from benchmarks import __main__ as bench
 from benchmarks import files, machine, measure, report, results, workloads
 from benchmarks.__main__ import main
 from benchmarks.local import elsewhere, memory, processes, targets, training
@@ -811,6 +812,24 @@ def test_nothing_begins_once_the_time_is_up(tmp_path: Path) -> None:
     data = run_main(tmp_path, "--only", "W4-1k", "--limit-s", "0", "--size", "16")
     assert data["measurements"] == []
     assert data["left_out"] == [f"W4-1k {what}" for what in (SAVE, WARM, PLAN)]
+
+
+def test_results_are_written_after_each_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed after an hour leaves what it has measured."""
+    written: list[Any] = []
+
+    def first(suite: Suite) -> None:
+        suite.found.left_out.append("something")
+
+    def second(suite: Suite) -> None:
+        written.append(json.loads((tmp_path / "out/tiny.json").read_text()))
+
+    monkeypatch.setattr(bench, "runs", lambda size, full: {"first": first, "second": second})
+    run_main(tmp_path, "--size", "16")
+    assert written[0]["left_out"] == ["something"]
+    assert written[0]["facts"]["command"].startswith("python -m benchmarks")
 
 
 @pytest.mark.parametrize("retention", [None, KeepLast(1)])

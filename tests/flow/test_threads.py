@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -123,13 +124,14 @@ async def test_a_cancelled_run_hides_the_error_of_its_call() -> None:
     workers.shutdown()
 
 
-async def test_a_call_that_has_not_begun_is_dropped_when_it_is_cancelled() -> None:
+@pytest.mark.parametrize("method", [Workers.run, Workers.run_or_abandon])
+async def test_a_call_that_has_not_begun_is_dropped_when_it_is_cancelled(method: Any) -> None:
     workers = Workers(1, "flow-test")
     held = Held()
     running = asyncio.create_task(workers.run(held))
     await asyncio.to_thread(held.started.wait, 30)
     called: list[int] = []
-    queued = asyncio.create_task(workers.run(called.append, 1))
+    queued = asyncio.create_task(method(workers, called.append, 1))
     await asyncio.sleep(0)
     queued.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -137,6 +139,20 @@ async def test_a_call_that_has_not_begun_is_dropped_when_it_is_cancelled() -> No
     held.go.set()
     assert await running == 7
     assert await workers.run(len, called) == 0
+    assert workers.count == 1
+    workers.shutdown()
+
+
+async def test_a_cancelled_run_or_abandon_ends_though_its_thread_does_not() -> None:
+    workers, held = Workers(1, "flow-test"), Held()
+    calling = asyncio.create_task(workers.run_or_abandon(held))
+    await asyncio.to_thread(held.started.wait, 30)
+    calling.cancel()
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert await workers.run_or_abandon(int, "3") == 3  # in another thread
+    held.go.set()
     workers.shutdown()
 
 

@@ -241,7 +241,7 @@ class S3Client(FsspecClient):
                 yield data
         else:
             # With files, botocore sends `Expect: 100-continue`; see `_connect`.
-            yield await self._session.in_thread(bytearray, body)
+            yield await self._session.workers.run_or_abandon(bytearray, body)
 
     async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
         """See `ObjectClient`; a filesystem on another loop passes everything on at once."""
@@ -451,7 +451,7 @@ class GcsClient(FsspecClient):
         expiry = getattr(token, "expiry", None)
         ends_soon = expiry and expiry.replace(tzinfo=UTC) - datetime.now(UTC) <= REFRESH_AHEAD
         if token is not None and (ends_soon or not token.valid):
-            await self._session.in_thread(renewable.maybe_refresh)
+            await self._session.workers.run_or_abandon(renewable.maybe_refresh)
 
     async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
         """See `ObjectClient`; gcsfs reads whole responses, so `_Checked` passes them on before."""

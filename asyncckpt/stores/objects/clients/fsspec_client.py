@@ -139,7 +139,7 @@ class FsspecClient(ObjectClient):
         view = memoryview(body)
         if len(view) <= INLINE_NBYTES:
             return bytes(view)
-        return await self._session.in_thread(bytes, view)
+        return await self._session.workers.run_or_abandon(bytes, view)
 
     async def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a filesystem method; convert its errors to `RequestError`."""
@@ -200,7 +200,7 @@ class MemoryClient(FsspecClient):
                 # The filesystem keeps the object that it is given, and a bytearray may change.
                 filesystem.pipe_file(path, bytes(body))
 
-        await self._request(self._session.in_thread(store))
+        await self._request(self._session.workers.run_or_abandon(store))
 
 
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:

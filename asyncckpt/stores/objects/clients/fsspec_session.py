@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncckpt.flow.threads import Workers, seen
 from asyncckpt.stores.objects.clients.client import RequestError
-
-T = TypeVar("T")
 
 
 class FilesystemSession:
@@ -33,7 +32,7 @@ class FilesystemSession:
 
     def __init__(self, make: Callable[[], Any], workers: Workers, *, ours: bool = True) -> None:
         self._make = make
-        self._workers = workers
+        self.workers = workers
         self.ours = ours
         self._made: Future[Any] | None = None
         self._closed = False
@@ -43,7 +42,7 @@ class FilesystemSession:
         filesystem = await self.filesystem()
         if not is_async(filesystem):
             method = getattr(filesystem, name.removeprefix("_"))
-            return await self.in_thread(method, *args, **kwargs)
+            return await self.workers.run_or_abandon(method, *args, **kwargs)
         coroutine = getattr(filesystem, name)(*args, **kwargs)
         loop = filesystem.loop
         if loop is None or loop is asyncio.get_running_loop():
@@ -61,21 +60,11 @@ class FilesystemSession:
                 ) from None
             raise
 
-    async def in_thread(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Return the result of a call in a worker thread."""
-        future = self._workers.submit(function, *args, **kwargs)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if not future.cancel():
-                self._workers.abandon(future)
-            raise
-
     async def filesystem(self) -> Any:
         """Return the filesystem, made if necessary."""
         if self._closed:
             raise RequestError("invalid", "the client is closed")
-        made = self._made = self._made or self._workers.submit(self._make)
+        made = self._made = self._made or self.workers.submit(self._make)
         if not made.done():
             # A cancelled wait does not cancel `make`: looking for credentials may take longer than
             # the first request's deadline.
@@ -96,20 +85,20 @@ class FilesystemSession:
         made, self._made = self._made, None
         if made is None or made.cancel():
             return
-        self._workers.abandon(made)  # it may look for credentials forever
+        self.workers.abandon(made)  # it may look for credentials forever
         if not made.done() or made.exception() is not None or not self.ours:
             return
         filesystem = made.result()
         if not is_async(filesystem):
             return
-        if asyncio.iscoroutinefunction(connect := getattr(filesystem, "set_session", None)):
+        if inspect.iscoroutinefunction(connect := getattr(filesystem, "set_session", None)):
             await (await connect()).close()
         else:
             try:
                 session = getattr(filesystem, "session", None)
             except RuntimeError:  # there was no request
                 return
-            if asyncio.iscoroutinefunction(close := getattr(session, "close", None)):
+            if inspect.iscoroutinefunction(close := getattr(session, "close", None)):
                 await close()
 
 

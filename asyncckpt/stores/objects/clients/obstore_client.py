@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.classification import FOREIGN, obstore_error
 from asyncckpt.stores.objects.clients.client import (
     Body,
@@ -162,7 +163,7 @@ class ObstoreClient(ObjectClient):
         hidden: texts that no error repeats.
         options: options of a `store` that we made: the client then finds the bucket's region, and
             errors name the endpoint.
-        in_thread: runs a blocking function in a worker thread.
+        workers: threads in which it looks for the region; needed with `options`.
         other: returns another library's client of the same objects, for listings that obstore
             refuses.
 
@@ -178,7 +179,7 @@ class ObstoreClient(ObjectClient):
         prefix: str = "",
         hidden: Collection[str] = (),
         options: StoreOptions | None = None,
-        in_thread: Callable[..., Awaitable[Any]] | None = None,
+        workers: Workers | None = None,
         other: Callable[[], ObjectClient] | None = None,
     ) -> None:
         import obstore
@@ -209,7 +210,7 @@ class ObstoreClient(ObjectClient):
         self._options = options
         self._is_store = not (self._is_gcs or self._is_s3)
         self._region_known = not self._is_s3 or options is None
-        self._in_thread = in_thread
+        self._workers = workers
         self._make_other = other
         self._other: ObjectClient | None = None
         self._held: list[weakref.ref[memoryview]] = []
@@ -327,10 +328,10 @@ class ObstoreClient(ObjectClient):
 
     async def _found_region(self) -> bool:
         """Recreate the store if the bucket is in another region; return whether it was."""
-        options, in_thread = self._options, self._in_thread
-        if self._region_known or options is None or in_thread is None:
+        options, workers = self._options, self._workers
+        if self._region_known or options is None or workers is None:
             return False
-        region = await in_thread(bucket_region, options.endpoint, options.bucket)
+        region = await workers.run_or_abandon(bucket_region, options.endpoint, options.bucket)
         self._region_known = region is not None
         if self._store is None or region in (None, options.config["region"]):
             return False

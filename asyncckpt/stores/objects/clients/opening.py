@@ -193,7 +193,7 @@ def _obstore(
         prefix="/".join(url.parts),
         hidden=hidden_values(options),
         options=found,
-        in_thread=FilesystemSession(lambda: None, workers).in_thread,
+        workers=workers,
         other=(lambda: _own(url, options, workers)) if has_fsspec else None,
     )
 

@@ -70,33 +70,6 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 # ----------------------------------------------------------------------------------------- threads
 
 
-async def test_a_cancelled_call_ends_though_its_thread_does_not(
-    workers: Workers, stuck: Stuck
-) -> None:
-    session = FilesystemSession(lambda: None, workers)
-    calling = asyncio.create_task(session.in_thread(stuck))
-    await stuck.reached()
-    await cancelled(calling)
-    async with asyncio.timeout(30):
-        assert await session.in_thread(int, "3") == 3  # another thread serves it
-
-
-async def test_a_call_that_has_not_begun_is_dropped_when_it_is_cancelled(
-    workers: Workers, stuck: Stuck
-) -> None:
-    session = FilesystemSession(lambda: None, workers)
-    first = asyncio.create_task(session.in_thread(stuck))
-    await stuck.reached()
-    called: list[int] = []
-    second = asyncio.create_task(session.in_thread(called.append, 1))
-    await asyncio.sleep(0)
-    await cancelled(second)
-    assert workers.count == 1
-    stuck.go.set()
-    await first
-    assert await session.in_thread(len, called) == 0
-
-
 async def test_closing_does_not_wait_for_credentials_that_do_not_come(
     workers: Workers, stuck: Stuck
 ) -> None:
