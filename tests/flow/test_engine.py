@@ -113,6 +113,7 @@ async def test_a_function_that_makes_no_coroutine_fails_its_own_job_only(engine:
 async def test_a_cancelled_wait_returns_after_the_jobs_clean_up(engine: Engine, times: int) -> None:
     step = Step()
     task = asyncio.create_task(engine.submit(step).wait())
+    await asyncio.sleep(0)  # the task has begun
     await asyncio.to_thread(step.reached.wait, 30)
     for _ in range(times):
         task.cancel()
