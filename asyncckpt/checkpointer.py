@@ -283,7 +283,7 @@ class Checkpointer(OpenRun):
                 arrays (`jax.ShapeDtypeStruct`, meta tensors) or scalars.
             include: globs on paths; other leaves are left out (with `like`: kept as they are).
                 Lists and tuples hold `None` in place of such a leaf; dicts lack its key.
-            strict: leaves that only one side has are errors.
+            strict: leaves that only one side has, and `include` selects, are errors.
             cast: convert dtypes, in memory beyond the budget; values that do not fit, and fractions
                 for integers, remain errors.
             options: replace the `Checkpointer`'s as a whole.

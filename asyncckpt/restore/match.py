@@ -169,6 +169,7 @@ class _Matcher:
         self._saved_in = [enclosing(path, roots) if roots else None for path in self.paths]
         self._wanted_in = [enclosing(path, roots) if roots else None for path in wanted.paths]
         self._found = MatchedArrays(self.opened, self.paths, self._arrays, wanted)
+        self._included: set[int] = set()  # the target's leaves that `include` selects
         self._scalars: list[LeafRestore] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -181,7 +182,8 @@ class _Matcher:
         request = self.request
         if request.include is not None:
             self._refuse_parts(request.include)
-        absent = self._absent() if request.include is None else []
+            self._included = match_glob(request.wanted.paths, request.include)[0]
+        absent = self._absent()
         self._check_process_counts()
         self._match_wanted(absent)
         some_wanted = bool(self._found or self._scalars)
@@ -227,7 +229,9 @@ class _Matcher:
             if want.leaf is PerProcess.all:
                 every.append(path)
                 continue
-            if selected is not None and saved not in selected:
+            if selected is not None and (
+                number not in self._included if saved is None else saved not in selected
+            ):
                 continue
             if saved is None:
                 if root is None:
@@ -413,11 +417,15 @@ class _Matcher:
         if not self._stateful:
             return []
         held = {*self.structure.node_paths(), *self.paths}
-        roots: Iterable[str] = self._stateful
+        roots = [root for root in self._stateful if root not in held]
         if self.opened.record is None:
             with_leaves = set(self._wanted_in)
             roots = [root for root in roots if root in with_leaves]
-        return [root for root in roots if root not in held]
+        if self.request.include is not None:
+            included = {self._wanted_in[number] for number in self._included}
+            included.update(map(roots.__getitem__, match_glob(roots, self.request.include)[0]))
+            roots = [root for root in roots if root in included]
+        return roots
 
     def _refuse_parts(self, include: Sequence[str]) -> None:
         """Raise if `include` selects only a part of an object's state."""

@@ -37,6 +37,26 @@ def test_without_a_target_every_saved_leaf_is_restored() -> None:
     assert [leaf.path for leaf in some.leaves] == ["deep/v", "deep/s"]
 
 
+def test_included_leaves_that_the_checkpoint_lacks_are_missing() -> None:
+    like = {**TREE, "deep": {**TREE["deep"], "new": 1}, "other": 2}
+    with pytest.raises(TreeMismatchError, match="deep/new: the target has this leaf"):
+        match(opened(TREE), request("like", like, include=["deep/**"]))
+    loose = match(opened(TREE), request("like", like, include=["deep"], strict=False))
+    assert (loose.missing, loose.unexpected) == (["deep/new"], [])
+    assert (loose.wanted, loose.matched) == (3, 2)
+    kept = match(opened(TREE), request("like", like, include=["deep/v", "w"]))
+    assert (kept.missing, kept.wanted, kept.matched) == ([], 2, 2)
+
+
+def test_included_objects_that_the_checkpoint_lacks_are_missing() -> None:
+    target = {"w": np.zeros((2, 3)), "o": Loader(a=0), "empty": Loader()}
+    with pytest.raises(TreeMismatchError, match="o: the target has an object with a state dict"):
+        match(opened(TREE), request("into", target, include=["*"]))
+    loose = match(opened(TREE), request("into", target, include=["*"], strict=False))
+    assert loose.missing == ["o", "empty"]
+    assert match(opened(TREE), request("into", target, include=["w"])).missing == []
+
+
 def test_leaves_are_matched_by_path_whatever_their_order() -> None:
     like = {"deep": {"s": "", "v": np.ones(4, np.int32)}, "n": 0, "w": np.zeros((2, 3))}
     matching = match(opened(TREE), request("like", like))
