@@ -14,7 +14,6 @@ from asyncckpt.convert.differences import Difference, Values, described, notes, 
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Runtimes, options_of, shares
 from asyncckpt.convert.tiles import band_nbytes, runs, tiles
-from asyncckpt.errors import DeadlineExceededError
 from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import together, within
 from asyncckpt.options import LOCAL_CONCURRENCY, RestoreOptions
@@ -104,11 +103,8 @@ async def diff(
 
     async def work() -> DiffReport:
         begun = time.perf_counter()
-        late = DeadlineExceededError(
-            f"{first}: the comparison did not finish within {chosen.deadline_s} s; raise "
-            "RestoreOptions.deadline_s"
-        )
-        async with within(chosen.deadline_s, late):
+        failure, option = "the comparison did not finish", "RestoreOptions.deadline_s"
+        async with within(chosen.deadline_s, str(first), failure, option):
             a = await runtimes.open(first, first_options, cache // 2)
             b = await runtimes.open(second, second_options, cache // 2)
             return await _compare(a, b, values, begun)

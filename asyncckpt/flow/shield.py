@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError
 from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.threads import finished, seen
 from asyncckpt.options import CLEANUP_S
@@ -120,19 +121,24 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def within(seconds: float | None, late: Exception) -> AsyncIterator[None]:
-    """Cancel the block after `seconds` (None: never) and raise `late` instead.
+async def within(
+    seconds: float | None, location: str, failure: str, option: str, *, begun: float | None = None
+) -> AsyncIterator[None]:
+    """Cancel the block after `seconds` (None: never), and raise a `DeadlineExceededError` instead.
 
-    The block's own `TimeoutError` propagates.
+    The time counts from `begun`, by `perf_counter` (None: now). The error states the `failure` and
+    the `option` that allows more time. The block's own `TimeoutError` propagates.
     """
-    timeout = asyncio.timeout(seconds)
+    spent_s = 0.0 if begun is None else time.perf_counter() - begun
+    timeout = asyncio.timeout(None if seconds is None else seconds - spent_s)
     try:
         async with timeout:
             yield
     except TimeoutError:
         if not timeout.expired():
             raise
-        raise late from None
+        text = f"{location}: {failure} within {seconds} s; raise {option}"
+        raise DeadlineExceededError(text, location=location) from None
 
 
 def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

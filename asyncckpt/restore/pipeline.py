@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncckpt.adapters.arrays import bits
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, refuse_implied
-from asyncckpt.errors import AsyncCheckpointError, MismatchError
+from asyncckpt.errors import MismatchError
 from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
@@ -52,6 +52,7 @@ class RestorePipeline:
         unverified: paths of arrays without checksums.
         notes: for the report.
         reads: the ranges read, and for which leaves, with `RestoreOptions.explain`.
+        wrote: targets may have been written.
     """
 
     runtime: Runtime
@@ -87,7 +88,7 @@ class RestorePipeline:
         self._equal: dict[int, int] = {}  # leaves that must equal another: twins, shared ones
         self._held: dict[int, Sequence[Any]] = {}  # values of the arrays among both
         self._done_nbytes = 0
-        self._started = False
+        self.wrote = False
         self.results: list[Any] = [None] * (len(self._arrays) + len(self._scalars))
         self.nbytes = 0
         self.read_nbytes = 0
@@ -96,31 +97,27 @@ class RestorePipeline:
         self.notes: list[str] = []
         self.reads: tuple[ReadRange, ...] = ()
 
-    async def run(self) -> None:
-        """Restore every leaf.
+    async def read(self) -> None:
+        """Read and check every leaf, straight into the targets unless the restore is atomic.
 
         Cancellation: waits until no thread writes to the targets; their contents are undefined.
 
         Raises:
             CorruptCheckpointError: names leaf, file and offset.
         """
-        compute = self.runtime.engine.compute
         try:
             # A process without arrays takes part in the agreements, too.
             if self._arrays or self.exchanger is not None:
                 await self._read()
-            with self.recorder.span("place"):
-                await compute.run(self._place_late)
-        except (BaseExceptionGroup, AsyncCheckpointError) as failure:
-            error = leading_error(failure) if isinstance(failure, BaseExceptionGroup) else failure
-            if isinstance(error, AsyncCheckpointError) and self._in_place and self._started:
-                written = self.written()
-                error.written = tuple(written)
-                error.add_note(
-                    f"the contents of {len(written)} targets are undefined now (error.written "
-                    "lists them); restore again, or use RestoreOptions(atomic=True)"
-                )
-            raise error from None
+            else:
+                await self.runtime.engine.compute.run(self._check)
+        except BaseExceptionGroup as failures:
+            raise leading_error(failures) from None
+
+    async def finish(self) -> None:
+        """Write the targets of an atomic restore, and make the leaves that are left."""
+        with self.recorder.span("place"):
+            await self.runtime.engine.compute.run(self._place_late)
 
     async def _read(self) -> None:
         opened, runtime = self.opened, self.runtime
@@ -131,7 +128,7 @@ class RestorePipeline:
         with self.recorder.span("plan"):
             extents = await opened.read_extents(opened, wanted)
             reads = await compute.run(self._prepare, extents)
-        self._started = True
+        self.wrote = self._in_place
         self._arrived.set()
         shared = None
         if self.exchanger is not None and opened.record is not None:
@@ -306,9 +303,8 @@ class RestorePipeline:
 
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then the scalars."""
-        if not self._started:
-            self._check()
         self._compare()
+        self.wrote = self._into
         if self._atomic:
             for writing in (False, True):
                 for number, leaf in enumerate(self._arrays):

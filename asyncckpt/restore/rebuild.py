@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -126,6 +127,7 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
         replaced=tuple([path for path, _, _ in outcome.replaced]),
         missing=tuple(missing),
         unexpected=tuple(unexpected),
+        total_s=time.perf_counter() - request.begun,
     )
     if report.notes:
         _warn(report)

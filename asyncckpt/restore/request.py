@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -166,6 +167,7 @@ class RestoreRequest:
         save_id: the save to restore; empty for any.
         shared: with mode `like`, leaves in repeated occurrences of an object, by ordinal, with the
             same leaf in the first occurrence (`shared_leaves`).
+        begun: `perf_counter` at the call.
     """
 
     mode: Mode
@@ -182,6 +184,7 @@ class RestoreRequest:
     process_count: int = 1
     save_id: str = ""
     shared: Mapping[int, int] = field(default_factory=dict)
+    begun: float = field(default_factory=time.perf_counter)
 
 
 def restore_request(

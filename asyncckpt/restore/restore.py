@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.checkpoint.open import open_any
-from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import RestoreReport
@@ -49,16 +50,41 @@ class RestoreOutcome:
     report: RestoreReport
 
 
+Written = list[Callable[[], Sequence[str]]]
+"""Functions that return the paths of the targets that each restore of a call has written."""
+
+
+@contextlib.contextmanager
+def listing_written() -> Iterator[Written]:
+    """Add to the error that ends the block the paths of the targets that it has written.
+
+    The block may also end with the error of its deadline, or of another process.
+    """
+    written: Written = []
+    try:
+        yield written
+    except AsyncCheckpointError as error:
+        if paths := dict.fromkeys(path for paths in written for path in paths()):
+            error.written = tuple(paths)
+            error.add_note(
+                f"the contents of {len(paths)} targets are undefined now (error.written lists "
+                "them); restore again, or use RestoreOptions(atomic=True)"
+            )
+        raise
+
+
 async def run_restore(
     runtime: Runtime,
     files: CheckpointFiles,
     step: int | None,
     request: RestoreRequest,
+    written: Written,
     agreement: RestoreAgreement | None = None,
 ) -> RestoreOutcome:
     """Restore and check every wanted leaf, into the memory or as the type requested.
 
-    `step` is for the report; `agreement` is None if no other process restores the checkpoint.
+    `step` is for the report; `agreement` is None if no other process restores the checkpoint. Adds
+    to `written` once a target may have been written.
 
     Cancellation: waits until no thread writes to the targets; their contents are undefined.
 
@@ -69,7 +95,7 @@ async def run_restore(
         CorruptCheckpointError: names leaf, file and offset.
     """
     process = 0 if agreement is None else agreement.round.group.process_index
-    recorder = Recorder(process=process)
+    recorder = Recorder(request.begun, process)
     compute = runtime.engine.compute
     exchanger = None
     metadata = files
@@ -101,7 +127,14 @@ async def run_restore(
         await agreement.matched(opened, matching, request.strict)
     recorder.add("match", since)
     pipeline = RestorePipeline(runtime, opened, matching, request, exchanger, recorder)
-    await pipeline.run()
+    try:
+        await pipeline.read()
+        if agreement is not None and request.options.atomic:
+            await agreement.staged()
+        await pipeline.finish()
+    finally:
+        if pipeline.wrote:
+            written.append(pipeline.written)
     notes = pipeline.notes
     if not request.strict and 2 * matching.matched < matching.wanted:
         notes.append(
@@ -143,7 +176,7 @@ async def run_restore(
                 wanted[leaf.number] = results[place]
             elif leaf.want.holder is not None:
                 replaced.append((leaf.path, leaf.want.holder, results[place]))
-    written = pipeline.written() if replaced or request.stateful else []
+    filled = pipeline.written() if replaced or request.stateful else []
     return RestoreOutcome(
-        request, matching.structure, opened.format, saved, wanted, replaced, written, report
+        request, matching.structure, opened.format, saved, wanted, replaced, filled, report
     )

@@ -24,7 +24,7 @@ from asyncckpt.coordinators.choice import SingleProcess, choose
 from asyncckpt.coordinators.group import Group, behind_error, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.rounds import Round, briefly
-from asyncckpt.errors import DeadlineExceededError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import to_completion, within
 from asyncckpt.ports import Coordinator, ExchangingCoordinator
 from asyncckpt.runtime import Runtime
@@ -172,11 +172,7 @@ class Processes:
             UsageError: the others have already made this call, in a round that failed because this
                 process made another call.
         """
-        late = DeadlineExceededError(
-            f"{self._root}: not all processes came to {name} within {deadline_s} s; raise "
-            "SaveOptions.deadline_s",
-            location=self._root,
-        )
+        failure = f"not all processes came to {name}"
 
         def numbered() -> Round:
             assert self._beats is not None
@@ -192,7 +188,7 @@ class Processes:
 
         skipped = False
         try:
-            async with within(deadline_s, late):
+            async with within(deadline_s, self._root, failure, "deadline_s"):
                 group = await self.group()
                 async with self._numbering:  # one by one: the next call counts what this one finds
                     if skipped := self._orders[kind].skips(name):

@@ -19,7 +19,6 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    DeadlineExceededError,
 )
 from asyncckpt.flow.shield import within
 from asyncckpt.format.foreign.orbax_read import UNFINISHED
@@ -29,7 +28,7 @@ from asyncckpt.ports import CallIn, CheckpointFiles, Exchange, ExchangingCoordin
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.restore.request import RestoreRequest
-from asyncckpt.restore.restore import RestoreOutcome, run_restore
+from asyncckpt.restore.restore import RestoreOutcome, Written, listing_written, run_restore
 from asyncckpt.runtime import Runtime
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.root import Root
@@ -69,27 +68,33 @@ class Reads:
         self._steps = steps
         self.pinned: Counter[str] = Counter()
 
-    async def restore(
-        self,
-        step: int | None,
-        request: RestoreRequest,
-        agreement: RestoreAgreement | None = None,
-    ) -> RestoreOutcome:
-        """Carry out a request; `agreement` is for a restore by several processes.
+    async def restore(self, step: int | None, request: RestoreRequest) -> RestoreOutcome:
+        """Carry out a request.
 
         Raises:
             DeadlineExceededError: the restore took longer than its options allow.
         """
-        deadline_s = request.options.deadline_s
+        with listing_written() as written:
+            async with self._within(step, request):
+                return await self._restore(step, request, written)
 
+    def _within(
+        self, step: int | None, request: RestoreRequest
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        name, seconds = self._root.name or step, request.options.deadline_s
+        location = self._root.url if name is None else self._root.location(name)
+        failure, option = "the restore did not finish", "RestoreOptions.deadline_s"
+        return within(seconds, location, failure, option, begun=request.begun)
+
+    async def _restore(
+        self,
+        step: int | None,
+        request: RestoreRequest,
+        written: Written,
+        agreement: RestoreAgreement | None = None,
+    ) -> RestoreOutcome:
         async def restore(files: CheckpointFiles, number: int | None) -> RestoreOutcome:
-            late = DeadlineExceededError(
-                f"{files.location}: the restore did not finish within {deadline_s} s and was "
-                "aborted; raise RestoreOptions.deadline_s",
-                location=files.location,
-            )
-            async with within(deadline_s, late):
-                return await run_restore(self._runtime, files, number, request, agreement)
+            return await run_restore(self._runtime, files, number, request, written, agreement)
 
         outcome = await self._read("restore", step, restore)
         if notes := progress_notes(request.progress):
@@ -109,21 +114,23 @@ class Reads:
 
         Errors: as `restore`, of any process; names the process.
         """
-        round_ = await self._processes.round("call", number, "restore")
-        broadcast = request.options.broadcast
-        exchange = self._exchange(round_, broadcast, in_caller)
+        options, deadline_s = request.options, request.options.deadline_s
+        round_ = await self._processes.round("call", number, "restore", deadline_s=deadline_s)
+        exchange = self._exchange(round_, options.broadcast, in_caller)
         agreement = RestoreAgreement(round_, exchange)
 
         async def on_this() -> RestoreOutcome:
-            chosen = await agreement.step(step, broadcast, self._latest)
-            with self._pinned(chosen):  # until the last process has read it
-                outcome = await self.restore(chosen, request, agreement)
-                timeline = await agreement.restored(outcome.report.timeline)
-                report = dataclasses.replace(outcome.report, timeline=timeline)
-                return dataclasses.replace(outcome, report=report)
+            async with self._within(step, request):
+                chosen = await agreement.step(options, step, self._latest)
+                with self._pinned(chosen):  # until the last process has read it
+                    outcome = await self._restore(chosen, request, written, agreement)
+                    timeline = await agreement.restored(outcome.report.timeline)
+                    report = dataclasses.replace(outcome.report, timeline=timeline)
+                    return dataclasses.replace(outcome, report=report)
 
         try:
-            return await round_.run(on_this)
+            with listing_written() as written:
+                return await round_.run(on_this)
         finally:
             if exchange is not None:
                 await exchange.close()

@@ -37,7 +37,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
-from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.flow.shield import uninterrupted, within
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import SaveReport
@@ -393,7 +393,7 @@ class Session:
         deadline_s = request.options.deadline_s
         round_ = await self.processes.round("save", number, call, deadline_s=deadline_s)
         async with round_.alive():  # also between its two parts
-            if busy is not None and await self._overlaps(round_, busy):
+            if busy is not None and await self._overlaps(round_, busy, request):
                 location = self.root.location(request.name)
                 if request.options.on_overlap == "error":
                     raise overlap_error(location)
@@ -408,14 +408,17 @@ class Session:
         """Return the report with its notes about preemption."""
         return report if self.preemption is None else self.preemption.noted(report)
 
-    async def _overlaps(self, round_: Round, busy: bool) -> bool:
+    async def _overlaps(self, round_: Round, busy: bool, request: SaveRequest) -> bool:
         """Return whether a save was in flight on process 0, which decides, at its call."""
+        limit = request.options.deadline_s, self.root.location(request.name)
+        failure, option = "process 0 did not make this call", "SaveOptions.deadline_s"
 
         async def on_this() -> tuple[bool, str]:
             if round_.leads:
                 await round_.answer(BUSY, f"{busy:d} {round_.name}".encode())
                 return busy, round_.name
-            word, _, call = (await round_.answered(BUSY)).decode().partition(" ")
+            async with within(*limit, failure, option, begun=request.begun):
+                word, _, call = (await round_.answered(BUSY)).decode().partition(" ")
             if word == "0":
                 round_.check_call(call)  # fails on all processes
             return word == "1", call

@@ -17,7 +17,7 @@ from tests.session.together.job import Job, state
 # If a message changes, one of "bytes" included, raise `PROTOCOL`: processes of different releases
 # would misunderstand each other. Then update this list.
 MESSAGES = (
-    2,
+    3,
     """
 bye/n: bytes
 call/n/matched.0/n: bytes
@@ -26,7 +26,7 @@ call/n/outcome: bytes
 call/n/read: bytes
 call/n/restored/n: [[int | str]]
 call/n/result.0: bytes
-call/n/step: [NoneType | int | str]
+call/n/step: [int | {atomic: bool, broadcast: str, step: NoneType}]
 n/hello/n: {count: int, host: str, nonce: str, pid: int, run: str, version: str}
 n/hosts/n: [[int | str]]
 n/welcome/n: {nonces: [str], refusal: NoneType, run: str, state: str}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,23 @@ async def test_strict_is_passed_only_where_it_is_taken_and_meant(tmp_path: Path)
     await asyncckpt.save(tmp_path / "root", Loader(a=1))
     report = await asyncckpt.restore_into(tmp_path / "root", Asked(a=2), strict=False)
     assert report.missing == ("a%2Fb",)
+
+
+async def test_the_duration_of_a_restore_includes_the_calls_of_objects(tmp_path: Path) -> None:
+    times: list[float] = []
+
+    class Timed(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            times.append(time.perf_counter())
+            return super().state_dict()
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            times.append(time.perf_counter())
+
+    place = await saved(tmp_path, {"o": Loader(x=1)})
+    report = await asyncckpt.restore_into(place, {"o": Timed(x=0)})
+    assert report.total_s > times[-1] - times[0]
 
 
 # ----------------------------------------------------------------------------------- include=

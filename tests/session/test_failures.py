@@ -305,6 +305,30 @@ async def test_a_restore_past_its_deadline_is_aborted(tmp_path: Path) -> None:
         assert (await ckpt.restore())["step"] == 1
 
 
+async def test_the_deadline_of_a_restore_includes_the_search_for_the_newest_step(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE)
+        listing = Script(ckpt).hold("names")
+        options = asyncckpt.RestoreOptions(deadline_s=0.05)
+        with pytest.raises(DeadlineExceededError, match=r"did not finish within 0\.05 s") as caught:
+            await asyncio.wait_for(ckpt.restore(options=options), 20)
+        assert caught.value.location == str(tmp_path)
+        listing.go()
+
+
+async def test_the_error_of_a_deadline_lists_the_targets_that_were_written(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE)
+        reading = Script(ckpt).hold("read_into")
+        options = asyncckpt.RestoreOptions(deadline_s=2.0)
+        with pytest.raises(DeadlineExceededError) as caught:
+            await ckpt.restore_into({"w": np.zeros(20_000), "step": 0}, options=options)
+        assert reading._gate.reached.is_set()
+        assert caught.value.written == ("w",)
+
+
 @pytest.mark.parametrize("deadline_s", [None, 60.0])
 async def test_a_timeout_of_the_store_is_no_deadline_of_the_restore(
     tmp_path: Path, deadline_s: float | None

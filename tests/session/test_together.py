@@ -35,6 +35,7 @@ from asyncckpt.errors import (
     SaveAbortedError,
     SaveError,
     ShapeMismatchError,
+    StoreError,
     TreeMismatchError,
     UnsupportedLeafError,
     UsageError,
@@ -597,6 +598,85 @@ def test_what_no_process_wants_is_unexpected_and_what_one_wants_is_not(job: Job)
         assert "step" in text and "params" not in text, text
 
 
+def restored_until_one_fails(
+    job: Job, process: int, *, atomic: bool
+) -> list[tuple[AsyncCheckpointError, Any]]:
+    """Return error and target of each process, if reading fails on one after the other has read."""
+    read = threading.Event()
+
+    def note(progress: asyncckpt.Progress) -> None:
+        if progress.done_nbytes >= progress.total_nbytes:
+            read.set()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, {"w": np.arange(200_000.0)})
+        target = {"w": np.full(200_000, 7.0)}
+        options = asyncckpt.RestoreOptions(atomic=atomic)
+        held = None
+        if this == process:
+            script = Script(ckpt)
+            held = script.hold("read_into")
+            script.fail("read_into", StoreError("bad sector"))
+        progress = None if held else note
+        restoring = ckpt.restore_into(target, options=options, progress=progress)
+        task = asyncio.create_task(restoring)
+        if held is not None:
+            assert await asyncio.to_thread(read.wait, 20)
+            held.go()
+        with pytest.raises(StoreError, match="bad sector") as caught:
+            await task
+        return caught.value, target
+
+    return job.play(part)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_atomic_restore_that_fails_on_one_process_changes_no_target(
+    job: Job, process: int
+) -> None:
+    for error, target in restored_until_one_fails(job, process, atomic=True):
+        assert (target["w"] == 7).all() and error.written == ()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_restore_that_fails_on_one_process_lists_what_was_written_on_each(
+    job: Job, process: int
+) -> None:
+    for error, _ in restored_until_one_fails(job, process, atomic=False):
+        assert error.written == ("w",)
+        assert "1 targets are undefined" in error.__notes__[-1]
+
+
+def test_an_atomic_restore_is_atomic_on_all_processes_or_none(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        await ckpt.restore_into(state(), options=asyncckpt.RestoreOptions(atomic=bool(this)))
+
+    for error in job.play(part):
+        assert isinstance(error, UsageError)
+        assert "atomic=True here, and with atomic=False on process 0" in str(error)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_deadline_of_a_restore_ends_the_wait_for_a_process_that_does_not_come(
+    job: Job, process: int
+) -> None:
+    passed = threading.Event()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        with pytest.raises(DeadlineExceededError, match=r"within 0\.2 s"):
+            if this == process:
+                await ckpt.restore(options=asyncckpt.RestoreOptions(deadline_s=0.2))
+            else:
+                assert await asyncio.to_thread(passed.wait, 20)
+                await ckpt.restore()
+        passed.set()
+        return await ckpt.latest_step()
+
+    assert job.play(part) == [1] * job.count
+
+
 def test_different_steps_are_refused(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
         await ckpt.save(1, state())
@@ -708,6 +788,22 @@ def test_saves_that_are_skipped_end_no_save_in_flight(
         return (await first).step, (await ckpt.save(5, tree)).step, await ckpt.steps()
 
     assert job.play(part) == [(1, 5, [0, 1, 5])] * job.count
+
+
+def test_a_deadline_of_a_save_ends_the_wait_for_the_word_of_process_0(job: Job) -> None:
+    options = SaveOptions(on_overlap="skip", deadline_s=0.2)
+    passed = threading.Event()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        if this == 0:
+            assert await asyncio.to_thread(passed.wait, 20)
+        with pytest.raises(DeadlineExceededError, match=r"within 0\.2 s"):
+            await (await ckpt.start_save(2, state(), options=options))
+        passed.set()
+        return (await ckpt.save(3, state())).step
+
+    assert job.play(part) == [3] * job.count
 
 
 @pytest.mark.parametrize("choice", ["skip", "error"])

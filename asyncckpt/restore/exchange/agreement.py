@@ -3,6 +3,8 @@
 # Rule 1: no process reads payload before the targets of all processes have matched.
 # Rule 2: a saved leaf is unexpected only if no process wants it.
 # Rule 3: a batch is exchanged only if all processes are ready for it.
+# Rule 4: in an atomic restore, no process writes a target before all have read everything.
+#   (test_an_atomic_restore_that_fails_on_one_process_changes_no_target)
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
+from asyncckpt.options import RestoreOptions
 from asyncckpt.planning.streams import Sharing, encoded_rows, share
 from asyncckpt.ports import Exchange
 from asyncckpt.reports import Timeline
@@ -39,22 +42,23 @@ class RestoreAgreement:
 
     async def step(
         self,
+        options: RestoreOptions,
         wanted: int | None,
-        broadcast: bool | str,
         latest: Callable[[], Awaitable[int | None]],
     ) -> int | None:
         """Return the step that all processes restore: `wanted`, or `latest()` of process 0.
 
         Raises:
-            UsageError: step or `broadcast` of this process differ from those of process 0.
+            UsageError: step or options of this process differ from those of process 0.
         """
+        given = {"step": wanted, "broadcast": options.broadcast, "atomic": options.atomic}
         if self.round.leads:
             chosen = await latest() if wanted is None else wanted
-            await self.round.answer("step", json.dumps([wanted, broadcast, chosen]).encode())
+            await self.round.answer("step", json.dumps([given, chosen]).encode())
             return chosen
-        step, mode, chosen = json.loads(await self.round.answered("step"))
-        for name, asked, here in (("step", step, wanted), ("broadcast", mode, broadcast)):
-            if asked != here:
+        lead, chosen = json.loads(await self.round.answered("step"))
+        for name, here in given.items():
+            if (asked := lead[name]) != here:
                 raise UsageError(
                     f"restore was called with {name}={here!r} here, and with {name}={asked!r} on "
                     f"{self.round.group.named(0)}; pass the same {name} on all processes",
@@ -129,6 +133,15 @@ class RestoreAgreement:
             self._announced = min(others, batch)
             await self.round.answer("told", str(self._announced).encode())
         return True
+
+    async def staged(self) -> None:
+        """Wait until all processes have read and checked everything that they want."""
+        if not self.round.leads:
+            await self.round.post("staged", b"+")
+            await self.round.answered("write")
+            return
+        await self.round.gathered("staged")
+        await self.round.answer("write", b"+")
 
     async def restored(self, timeline: Timeline) -> Timeline:
         """Wait until all have restored; return the timeline (on process 0, of all processes)."""
