@@ -328,7 +328,8 @@ class Checkpointer(OpenRun):
     async def prepare(self, tree: Any) -> int:
         """Allocate and touch staging memory for this tree, as far as the budget allows.
 
-        The first save then stalls no longer than later ones.
+        The first save then stalls no longer than later ones. Several processes call it after the
+        first call that all of them make, because they divide the budget of their host there.
 
         Returns:
             Bytes of staging memory.

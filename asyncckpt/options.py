@@ -90,6 +90,15 @@ minutes late."""
 STEP_MAX = 10**19 - 1
 """Steps are names of at most 19 digits."""
 
+CGROUP = "/proc/self/cgroup"
+"""File with the cgroups of the process."""
+
+CGROUP_LIMITS = (
+    ("", "/sys/fs/cgroup", "memory.max"),  # cgroups of version 2
+    ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes"),  # of version 1
+)
+"""Controller, its directory, and the file with the memory limit of each cgroup below it."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeafOptions(PickledByName):
@@ -274,16 +283,26 @@ def default_budget_nbytes() -> int:
 
 
 def memory_limit_nbytes() -> int:
-    """Return the bytes of memory this process may use: the cgroup's limit, or the machine's."""
+    """Return the bytes of memory this process may use: the least limit of cgroups and machine.
+
+    In a container, the cgroups of the process are at the top. A batch system's are below it.
+    """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
+    for line in (_text(CGROUP) or "0::/\n0:memory:/").splitlines():
+        _, controllers, name = line.split(":", 2)
+        for controller, top, file in CGROUP_LIMITS:
+            if controller in controllers.split(","):
+                cgroups = Path(name), *Path(name).parents
+                texts = [_text(f"{top}{cgroup}/{file}").strip() for cgroup in cgroups]
+                limits += map(int, filter(str.isdigit, texts))
     return min(limits)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="surrogateescape")
+    except OSError:
+        return ""
 
 
 def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:

@@ -46,12 +46,13 @@ class Runtime:
     def share_host(self, processes: int) -> None:
         """Divide the default budget and the threads among the processes of this host.
 
-        Call it once, on the engine's loop, before anything is staged.
+        Call it once, on the engine's loop, before anything is saved.
         """
         for workers in (self.engine.compute, self.engine.io):
             workers.count = max(1, workers.count // processes)
         if self._divides:
             self.budget.capacity = max(MIN_BUDGET_NBYTES, self.budget.capacity // processes)
+            self.budget.evict()  # prepared before
 
     def window_pool(self, capabilities: StoreCapabilities, sizes: Sizes) -> SlotPool:
         """Return the pool that stages the windows of a save."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt import blocking
+from asyncckpt import blocking, options
 from asyncckpt.arguments import absolute
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.options import GIB, KIB, MIB
@@ -494,6 +494,34 @@ def test_only_policies_can_be_joined(other: Any) -> None:
     ):
         with pytest.raises(TypeError, match="unsupported operand"):
             join()
+
+
+@pytest.mark.parametrize(
+    ("membership", "limited"),
+    [
+        ("0::/\n", "memory.max"),
+        ("0::/system.slice/job_7/step_0\n", "system.slice/job_7/step_0/memory.max"),
+        ("0::/system.slice/job_7/step_0\n", "system.slice/job_7/memory.max"),
+        ("2:cpu:/a\n4:memory:/slurm/job_7\n0::/\n", "memory/slurm/job_7/memory.limit_in_bytes"),
+        ("4:memory:/docker/0a1b\n", "memory/memory.limit_in_bytes"),
+        ("0::/../outside\n", "memory.max"),
+        ("", "memory.max"),
+        ("", "memory/memory.limit_in_bytes"),
+    ],
+)
+def test_the_default_budget_is_a_quarter_of_the_least_limit_of_all_cgroups_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, limited: str
+) -> None:
+    assert options.default_budget_nbytes() <= 8 * GIB
+    (tmp_path / "memberships").write_text(membership)
+    limits = [(c, top.replace("/sys/fs", str(tmp_path)), f) for c, top, f in options.CGROUP_LIMITS]
+    monkeypatch.setattr(options, "CGROUP", str(tmp_path / "memberships"))
+    monkeypatch.setattr(options, "CGROUP_LIMITS", limits)
+    file = tmp_path / "cgroup" / limited
+    file.parent.mkdir(parents=True)
+    (file.parent.parent / file.name).write_text("max\n")
+    file.write_text(f"{GIB}\n")
+    assert options.default_budget_nbytes() == 256 * MIB
 
 
 @pytest.mark.parametrize("odd", [3, 64 * MIB - 1, 1e9, True])

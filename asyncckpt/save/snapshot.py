@@ -287,17 +287,24 @@ def check_alone(snapshot: Snapshot) -> None:
 
 
 def tree_nbytes(tree: Any) -> int:
-    """Return the bytes of the tree's arrays that need staging buffers; tied ones count once.
+    """Return the bytes that this process stages of the tree's arrays; tied ones count once.
 
     Raises:
         UnsupportedLeafError: names the path of every leaf that cannot be saved.
     """
     snapshot = take_snapshot(tree)
     return sum(
-        spec.nbytes
+        held_nbytes(snapshot.sources[number])
         for number, spec in enumerate(snapshot.sources.specs)
         if number not in snapshot.tied and spec.nbytes > INLINE_NBYTES
     )
+
+
+def held_nbytes(source: Source) -> int:
+    """Return the bytes of a leaf that this process can read."""
+    if source.shards is None:
+        return source.spec.nbytes
+    return sum(shard.box.size for shard in source.shards) * source.spec.itemsize
 
 
 def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAdapter] | None:

@@ -37,7 +37,7 @@ from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.save.serialize import CopyPart, WindowSums
-from asyncckpt.save.snapshot import Snapshot
+from asyncckpt.save.snapshot import Snapshot, held_nbytes
 from asyncckpt.spec import DTYPES, Box
 
 T = TypeVar("T")
@@ -274,7 +274,7 @@ class Staging:
         inline = set(plan.arrays.inline.tolist())
         held = {*np.unique(plan.row_array).tolist(), *(part.array for part in plan.parts)}
         owned = {self._leaf_of[array] for array in held - inline}
-        nbytes_of = {leaf: _held_nbytes(self.sources[leaf]) for leaf in sorted(owned)}
+        nbytes_of = {leaf: held_nbytes(self.sources[leaf]) for leaf in sorted(owned)}
         mutable = [
             leaf for leaf in nbytes_of if self.sources[leaf].framework not in IMMUTABLE_FRAMEWORKS
         ]
@@ -526,13 +526,6 @@ async def _emit_oldest(
     if not task.cancelled() and task.exception() is None:
         for item in task.result():
             emit(item)
-
-
-def _held_nbytes(source: Source) -> int:
-    """Return the bytes of a leaf that this process can read."""
-    if source.shards is None:
-        return source.spec.nbytes
-    return sum(shard.box.size for shard in source.shards) * source.spec.itemsize
 
 
 def _copied(arena: Arena, source: Source, adapter: ArrayAdapter, shard: int) -> npt.NDArray[Any]:

@@ -14,7 +14,7 @@ import asyncckpt
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.options import SLOT_NBYTES
-from asyncckpt.save.snapshot import check_alone, take_snapshot
+from asyncckpt.save.snapshot import check_alone, take_snapshot, tree_nbytes
 from asyncckpt.spec import DTYPES, Partition
 
 BUDGET = 64 << 20
@@ -270,3 +270,10 @@ async def test_small_arrays_of_every_kind_come_back_as_they_were(tmp_path: Path)
             for key, leaf in one.items():
                 if key != "once more":
                     np.testing.assert_array_equal(leaf, other[key], err_msg=key)
+
+
+def test_staging_memory_is_prepared_only_for_what_this_process_holds() -> None:
+    whole = np.zeros((8, 1000))
+    parts = [((0, 0), whole[:2]), ((4, 0), whole[4:5])]
+    tree = {"part": asyncckpt.ShardedArray((8, 1000), "float64", parts), "own": np.zeros(1000)}
+    assert tree_nbytes(tree) == 3 * 8000 + 8000

@@ -17,12 +17,7 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt import (
-    Checkpointer,
-    LeafOptions,
-    SaveOptions,
-    ShardedArray,
-)
+from asyncckpt import Checkpointer, LeafOptions, SaveOptions, ShardedArray, options
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -518,6 +513,20 @@ def saved_on_two_disks(
             return await ckpt.save(1, state())
 
     return job.run(main), written
+
+
+def test_the_first_call_of_all_divides_memory_that_was_prepared_before(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "MAX_DEFAULT_BUDGET_NBYTES", 128 << 20)
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        prepared = await ckpt.prepare({"w": np.zeros(200 << 20, np.uint8)})
+        await ckpt.latest_step()
+        runtime = ckpt._session.runtime
+        return prepared >> 20, runtime.budget.capacity >> 20, runtime.pool.allocated_nbytes >> 20
+
+    assert job.play(part) == [(128, 64, 64)] * job.count
 
 
 def test_retention_is_that_of_process_0(job: Job) -> None:
