@@ -23,7 +23,7 @@ from asyncckpt.arguments import (
 )
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import check_loop
-from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.flow.shield import said, uninterrupted
 from asyncckpt.options import check_function
 from asyncckpt.ports import Store
 from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
@@ -75,7 +75,7 @@ class OpenRun:
         if error is None:
             raise failure
         # The caller must see the body's exception; the save's becomes a note.
-        error.add_note(f"a save failed, too: {type(failure).__name__}: {failure}")
+        error.add_note(f"a save failed, too: {type(failure).__name__}: {said(failure)}")
 
     async def _closed(self) -> BaseException | None:
         """Close; return the failure that no caller has seen, or the error of the release.

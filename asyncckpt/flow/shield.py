@@ -112,11 +112,11 @@ async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:
 
 def add_note(error: BaseException, note: str) -> None:
     """Add a note to an error; omit a reason that the error already states."""
-    said = _said(error)
+    known = said(error)
     what, failed, reason = note.partition(_FAILED)
-    if failed and reason in said:
+    if failed and reason in known:
         note = f"{what} failed, for the same reason"
-    if note not in said:
+    if note not in known:
         error.add_note(note)
 
 
@@ -153,7 +153,7 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     first = errors[0]
     for other in errors[1:]:
         what, _, reason = str(other).partition(_FAILED)
-        if not isinstance(other, asyncio.CancelledError) and (reason or what) not in _said(first):
+        if not isinstance(other, asyncio.CancelledError) and (reason or what) not in said(first):
             first.add_note(f"at the same time: {type(other).__name__}: {other}")
     for note in notes:
         add_note(first, note)
@@ -178,7 +178,8 @@ def forget_frames(error: BaseException) -> None:
             waiting += this.exceptions
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """Return the text of an error, followed by its notes."""
     return "\n".join((str(error), *getattr(error, "__notes__", ())))
 
 

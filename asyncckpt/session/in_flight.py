@@ -7,6 +7,7 @@ from typing import Literal
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.engine import Engine, Job
+from asyncckpt.flow.shield import said
 from asyncckpt.log import logger
 from asyncckpt.options import SaveOptions
 from asyncckpt.reports import SaveReport
@@ -62,7 +63,7 @@ class InFlight:
         if error is None:
             return
         if options is not None and options.on_failed_save == "log":
-            logger.error("an earlier save failed: %s", error)
+            logger.error("an earlier save failed: %s", said(error))
             return
         raise error
 

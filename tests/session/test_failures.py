@@ -209,22 +209,50 @@ async def test_on_failed_save_log_goes_on(tmp_path: Path, caplog: pytest.LogCapt
         assert await ckpt.steps() == [2]
 
 
+async def two_failed_unseen(ckpt: asyncckpt.Checkpointer) -> None:
+    """Saves of steps 1 and 2 fail, and no caller sees it."""
+    script = Script(ckpt)
+    hold = script.hold("publish")
+    script.fail("publish", StoreError("first"))
+    script.fail("publish", StoreError("second"), 2)
+    await ckpt.start_save(1, TREE)
+    await hold.reached()
+    queued = asyncio.create_task(ckpt.start_save(2, TREE))
+    await asyncio.sleep(0)
+    hold.go()
+    await queued
+
+
 async def test_two_unseen_failures_are_one_error_with_a_note(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
-        script = Script(ckpt)
-        hold = script.hold("publish")
-        script.fail("publish", StoreError("first"))
-        script.fail("publish", StoreError("second"), 2)
-        await ckpt.start_save(1, TREE)
-        await hold.reached()
-        queued = asyncio.create_task(ckpt.start_save(2, TREE))
-        await asyncio.sleep(0)
-        hold.go()
-        await queued
+        await two_failed_unseen(ckpt)
         with pytest.raises(StoreError, match="first") as caught:
             await ckpt.wait()
         assert caught.value.__notes__ == ["another save failed too: second"]
         await ckpt.wait()
+
+
+async def test_of_two_unseen_failures_both_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = asyncckpt.SaveOptions(on_failed_save="log")
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        await two_failed_unseen(ckpt)
+        await ckpt._session.idle()
+        with caplog.at_level(logging.ERROR, "asyncckpt"):
+            await ckpt.save(3, TREE)
+    assert "an earlier save failed: first\nanother save failed too: second" in caplog.text
+
+
+async def test_of_two_unseen_failures_both_are_notes_of_the_bodys_exception(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(KeyError) as caught:
+        async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+            await two_failed_unseen(ckpt)
+            raise KeyError("body")
+    (note,) = caught.value.__notes__
+    assert note == "a save failed, too: StoreError: first\nanother save failed too: second"
 
 
 async def test_a_failing_clean_up_does_not_hide_why_the_save_failed(tmp_path: Path) -> None:
