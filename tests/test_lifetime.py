@@ -601,6 +601,34 @@ print("ending", flush=True)
     assert blocking.Checkpointer(tmp_path).steps() == []
 
 
+def test_a_process_with_several_hanging_saves_ends_within_one_exit_deadline(
+    tmp_path: Path,
+) -> None:
+    child = children.start(
+        HANGING_WRITE
+        + """
+LocalDataFile._write = hang
+options = asyncckpt.SaveOptions(exit_deadline_s=4)
+kept = []
+for number in range(5):
+    begun.clear()
+    kept.append(blocking.Checkpointer(f"{sys.argv[1]}/{number}", save_options=options))
+    kept.append(kept[-1].start_save(1, {"w": np.arange(2_000_000.0)}))
+    begun.wait()
+print("ending", flush=True)
+""",
+        tmp_path,
+        warnings="default",
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ending\n"
+    begun = time.monotonic()
+    status, _, err = children.finish(child)
+    assert time.monotonic() - begun < 15
+    assert status == 0
+    assert "a save was abandoned: it did not finish within 4 s" in err
+
+
 async def test_a_crashed_attempt_is_swept_when_a_run_is_entered(tmp_path: Path) -> None:
     child = children.start(
         HANGING_WRITE

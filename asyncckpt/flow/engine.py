@@ -461,8 +461,8 @@ class Engine:
                     self._forget(job.future)  # an unstarted job has no callback for this
                 self._ended.set_result(None)
 
-    def drain(self) -> None:
-        """Wait for saves in flight at process exit, up to `drain_deadline_s`.
+    def drain(self, exit_s: float) -> None:
+        """Wait for saves in flight, until `drain_deadline_s` after `exit_s` (`time.monotonic`).
 
         Unfinished saves are then aborted; threads stuck in a system call end with the process.
         """
@@ -477,7 +477,7 @@ class Engine:
                 f"{self._name}: the process ends without close(); waiting up to "
                 f"{self.drain_deadline_s:g} s for {len(pending)} save(s) in flight"
             )
-        end = time.monotonic() + (0.0 if given_up else self.drain_deadline_s)
+        end = exit_s + (0.0 if given_up else self.drain_deadline_s)
         for future in pending:
             try:
                 future.exception(timeout=max(0.0, end - time.monotonic()))
@@ -582,9 +582,10 @@ def _register_exit_hook() -> None:
 def _drain_all() -> None:
     global _exit_begun
     _exit_begun = True
+    exit_s = time.monotonic()  # all engines drain at the same time
     for engine in tuple(_live):
         try:
-            engine.drain()
+            engine.drain(exit_s)
         except Exception as error:  # the other engines' saves must still be drained
             warn(f"{engine!r} could not be ended: {error!r}")
     for call in _last_calls:

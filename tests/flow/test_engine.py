@@ -428,7 +428,7 @@ def test_a_drained_engine_ends_within_its_deadline(caplog: pytest.LogCaptureFixt
     job.drained = True
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING, "asyncckpt"), pytest.warns(RuntimeWarning) as warned:
-        engine.drain()  # the job's clean-up hangs, too
+        engine.drain(begun)  # the job's clean-up hangs, too
     assert time.monotonic() - begun < 5
     assert len(warned) == 2
     assert "the process ends without close(); waiting up to 0.1 s for 1 save(s)" in caplog.text
@@ -446,7 +446,7 @@ def test_an_engine_that_cannot_be_drained_does_not_keep_others_from_it(
     for engine in engines:
         engine.submit(answer).result()
 
-    def drain(engine: Engine) -> None:
+    def drain(engine: Engine, exit_s: float) -> None:
         drained.append(engine)
         raise OSError("broken")
 
