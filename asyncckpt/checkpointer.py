@@ -315,7 +315,7 @@ class Checkpointer(OpenRun):
         Arguments, cancellation and errors: as `restore`; in addition:
 
         Raises:
-            MismatchError: an immutable leaf of a plain tree differs (with `strict`).
+            MismatchError: a leaf is immutable, as is what holds it, unless they are equal scalars.
             UsageError: two targets overlap in memory, or `include` selects a part of an object's
                 state dict.
             RestoreError: an object refused its state dict.

@@ -1,29 +1,4 @@
-"""All errors of the library, grouped by what a handler would do.
-
-::
-
-    AsyncCheckpointError
-    ├── UsageError                  the call is wrong: fix the arguments
-    │   ├── UnsupportedLeafError    a leaf or key that cannot be saved
-    │   └── ClosedError             used after close(), or in a forked child
-    ├── CheckpointNotFoundError     there is no (valid) checkpoint
-    ├── CheckpointExistsError       a checkpoint already exists
-    ├── CorruptCheckpointError      bytes are damaged: use an older step
-    ├── UnsupportedFormatError      intact, but not readable by this version
-    ├── MismatchError               checkpoint and target differ
-    │   ├── TreeMismatchError       other leaves
-    │   ├── ShapeMismatchError      another shape
-    │   └── DtypeMismatchError      another dtype, or a value that does not fit
-    ├── StoreError                  the file system or object store failed (`retryable`)
-    ├── FencedError                 another process has taken over the run: end this one
-    ├── SaveError                   a save failed (`visible`, `durable`)
-    │   ├── StagingError            copying a leaf to host memory failed
-    │   ├── SaveAbortedError        the save was cancelled by `PendingSave.cancel()`
-    │   ├── DeadlineExceededError   the save or restore ran past its deadline
-    │   └── SaveOutcomeUnknownError it is unknown whether the checkpoint exists
-    ├── RestoreError                an object or framework refused what was restored
-    ├── ResourceError               memory or threads of this process ran out
-    └── EngineDiedError             the engine's thread ended unexpectedly
+"""All errors of the library, a tree grouped by what a handler would do (docs/api.md).
 
 Each error carries, if known, the leaf's `path`, the pipeline `stage`, the `location` of the
 checkpoint, and what was `expected` and `found`; the message states all of them and the next step.

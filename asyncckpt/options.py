@@ -149,7 +149,7 @@ class SaveOptions(PickledByName):
 
     `host_memory_nbytes`, `direct_io`, `exit_deadline_s`, `silence_s` and `arrival_s` belong to a
     `Checkpointer`, which takes them from its `save_options=`; other values in the `options=` of a
-    save raise a `UsageError`.
+    save, except the defaults, raise a `UsageError`.
 
     Attributes:
         host_memory_nbytes: budget of staging memory in bytes, shared by all saves and restores of

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 
-from asyncckpt.arguments import check_coordinator
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 
@@ -42,10 +41,9 @@ def choose(coordinator: object) -> Coordinator | SingleProcess:
     torch.
 
     Raises:
-        UsageError: the argument is wrong, the runtimes disagree, or there are several processes but
-            no runtime has been initialised.
+        UsageError: the runtimes disagree, or there are several processes but no runtime has been
+            initialised.
     """
-    check_coordinator(coordinator)
     if coordinator == "auto":
         return _automatic()
     if coordinator == "single":

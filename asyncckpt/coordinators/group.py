@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from asyncckpt.coordinators.key_values import PREFIX
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, UsageError
 from asyncckpt.ports import Coordinator
-
-NAMES_MAX = 8
-"""Most processes that a message lists one by one."""
+from asyncckpt.reports.texts import few
 
 BYE = "bye"
 """Directory of the keys that processes set when they leave the group."""
@@ -57,12 +55,6 @@ class Group:
     def listed(self, processes: Sequence[int]) -> str:
         """Return the names of several processes in messages, the first few one by one."""
         return few([self.named(process) for process in processes])
-
-
-def few(names: Sequence[str]) -> str:
-    """Return text that lists the first few names, and the number of the others."""
-    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
-    return ", ".join(names[:NAMES_MAX]) + more
 
 
 async def part(group: Group) -> None:

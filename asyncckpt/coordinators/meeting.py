@@ -7,9 +7,10 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from asyncckpt.coordinators.group import NAMES_MAX, Group, few
+from asyncckpt.coordinators.group import Group
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
+from asyncckpt.reports.texts import NAMES_MAX, few
 from asyncckpt.version import PROTOCOL, VERSION
 
 RELEASE = f"{VERSION} (protocol {PROTOCOL})"

@@ -142,7 +142,7 @@ class CheckpointInfo(Timed):
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of `files`."""
         return sum(file.nbytes for file in self.files)
 
     def __iter__(self) -> Iterator[str]:

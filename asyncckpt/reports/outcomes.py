@@ -73,14 +73,14 @@ class SaveReport(Timed):
 
     location: str
     step: int | None
-    save_id: str
-    leaf_count: int
-    array_count: int
-    nbytes: int
-    stored_nbytes: int
-    file_count: int
-    blocked_s: float
-    total_s: float
+    save_id: str = ""
+    leaf_count: int = 0
+    array_count: int = 0
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    file_count: int = 0
+    blocked_s: float = 0.0
+    total_s: float = 0.0
     plan_cached: bool = False
     plan_cache_hits: int = 0
     plan_cache_misses: int = 0

@@ -27,7 +27,7 @@ class Progress(PickledByName):
     """Progress of an operation, passed to `progress=` callbacks and shown by `PendingSave`.
 
     Attributes:
-        stage: the current stage: plan, stage, upload, commit; fetch, place; verify; convert; diff.
+        stage: the current stage: plan, stage, upload, commit; fetch; verify; convert; diff; tune.
         done_nbytes: bytes that have completed the last stage.
         total_nbytes: total bytes.
     """

@@ -22,6 +22,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.ports import FrameworkAdapter
+from asyncckpt.reports.texts import few
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore, MatchedArrays, Matching
 from asyncckpt.restore.mismatch import (
     NOT_REPLACEABLE,
@@ -518,10 +519,12 @@ class _Matcher:
                 return
         location = self.opened.location
         wanted = list(self.request.wanted.paths)
+        both = wanted, self.paths
+        here, there = (few([*map(where, paths)], 3) or "nothing" for paths in both)
         raise TreeMismatchError(
             f"{location}: no leaf of the checkpoint matches the target; nothing was read. The "
-            f"target has {_some(wanted)}, the checkpoint has {_some(self.paths)}; pass a target "
-            "whose paths are those of the checkpoint",
+            f"target has {here}, the checkpoint has {there}; pass a target whose paths are those "
+            "of the checkpoint",
             stage="plan",
             location=location,
             expected=wanted,
@@ -534,14 +537,6 @@ _ONE_SIDED = {
     "a state dict": "an object with a state dict here",
     "a key": "this key in the state of an object",
 }
-
-
-def _some(paths: Sequence[str]) -> str:
-    if not paths:
-        return "nothing"
-    return ", ".join(map(where, paths[:3])) + (
-        f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    )
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -28,14 +28,12 @@ from asyncckpt.planning.merge import Merged, OwnPart, own_part
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.reports import Progress
+from asyncckpt.reports.texts import few
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec, Box, array_spec
 from asyncckpt.tree import Structure, flatten, where
 
 NAMED_LEAVES = 20
 """Unsupported leaves that one error describes; the rest are counted."""
-
-NAMED_PROCESSES = 8
-"""Processes that an error lists."""
 
 
 @dataclass(slots=True, eq=False)
@@ -266,9 +264,10 @@ def check_alone(snapshot: Snapshot) -> None:
             continue
         path = snapshot.paths[snapshot.array_leaf[number]]
         if source.partition is not None:
+            others = few([*map(str, source.partition.processes)])
             raise UnsupportedLeafError(
                 f"{path}: this array is on devices of other processes too (processes "
-                f"{_few(source.partition.processes)}); all of them must save it together: "
+                f"{others}); all of them must save it together: "
                 'initialise jax.distributed or torch.distributed, and do not pass "single" as '
                 "coordinator",
                 path=path,
@@ -348,8 +347,3 @@ def _of_all(refused: list[UnsupportedLeafError]) -> UnsupportedLeafError:
         shown.append(f"and {len(refused) - NAMED_LEAVES} more")
     text = f"{len(refused)} leaves cannot be saved:\n  " + "\n  ".join(shown)
     return UnsupportedLeafError(text, path=first.path, expected=first.expected, found=first.found)
-
-
-def _few(processes: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, processes[:NAMED_PROCESSES]))
-    return shown if len(processes) <= NAMED_PROCESSES else f"{shown}, …"

@@ -91,20 +91,7 @@ def overlap_error(location: str, other: PendingSave | None = None) -> UsageError
 
 def skipped_report(location: str, step: int | None) -> SaveReport:
     """Return the report of a save skipped because another one was in flight."""
-    return SaveReport(
-        location=location,
-        step=step,
-        save_id="",
-        leaf_count=0,
-        array_count=0,
-        nbytes=0,
-        stored_nbytes=0,
-        file_count=0,
-        blocked_s=0.0,
-        total_s=0.0,
-        skipped=True,
-        notes=("another save was in flight",),
-    )
+    return SaveReport(location, step, skipped=True, notes=("another save was in flight",))
 
 
 def skipped(kind: type[PendingSave], engine: Engine, report: SaveReport) -> PendingSave:

@@ -51,7 +51,7 @@ def _info(opened: OpenCheckpoint, extents: Extents | None, step: int | None) -> 
         kind = table.kind[leaf]
         if not pieces:
             value = decode_scalar(kind, table.value[leaf])
-            leaves.append(LeafInfo(path, kind, value=value, location=opened.location))
+            leaves.append(LeafInfo(path, kind, value=value))
             continue
         arrays = tuple(piece.array for piece in pieces)
         shared = tuple(tied.get(array, -1) for array in arrays)
