@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -52,14 +53,17 @@ class Root:
         self._opening = asyncio.Lock()
         self._open_store: Callable[[], Store] | None = None
         root, self.name = place_of(location, storage_options) if one_shot else (location, "")
-        open_store = partial(
-            runtime.store, root, direct_io=direct_io, storage_options=storage_options
-        )
+        check_options(storage_options)
+        # Copied, because a URL is opened later, when the caller may have changed its dict.
+        options = {
+            name: copy(value) if isinstance(value, dict) else value
+            for name, value in (storage_options or {}).items()
+        }
+        open_store = partial(runtime.store, root, direct_io=direct_io, storage_options=options)
         if is_url(root):
             # Opening imports libraries and looks up accounts: not on the caller's loop.
             url = parse_url(str(root))
-            check_options(storage_options)
-            if not (storage_options or {}).keys() & {"client", "filesystem"}:
+            if not options.keys() & {"client", "filesystem"}:
                 check_scheme(url)
             self.url = str(url)
             self._open_store = open_store

@@ -15,6 +15,7 @@ from asyncckpt import SaveOptions
 from asyncckpt.errors import UsageError
 from asyncckpt.options import MIB
 from tests.script import Script
+from tests.simulator import simulator
 
 TREE = {"w": np.arange(1000.0)}
 OWN: dict[str, Any] = {
@@ -43,3 +44,17 @@ async def test_options_made_from_those_of_the_constructor_are_accepted(tmp_path:
         await ckpt.save(1, TREE, options=dataclasses.replace(shared, compression="zstd"))
         await ckpt.save(2, TREE, options=SaveOptions(compression="zstd"))
     await asyncckpt.save(tmp_path / "one", TREE, options=shared)
+
+
+async def test_storage_options_that_the_caller_changes_after_the_call_are_as_they_were() -> None:
+    """A URL is opened at its first use; until then, the dict may serve for another store."""
+    with simulator() as sim, simulator() as other:
+        options = sim.s3_options(client="fsspec")
+        inner = options["client_kwargs"]
+        inner["endpoint_url"] = options.pop("endpoint_url")
+        ckpt = asyncckpt.Checkpointer("s3://bucket/run", storage_options=options)
+        inner["endpoint_url"] = other.s3_endpoint
+        options["anon"] = True
+        await ckpt.save(1, TREE)
+        await ckpt.close()
+        assert sim.objects("bucket") and not other.objects("bucket")
