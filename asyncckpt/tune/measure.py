@@ -195,7 +195,7 @@ class Measurement:
                     if planned.moved_nbytes / best <= left_s:
                         await self._point(f"{self._below}/{number}", planned)
         except TimeoutError:
-            if not points:
+            if not any(point.direction == "get" for point in points):
                 raise StoreError(
                     f"{self.prefix}: nothing was measured within {self._max_s:g} s; "
                     "allow more time",

@@ -232,6 +232,13 @@ async def test_a_store_so_slow_that_nothing_was_measured_is_an_error(sim: Simula
     assert sim.objects("bucket") == {}
 
 
+async def test_a_measurement_that_ends_before_its_first_reads_is_an_error(sim: Simulator) -> None:
+    sim.faults.append(Fault(kind="get_object", key="*/0-0", hang=True, number=0))
+    with pytest.raises(StoreError, match="nothing was measured within 1 s"):
+        await measure(sim, planned=(GridPoint(4 * MIB, 1, 1),), max_s=1.0)
+    assert sim.objects("bucket") == {}
+
+
 async def test_a_store_that_refuses_says_what_to_do(sim: Simulator) -> None:
     sim.faults.append(Fault(kind="put_object", status=403, code="AccessDenied", number=0))
     with pytest.raises(StoreError, match="measuring failed: these credentials may not") as caught:
