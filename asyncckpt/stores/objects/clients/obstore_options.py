@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,6 +66,8 @@ SETTINGS = frozenset(
 
 DEFAULT_REGION = "us-east-1"
 """Region for which s3fs signs by default; the client finds out the bucket's."""
+
+_DEFAULT = re.compile(r"""(profile\s+)?["']?default["']?""")
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
@@ -207,7 +210,8 @@ def _profile_region(environ: Mapping[str, str]) -> str | None:
         parser = configparser.RawConfigParser(default_section="")
         try:
             parser.read(os.path.expanduser(environ.get(variable) or path))
-            profile = dict(parser.items("default")) if parser.has_section("default") else {}
+            sections = filter(_DEFAULT.fullmatch, parser.sections())
+            profile = dict(chain.from_iterable(map(parser.items, sections)))
         except (configparser.Error, OSError, UnicodeError):
             raise NotSimple("the configuration files of AWS") from None
         if unknown := profile.keys() - SETTINGS:

@@ -272,6 +272,10 @@ def test_profiles_count_as_they_do_for_s3fs(tmp_path: Path) -> None:
         config.write_text(f"[default]\nregion = eu-west-1\n{line}\n")
         with pytest.raises(NotSimple, match="of the default profile"):
             found(KEYS, environ=environ)
+    for name in ("profile default", 'profile "default"'):
+        config.write_text(f"[{name}]\nendpoint_url = https://storage.example\n")
+        with pytest.raises(NotSimple, match="of the default profile"):
+            found(KEYS, environ=environ)
     config.write_text("no section")
     with pytest.raises(NotSimple, match="configuration files"):
         found(KEYS, environ=environ)
