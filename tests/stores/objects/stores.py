@@ -16,10 +16,11 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import ObjectClient
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.context import Context
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import is_probe
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
-from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
+from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import epoch_of, expect, identity, outline_of, save_id_of
 from tests.simulator import Request, Simulator
 from tests.stores.objects.hasty import HASTY

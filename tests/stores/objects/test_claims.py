@@ -417,9 +417,8 @@ async def test_any_sequence_of_saves_and_takeovers_is_one_history(seeds: range) 
 
 
 async def test_gc_lists_no_record_that_was_replaced_before_it_could_be_removed(
-    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+    sim: Simulator,
 ) -> None:
-    monkeypatch.setattr("asyncckpt.stores.objects.store.COLLECT_MIN_S", HOUR_S)
     key = "run/1/checkpoint.json"
     async with opened("gcsfs", sim, policy=UNRACED) as store, opened("gcsfs", sim) as other:
         first = await claimed(store)
@@ -452,10 +451,9 @@ async def test_gc_lists_no_record_that_was_replaced_before_it_could_be_removed(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
-    sim: Simulator, kind: str, monkeypatch: pytest.MonkeyPatch
+    sim: Simulator, kind: str
 ) -> None:
     """Claims, the highest list and everything that counts stay."""
-    monkeypatch.setattr("asyncckpt.stores.objects.store.COLLECT_MIN_S", HOUR_S)
     async with (
         opened(kind, sim, policy=UNRACED) as store,
         opened(kind, sim) as other,

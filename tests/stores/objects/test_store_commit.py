@@ -10,8 +10,8 @@ import pytest
 
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError, UsageError
 from asyncckpt.stores.objects import attempt as attempts
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import is_fixed, owner
-from asyncckpt.stores.objects.store import COLLECT_MIN_S
 from asyncckpt.testing.checkpoints import (
     delete,
     expect,

@@ -10,7 +10,8 @@ import pytest
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError
 from asyncckpt.stores.objects import probe
-from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S
+from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import ROOT, UNRACED, names, opened, whole, writes

@@ -10,9 +10,10 @@ from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import HEAD_NBYTES
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import RECORD
 from asyncckpt.stores.objects.repair import _wrong
-from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
+from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, fill, identity, put, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import KINDS, ROOT, UNRACED, age, names, opened, whole, writes

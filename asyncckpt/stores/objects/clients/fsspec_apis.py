@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -271,6 +271,21 @@ class S3Client(FsspecClient):
         with unless_missing():
             await self._s3("delete_object", key, IfMatch=version)
 
+    async def _page(
+        self, path: str, token: str, *, recursive: bool
+    ) -> tuple[Iterable[Mapping[str, Any]], str | None]:
+        """See `FsspecClient`; if there are none, `_ls` would list the parent, page by page."""
+        below = f"{path}/"[len(self._bucket) + 1 :]
+        where = {"Prefix": below, "Delimiter": "" if recursive else "/"}
+        where |= {"ContinuationToken": token} if token else {}
+        page = await self._call("_call_s3", "list_objects_v2", Bucket=self._bucket, **where)
+        found = [{**one, "size": one["Size"], "type": "file"} for one in page.get("Contents", ())]
+        found += (
+            {"Key": one["Prefix"], "type": "directory"} for one in page.get("CommonPrefixes", ())
+        )
+        named = ({**one, "name": f"{self._bucket}/{one['Key']}"} for one in found)
+        return named, page.get("NextContinuationToken")
+
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         return await self._confirmed("UploadId", "create_multipart_upload", key)
 
@@ -481,6 +496,19 @@ class GcsClient(FsspecClient):
                 if error.kind == "exists":
                     await self.size(key)  # GCS answers the same for a missing object
                 raise
+
+    async def _page(
+        self, path: str, token: str, *, recursive: bool
+    ) -> tuple[Iterable[Mapping[str, Any]], str | None]:
+        """See `FsspecClient`."""
+        below = f"{path}/"[len(self._bucket) + 1 :]
+        where = {"prefix": below, "delimiter": "" if recursive else "/"}
+        where |= {"pageToken": token} if token else {}
+        page = await self._call("_call", "GET", "b/{}/o", self._bucket, json_out=True, **where)
+        found = [{**one, "type": "file"} for one in page.get("items", ())]
+        found += ({"name": one, "type": "directory"} for one in page.get("prefixes", ()))
+        named = ({**one, "name": f"{self._bucket}/{one['name']}"} for one in found)
+        return named, page.get("nextPageToken")
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         """See `ObjectClient`; the id is the URL of the session."""

@@ -106,16 +106,13 @@ class FsspecClient(ObjectClient):
         return str(info.get("generation") or info.get("ETag") or "")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
-        """See `ObjectClient`; libraries read all pages, regardless of the limit."""
-        path = self._path(prefix)
-        entries: Iterable[Mapping[str, Any]] = ()
-        with unless_missing():
-            if recursive:
-                entries = (await self._uncached("_find", path, detail=True)).values()
-            else:
-                entries = await self._uncached("_ls", path, detail=True)
-        root = self._root.strip("/")
-        return sorted(_entries(entries, path, root, recursive=recursive))[: limit + 1]
+        path, root = self._path(prefix), self._root.strip("/")
+        found: list[Listed] = []
+        token: str | None = ""
+        while token is not None and len(found) <= limit:
+            entries, token = await self._page(path, token, recursive=recursive)
+            found += _entries(entries, path, root, recursive=recursive)
+        return sorted(found)[: limit + 1]
 
     async def delete(self, keys: Sequence[str]) -> None:
         """See `ObjectClient`; one request per object, several at once."""
@@ -125,6 +122,16 @@ class FsspecClient(ObjectClient):
         await self._session.close()
 
     # ------------------------------------------------------------------------------- for subclasses
+
+    async def _page(
+        self, path: str, token: str, *, recursive: bool
+    ) -> tuple[Iterable[Mapping[str, Any]], str | None]:
+        """Return entries below the path, and the token of the next page; here, all of them."""
+        with unless_missing():
+            if recursive:
+                return (await self._uncached("_find", path, detail=True)).values(), None
+            return await self._uncached("_ls", path, detail=True), None
+        return (), None
 
     async def _pipe(self, path: str, data: bytes | bytearray) -> None:
         try:

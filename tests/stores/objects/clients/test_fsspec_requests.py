@@ -256,6 +256,29 @@ async def test_keys_with_odd_parts_hide_no_others(given: Given, scheme: str) -> 
             assert [entry.key for entry in listing] == keys
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_listing_of_nothing_reads_nothing_beside_it(given: Given, scheme: str) -> None:
+    for i in range(1100):
+        given.sim.put("bucket", f"run/one-{i:04}/checkpoint.json", b"x")
+    async with given.opened(scheme) as client:
+        for recursive in (True, False):
+            assert await client.list("one", recursive=recursive, limit=9) == []
+            assert given.kinds() == ["list_objects"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_listing_reads_no_more_pages_than_its_limit_needs(
+    given: Given, scheme: str
+) -> None:
+    for i in range(2500):
+        given.sim.put("bucket", f"run/{i:04}", b"")
+    async with given.opened(scheme) as client:
+        for recursive in (True, False):
+            for limit, pages in ((10, 1), (1500, 2)):
+                assert len(await client.list("", recursive=recursive, limit=limit)) == limit + 1
+                assert given.kinds() == ["list_objects"] * pages
+
+
 # ------------------------------------------------------------------------------------ credentials
 
 
