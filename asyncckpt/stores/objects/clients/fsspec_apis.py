@@ -122,6 +122,7 @@ def s3_options(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **storage_options,
         "config_kwargs": config | dict(storage_options.get("config_kwargs") or {}),
+        "cache_regions": False,  # would make clients without the handlers of `_connect`
         "asynchronous": True,
         "skip_instance_cache": True,
         "use_listings_cache": False,

@@ -376,6 +376,21 @@ async def test_the_region_of_a_bucket_is_found_out(given: Given) -> None:
             assert [request.kind for request in sim.requests] == ["put_object", "get_object"]
 
 
+async def test_no_other_client_is_made_for_the_region_of_a_bucket(
+    given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take a login page for an empty listing, and stay open."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", given.sim.s3_endpoint)
+    options = {"client": "fsspec", "key": "a", "secret": "b", "cache_regions": True}
+    given.sim.faults.append(Fault(kind="list_objects", status=200, page=b"<html>"))
+    async with given.opened("s3", **options) as client:
+        await client.put("a", b"x")
+        assert "expect" not in given.sim.requests[0].headers
+        assert given.kinds() == ["put_object"]
+        with pytest.raises(RequestError, match="not a store's answer"):
+            await client.list("", recursive=False, limit=9)
+
+
 @pytest.mark.parametrize("sync", [False, True])
 async def test_first_puts_reach_a_bucket_in_another_region(given: Given, sync: bool) -> None:
     """Also those that are sent at the same time, with large bodies."""
