@@ -102,7 +102,8 @@ def parse_url(location: str) -> Url:
             "storage_options= or the environment",
             location=text,
         )
-    if scheme in _WEB and set(rest) & set("?#"):
+    # s3fs reads and deletes another key than the one that was written.
+    if (scheme in _WEB and set(rest) & set("?#")) or (scheme == "s3" and "?versionId=" in rest):
         raise UsageError(
             f"{text}: a URL with a query or fragment is no prefix of objects; pass the part "
             "before it",

@@ -144,6 +144,7 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
         ("s3://bucket/a/../b", r"'\.\.' does not navigate"),
         ("s3://bucket/./b", r"'\.' does not navigate"),
         ("s3://bucket/a\nb", "control characters"),
+        ("s3://bucket/a?versionId=1", "a URL with a query"),  # s3fs would read a
         ("bucket/run", "pass a URL with a scheme"),
         ("simplecache::s3://bucket/run", "chained URLs are not supported"),
         ("zip://a.zip::s3://bucket/run", "chained URLs are not supported"),
