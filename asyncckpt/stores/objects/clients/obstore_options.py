@@ -223,7 +223,7 @@ def _profile_region(environ: Mapping[str, str]) -> str | None:
 def _gcs(url: Url, left: dict[str, Any], environ: Mapping[str, str]) -> StoreOptions:
     for name in sorted(environ):
         if name == "STORAGE_EMULATOR_HOST" or name.startswith(
-            ("GOOGLE_API_USE_", "GOOGLE_CLOUD_U")
+            ("GOOGLE_API_USE_", "GOOGLE_CLOUD_U", "GOOGLE_SERVICE_", "GOOGLE_SKIP_")
         ):
             raise NotSimple(f"the variable {name}")
     for name, usual in (("consistency", "none"), ("access", "full_control")):
