@@ -77,10 +77,10 @@ class AdapterSet:
         return required_keys(owner)
 
     def fresh_state_of(self, owner: object) -> Callable[[str, ArraySpec], Any] | None:
-        """Return `state_like_parameters` of `adapters.dtensor`, None if no DTensor can exist."""
-        if not any(adapter.name == "dtensor" for adapter in self.adapters):
+        """Return `state_like_parameters` of `adapters.torch`, None if PyTorch is not loaded."""
+        if "torch" not in self.frameworks:
             return None
-        from asyncckpt.adapters.dtensor import state_like_parameters
+        from asyncckpt.adapters.torch import state_like_parameters
 
         return state_like_parameters(owner)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,11 +24,11 @@ from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import check_parts, selection
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
-from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, of_kind, tensor_view, waited
+from asyncckpt.adapters.torch import TorchAdapter, of_kind, tensor_view, waited
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.tiling import grid_boxes
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import ArraySpec, Box, Partition, array_spec
+from asyncckpt.spec import Box, Partition, array_spec
 from asyncckpt.spec import Shard as HeldBox
 
 
@@ -134,47 +133,6 @@ class DTensorAdapter:
             torch.autograd.graph.increment_version(target.memory)
         torch.autograd.graph.increment_version(like)
         return like
-
-
-_MOMENT = re.compile(r"(?:.*/)?state/(0|[1-9][0-9]*)/[^/]+")
-
-
-def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | None:
-    """Return a function that makes state tensors that a fresh optimizer does not have yet.
-
-    The function maps a path in the state dict and the saved spec to a new tensor, sharded like its
-    parameter if it has the parameter's shape, as moments do; else to None. Returns None for an
-    object without `param_groups`, of its own or of an optimizer among its attributes.
-    """
-    attributes = [*getattr(owner, "__dict__", {}).values()]  # a copy: other threads may set some
-    wrapped = [one for one in attributes if isinstance(one, torch.optim.Optimizer)]
-    lists = [_parameters(one) for one in (owner, *wrapped)]
-    if not any(lists):
-        return None
-
-    def make(path: str, spec: ArraySpec) -> Any:
-        found, dtype = _MOMENT.fullmatch(path), TORCH_DTYPES.get(spec.dtype)
-        if found is None or dtype is None:
-            return None
-        number = int(found[1])
-        alike = [one[number] for one in lists if number < len(one)]
-        alike = [one for one in alike if getattr(one, "shape", None) == spec.shape]
-        if not all(isinstance(one, DTensor) for one in alike):
-            return None
-        # The path does not say which of several optimizers it belongs to.
-        if len({(one.device_mesh, tuple(one.placements)) for one in alike}) != 1:
-            return None
-        return torch.empty_like(alike[0].detach(), dtype=dtype)
-
-    return make
-
-
-def _parameters(owner: object) -> list[Any]:
-    """Return the parameters of an optimizer or another object with `param_groups`."""
-    groups = getattr(owner, "param_groups", None)
-    if not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
-        return []
-    return [parameter for group in groups for parameter in group.get("params", ())]
 
 
 def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: int) -> Layout:

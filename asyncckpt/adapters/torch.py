@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from asyncckpt.adapters.arrays import (
 )
 from asyncckpt.errors import DtypeMismatchError, StagingError, UnsupportedLeafError
 from asyncckpt.ports import Bytes, Source, Target
-from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
+from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, array_spec
 
 # PyTorch's int2 and int4 have no tensors.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -343,3 +343,60 @@ def _module_key(path: str) -> str | None:
     # Batch norm tolerates a missing `num_batches_tracked`; extra state may be empty.
     key = path.partition("/")[0]
     return None if key.endswith(("num_batches_tracked", "_extra_state")) else key
+
+
+_MOMENT = re.compile(r"(?:.*/)?state/(0|[1-9][0-9]*)/[^/]+")
+
+
+def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | None:
+    """Return a function that makes state tensors that a fresh optimizer does not have yet.
+
+    The function maps a path in the state dict and the saved spec to a new tensor, with the sharding
+    or strides of its parameter if it has the parameter's shape, as moments do; else, and if any
+    contiguous tensor will do, to None. Returns None for an object without `param_groups`, of its
+    own or of an optimizer among its attributes.
+    """
+    attributes = [*getattr(owner, "__dict__", {}).values()]  # a copy: other threads may set some
+    wrapped = [one for one in attributes if isinstance(one, torch.optim.Optimizer)]
+    lists = [_parameters(one) for one in (owner, *wrapped)]
+    if not any(lists):
+        return None
+
+    def make(path: str, spec: ArraySpec) -> Any:
+        found, dtype = _MOMENT.fullmatch(path), TORCH_DTYPES.get(spec.dtype)
+        if found is None or dtype is None:
+            return None
+        number = int(found[1])
+        alike = [one[number] for one in lists if number < len(one)]
+        layouts = {
+            _layout(one): one
+            for one in alike
+            if isinstance(one, torch.Tensor) and one.shape == spec.shape
+        }
+        # The path does not say which of several optimizers it belongs to.
+        if len(layouts) != 1 or None in layouts:
+            return None
+        (parameter,) = layouts.values()
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+    return make
+
+
+def _parameters(owner: object) -> list[Any]:
+    """Return the parameters of an optimizer or another object with `param_groups`."""
+    groups = getattr(owner, "param_groups", None)
+    if not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
+        return []
+    return [parameter for group in groups for parameter in group.get("params", ())]
+
+
+def _layout(parameter: Any) -> Hashable | None:
+    """Return the sharding of a `DTensor`, else the strides unless they are those of a new tensor.
+
+    Fused optimizers compute element by element in memory: with other strides, a moment would be
+    that of another element.
+    """
+    if hasattr(parameter, "placements"):
+        return parameter.device_mesh, tuple(parameter.placements)
+    strides: tuple[int, ...] = parameter.stride()
+    return None if strides == torch.empty(parameter.shape, device="meta").stride() else strides

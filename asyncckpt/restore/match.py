@@ -245,6 +245,8 @@ class _Matcher:
             self._matched += 1
             if root is not None and self._may_differ(root, want, saved):
                 self._add_as_saved(path, root, saved)
+            elif root is not None and want.is_template:
+                self._add(self._like_parameter(self._leaf(number, want, saved), root))
             else:
                 self._add(self._leaf(number, want, saved))
         count = len(found) - len(found.described)
@@ -305,12 +307,16 @@ class _Matcher:
     def _add_as_saved(self, path: str, root: str, saved: int) -> None:
         """Add a leaf that its object gets as it was saved, whatever its present leaf is."""
         found = saved_leaf(self.opened, path, saved, self._arrays[saved])
+        self._add(self._like_parameter(found, root))
+
+    def _like_parameter(self, leaf: LeafRestore, root: str) -> LeafRestore:
+        """Give a new array of an object the layout of its parameter, if that has one (`Fresh`)."""
         fresh = self._stateful[root].fresh
-        if fresh is not None and found.spec is not None:
-            want = fresh(path, below(path, root), found.spec)
-            if want is not None:
-                found = found._replace(want=want, target=want.target)
-        self._add(found)
+        if fresh is None or leaf.spec is None:
+            return leaf
+        spec = leaf.spec if leaf.target is None else leaf.target.spec
+        want = fresh(leaf.path, below(leaf.path, root), spec)
+        return leaf if want is None else leaf._replace(want=want, target=want.target)
 
     def _may_differ(self, root: str, want: Wanted, saved: int) -> bool:
         """Return whether a leaf of a state dict has changed its type or shape, and may have.

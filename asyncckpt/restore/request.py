@@ -127,8 +127,8 @@ class StatefulTarget(NamedTuple):
         required: maps a path in its state dict to a key that the present and the saved state must
             both have, or to None where they may differ; None if unknown.
         takes_strict: whether its `load_state_dict` has a parameter `strict`.
-        fresh: called with a path, the path within the state dict, and the saved spec; returns a
-            leaf to restore into if the state dict has none yet, or None. None if unknown.
+        fresh: called with a path, the path within the state dict, and a spec; returns a leaf to
+            restore into instead of a new array of any layout, or None. None if unknown.
     """
 
     adapter: FrameworkAdapter | None

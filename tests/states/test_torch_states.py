@@ -109,6 +109,48 @@ def test_a_fresh_optimizer_gets_tensors_whatever_they_were_saved_as(
     assert torch_runs.contents(fresh) == torch_runs.contents(state)
 
 
+def convolution(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    return {"model": model, "opt": torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)}
+
+
+def convolution_losses(state: dict[str, Any], steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        images = torch.linspace(-1, 1, 150).reshape(2, 3, 5, 5).sin() / (step + 1)
+        loss = state["model"](images.to(memory_format=torch.channels_last)).square().mean()
+        state["opt"].zero_grad()
+        loss.backward()
+        state["opt"].step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_fused_optimizer_goes_on_with_weights_that_are_not_contiguous(
+    tmp_path: Path, used: bool, hooked: bool
+) -> None:
+    """Its steps take elements in the order of memory, so moments have the strides of weights."""
+    saved, fresh = convolution(0), convolution(1)
+    convolution_losses(saved, range(3))
+    blocking.save(tmp_path / "x", saved)
+    if used:
+        convolution_losses(fresh, range(1))
+    if hooked:  # its moments are replaced instead of filled
+        fresh["opt"].register_load_state_dict_pre_hook(lambda *_: None)
+    blocking.restore_into(tmp_path / "x", fresh)
+    wanted = convolution_losses(saved, range(3, 6))
+    assert convolution_losses(fresh, range(3, 6)) == wanted
+    assert contiguous_moments(fresh) == contiguous_moments(saved)
+
+
+def contiguous_moments(state: dict[str, Any]) -> list[bool]:
+    moments = state["opt"].state[state["model"].weight]
+    return [moments[name].is_contiguous() for name in ("exp_avg", "exp_avg_sq")]
+
+
 def test_an_object_of_ones_own_takes_arrays_of_another_size_and_a_module_does_not(
     tmp_path: Path,
 ) -> None:
