@@ -148,7 +148,7 @@ def _resolved(one: Resolved, planner: LoadPlanner) -> Resolved:
 def _copy(group: Sequence[Resolved]) -> list[Resolved]:
     """Return the items with new host tensors as destinations."""
     return [
-        dataclasses.replace(one, tensor=torch.empty(one.tensor.shape, dtype=one.tensor.dtype))
+        dataclasses.replace(one, tensor=torch.empty_like(one.tensor, device="cpu"))
         for one in group
         if one.tensor is not None
     ]

@@ -215,6 +215,16 @@ def test_targets_that_share_memory_are_read_in_one_more_restore(tmp_path: Path) 
     assert torch.equal(one, values[:, -1])  # that of the last key, as if read one by one
 
 
+def test_targets_that_share_memory_are_read_whatever_the_default_device(tmp_path: Path) -> None:
+    path = str(tmp_path / "1")
+    weight = torch.from_numpy(array("w", (64, 8)))
+    write("save", {"a": weight, "b": weight}, StorageWriter(path), None)
+    target = torch.zeros(64, 8)
+    with torch.device("meta"):
+        read({"a": target, "b": target}, StorageReader(path))
+    assert torch.equal(target, weight)
+
+
 def test_another_dtype_is_an_error_unless_it_may_be_cast(tmp_path: Path) -> None:
     path = str(tmp_path / "1")
     write("save", {"w": torch.tensor([1.5, 2.0])}, StorageWriter(path), None)
