@@ -347,7 +347,7 @@ def test_stateful_objects_are_flattened_as_their_state_dicts() -> None:
     model = Module({"w": 1, "inner": inner})
     flat = flatten({"model": model, "none": Module(None)})
     assert flat.paths == ["model/w", "model/inner/lr"]
-    assert [path for path, _ in flat.stateful] == ["model", "none"]
+    assert [path for path, _, _ in flat.stateful] == ["model", "none"]
     assert flat.stateful[0][1] is model
     assert unflatten(flat.structure, [2, 3]) == {
         "model": {"w": 2, "inner": {"lr": 3}},

@@ -31,6 +31,8 @@ _ADAPTERS = {
 The type exists once its module is fully imported. The first adapter that owns a type takes it: a
 `DTensor` is also a `torch.Tensor`."""
 
+NewState = Callable[[str, ArraySpec], Any]
+
 _TORCH_OWNERS = ("torch.nn.", "torch.optim.")
 """Modules of classes whose state dicts contain only PyTorch arrays."""
 
@@ -68,21 +70,13 @@ class AdapterSet:
             return self.frameworks.get("torch")
         return None
 
-    def required_by(self, owner: object) -> Callable[[str], str | None] | None:
-        """Return `required_keys` of `adapters.torch` for a PyTorch object, None for others."""
-        if self.expected_by(type(owner)) is None:
-            return None
-        from asyncckpt.adapters.torch import required_keys
-
-        return required_keys(owner)
-
-    def fresh_state_of(self, owner: object) -> Callable[[str, ArraySpec], Any] | None:
-        """Return `state_like_parameters` of `adapters.torch`, None if PyTorch is not loaded."""
+    def rules_of(self, owner: object) -> tuple[Callable[[str], str | None] | None, NewState | None]:
+        """Return `required_keys` and `state_like_parameters` of `adapters.torch` for an object."""
         if "torch" not in self.frameworks:
-            return None
-        from asyncckpt.adapters.torch import state_like_parameters
+            return None, None
+        from asyncckpt.adapters.torch import required_keys, state_like_parameters
 
-        return state_like_parameters(owner)
+        return required_keys(owner), state_like_parameters(owner)
 
 
 def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:

@@ -72,8 +72,7 @@ class TorchAdapter:
         return issubclass(kind, torch.Tensor)
 
     def source(self, path: str, leaf: Any) -> Source:
-        if type(leaf) not in _PLAIN:
-            leaf = waited(leaf)
+        leaf = waited(leaf)
         name = _dtype_name(path, leaf)
         shape = tuple(leaf.shape)
         source = Source(array_spec(shape, name), leaf, None, None, "torch")
@@ -112,8 +111,7 @@ class TorchAdapter:
             stream.synchronize()
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
-        if type(leaf) not in _PLAIN:
-            leaf = waited(leaf)
+        leaf = waited(leaf)
         name = _dtype_name(path, leaf)
         target = Target(array_spec(tuple(leaf.shape), name), leaf, path=path)
         if not in_place:
@@ -219,16 +217,10 @@ def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 class PinnedMemory:
-    """Page-locked host memory, into which CUDA copies at full speed without a bounce buffer.
+    """Page-locked host memory, into which CUDA copies at full speed without a bounce buffer."""
 
-    Args:
-        cudart: the CUDA runtime; by default `torch.cuda.cudart()`.
-    """
-
-    def __init__(self, cudart: Any = None) -> None:
-        if cudart is None:
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._cudart = cudart
+    def __init__(self) -> None:
+        self._cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return a page-aligned, page-locked buffer with every page touched. Blocking."""
@@ -260,15 +252,12 @@ def waited(tensor: Any) -> Any:
 
 
 def _dtype_name(path: str, leaf: Any) -> str:
-    """Return the name of the dtype; raise if the tensor cannot be stored."""
-    plain = type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested
-    name = _NAMES.get(leaf.dtype) if plain else None
-    return name or _check_kind(path, leaf)
-
-
-def _check_kind(path: str, leaf: Any) -> str:
     """Return the name of the dtype; raise if the tensor cannot be stored, and say why."""
     kind = type(leaf)
+    if kind in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested:
+        name = _NAMES.get(leaf.dtype)
+        if name is not None:
+            return name
     reason = cast = ""
     is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     # Check for wrappers first: some, like ShardedTensor, raise on any attribute.

@@ -299,7 +299,7 @@ class _Matcher:
         rest = set(range(len(self.paths)) if self.selected is None else self.selected)
         for leaf in sorted(rest - self._matched_ordinals()):
             path, root = self.paths[leaf], self._saved_in[leaf]
-            if root is None:
+            if root is None or not self._stateful[root].takes(below(path, root)):
                 self._unexpected.append(path)
             else:
                 self._add_as_saved(path, root, leaf)
@@ -424,15 +424,13 @@ class _Matcher:
         if not self._stateful:
             return []
         held = {*self.structure.node_paths(), *self.paths}
-        roots = [root for root in self._stateful if root not in held]
-        if self.opened.record is None:
-            with_leaves = set(self._wanted_in)
-            roots = [root for root in roots if root in with_leaves]
+        roots = set(self._stateful if self.opened.record is not None else self._wanted_in)
+        absent = [root for root in self._stateful if root in roots and root not in held]
         if self.request.include is not None:
             included = {self._wanted_in[number] for number in self._included}
-            included.update(map(roots.__getitem__, match_glob(roots, self.request.include)[0]))
-            roots = [root for root in roots if root in included]
-        return roots
+            included.update(map(absent.__getitem__, match_glob(absent, self.request.include)[0]))
+            absent = [root for root in absent if root in included]
+        return absent
 
     def _refuse_parts(self, include: Sequence[str]) -> None:
         """Raise if `include` selects only a part of an object's state."""
@@ -473,7 +471,8 @@ class _Matcher:
             advice = "" if lenient else OTHER_STATE
             if {_WRAPPER.sub("", key) for key in need} == {_WRAPPER.sub("", key) for key in held}:
                 advice = UNWRAP
-            for key in [*(need.keys() - held.keys()), *(held.keys() - need.keys())]:
+            more = filter(self._stateful[root].takes, held.keys() - need.keys())
+            for key in [*(need.keys() - held.keys()), *more]:
                 path, having = f"{root}/{key}" if root else key, key in need
                 self._note(path, "a key", having, advice)
 

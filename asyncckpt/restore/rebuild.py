@@ -139,14 +139,8 @@ def _states(outcome: RestoreOutcome, flat: Flat) -> Iterator[tuple[str, Any, Any
     if not flat.stateful:
         return
     include = outcome.request.include
-    subtrees = outcome.structure.subtrees([path for path, _ in flat.stateful])
-    # The state dict that each object had when the target was flattened.
-    states = {
-        id(owner): flat.objects[-node.children[0]] if node.children[0] < 0 else None
-        for node, owner in zip(flat.structure.nodes, flat.objects, strict=True)
-        if node.kind == "stateful"
-    }
-    for path, target in flat.stateful:
+    subtrees = outcome.structure.subtrees([path for path, _, _ in flat.stateful])
+    for path, target, present in flat.stateful:
         if path not in subtrees:
             continue  # strict=False or include=: the checkpoint has nothing for it
         structure, ordinals = subtrees[path]
@@ -156,8 +150,9 @@ def _states(outcome: RestoreOutcome, flat: Flat) -> Iterator[tuple[str, Any, Any
             held = any([leaf is not ABSENT for leaf in leaves])
             if not (held or (not leaves and match_glob([path], include)[0])):
                 continue
-        state = unflatten(structure, leaves)
-        present = states[id(target)]
+        state, takes = unflatten(structure, leaves), outcome.request.stateful[path].takes
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if takes(escape(key))}
         if outcome.form == "dcp":
             state = with_present_keys(state, present)
         state = with_present_classes(state, present)

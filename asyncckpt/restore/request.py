@@ -10,11 +10,12 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
+from asyncckpt.adapters import AdapterSet, NewState, adapter_named, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import unreadable, unsupported
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError
@@ -26,6 +27,7 @@ from asyncckpt.tree import (
     Flat,
     Key,
     PerProcess,
+    escape,
     flatten,
     is_frozen,
     per_process_paths,
@@ -129,12 +131,19 @@ class StatefulTarget(NamedTuple):
         takes_strict: whether its `load_state_dict` has a parameter `strict`.
         fresh: called with a path, the path within the state dict, and a spec; returns a leaf to
             restore into instead of a new array of any layout, or None. None if unknown.
+        keys: the keys of its state dict, escaped, if other saved ones are those of other processes,
+            as of modules of pipeline stages; None if it gets all that were saved.
     """
 
     adapter: FrameworkAdapter | None
     required: Callable[[str], str | None] | None
     takes_strict: bool
     fresh: Fresh | None = None
+    keys: Collection[str] | None = None
+
+    def takes(self, key: str) -> bool:
+        """Return whether it gets what was saved at this path in the state dict."""
+        return self.keys is None or key.partition("/")[0] in self.keys
 
     def is_filled(self, key: str) -> bool:
         """Return whether arrays at this path in the state dict may be filled in place.
@@ -222,7 +231,10 @@ def restore_request(
     if mode == "saved":
         return request, None, adapters
     flat = flatten(like, adapters.nodes)
-    stateful = {path: _stateful(owner, adapters) for path, owner in flat.stateful}
+    stateful = {
+        path: _stateful(owner, adapters, state if process_count > 1 else None)
+        for path, owner, state in flat.stateful
+    }
     request = replace(
         request,
         wanted=_target_leaves(flat, adapters, stateful, in_place=mode == "into"),
@@ -233,28 +245,25 @@ def restore_request(
     return request, flat, adapters
 
 
-def _stateful(owner: Any, adapters: AdapterSet) -> StatefulTarget:
+def _stateful(owner: Any, adapters: AdapterSet, state: Any) -> StatefulTarget:
+    required, make = adapters.rules_of(owner)
     return StatefulTarget(
         adapters.expected_by(type(owner)),
-        adapters.required_by(owner),
+        required,
         _takes_strict(owner.load_state_dict),
-        _fresh(owner, adapters),
+        None if make is None else partial(_fresh, adapters, make),
+        None if required is None or not isinstance(state, dict) else {*map(escape, state)},
     )
 
 
-def _fresh(owner: Any, adapters: AdapterSet) -> Fresh | None:
-    make = adapters.fresh_state_of(owner)
-    if make is None:
+def _fresh(
+    adapters: AdapterSet, make: NewState, path: str, key: str, spec: ArraySpec
+) -> Wanted | None:
+    leaf = make(key, spec)
+    adapter = None if leaf is None else adapters.resolve(type(leaf))
+    if adapter is None or isinstance(adapter, str):
         return None
-
-    def wanted(path: str, key: str, spec: ArraySpec) -> Wanted | None:
-        leaf = make(key, spec)
-        adapter = None if leaf is None else adapters.resolve(type(leaf))
-        if adapter is None or isinstance(adapter, str):
-            return None
-        return Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=True))
-
-    return wanted
+    return Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=True))
 
 
 def _takes_strict(load_state_dict: Callable[..., Any]) -> bool:

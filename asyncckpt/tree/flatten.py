@@ -24,14 +24,14 @@ class Flat:
     Attributes:
         paths: path of every leaf.
         objects: the original containers, one per node of `structure`.
-        stateful: path and object of every outermost object that is saved as its state dict.
+        stateful: path, object and state dict of every outermost object that is saved as the latter.
     """
 
     structure: Structure
     paths: list[str]
     leaves: list[Any]
     objects: list[Any]
-    stateful: list[tuple[str, Any]]
+    stateful: list[tuple[str, Any, Any]]
 
 
 def flatten(tree: Any, nodes: Sequence[NodeAdapter] = ()) -> Flat:
@@ -63,7 +63,7 @@ class _Flattener:
         self._leaves: list[Any] = []
         self._objects: list[Any] = []
         self._nodes: list[Node | None] = []
-        self._stateful: list[tuple[str, Any]] = []
+        self._stateful: list[tuple[str, Any, Any]] = []
         self._stack: list[_Frame] = []
         self._open: set[int] = set()
 
@@ -120,7 +120,7 @@ class _Flattener:
         if kind == "stateful":
             prefix = path
             if not any(frame.kind == "stateful" for frame in self._stack):
-                self._stateful.append((path, value))
+                self._stateful.append((path, value, *values))
         elif self._types.all_leaves(values):
             first = len(self._leaves)
             self._leaves += values

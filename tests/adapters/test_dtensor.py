@@ -342,7 +342,7 @@ def test_the_weights_of_fully_shard_are_filled_also_after_the_first_pass() -> No
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         model._get_fsdp_state()._lazy_init()  # what a pass begins with: adds its hooks
         assert all(one._load_state_dict_pre_hooks for one in model.modules())
-        required = found.required_by(model)
+        required, _ = found.rules_of(model)
         assert required is not None and required("weight") == "weight"
 
 

@@ -336,17 +336,19 @@ class Cudart:
         return 0
 
 
-def test_pinned_memory_is_locked_until_it_is_freed() -> None:
+def test_pinned_memory_is_locked_until_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Cudart()
-    memory = PinnedMemory(runtime)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = PinnedMemory()
     buffer = memory.allocate(1 << 20)
     assert buffer.nbytes == 1 << 20
     assert buffer.ctypes.data % mmap.PAGESIZE == 0
     assert runtime.locked == {buffer.ctypes.data: 1 << 20}
     memory.free(buffer)
     assert runtime.locked == {}
+    runtime.code = 2
     with pytest.raises(errors.StagingError, match=r"cudaHostRegister of 4096 bytes .* error 2"):
-        PinnedMemory(Cudart(2)).allocate(4096)
+        PinnedMemory().allocate(4096)
 
 
 @pytest.mark.gpu

@@ -99,6 +99,21 @@ def test_an_expert_gets_its_optimizer_state_later_than_another(two: Pool, tmp_pa
     assert [bool(paths) for paths in late] == [False, False, True, True, True]
 
 
+def test_stages_of_a_pipeline_under_one_key_are_restored_by_whoever_has_them(
+    two: Pool, tmp_path: Path
+) -> None:
+    root = str(tmp_path / "x")
+    wanted = two.all(cases.save_stages, root)
+    assert wanted[0].keys() != wanted[1].keys()
+    for change in (0, 1):
+        for rank, (found, errors) in enumerate(two.all(cases.restore_stages, root, change)):
+            assert found == wanted[(rank + change) % 2]
+            other, lacking = errors
+            assert "model/more1.weight: the target has this key in the state of an object" in other
+            assert "norm0" not in other and "norm1" not in other
+            assert "model/norm1.weight: the checkpoint has this leaf, the target of no" in lacking
+
+
 def test_cancelling_a_save_returns_while_the_server_is_stopped(two: Pool, tmp_path: Path) -> None:
     root = str(tmp_path)
     two.all(cases.open_and_save, root)

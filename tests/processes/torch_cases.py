@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt import Checkpointer, blocking
 from asyncckpt.coordinators.service import CALL_LIMIT_S
-from asyncckpt.errors import SaveAbortedError
+from asyncckpt.errors import SaveAbortedError, TreeMismatchError
 from tests.crash.scenarios import left_in_process
 from tests.processes.values import array, same, shuffled
 from tests.processes.worker import Worker
@@ -376,3 +376,45 @@ def save_experts(worker: Worker, root: str) -> list[list[str]]:
     for step, tree in enumerate(saved):
         assert prints({name: tree[name] for name in names}) == wanted[step]
     return [sorted(prints(tree)) for tree in saved]
+
+
+class Stage(nn.Module):
+    """A layer of this rank, and one with the same name on all of them."""
+
+    def __init__(self, index: int, *, more: bool = False) -> None:
+        super().__init__()
+        setattr(self, f"norm{index}", nn.BatchNorm1d(3))
+        self.head = nn.Linear(3, 2)
+        if more:
+            setattr(self, f"more{index}", nn.Linear(1, 1))
+
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None:
+        assert state is None
+
+
+def save_stages(worker: Worker, root: str) -> Prints:
+    """Save the stages of a pipeline under one key; fingerprints of that of this rank."""
+    torch.manual_seed(0)
+    stage = Stage(worker.index)
+    nn.init.constant_(getattr(stage, f"norm{worker.index}").weight, worker.index + 2.0)
+    blocking.save(root, {"model": stage})
+    return prints(stage)
+
+
+def restore_stages(worker: Worker, root: str, change: int) -> tuple[Prints, list[str]]:
+    """Restore into a fresh stage, as the other rank's with 1; fingerprints, and errors.
+
+    The errors are those of a rank that has another layer, and of all that lack one.
+    """
+    stage = Stage((worker.index + change) % worker.count)
+    blocking.restore_into(root, {"model": stage})
+    errors = []
+    for index, more in ((worker.index, worker.index == 1), (0, False)):
+        try:
+            blocking.restore_into(root, {"model": Stage(index, more=more)})
+        except TreeMismatchError as error:
+            errors.append(str(error))
+    return prints(stage), errors
