@@ -357,16 +357,12 @@ def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | No
             return None
         number = int(found[1])
         alike = [one[number] for one in lists if number < len(one)]
-        layouts = {
-            _layout(one): one
-            for one in alike
-            if isinstance(one, torch.Tensor) and one.shape == spec.shape
-        }
+        alike = [one for one in alike if isinstance(one, torch.Tensor) and one.shape == spec.shape]
+        layouts = set(map(_layout, alike))
         # The path does not say which of several optimizers it belongs to.
         if len(layouts) != 1 or None in layouts:
             return None
-        (parameter,) = layouts.values()
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        return torch.empty_like(alike[0].detach(), dtype=dtype)
 
     return make
 
