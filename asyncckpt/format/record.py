@@ -174,7 +174,8 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     `tables` are its encoded tables, possibly from an earlier record; None encodes them.
 
     Raises:
-        UsageError: `metadata` or `metrics` cannot be written as JSON and read back.
+        UsageError: `metadata` or `metrics` cannot be written as JSON and read back, or the record
+            is longer than readers allow.
         ValueError: the record contradicts itself.
     """
     _check_user_depth("metadata", dict(record.metadata))
@@ -211,7 +212,15 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
         _decode({**json.loads(first), **json.loads(last), "crc32c": ""}, record)
     except ValueError as error:
         raise ValueError(f"the record contradicts itself: {error}") from error
-    return seal(f"{first[:-1]},{tables[0]}{values}{tables[1]},{last[1:]}")
+    data = seal(f"{first[:-1]},{tables[0]}{values}{tables[1]},{last[1:]}")
+    if len(data) > MAX_RECORD_NBYTES:
+        raise UsageError(
+            f"the commit record would have {len(data)} bytes, and readers refuse more than "
+            f"{MAX_RECORD_NBYTES}; store long strings as bytes, and lists of numbers as one array",
+            expected=MAX_RECORD_NBYTES,
+            found=len(data),
+        )
+    return data
 
 
 def _row(file: FileEntry) -> dict[str, JsonValue]:

@@ -19,7 +19,7 @@ from asyncckpt.format.ocdbt.keys import KeyColumns, key_columns
 from asyncckpt.format.ocdbt.manifest import encode_manifest
 from asyncckpt.format.stored_timeline import encode_timeline
 from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
-from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
+from asyncckpt.options import NODE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
 from asyncckpt.planning.table import expanded
@@ -188,12 +188,7 @@ def encode_index(
     chunks.file[catalog.inline_chunk] = len(payload.files)
     chunks.offset[catalog.inline_chunk] = tree.inline_offset[catalog.inline_key]
     chunk_index = encode_chunk_index(chunks)
-    manifest = encode_manifest(
-        save_id,
-        tree.version,
-        max_inline_value_bytes=INLINE_NBYTES,
-        max_decoded_node_bytes=NODE_NBYTES,
-    )
+    manifest = encode_manifest(save_id, tree.version)
     timeline = encode_timeline(payload.timeline)
     blocks: list[bytes | bytearray] = [*tree.blocks, timeline, chunk_index]
     nbytes = sum(map(len, blocks))

@@ -23,7 +23,7 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import EncodedTree, encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
-from asyncckpt.format.ocdbt.manifest import Version, decode_manifest, encode_manifest
+from asyncckpt.format.ocdbt.manifest import Manifest, Version, decode_manifest
 from asyncckpt.format.ocdbt.nodes import decode_node
 from asyncckpt.format.record import decode_record, encode_record
 from asyncckpt.format.record_values import (
@@ -39,6 +39,7 @@ from asyncckpt.format.record_values import (
 from asyncckpt.format.zarr3 import decode_metadata, encode_metadata
 from asyncckpt.spec import ArraySpec
 from tests.format.dump import Structure, dump, load
+from tests.format.manifests import encode_manifest
 from tests.format.values import value_columns
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -47,12 +48,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def manifest() -> bytes:
     root = Location("d/index-00ff", 4096, 777)
     version = Version(1, root, 2, 5, 900, 123_456, 1_700_000_000_000_000_000)
-    return encode_manifest(
-        bytes(range(16)),
-        version,
-        max_inline_value_bytes=1024,
-        max_decoded_node_bytes=100_000_000,
-    )
+    return encode_manifest(Manifest(bytes(range(16)), (version,)))
 
 
 def tree() -> EncodedTree:

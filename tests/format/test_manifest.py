@@ -20,6 +20,7 @@ from asyncckpt.format.ocdbt.manifest import (
 )
 from asyncckpt.format.ocdbt.manifest import encode_manifest as manifest_of
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, frame
+from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 from tests.format.manifests import Config, VersionNode, encode_manifest
 
 u62 = st.integers(0, 2**62 - 1)
@@ -65,10 +66,9 @@ def test_manifests_round_trip(
 def test_our_manifests_have_one_version_and_no_more(root: Location | None) -> None:
     facts = (2, 5, 900, 12_345) if root else (0, 0, 0, 0)
     version = Version(1, root, *facts, 1_700_000_000_000_000_000)
-    limits = {"max_inline_value_bytes": 20, "max_decoded_node_bytes": 300}
-    assert manifest_of(SMALL.uuid, version, **limits) == encode_manifest(
-        dataclasses.replace(SMALL, versions=(version,)), Config(**limits)
-    )
+    manifest = dataclasses.replace(SMALL, versions=(version,))
+    expected = encode_manifest(manifest, Config(INLINE_NBYTES, NODE_NBYTES))
+    assert manifest_of(SMALL.uuid, version) == expected
 
 
 def test_latest_is_the_last_version() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from asyncckpt.checkpoint.metadata import number_rows, resolve
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
+from asyncckpt.format import record as record_format
 from asyncckpt.format.chunks import ChunkIndex, index_nbytes
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import decode_record, encode_record, encode_tables, outline_of, seal
@@ -341,6 +342,17 @@ def test_metrics_are_numbers(value: Any) -> None:
 def test_metrics_may_be_numpy_numbers() -> None:
     data = encode_record(dataclasses.replace(SMALL, metrics={"loss": np.float32(0.5)}))  # type: ignore[dict-item]
     assert decode_record(data, location="x").metrics == {"loss": 0.5}
+
+
+def test_a_record_longer_than_readers_allow_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nbytes = len(encode_record(SMALL))
+    monkeypatch.setattr(record_format, "MAX_RECORD_NBYTES", nbytes)
+    assert same(decode_record(encode_record(SMALL), location="x"), SMALL)
+    longer = dataclasses.replace(SMALL, metadata={**SMALL.metadata, "more": ""})
+    with pytest.raises(UsageError, match=f"would have {nbytes + 10} bytes, .* store long strings"):
+        encode_record(longer)
 
 
 def test_a_record_that_contradicts_itself_is_not_written() -> None:

@@ -33,6 +33,7 @@ from asyncckpt.format.ocdbt.wire import (
     frame,
     unframe,
 )
+from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 
 MAX_MANIFEST_NBYTES = 1 << 26
 """Far more than 2^arity_log2 versions take."""
@@ -94,17 +95,15 @@ def generation_of(name: str) -> int | None:
     return int(found[1], 16) if found is not None else None
 
 
-def encode_manifest(
-    uuid: bytes, version: Version, *, max_inline_value_bytes: int, max_decoded_node_bytes: int
-) -> bytes:
+def encode_manifest(uuid: bytes, version: Version) -> bytes:
     """Encode the manifest of a database with only this version."""
     root = version.root or Location("", MISSING, MISSING)
     body = b"".join(
         (
             uuid,
             b"\0",  # kind: single
-            encode_varint(max_inline_value_bytes),
-            encode_varint(max_decoded_node_bytes),
+            encode_varint(INLINE_NBYTES),
+            encode_varint(NODE_NBYTES),
             bytes((VERSION_TREE_ARITY_LOG2, 0)),  # not compressed
             encode_data_files([root.file]),
             b"\1",  # one version
