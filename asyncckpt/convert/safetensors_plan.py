@@ -21,7 +21,7 @@ from asyncckpt.format.foreign.safetensors import (
     encode_header,
 )
 from asyncckpt.format.foreign.safetensors_set import INDEX_SUFFIX, encode_index
-from asyncckpt.format.foreign.safetensors_tree import SavedTree, encode_tree
+from asyncckpt.format.foreign.safetensors_tree import TREE_KEY, SavedTree, encode_tree
 from asyncckpt.format.record_values import LeafTable
 from asyncckpt.format.scalars import is_unicode
 from asyncckpt.options import SLOT_NBYTES
@@ -233,7 +233,7 @@ def _metadata(
 ) -> dict[str, str]:
     number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
     tensors: list[str | None] = []
-    texts = {FRAMEWORK_KEY: "pt"}
+    texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
     for leaf, name in enumerate(names):
         number = number_of.get(leaf)
         if number is None:
@@ -244,10 +244,11 @@ def _metadata(
         if kept != name:
             # Like safetensors.torch.save_model for tensors that share memory.
             texts[name] = kept
-    texts |= {key: text for key, text in metadata.items() if isinstance(text, str)}
+    # The tree holds the user's strings, too, so those under reserved keys are not lost.
+    texts = {key: text for key, text in texts.items() if key.partition(".")[0] != TREE_KEY}
     leaves = LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, {})
     tree = SavedTree(snapshot.structure, leaves, tensors, dict(metadata), dict(metrics))  # type: ignore[arg-type]
-    return texts | encode_tree(tree)
+    return texts | {FRAMEWORK_KEY: "pt"} | encode_tree(tree)
 
 
 def _windows(

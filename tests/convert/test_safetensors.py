@@ -36,6 +36,7 @@ from asyncckpt.options import MIB
 from tests.convert.trees import dtypes, everything, listed, numbers, same, saved
 
 SMALL = SaveOptions(host_memory_nbytes=64 * MIB)
+TIED = numbers(3)
 
 pytestmark = pytest.mark.filterwarnings("ignore::asyncckpt.RestoreWarning")
 
@@ -272,6 +273,48 @@ async def test_large_metadata_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "a", {"x": 1}, metadata={"log": "x" * (2 << 20)})
     with pytest.raises(UsageError, match="metadata takes 2097"):
         await asyncckpt.convert(tmp_path / "a", tmp_path / "x.safetensors")
+
+
+async def test_a_tree_larger_than_readers_allow_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_tree, "SPARE_LEAVES", 10)
+    shared = numbers(3)
+    trees: dict[int, dict[str, Any]] = {
+        12: {"w": [shared, shared], "order": list(range(10))},
+        13: {"w": [shared, shared], "order": list(range(11))},
+        14: {"w": shared, "empty": [{} for _ in range(12)]},
+    }
+    for count, tree in trees.items():
+        saved(tmp_path / f"{count}", tree)
+        file = tmp_path / f"{count}.safetensors"
+        if count == 12:
+            await asyncckpt.convert(tmp_path / f"{count}", file)
+            assert same(blocking.restore(file), tree)
+            continue
+        with pytest.raises(UsageError, match=f"{count} leaves or containers, .* at most 12; store"):
+            await asyncckpt.convert(tmp_path / f"{count}", file)
+        assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("tree", "metadata"),
+    [
+        ({"w": numbers(3)}, {"asyncckpt": "a", "asyncckpt.1": "b", "format": "c", "who": "me"}),
+        ({"asyncckpt": [TIED, TIED], "format": TIED}, {"format": "c", "who": "me"}),
+    ],
+)
+async def test_no_user_name_takes_the_place_of_a_reserved_key(
+    tmp_path: Path, tree: dict[str, Any], metadata: dict[str, Any]
+) -> None:
+    saved(tmp_path / "a", tree, metadata=metadata)
+    file = tmp_path / "x.safetensors"
+    await asyncckpt.convert(tmp_path / "a", file)
+    texts = metadata_of(file)
+    assert (texts["format"], texts["who"]) == ("pt", "me")
+    assert json.loads(texts["asyncckpt"])["metadata"] == metadata and "asyncckpt.1" not in texts
+    assert same(blocking.restore(file), tree)
+    assert blocking.inspect(file).metadata == metadata
 
 
 async def test_only_what_is_of_the_kind_is_replaced(tmp_path: Path) -> None:

@@ -73,9 +73,18 @@ def encode_tree(tree: SavedTree) -> dict[str, str]:
     """Encode a tree as metadata entries.
 
     Raises:
-        UsageError: the user's metadata is too large.
+        UsageError: the tree, a scalar or the user's metadata is too large.
     """
     leaves: list[JsonValue] = []
+    nodes = tree.structure.to_json()["nodes"]
+    most = 2 * len({*tree.tensors} - {None}) + SPARE_LEAVES
+    if (count := max(len(nodes), len(tree.tensors))) > most:
+        raise UsageError(
+            f"the tree has {count} leaves or containers, and the metadata of a safetensors file "
+            f"with its tensors takes at most {most}; store long lists of numbers as one array",
+            expected=most,
+            found=count,
+        )
     for leaf, (kind, name) in enumerate(zip(tree.leaves.kind, tree.tensors, strict=True)):
         extra = tree.leaves.extra.get(leaf, {})
         if name is None:
@@ -102,7 +111,7 @@ def encode_tree(tree: SavedTree) -> dict[str, str]:
         )
     document = {
         "version": _VERSION,
-        "nodes": tree.structure.to_json()["nodes"],
+        "nodes": nodes,
         "leaves": leaves,
         "metadata": dict(tree.metadata),
         "metrics": {name: encode_scalar(value)[1] for name, value in tree.metrics.items()},
