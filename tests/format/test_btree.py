@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +22,14 @@ from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.nodes import LeafNode, decode_node
 from asyncckpt.format.ocdbt.walk import TreeDecoder, TreeLimits, decode_tree
-from asyncckpt.format.ocdbt.wire import NODE_MAGIC, encode_varint, frame
+from asyncckpt.format.ocdbt.wire import (
+    FRAME_HEADER,
+    FRAME_TRAILER,
+    NODE_MAGIC,
+    encode_varint,
+    frame,
+)
+from tests.checkpoint.foreign.databases import packed
 from tests.format.values import value_columns
 
 FILES = ("d/a", "d/b", "data/c")
@@ -315,6 +325,25 @@ def test_a_root_with_another_number_of_keys_is_refused() -> None:
 def test_limits_of_a_tree_hold(limits: TreeLimits, reason: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=reason):
         decode_tree(TREE.version, fetcher(TREE), limits=limits)
+
+
+def test_nodes_that_compress_well_are_read() -> None:
+    """Orbax keeps the documents of all arrays in one node, and most arrays of a model are equal."""
+    document = json.dumps(
+        {"shape": [32, 32], "codecs": [{"name": f"codec{i}", "level": i} for i in range(40)]}
+    ).encode()
+    entries: dict[bytes, Value] = {}
+    for i in range(30_000):
+        name = b"params.layers_%d.mlp.scale_%d" % divmod(i, 10)
+        entries |= {name + b"/zarr.json": document, name + b"/c/0/0": (0, 1030 * i, 1030)}
+    tree = encode(entries, 100_000_000)
+    (block,) = tree.blocks
+    body = zstandard.ZstdCompressor().compress(block[FRAME_HEADER:-FRAME_TRAILER])
+    stored = packed(NODE_MAGIC, body)
+    assert len(block) > 100 * len(stored)
+    version = dataclasses.replace(tree.version, root=Location("d/nodes", 0, len(stored)))
+    found = decode_tree(version, lambda _: stored, limits=TreeLimits.of_files(1, 46_000_000))
+    assert len(found) == len(entries)
 
 
 def test_the_limit_of_a_node_holds(monkeypatch: pytest.MonkeyPatch) -> None:

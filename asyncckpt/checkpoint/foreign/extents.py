@@ -7,12 +7,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import Listing, Range, damaged, refuse_link
+from asyncckpt.checkpoint.foreign.listing import (
+    Listing,
+    Range,
+    concurrently,
+    damaged,
+    refuse_link,
+)
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.format.damage import path_fault
@@ -21,8 +29,9 @@ from asyncckpt.format.zarr import ZarrArray
 MAX_RATIO = 1 << 16
 """Largest compression ratio: zstd reaches 2^15, others less."""
 
-MAX_RATIO_BZ2 = 1 << 21
-"""Largest compression ratio of bzip2, which stores 45 MB of zeros in about 40 bytes."""
+MAX_RATIO_SPARSE = 1 << 21
+"""Largest ratio of bzip2, which stores 45 MB of zeros in about 40 bytes, and of shards, which store
+only some of their chunks."""
 
 PADDING_NBYTES = 64 << 20
 """Largest decoded size of a compressed chunk, beyond four times the bytes of its array."""
@@ -86,22 +95,23 @@ async def _find(found: FoundArray, listing: Listing) -> list[bytes | Range | Non
     table = found.table
     keys = found.zarr.keys.all(found.base, found.zarr.grid.counts)
     places = [table.places.get(key) for key in keys]
-    for key, place in zip(keys, places, strict=True):
-        if place is None:
-            path = table.listing.path(key.decode())
-            if table.is_directory and path_fault(path) is None:
-                await refuse_link(listing.files, path)
-            if found.complete:
-                raise damaged(
-                    listing.files,
-                    found.document,
-                    f"chunk {key.decode()!r} of array {found.name!r} is missing, and this "
-                    "checkpoint says that all are stored; use another checkpoint, or leave this "
-                    "array out with include=",
-                    expected="a chunk",
-                    found="nothing",
-                )
-        elif not isinstance(place, bytes):
+    lost = [key.decode() for key, place in zip(keys, places, strict=True) if place is None]
+    if found.complete:
+        del lost[1:]
+    if table.is_directory:
+        paths = [path for path in map(table.listing.path, lost) if path_fault(path) is None]
+        await concurrently(listing.files, partial(refuse_link, listing.files), paths)
+    if lost and found.complete:
+        raise damaged(
+            listing.files,
+            found.document,
+            f"chunk {lost[0]!r} of array {found.name!r} is missing, and this checkpoint says that "
+            "all are stored; use another checkpoint, or leave this array out with include=",
+            expected="a chunk",
+            found="nothing",
+        )
+    for place in places:
+        if isinstance(place, tuple):
             await listing.check(*place)
     return places
 
@@ -119,7 +129,8 @@ def _check_sizes(extents: Extents, arrays: Sequence[FoundArray], opened: OpenChe
     kinds = opened.storages
     compressed = np.array([s.codec.decode is not None for s in kinds])[spec]
     payload = np.array([s.chunk_nbytes for s in kinds], np.int64)[spec]
-    ratios = [MAX_RATIO_BZ2 if "bz2" in s.codec.name else MAX_RATIO for s in kinds]
+    sparse = re.compile("bz2|sharding")
+    ratios = [MAX_RATIO_SPARSE if sparse.search(s.codec.name) else MAX_RATIO for s in kinds]
     ratio = np.array(ratios, np.float64)[spec]
     most = np.array([4 * s.spec.nbytes + PADDING_NBYTES for s in kinds], np.float64)[spec]
     trailer = np.array([s.codec.trailer_nbytes for s in kinds], np.int64)[spec]

@@ -9,7 +9,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.checkpoint.foreign.extents import FoundArray
-from asyncckpt.checkpoint.foreign.listing import Listing, damaged, located, refuse_link
+from asyncckpt.checkpoint.foreign.listing import (
+    Listing,
+    concurrently,
+    damaged,
+    located,
+    refuse_link,
+)
 from asyncckpt.checkpoint.foreign.ocdbt import tree_of
 from asyncckpt.checkpoint.foreign.tables import KeyTable, directory_table, merge, read_database
 from asyncckpt.checkpoint.foreign.zarr_arrays import ArrayKey, read_arrays
@@ -266,12 +272,12 @@ async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str
     """Read the PRNG implementations of key arrays, by name."""
     if not any(entry.kind == "jax.Array" for entry in metadata.entries):
         return {}
-    found: dict[str, str] = {}
     directory = listing.path(ARRAY_METADATAS)
     await listing.exists(ARRAY_METADATA_FILE)  # raises if it is a link
-    for path in sorted(p for p in listing.nbytes_of if posixpath.dirname(p) == directory):
-        found |= await read_document(listing.files, path, decode_array_metadatas)
-    return found
+    paths = sorted(p for p in listing.nbytes_of if posixpath.dirname(p) == directory)
+    read = partial(read_document, listing.files, decode=decode_array_metadatas)
+    found = await concurrently(listing.files, read, paths)
+    return {name: prng for document in found for name, prng in document.items()}
 
 
 def _nested(listing: Listing, metadata: TreeMetadata, leaves: Sequence[Any]) -> Any:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import asyncckpt
 from asyncckpt import blocking
 from tests.checkpoint.foreign.orbax_at_gcs import tree
 from tests.convert.trees import same
-from tests.simulator import Fault, Gate, Simulator, simulator
+from tests.simulator import LOOPBACK, Fault, Gate, Simulator, simulator
 
 SCRIPT = Path(__file__).with_name("orbax_at_gcs.py")
 ORBAX = ["zarr2", "zarr3", "directories", "standard", "manager/12", "manager/12/default"]
@@ -97,6 +98,25 @@ async def test_the_newest_step_of_an_orbax_run_becomes_ours(
         "gs://bucket/orbax/manager", "gs://bucket/new/12", storage_options=storage
     )
     assert again.equal
+
+
+async def test_chunks_that_are_not_stored_cost_few_round_trips(tmp_path: Path) -> None:
+    metadata = {"shape": [400], "chunks": [4], "dtype": "<f4", "compressor": None}
+    spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/w/", "metadata": metadata}
+    array = ts.open(spec, create=True).result()
+    array[:4].write(np.ones(4, np.float32)).result()
+    entry = {
+        "key_metadata": [{"key": "w", "key_type": 2}],
+        "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+    }
+    document = {"tree_metadata": {"('w',)": entry}, "use_ocdbt": False}
+    (tmp_path / "_METADATA").write_text(json.dumps(document))
+    with simulator(replace(LOOPBACK, get_latency_s=0.02)) as sim:
+        for name in ("_METADATA", "w/.zarray", "w/0"):
+            sim.put("bucket", f"sparse/{name}", (tmp_path / name).read_bytes())
+        found = await asyncckpt.restore("s3://bucket/sparse", storage_options=sim.s3_options())
+        assert found["w"].sum() == 4
+        assert sim.stats().max_in_flight > 8
 
 
 @pytest.mark.usefixtures("unraced")

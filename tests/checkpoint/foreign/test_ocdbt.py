@@ -200,6 +200,16 @@ async def test_chunks_that_are_not_stored_are_the_fill_value(tmp_path: Path) -> 
     assert_same(await asyncckpt.restore(tmp_path / "c"), saved)
 
 
+async def test_a_shard_that_stores_few_of_its_chunks_is_read(tmp_path: Path) -> None:
+    saved = {"w": np.zeros(1 << 26, np.uint8)}
+    saved["w"][5] = 1
+    save(
+        tmp_path / "c", "w/", saved["w"],
+        fill_value=0, data_type="uint8", chunks=[1 << 26], codecs=[sharding([1 << 24], [ZSTD])],
+    )  # fmt: skip
+    assert_same(await asyncckpt.restore(tmp_path / "c"), saved)
+
+
 # ------------------------------------------------------------------------------------------- trees
 
 
