@@ -14,7 +14,6 @@ from asyncckpt.format.orbax import (
     conflicts,
     encode_files,
 )
-from asyncckpt.format.scalars import SCALAR_KINDS
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.tree import Node
@@ -148,12 +147,11 @@ class _Walk:
 
     def _kind(self, leaf: int) -> Kind:
         snapshot = self._snapshot
-        python = snapshot.extra[leaf].get("python") if leaf in snapshot.extra else None
-        # A Python number stored as an array in another library's checkpoint.
-        if python is not None and python != "bytes":
-            return "scalar"
-        # JAX arrays are plain arrays too, so that Orbax needs no device of the saving machine.
-        return "scalar" if snapshot.kinds[leaf] in SCALAR_KINDS else "np.ndarray"
+        # Another library's checkpoint may hold a Python number as an array.
+        kind = snapshot.extra.get(leaf, {}).get("python", snapshot.kinds[leaf])
+        # JAX arrays are plain arrays too, so that Orbax needs no device of the saving machine, and
+        # so are complex numbers, which its StandardCheckpointer does not know as scalars.
+        return "scalar" if kind in ("int", "float", "bool") else "np.ndarray"
 
     def _leaf(self, path: tuple[tuple[str, bool], ...], leaf: int) -> OrbaxLeaf:
         snapshot, name = self._snapshot, self._name_of[leaf]

@@ -136,6 +136,7 @@ def state() -> dict[str, Any]:
         "count": 41,
         "rate": 0.25,
         "flag": True,
+        "complex": 1 - 2j,
         "none": None,
         "dict": {},
         "list": [],
@@ -159,6 +160,7 @@ def check(found: Any) -> None:
     assert found["count"] == 41
     assert found["rate"] == 0.25
     assert bool(found["flag"]) is True
+    assert found["complex"] == 1 - 2j
     assert found["none"] is None
 
 
@@ -283,6 +285,8 @@ def _target() -> Any:
     def abstract(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return jnp.zeros(tuple(leaf.shape), jnp.bfloat16)
+        if isinstance(leaf, complex):
+            return jnp.zeros((), jnp.complex64)
         if hasattr(leaf, "dtype"):
             return jnp.zeros(leaf.shape, leaf.dtype)
         return leaf
