@@ -17,6 +17,7 @@ from operator import attrgetter
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
+from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.record import encode_record
 from asyncckpt.format.record_values import (
     CommitRecord,
@@ -37,8 +38,6 @@ from asyncckpt.version import VERSION
 
 DATABASE = "default"
 """Directory of the OCDBT database in a checkpoint: where Orbax's `CheckpointManager` looks."""
-
-MANIFEST = "manifest.ocdbt"
 
 INDEX_IN_RECORD_NBYTES = 24 * KIB
 """Largest chunk index that the record repeats, which saves a restore one round trip: 1,000 chunks,
@@ -139,7 +138,7 @@ class Commit:
         for name, nbytes, crc in (*payload.files, (path, index.nbytes, index.crc)):
             files.append(FileEntry(f"{DATABASE}/{name}", nbytes, crc))
         index_file = len(payload.files)
-        manifest = f"{DATABASE}/{MANIFEST}"
+        manifest = f"{DATABASE}/{MANIFEST_NAME}"
         small = [(manifest, index.manifest), *self._orbax]
         sources = [attempt.source(name) for name, _ in small]
         async with asyncio.TaskGroup() as group:
