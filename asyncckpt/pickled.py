@@ -19,8 +19,11 @@ class PickledByName:
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        return of_fields, (type(self), values)
+        return of_fields, (type(self), {name: getattr(self, name) for name in _given(type(self))})
+
+
+def _given(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if field.init]
 
 
 def of_fields(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -28,5 +31,4 @@ def of_fields(kind: type[T], values: Mapping[str, Any]) -> T:
 
     Pickles contain the name of this function.
     """
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in names})
+    return kind(**{name: values[name] for name in _given(kind) if name in values})

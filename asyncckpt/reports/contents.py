@@ -134,6 +134,10 @@ class CheckpointInfo(Timed):
     format: str = "asyncckpt"
     epoch: int = 0
     timeline: Timeline = field(default_factory=Timeline, repr=False)
+    _leaf_of: dict[str, LeafInfo] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_leaf_of", {leaf.path: leaf for leaf in self.leaves})
 
     @property
     def nbytes(self) -> int:
@@ -152,13 +156,12 @@ class CheckpointInfo(Timed):
         return len(self.leaves)
 
     def __contains__(self, path: object) -> bool:
-        return any(leaf.path == path for leaf in self.leaves)
+        return path in self._leaf_of
 
     def __getitem__(self, path: str) -> LeafInfo:
-        for leaf in self.leaves:
-            if leaf.path == path:
-                return leaf
-        raise KeyError(f"{self.location} has no leaf {path!r}")
+        if path not in self._leaf_of:
+            raise KeyError(f"{self.location} has no leaf {path!r}")
+        return self._leaf_of[path]
 
     def __repr__(self) -> str:
         return (

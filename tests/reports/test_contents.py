@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from asyncckpt import blocking
+from asyncckpt import LeafInfo, blocking
 
 TREE = {"params": {"w": np.arange(5.0), "b": np.zeros(2)}, "step": 7}
 
@@ -20,6 +23,18 @@ def test_an_info_is_a_mapping_of_its_leaves(tmp_path: Path) -> None:
     assert {path: info[path].nbytes for path in info} == {"params/w": 40, "params/b": 16, "step": 0}
     with pytest.raises(KeyError, match="has no leaf 'w'"):
         info["w"]
+    copied = pickle.loads(pickle.dumps(info))
+    assert copied == info and copied["params/b"].nbytes == 16
+
+
+def test_looking_up_a_leaf_does_not_search_all(tmp_path: Path) -> None:
+    blocking.save(tmp_path / "x", {})
+    info = blocking.inspect(tmp_path / "x")
+    leaf = LeafInfo("", "int")
+    many = replace(info, leaves=tuple(replace(leaf, path=str(n)) for n in range(30_000)))
+    started = time.process_time()
+    assert all(many[path].path == path for path in many)
+    assert time.process_time() - started < 5  # a search of all takes 18 s
 
 
 def test_reports_and_infos_are_hashable(tmp_path: Path) -> None:
