@@ -33,6 +33,17 @@ def compilations(worker: Worker, root: str) -> list[int]:
     return counts
 
 
+def restore_under(worker: Worker, root: str, setting: str) -> list[str]:
+    """Restore in a thread with a setting of JAX; the paths of wrong leaves."""
+    settings: dict[str, Any] = {
+        "mesh": lambda: jax.set_mesh(jax_cases.mesh("turned")),
+        "no jit": jax.disable_jit,
+    }
+    like = target(worker, "all")
+    with reading(), blocking.Checkpointer(root) as ckpt, settings[setting]():
+        return differing(ckpt.restore(1, like=like, options=ONCE), like)
+
+
 async def move(worker: Worker, root: str) -> list[str]:
     """Save a train state, restore it onto another mesh; the paths of wrong leaves."""
     with reading():

@@ -63,6 +63,15 @@ def test_jax_compiles_once(pools: Pools, tmp_path: Path) -> None:
     assert first == second == [1, 0]
 
 
+@pytest.mark.parametrize("setting", ["mesh", "no jit"])
+def test_settings_of_the_callers_thread_do_not_change_the_collectives(
+    pools: Pools, tmp_path: Path, setting: str
+) -> None:
+    pool = pools("jax", 2, devices=2)
+    pool.all(cases.save, str(tmp_path))
+    assert pool.all(jax_exchange_cases.restore_under, str(tmp_path), setting) == [[], []]
+
+
 def test_states_of_jax_are_restored_onto_another_mesh(pools: Pools, tmp_path: Path) -> None:
     pool = pools("jax", 2, devices=2)
     assert pool.all(jax_exchange_cases.move, str(tmp_path)) == [[], []]

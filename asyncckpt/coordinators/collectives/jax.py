@@ -4,10 +4,13 @@
 #   orders on two processes exchange wrong values.
 # Rule 2: bytes travel as uint8, which JAX does not canonicalise, in pieces of one size, so that
 #   each set of members compiles once.
+# Rule 3: settings of the caller's thread (a mesh of other devices, `jax.disable_jit`, a transfer
+#   guard) do not apply.
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from asyncckpt.errors import ResourceError, StoreError
 from asyncckpt.ports import Bytes, CallIn
-
-AXIS = "process"
 
 Gathers = dict[tuple[int, ...], Callable[[Bytes], Bytes]]
 """The compiled all-gathers of a process, by members."""
@@ -77,13 +78,14 @@ def _compiled(process: int, members: tuple[int, ...]) -> Callable[[Bytes], Bytes
     """Return an all-gather of these processes."""
     devices = list(map(_devices().__getitem__, members))
     own = devices[members.index(process)]
-    mesh = Mesh(np.array(devices), (AXIS,))
-    apart = NamedSharding(mesh, PartitionSpec(AXIS))  # type: ignore[no-untyped-call]
+    mesh = Mesh(np.array(devices), ("process",))
+    apart = NamedSharding(mesh, PartitionSpec("process"))  # type: ignore[no-untyped-call]
     everywhere = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
     collect = jax.jit(lambda pieces: pieces, out_shardings=everywhere)
+    use_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
 
     def gather(piece: Bytes) -> Bytes:
-        with jax.transfer_guard("allow"):  # the restore has asked for these transfers
+        with jax.transfer_guard("allow"), jax.disable_jit(False), use_mesh(mesh):
             part = jax.device_put(piece[None], own)
             shape = (len(members), piece.size)
             pieces = jax.make_array_from_single_device_arrays(shape, apart, [part])
