@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import sys
@@ -482,6 +483,48 @@ def test_what_a_registered_dataclass_leaves_out_is_static() -> None:
     flat = flatten(Partial(1, print), [Registry()])
     assert flat.paths == ["x"]
     assert unflatten_like(flat, [2], [Registry()]) == Partial(2, print)
+
+
+@dataclasses.dataclass
+class Layer:
+    """Has fewer or more children than fields, as dataclasses that are modules of nnx may."""
+
+    w: Any = None
+    b: Any = None
+
+
+class Attributes:
+    """Knows `Layer` by its attributes that are not None."""
+
+    def flatten(self, node: Any) -> Any:
+        if type(node) is not Layer:
+            return None
+        held = {name: value for name, value in vars(node).items() if value is not None}
+        return list(held), list(held.values())
+
+    def unflatten(self, node: Any, children: Any) -> Any:
+        made = Layer()
+        vars(made).update(zip(self.flatten(node)[0], children, strict=True))
+        return made
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_every_instance_of_a_registered_dataclass_keeps_its_own_children(
+    order: tuple[int, ...],
+) -> None:
+    more = Layer(4)
+    more.extra = [5]  # type: ignore[attr-defined]
+    layers = [Layer(), Layer(1), Layer(2, 3), more]
+    flat = flatten({str(number): layers[number] for number in order}, [Attributes()])
+    found = dict(zip(flat.paths, flat.leaves, strict=True))
+    assert found == {"1/w": 1, "2/w": 2, "2/b": 3, "3/w": 4, "3/extra/0": 5}
+    again = unflatten_like(flat, [-leaf for leaf in flat.leaves], [Attributes()])
+    assert [vars(again[str(number)]) for number in range(4)] == [
+        {"w": None, "b": None},
+        {"w": -1, "b": None},
+        {"w": -2, "b": -3},
+        {"w": -4, "b": None, "extra": [-5]},
+    ]
 
 
 def test_a_tree_may_be_one_leaf() -> None:

@@ -113,7 +113,10 @@ class _Flattener:
                 path=path,
                 expected=MAX_DEPTH,
             )
-        keys, parts, values = self._expand(value, kind, path)
+        fields = self._types.fields(value) if kind == "dataclass" else ()
+        if fields is None:
+            kind = "registered"
+        keys, parts, values = self._expand(value, kind, path, fields)
         self._objects.append(value)
         name = type_name(value)
         prefix = path + "/" if path else ""
@@ -141,7 +144,7 @@ class _Flattener:
         self._stack.pop()
 
     def _expand(
-        self, value: Any, kind: str, path: str
+        self, value: Any, kind: str, path: str, fields: Sequence[str] | None
     ) -> tuple[tuple[Key, ...], Sequence[str], Sequence[Any]]:
         """Return keys, path parts and values of the children."""
         keys: Sequence[Any]
@@ -161,7 +164,8 @@ class _Flattener:
         elif kind == "namedtuple":
             keys, values = value._fields, list(value)
         elif kind == "dataclass":
-            keys = self._types.fields(value)
+            assert fields is not None
+            keys = fields
             try:
                 values = [getattr(value, key) for key in keys]
             except AttributeError as error:

@@ -59,7 +59,7 @@ class Types:
             return "list"
         if isinstance(value, tuple):
             return "namedtuple" if hasattr(value, "_fields") else "tuple"
-        if dataclasses.is_dataclass(value) and self._fields_hold_children(value):
+        if dataclasses.is_dataclass(value):
             return "dataclass"
         return LEAF if self.registered(value) is None else "registered"
 
@@ -74,22 +74,6 @@ class Types:
         methods = ("state_dict", "load_state_dict")
         return all(callable(getattr(value, name, None)) for name in methods)
 
-    def _fields_hold_children(self, value: Any) -> bool:
-        """Return whether the fields of a dataclass hold all its registered children.
-
-        nnx.List and nnx.Dict inherit from a dataclass without fields, and a dataclass may be an nnx
-        module, whose other attributes are state too.
-        """
-        registered = self.registered(value)
-        if registered is None:
-            return True
-        _, keys, children = registered
-        names = {field.name for field in dataclasses.fields(value)}
-        if names.issuperset(keys):
-            return True
-        held = {id(getattr(value, name, None)) for name in names}
-        return {type(key) for key in keys} == {int} and held.issuperset(map(id, children))
-
     def registered(self, value: Any) -> tuple[NodeAdapter, Sequence[Key], Sequence[Any]] | None:
         """Return the adapter that knows the type, keys and children; None if there is none."""
         for adapter in self._adapters:
@@ -98,20 +82,32 @@ class Types:
                 return adapter, *found
         return None
 
-    def fields(self, value: Any) -> tuple[str, ...]:
-        """Return the names of the fields that hold state."""
+    def fields(self, value: Any) -> tuple[str, ...] | None:
+        """Return the names of a dataclass's fields that hold state.
+
+        None if they do not hold all registered children: nnx.List inherits from a dataclass without
+        fields, and a dataclass may be an nnx module, whose other attributes are state too. One
+        instance of a registered type may have children that another lacks.
+        """
         names = self._fields.get(type(value))
-        if names is None:
-            fields = {field.name: field.metadata for field in dataclasses.fields(value)}
-            registered = self.registered(value)
-            keys = fields.keys() if registered is None else set(registered[1])
-            names = self._fields[type(value)] = tuple(
-                name
-                for name, facts in fields.items()
-                if facts.get("pytree_node", True) and not facts.get("static")
-                if name in keys or not keys <= fields.keys()
-            )
-        return names
+        if names is not None:
+            return names
+        fields = {field.name: field.metadata for field in dataclasses.fields(value)}
+        names = tuple(
+            name
+            for name, facts in fields.items()
+            if facts.get("pytree_node", True) and not facts.get("static")
+        )
+        registered = self.registered(value)
+        if registered is None:
+            self._fields[type(value)] = names
+            return names
+        _, keys, children = registered
+        if fields.keys() >= set(keys):
+            return tuple(name for name in names if name in keys)
+        held = {id(getattr(value, name, None)) for name in fields}
+        by_index = {type(key) for key in keys} == {int}
+        return names if by_index and held.issuperset(map(id, children)) else None
 
 
 def is_frozen(container: Any) -> bool:
