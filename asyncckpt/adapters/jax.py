@@ -230,10 +230,12 @@ class JaxNodes:
 
     def flatten(self, node: Any) -> tuple[Sequence[str | int], Sequence[Any]] | None:
         """Return the keys and children of a node, None if its type is not registered."""
-        entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-        if len(entries) == 1 and not entries[0][0]:
+        if isinstance(node, dict):
+            return None  # the tree has dicts of its own, in any order: JAX sorts their keys
+        level = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+        if level is None:
             return None
-        return [_key(path[0]) for path, _ in entries], [child for _, child in entries]
+        return [_key(key) for key, _ in level[0]], [child for _, child in level[0]]
 
     def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
         """Return a node like `node` with these children."""

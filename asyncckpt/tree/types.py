@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Final, Protocol
 
 from asyncckpt.tree.names import Key
@@ -29,7 +29,7 @@ class Types:
 
     def __init__(self, nodes: Sequence[NodeAdapter]) -> None:
         self._adapters = nodes
-        self._fields: dict[type, tuple[str, ...]] = {}
+        self._fields: dict[type, tuple[Set[str], list[str]]] = {}  # all, and those with state
         self.kinds: dict[type, str] = dict.fromkeys((int, float, bool, complex, str, bytes), LEAF)
         self.kinds |= {dict: "dict", list: "list", tuple: "tuple", type(None): "none"}
 
@@ -82,29 +82,30 @@ class Types:
                 return adapter, *found
         return None
 
-    def fields(self, value: Any) -> tuple[str, ...] | None:
+    def fields(self, value: Any) -> Sequence[str] | None:
         """Return the names of a dataclass's fields that hold state.
 
         None if they do not hold all registered children: nnx.List inherits from a dataclass without
         fields, and a dataclass may be an nnx module, whose other attributes are state too. One
         instance of a registered type may have children that another lacks.
         """
-        names = self._fields.get(type(value))
-        if names is not None:
-            return names
-        fields = {field.name: field.metadata for field in dataclasses.fields(value)}
-        names = tuple(
-            name
-            for name, facts in fields.items()
-            if facts.get("pytree_node", True) and not facts.get("static")
-        )
+        if type(value) not in self._fields:
+            facts = {field.name: field.metadata for field in dataclasses.fields(value)}
+            self._fields[type(value)] = (
+                facts.keys(),
+                [
+                    name
+                    for name, fact in facts.items()
+                    if fact.get("pytree_node", True) and not fact.get("static")
+                ],
+            )
+        fields, names = self._fields[type(value)]
         registered = self.registered(value)
         if registered is None:
-            self._fields[type(value)] = names
             return names
         _, keys, children = registered
-        if fields.keys() >= set(keys):
-            return tuple(name for name in names if name in keys)
+        if fields >= set(keys):
+            return [name for name in names if name in keys]
         held = {id(getattr(value, name, None)) for name in fields}
         by_index = {type(key) for key in keys} == {int}
         return names if by_index and held.issuperset(map(id, children)) else None

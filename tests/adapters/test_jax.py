@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -484,6 +485,13 @@ def test_partial_and_nodes_without_keys_are_taken_by_index() -> None:
     again = unflatten_like(flat, flat.leaves, [nodes])
     assert again["x"].items[0] == 1
     assert again["p"].args == (5,)
+
+
+def test_dicts_that_jax_could_not_sort_keep_their_order() -> None:
+    state = {"d": defaultdict(int, {"b": 1, 0: 2, "a": 3})}
+    flat = flatten(state, [nodes])
+    assert flat.paths == flatten(state).paths == ["d/b", "d/0", "d/a"]
+    assert unflatten_like(flat, [1, 2, 3], [nodes]) == state
 
 
 def test_leaves_and_unregistered_types_are_no_nodes() -> None:
