@@ -123,7 +123,8 @@ def layout_of(sharding: Any, rank: int) -> placements.Layout:
     """Return the cuts of each axis of an array of this rank by a `NamedSharding`."""
     names = {name: axis for axis, name in enumerate(sharding.mesh.axis_names)}
     layout: list[tuple[placements.Cut, ...]] = []
-    for entry in sharding.spec:
+    # A spec with reduced axes cannot be iterated. Before JAX 0.7, specs are tuples.
+    for entry in getattr(sharding.spec, "partitions", sharding.spec):
         axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
         layout.append(tuple(placements.Cut(names[name]) for name in axes))
     return tuple(layout) + ((),) * (rank - len(layout))

@@ -208,6 +208,16 @@ def test_other_kinds_of_shardings_round_trip() -> None:
         assert check_placed(leaf, expected).devices() == leaf.devices()
 
 
+@on_eight_devices
+def test_reduced_axes_hold_replicas() -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    expected = values("float32")
+    for spec in (P("a", reduced={"b"}), P(None, "b", reduced={"a"}), P(reduced={"a", "b"})):  # type: ignore[no-untyped-call]
+        leaf = put(expected, NamedSharding(mesh, spec))
+        check_source(leaf, expected)
+        check_placed(leaf, expected)
+
+
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int4"])
 @on_eight_devices
 def test_memory_kinds_are_kept(name: str) -> None:
