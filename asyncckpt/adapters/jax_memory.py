@@ -57,13 +57,17 @@ def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def transfers() -> contextlib.AbstractContextManager[Any]:
-    """Allow transfers in this thread: a save or restore requests them explicitly.
+    """Allow transfers in this thread, and NaNs and infinities in what is copied.
 
-    A `jax.transfer_guard` in the caller's thread does not reach this library's threads.
+    Settings of the caller's thread do not reach this library's threads, but global ones do.
     """
-    if not any("disallow" in (config(name) or "") for name in _GUARDS):
-        return contextlib.nullcontext()  # the guard takes 8 µs, significant for a small leaf
-    return jax.transfer_guard("allow")
+    guards = ["disallow" in (config(name) or "") for name in _GUARDS]
+    if not any(guards) and not config("jax_debug_nans") and not config("jax_debug_infs"):
+        return contextlib.nullcontext()  # the contexts take 8 µs, significant for a small leaf
+    stack = contextlib.ExitStack()
+    for context in (jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False)):
+        stack.enter_context(context)
+    return stack
 
 
 def host_view(array: Any, name: str) -> npt.NDArray[Any]:

@@ -262,6 +262,15 @@ def test_arrays_of_weak_types_stay_weak_with_all_their_bits(
     np.testing.assert_array_equal(np.asarray(restored).view(np.uint32), data)
 
 
+def test_values_that_jax_is_told_to_report_are_restored_all_the_same() -> None:
+    leaf = jnp.full((3,), jnp.nan)
+    target = adapter.target("p", leaf, in_place=False)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        restored = adapter.place(target, [np.array([np.nan, np.inf, 1], np.float32)])
+    assert restored.weak_type
+    np.testing.assert_array_equal(restored, [np.nan, np.inf, 1])
+
+
 def test_a_weak_type_that_no_python_number_has_is_not_kept() -> None:
     leaf = jax.ShapeDtypeStruct((2,), jnp.bfloat16, weak_type=True)
     target = adapter.target("p", leaf, in_place=False)

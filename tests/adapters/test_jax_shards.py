@@ -287,6 +287,27 @@ def test_memory_that_cannot_be_viewed_is_read_by_slices(name: str) -> None:
 
 
 @on_eight_devices
+def test_slices_of_values_that_jax_is_told_to_report_are_read() -> None:
+    expected = np.full(SHAPE, np.nan, np.float32)
+    expected[3:] = np.inf
+    with pytest.MonkeyPatch.context() as patch:  # as on an accelerator
+        patch.setattr(jax_memory, "on_cpu", lambda device: False)
+        for cache in (jax_memory.in_host_memory, jax_shards._divide):
+            cache.cache_clear()
+        try:
+            for flag in ("jax_debug_nans", "jax_debug_infs"):
+                jax.config.update(flag, True)
+            source = adapter.source("p", put(expected, sharding("rows")))
+            for box in (Box((0, 0, 0), (1, 3, 2)), Box((5, 0, 0), (1, 3, 2))):
+                np.testing.assert_array_equal(read(source, box), expected[box.slices()])
+        finally:
+            for flag in ("jax_debug_nans", "jax_debug_infs"):
+                jax.config.update(flag, False)
+            for cache in (jax_memory.in_host_memory, jax_shards._divide):
+                cache.cache_clear()
+
+
+@on_eight_devices
 def test_views_and_placing_take_no_memory() -> None:
     expected = values("float32", (1024, 1024))
     leaf = put(expected, sharding("rows, two replicas"))
