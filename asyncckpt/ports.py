@@ -580,7 +580,7 @@ class Target:
         extra: facts that the saved leaf must match (PRNG implementation).
         path: path of the leaf, for the errors of `place`.
         fill: `place` copies into the leaf's own memory, which cannot be a `buffer` (on a device, or
-            in another byte order).
+            in another byte order), or this process has no element to fill.
     """
 
     spec: ArraySpec

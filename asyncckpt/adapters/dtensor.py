@@ -108,7 +108,7 @@ class DTensorAdapter:
             leaf,
             boxes=tuple([shard.box for shard in division.shards]),
             path=path,
-            fill=local.fill,
+            fill=local.fill or not division.shards,
             division=division,
             shape=tuple(tensor.shape),
             device=_device(leaf.device_mesh) if tensor.is_meta else tensor.device,

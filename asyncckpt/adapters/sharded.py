@@ -57,7 +57,7 @@ class ShardedAdapter:
         array: ShardedArray = leaf
         division = division_of(array)
         boxes = tuple([shard.box for shard in division.shards])
-        target = Target(spec_of(array), leaf, boxes=boxes, path=path)
+        target = Target(spec_of(array), leaf, boxes=boxes, path=path, fill=not boxes)
         if in_place:
             _check_memory(path, array)
             target.buffers = tuple([inside(array, number) for number in division.first])

@@ -82,7 +82,7 @@ class Placement:
         assert adapter is not None
         if leaf.spec is None:
             parts = [leaf.scalar] * (1 if boxes is None else len(boxes))
-        if self._into and boxes == ():
+        if self._into and target.fill and boxes == ():
             return want.leaf  # this process holds no element of it
         buffers = target.buffers if target.buffer is None else (target.buffer,)
         if not self._into or not buffers:

@@ -360,9 +360,7 @@ def _fills(paths: Sequence[str], stateful: Mapping[str, StatefulTarget]) -> Iter
 
 def is_filled(target: Target | None) -> bool:
     """Return whether a restore in place keeps the array: fills it, or has no element to fill."""
-    if target is None:
-        return False
-    return target.buffer is not None or target.fill or bool(target.buffers) or target.boxes == ()
+    return target is not None and (target.buffer is not None or target.fill or bool(target.buffers))
 
 
 def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:

@@ -209,6 +209,27 @@ async def save_and_donate(worker: Worker, root: str) -> list[str]:
     return bad
 
 
+async def restore_what_was_donated(worker: Worker, root: str) -> list[tuple[bool, bool]]:
+    """Fill a tree whose arrays are donated or abstract, and one of which is on one process."""
+    tree = {"stage": on_one("mesh", 1), "params": sharded("params", mesh("mesh"), 1)["rows"]}
+    where = tree["stage"].sharding
+    async with Checkpointer(root) as ckpt:
+        await ckpt.save(1, tree)
+        abstract = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for name, leaf in tree.items()
+        }
+        for leaf in tree.values():
+            leaf.delete()
+        for target in (tree, abstract):
+            report = await ckpt.restore_into(target, step=1)
+            assert sorted(report.replaced) == ["params", "stage"]
+    return [
+        (leaf.sharding == where, equal(leaf, on_one("mesh", 1)))
+        for leaf in (tree["stage"], abstract["stage"])
+    ]
+
+
 async def save_same_but_for(worker: Worker, root: str) -> Any:
     """Save trees that are not the same; JAX's trees are the same on all processes."""
     tree = {"params": sharded("params", mesh("mesh"), 0), "step": 1}

@@ -67,6 +67,13 @@ def test_arrays_may_be_donated_once_a_save_has_started(pool: Pool, tmp_path: Pat
     assert pool.all(cases.save_and_donate, str(tmp_path)) == [[], []]
 
 
+def test_donated_and_abstract_arrays_are_replaced_where_other_processes_hold_them(
+    pool: Pool, tmp_path: Path
+) -> None:
+    found = pool.all(cases.restore_what_was_donated, str(tmp_path))
+    assert found == [[(True, True)] * 2] * 2
+
+
 def test_trees_must_be_the_same(pool: Pool, tmp_path: Path) -> None:
     for error in pool.outcomes(cases.save_same_but_for, str(tmp_path)):
         assert isinstance(error, MismatchError), error
