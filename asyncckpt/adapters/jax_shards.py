@@ -123,8 +123,7 @@ def layout_of(sharding: Any, rank: int) -> placements.Layout:
     """Return the cuts of each axis of an array of this rank by a `NamedSharding`."""
     names = {name: axis for axis, name in enumerate(sharding.mesh.axis_names)}
     layout: list[tuple[placements.Cut, ...]] = []
-    # A spec with reduced axes cannot be iterated. Before JAX 0.7, specs are tuples.
-    for entry in getattr(sharding.spec, "partitions", sharding.spec):
+    for entry in getattr(sharding.spec, "partitions", sharding.spec):  # a tuple in older releases
         axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
         layout.append(tuple(placements.Cut(names[name]) for name in axes))
     return tuple(layout) + ((),) * (rank - len(layout))
@@ -212,6 +211,4 @@ def assemble(
     )
     if prng_impl is not None:
         arrays = [jax.random.wrap_key_data(data, impl=prng_impl) for data in arrays]
-    # Without any array on this process, JAX cannot infer the dtype.
-    known: dict[str, Any] = {} if arrays else {"dtype": dtype}
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, **known)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)

@@ -164,8 +164,7 @@ class _Flattener:
         elif kind == "namedtuple":
             keys, values = value._fields, list(value)
         elif kind == "dataclass":
-            assert fields is not None
-            keys = fields
+            keys = fields or ()
             try:
                 values = [getattr(value, key) for key in keys]
             except AttributeError as error:
@@ -176,8 +175,7 @@ class _Flattener:
                 ) from error
         else:
             registered = self._types.registered(value)
-            if registered is None:
-                raise UsageError(f"{where(path)}: {type(value).__name__} flattens inconsistently")
+            assert registered is not None
             keys, values = registered[1], list(registered[2])
             if len(set(keys)) != len(keys):
                 raise UnsupportedLeafError(

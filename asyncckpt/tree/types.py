@@ -35,11 +35,8 @@ class Types:
 
     def all_leaves(self, values: Sequence[Any]) -> bool:
         """Return whether no value is a container."""
-        found = set(map(type, values))
-        if not found <= self.kinds.keys():
-            for value in values:
-                self.kind(value)
-        return {self.kinds[kind] for kind in found} <= {LEAF}
+        one_of_each = dict(zip(map(type, values), values, strict=True)).values()
+        return set(map(self.kind, one_of_each)) <= {LEAF}
 
     def kind(self, value: Any) -> str:
         """Return the container kind of a value, or `LEAF`."""
