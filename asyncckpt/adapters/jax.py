@@ -24,7 +24,7 @@ from asyncckpt.adapters.arrays import check_parts, check_values, selection, unsu
 from asyncckpt.adapters.jax_shards import Division, assemble, divide, replica, shard_views
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
+from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, array_spec
 
 _NO_MESH = "no mesh is set in this thread"
 
@@ -151,9 +151,8 @@ class JaxAdapter:
         if name is None:
             if not _is_key(leaf.dtype):
                 raise unsupported_dtype(path, "jax", leaf.dtype)
-            keys = jax.ShapeDtypeStruct(shape, leaf.dtype)  # type: ignore[no-untyped-call]
-            data = jax.eval_shape(jax.random.key_data, keys)
-            shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
+            impl, data = _key_facts(leaf.dtype)
+            shape, name = shape + data.shape, data.dtype
         if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
             raise _truncated(path, name)
         extra = None if impl is None else {"prng_impl": impl}
@@ -292,11 +291,14 @@ def _is_key(dtype: Any) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _key_impl(dtype: Any) -> str:
-    # JAX has no public function from a key dtype to its implementation: make an empty key array.
+def _key_facts(dtype: Any) -> tuple[str, ArraySpec]:
+    """Return the implementation of keys, and the spec of the data of one key."""
+    # JAX has no public function from a key dtype to these: make an empty key array.
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.default_device(cpu), jax.transfer_guard("allow"):
-        return str(jax.random.key_impl(jax.numpy.empty((0,), dtype)))
+        keys = jax.numpy.empty((0,), dtype)
+        data = jax.random.key_data(keys)
+    return str(jax.random.key_impl(keys)), array_spec(data.shape[1:], DTYPE_NAMES[data.dtype])
 
 
 @lru_cache(maxsize=256)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -211,10 +212,21 @@ def test_typed_keys_are_stored_as_their_data(
 
 def test_keys_are_restored_while_transfers_are_refused(worker: ThreadPoolExecutor) -> None:
     keys = jax.random.key(3)
-    jax_adapter._key_impl.cache_clear()
+    jax_adapter._key_facts.cache_clear()
     with jax.transfer_guard("disallow_explicit"):
         target = adapter.target("p", keys, in_place=False)
     assert target.extra == {"prng_impl": "threefry2x32"}
+
+
+def test_describing_a_key_again_keeps_nothing() -> None:
+    keys = jax.random.split(jax.random.key(3), 4)
+    adapter.target("p", keys, in_place=False)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(50):
+        adapter.target("p", keys, in_place=False)
+    gc.collect()
+    assert len(gc.get_objects()) < before + 50
 
 
 def test_keys_are_saved_while_something_is_traced() -> None:
