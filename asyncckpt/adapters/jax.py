@@ -146,16 +146,15 @@ class JaxAdapter:
                 f"{path}: this is a tracer, not an array; call restore outside jit, grad and vmap",
                 path=path,
             )
-        shape, impl = leaf.shape, None
+        shape, extra = leaf.shape, None
         name = DTYPE_NAMES.get(leaf.dtype)
         if name is None:
             if not _is_key(leaf.dtype):
                 raise unsupported_dtype(path, "jax", leaf.dtype)
             impl, data = _key_facts(leaf.dtype)
-            shape, name = shape + data.shape, data.dtype
+            shape, name, extra = shape + data.shape, data.dtype, {"prng_impl": impl}
         if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
             raise _truncated(path, name)
-        extra = None if impl is None else {"prng_impl": impl}
         target = JaxTarget(array_spec(shape, name), leaf, extra=extra, path=path)
         try:
             sharding = leaf.sharding

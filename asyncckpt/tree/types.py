@@ -82,9 +82,8 @@ class Types:
     def fields(self, value: Any) -> Sequence[str] | None:
         """Return the names of a dataclass's fields that hold state.
 
-        None if they do not hold all registered children: nnx.List inherits from a dataclass without
-        fields, and a dataclass may be an nnx module, whose other attributes are state too. One
-        instance of a registered type may have children that another lacks.
+        None if they do not hold all children that are registered for this instance: a dataclass may
+        be an nnx module, whose other attributes are state too.
         """
         if type(value) not in self._fields:
             facts = {field.name: field.metadata for field in dataclasses.fields(value)}
