@@ -205,7 +205,7 @@ class _Host(Meeting):
             )
             refusal = json.loads(data)
         # Includes processes beyond the count: if they live, they expect more processes.
-        for page in range(1 + max(self.count - 1, *self._hellos) // PAGE):
+        for page in range(1 + max([self.count - 1, *self._hellos]) // PAGE):
             here = range(page * PAGE, (page + 1) * PAGE)
             welcome = {
                 "state": state,

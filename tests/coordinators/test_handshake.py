@@ -16,7 +16,7 @@ from asyncckpt.coordinators import handshake
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.meeting import RELEASE, Hello
-from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.version import PROTOCOL, VERSION
 from tests.coordinators.members import Member, members
 
@@ -254,6 +254,16 @@ def test_a_hello_of_another_release_may_have_other_fields() -> None:
     fields = json.loads(hello.encoded())
     del fields["count"]
     assert Hello.decoded(json.dumps({**fields, "more": 1}).encode()) == hello
+
+
+async def test_a_service_that_takes_no_hello_is_the_error_of_process_0() -> None:
+    class Full(Member):
+        async def put(self, key: str, value: bytes) -> None:
+            raise StoreError("no space")
+
+    (error,) = await outcomes([shake(Full({}, 0, 2))])
+    assert isinstance(error, StoreError)
+    assert str(error) == "no space"
 
 
 async def test_a_cancelled_process_0_tells_the_others() -> None:
