@@ -7,6 +7,8 @@
 #   (`call_order.py`): each skip subtracts one from their later numbers.
 # Rule 2: a call that fails before its round exists ends that round on all processes, which would
 #   otherwise wait.
+# Rule 3: a call that ends before the processes have met does not count: processes that come later
+#   do not know of it. (test_a_call_that_ends_before_the_processes_have_met_does_not_count)
 
 from __future__ import annotations
 
@@ -200,7 +202,9 @@ class Processes:
                             self.lost.add(round_.number)
                     return round_
         except BaseException as error:
-            if self._beats is not None and not skipped:  # the others would wait
+            if self._beats is None:
+                self._missed[kind] -= 1  # Rule 3
+            elif not skipped:  # the others would wait
                 round_ = numbered()
                 if kind == "save":
                     self.lost.add(round_.number)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from asyncckpt import Checkpointer, SaveOptions
-from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, UsageError
 from tests.session.together.job import Job, state
 
 OPTIONS = SaveOptions(arrival_s=8.0)
@@ -105,6 +108,36 @@ def test_a_save_that_is_made_again_meets_the_first_attempt_of_the_other_process(
         return (await ckpt.save(2, state())).step
 
     assert job.play(part, save_options=OPTIONS) == [2] * job.count
+
+
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_call_that_ends_before_the_processes_have_met_does_not_count(
+    job: Job, early: int, how: str
+) -> None:
+    ended = threading.Event()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        assert await ckpt.steps() == [], "the engine runs"
+        if this != early:
+            assert await asyncio.to_thread(ended.wait, 20)
+            await ckpt.save(1, state())
+        elif how == "late":
+            with pytest.raises(DeadlineExceededError):
+                await ckpt.save(1, state(), options=SaveOptions(deadline_s=0.5))
+            ended.set()
+            await ckpt.save(1, state())
+        else:
+            for call in (lambda: ckpt.save(1, state()), ckpt.latest_step):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(call(), 0.5)
+            ended.set()
+            await ckpt.save(1, state())
+        return await ckpt.latest_step()
+
+    begun = time.monotonic()
+    assert job.play(part, save_options=OPTIONS) == [1] * job.count
+    assert time.monotonic() - begun < OPTIONS.arrival_s
 
 
 def test_a_call_that_is_left_out_says_why(job: Job) -> None:
