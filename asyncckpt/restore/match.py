@@ -194,7 +194,10 @@ class _Matcher:
             self._refuse_missing(absent)
         self._mismatches.raise_any(self.opened.location)
         self._missing += absent
-        if not some_wanted and (self._wanted or (self._unexpected and not self._stateful)):
+        # Of several processes, some may want nothing.
+        alone = request.process_count == 1
+        rest = self._unexpected if alone and not self._stateful else ()
+        if not some_wanted and (self._wanted or rest):
             self._refuse_without_match()
         return Matching(
             self.structure,
