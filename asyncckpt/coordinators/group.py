@@ -62,8 +62,11 @@ async def part(group: Group) -> None:
     await group.coordinator.put(group.key(BYE, str(group.process_index)), b"bye")
     gone = await group.coordinator.list(group.key(BYE))
     if len(gone) == group.process_count:
-        # Several processes may find that they are last; deleting keys twice does no harm.
-        await group.coordinator.delete(group.meeting)
+        # Several processes may find that they are last; deleting keys twice does no harm. If there
+        # are hellos of others, a later job meets there.
+        hellos = await group.coordinator.list(f"{group.meeting}/hello")
+        if all(group.run_id.encode() in hello for hello in hellos.values()):
+            await group.coordinator.delete(group.meeting)
         await group.coordinator.delete(group.key())
 
 

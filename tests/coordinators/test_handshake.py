@@ -314,6 +314,24 @@ async def test_calls_of_process_0_do_not_grow_with_the_number_of_processes() -> 
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("early", [0, 1])
+async def test_the_last_one_out_leaves_the_keys_of_a_later_job(early: int) -> None:
+    values: dict[str, bytes] = {}
+    before = await outcomes(map(shake, members(2, values)))
+    await part(before[0])
+    later = members(2, values)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(shake(later[early], arrival_s=5.0))
+        await asyncio.sleep(0.1)
+        await part(before[1])
+        second = group.create_task(shake(later[1 - early], arrival_s=5.0))
+    groups = first.result(), second.result()
+    assert groups[0].run_id == groups[1].run_id != before[0].run_id
+    for one in groups:
+        await part(one)
+    assert values == {}
+
+
 async def test_the_last_one_out_deletes_all_keys() -> None:
     values: dict[str, bytes] = {}
     groups = await outcomes(map(shake, members(3, values)))
