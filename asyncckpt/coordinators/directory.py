@@ -111,8 +111,8 @@ class DirectoryService:
             for name in names:
                 if name.endswith("="):
                     key = os.path.relpath(os.path.join(directory, name[:-1]), top)
-                    with contextlib.suppress(FileNotFoundError):
-                        found[key] = Path(directory, name).read_bytes()
+                    if (value := self.look(f"{prefix}/{key}")) is not None:
+                        found[key] = value
         return found
 
     def delete(self, prefix: str) -> None:

@@ -108,6 +108,24 @@ def test_a_value_is_never_seen_in_part(tmp_path: Path) -> None:
     assert seen <= values
 
 
+def test_a_value_that_another_host_replaces_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = DirectoryService(tmp_path)
+    service.put("a/b", b"x")
+    read, failures = Path.read_bytes, [errno.ESTALE]
+
+    def stale(path: Path) -> bytes:
+        if failures and path.name == "b=":
+            raise OSError(failures.pop(), "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+    assert service.look("a/b") == b"x"
+    failures.append(errno.ESTALE)
+    assert service.list("a") == {"b": b"x"}
+
+
 def test_setting_and_deleting_at_the_same_time_is_no_error(tmp_path: Path) -> None:
     """Raises only the error for giving up after several tries, which is retryable."""
     service = DirectoryService(tmp_path)
