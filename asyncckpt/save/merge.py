@@ -343,7 +343,8 @@ def compare(
             continue
         number, one_process, other_process = found
         leaf = number if what == "scalar" else _leaf_of(layout, snapshot, number)
-        raise _difference(snapshot.paths[leaf], named(one_process), named(other_process))
+        names = named(one_process), named(other_process)
+        raise _difference(snapshot.paths[leaf], *names, array=what != "scalar")
     parts, first = boxes.parts, boxes.first
     differ = np.flatnonzero(parts.crc != parts.crc[first])
     if differ.size:
@@ -384,13 +385,16 @@ def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:
     return snapshot.array_leaf[int(arrays.leaf[array])]
 
 
-def _difference(path: str, one: str, other: str) -> MismatchError:
+def _difference(path: str, one: str, other: str, *, array: bool = True) -> MismatchError:
+    # `leaf_options` is not called for scalars.
+    first = (
+        "if any one of the values will do, as for BatchNorm's statistics, return "
+        'LeafOptions(replicas="first") for it in leaf_options; '
+    )
     return MismatchError(
         f"{where(path)}: {one} and {other} hold different values of this leaf, or of one of its "
         "shards; nothing was committed. To save the value of each process, wrap the leaf in "
-        "asyncckpt.PerProcess; if any one of the values will do, as for BatchNorm's statistics, "
-        'return LeafOptions(replicas="first") for it in leaf_options; else find out why they '
-        "differ",
+        f"asyncckpt.PerProcess; {first if array else ''}else find out why they differ",
         path=path,
         expected="equal values",
         found="different values",

@@ -336,7 +336,8 @@ def test_control_without_the_digest_a_leaf_is_lost(
 
 
 def test_a_scalar_that_differs(job: Job) -> None:
-    fails(job, on(1, lambda: {**state(), "step": 13}), MismatchError, "step")
+    errors = fails(job, on(1, lambda: {**state(), "step": 13}), MismatchError, "step")
+    assert all("PerProcess; else find out why" in str(error) for error in errors)
 
 
 def test_replicas_that_may_differ_are_those_of_the_first_process(job: Job) -> None:
