@@ -50,24 +50,29 @@ async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
     """
     if blocks_here():
         return await coroutine
-    task, cancelled = await _shielded(coroutine)
-    if cancelled:
+    task, cancellation = await _shielded(coroutine)
+    if cancellation is not None:
         seen(task)  # the caller gets the cancellation instead
-        raise asyncio.CancelledError
+        try:
+            raise cancellation  # itself: by its message, a cancel scope of anyio knows its own
+        finally:
+            del cancellation
     return task.result()
 
 
-async def _shielded(coroutine: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], bool]:
-    """Run the coroutine to its end; return its task and whether the caller was cancelled."""
+async def _shielded(
+    coroutine: Coroutine[Any, Any, T],
+) -> tuple[asyncio.Task[T], asyncio.CancelledError | None]:
+    """Run the coroutine to its end; return its task and a cancellation of the caller."""
     task = asyncio.create_task(coroutine)
     try:
         await asyncio.wait((task,))
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as cancellation:
         if not await finished(task, timeout_s=CLEANUP_S):
             task.cancel()
             await finished(task)
-        return task, True
-    return task, False
+        return task, cancellation
+    return task, None
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

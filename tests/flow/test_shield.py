@@ -77,13 +77,14 @@ async def test_uninterrupted_ends_with_the_work_and_raises_the_cancellation(fail
             raise StoreError("full")
 
     task = asyncio.create_task(uninterrupted(work()))
-    for _ in range(3):
+    for number in range(3):
         await asyncio.sleep(0)
-        task.cancel()
+        task.cancel(f"scope {number}")
     await asyncio.sleep(0)
     assert not task.done()
     go.set()
-    with pytest.raises(asyncio.CancelledError):
+    # Cancel scopes of anyio know their cancellations by the message.
+    with pytest.raises(asyncio.CancelledError, match="scope 0"):
         await task
     assert log == ["work"]
 
