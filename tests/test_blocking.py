@@ -22,6 +22,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
+from asyncckpt.coordinators.choice import SingleProcess
 from asyncckpt.errors import CheckpointExistsError, SaveAbortedError, StoreError, UsageError
 from tests import children
 from tests.script import Script, in_thread
@@ -437,6 +438,37 @@ except KeyboardInterrupt:
     assert line(child) == "interrupted"
     assert children.finish(child)[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+@pytest.mark.parametrize("preemption", [False, True])
+def test_a_signal_handler_may_save_wherever_it_interrupts_a_save(
+    tmp_path: Path, preemption: bool
+) -> None:
+    class Signalling(SingleProcess):
+        """A coordinator during whose use a signal arrives."""
+
+        put = put_once = look = wait = list = delete = SingleProcess.close
+        signals = 0
+
+        @property
+        def process_count(self) -> int:  # type: ignore[override]
+            if self.signals:
+                self.signals -= 1
+                signal.raise_signal(signal.SIGUSR1)
+            return 1
+
+    coordinator = Signalling()
+    before = signal.signal(signal.SIGUSR1, lambda *_: saved.append(ckpt.save(9, TREE)))
+    saved: list[Any] = []
+    try:
+        with blocking.Checkpointer(
+            tmp_path, coordinator=coordinator, preemption=preemption
+        ) as ckpt:
+            coordinator.signals = 1
+            ckpt.save(1, TREE)
+            assert len(saved) == 1 and ckpt.steps() == [1, 9]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 CALLS: dict[str, tuple[str, Callable[[blocking.Checkpointer, Any], Any]]] = {

@@ -162,10 +162,11 @@ class Agreement:
         """Record the step; return the agreed one, waiting for it, or None without a notice."""
         if self._last is None:
             _check_order()
+        alone = self._processes.alone  # without the lock: a signal handler may save meanwhile
         with self._lock:
             if not self._held:
                 self._last = step
-            if self._processes.alone:
+            if alone:
                 return step if self._handler.noticed else None
             if self._job is None:
                 self._job = self._engine.submit(self._agree)

@@ -72,7 +72,7 @@ class Processes:
         self._owned = owned
         self._arrival_s = arrival_s
         self._silence_s = silence_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: for calls of signal handlers
         self._chosen: Coordinator | SingleProcess | None = None
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self.lost: set[int] = set()
@@ -97,21 +97,23 @@ class Processes:
         Raises:
             UsageError: there are several processes, and no service through which to coordinate.
         """
-        with self._lock:
-            if self._chosen is None:
-                self._chosen = choose(self._given)
-            return self._chosen
+        if self._chosen is None:
+            # Without the lock: a signal handler may save meanwhile, and the engine takes the lock.
+            chosen = choose(self._given)
+            with self._lock:
+                if self._chosen is None:
+                    self._chosen = chosen
+        return self._chosen
 
     def foreseen(self) -> Coordinator | SingleProcess | None:
         """Return the coordinator that would be chosen now, None if none could be.
 
         The choice remains open: the runtime may be initialised later.
         """
-        with self._lock:
-            try:
-                return self._chosen or choose(self._given)
-            except UsageError:
-                return None
+        try:
+            return self._chosen or choose(self._given)
+        except UsageError:
+            return None
 
     @property
     def alone(self) -> bool:
