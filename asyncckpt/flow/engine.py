@@ -501,7 +501,11 @@ def warn(message: str, level: int = logging.WARNING) -> None:
     """
     logger.log(level, message)
     with contextlib.suppress(Exception):
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except Exception:
+            if sys.stderr is not None:
+                print(f"RuntimeWarning: {message}", file=sys.stderr)
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import weakref
@@ -21,7 +20,7 @@ from typing import Any
 
 from asyncckpt.errors import SaveAbortedError, UsageError
 from asyncckpt.flow.driver import blocks_here
-from asyncckpt.flow.engine import Job, ended, wait_quietly, warn
+from asyncckpt.flow.engine import Job, call_at_exit, ended, wait_quietly, warn
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.save.save import SaveState
 
@@ -205,7 +204,7 @@ def _warn_at_exit() -> None:
         pending._seen = True  # modules may be gone by the time of `__del__`
 
 
-atexit.register(_warn_at_exit)
+call_at_exit(_warn_at_exit)
 
 
 class BlockingPendingSave(PendingSave):

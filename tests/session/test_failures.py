@@ -438,6 +438,48 @@ def test_a_failure_that_no_call_raises_is_a_warning_when_its_save_is_dropped_or_
     assert err.count(f"ERROR:asyncckpt:{tmp_path}/6: the save failed") == 1
 
 
+def test_a_failure_that_no_call_raises_is_printed_if_warnings_are_errors(tmp_path: Path) -> None:
+    code = FAILED_UNSEEN.replace("logging.basicConfig()", "") % "return"
+    status, _, err = children.finish(children.start(code, tmp_path, warnings="error"))
+    warning = f"RuntimeWarning: {tmp_path}/6: the save failed, and no call has raised its error"
+    assert status == 0 and err.count(warning) == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_failure_that_no_call_raises_is_a_warning_when_a_child_of_multiprocessing_ends(
+    tmp_path: Path, method: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import multiprocessing, sys, warnings
+import numpy as np
+from asyncckpt import blocking
+from asyncckpt.errors import StoreError
+from tests.script import Script
+
+def work(root):
+    warnings.simplefilter("always")
+    sys.modules["kept"] = ckpt = blocking.Checkpointer(root)
+    Script(ckpt).fail("seal", StoreError("disk on fire"))
+    pending = ckpt.start_save(6, {{"w": np.arange(20_000.0)}})
+    while not pending.done():
+        pass
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("{method}").Process(target=work, args=(sys.argv[1],))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+    )
+    root = tmp_path / "run"
+    code = f"import runpy, sys; runpy.run_path({str(program)!r}, run_name='__main__')"
+    status, _, err = children.finish(children.start(code, root, warnings="ignore"))
+    assert status == 0, err
+    assert err.count(f"RuntimeWarning: {root}/6: the save failed, and no call has raised") == 1
+
+
 @pytest.mark.parametrize(
     "ending",
     [
