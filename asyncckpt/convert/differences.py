@@ -192,10 +192,10 @@ def stored_number(
 
 
 def _same_scalar(kind: str, first: Any, second: Any, *, bitwise: bool) -> bool:
-    if first == second or bitwise:
+    if first == second or bitwise or kind not in ("float", "complex"):
         return bool(first == second)
-    a, b = decode_scalar(kind, first), decode_scalar(kind, second)
-    return a == b or (a != a and b != b)
+    a, b = (np.array([decode_scalar(kind, value)]) for value in (first, second))
+    return not _unequal(a, b, bitwise=False).any()
 
 
 def _text(reader: LeafReader, leaf: int) -> str:

@@ -548,5 +548,5 @@ _ONE_SIDED = {
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two Python scalars are the same value; NaN equals NaN."""
-    return type(a) is type(b) and (a == b or (a != a and b != b))
+    """Return whether two Python scalars are the same value; NaN equals NaN, 0.0 not -0.0."""
+    return type(a) is type(b) and repr(a) == repr(b)

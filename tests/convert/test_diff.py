@@ -143,6 +143,11 @@ def test_a_number_that_an_array_holds_only_rounded_differs(tmp_path: Path) -> No
     assert only(blocking.diff(tmp_path / "a", tmp_path / "orbax")).what == "value"
 
 
+def test_complex_scalars_with_a_nan_are_compared_by_their_parts(tmp_path: Path) -> None:
+    leaf = only(compared(tmp_path, {"z": complex("nan+1j")}, {"z": complex("nan+2j")}))
+    assert (leaf.what, leaf.first, leaf.second) == ("value", "complex (nan+1j)", "complex (nan+2j)")
+
+
 def test_scalars_that_are_nan_are_equal(tmp_path: Path) -> None:
     tree = {"x": math.nan, "z": complex(0, math.nan), "zero": 0.0}
     assert compared(tmp_path, tree, tree).equal

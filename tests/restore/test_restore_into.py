@@ -30,6 +30,8 @@ from tests.script import Script
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
+NAN = complex("nan")
+
 
 async def saved(tmp_path: Path, tree: Any, **options: Any) -> Path:
     await asyncckpt.save(tmp_path / "x", tree, **options)
@@ -214,13 +216,24 @@ async def test_immutable_leaves_are_replaced_in_what_holds_them(tmp_path: Path) 
     ("tree", "target", "path"),
     [
         ({"w": np.ones(3), "t": (5, 6)}, {"w": np.zeros(3), "t": (5, 7)}, "t/1"),
+        ({"w": np.ones(3), "t": (-0.0,)}, {"w": np.zeros(3), "t": (0.0,)}, "t/0"),
+        ({"w": np.ones(3), "t": (NAN + 1j,)}, {"w": np.zeros(3), "t": (NAN + 2j,)}, "t/0"),
         ({"w": np.ones(3), "p": Pair(1, 2)}, {"w": np.zeros(3), "p": Pair(0, 2)}, "p/first"),
         ({"w": np.ones(3), "f": Frozen(1)}, {"w": np.zeros(3), "f": Frozen(0)}, "f/epoch"),
         ({"w": np.ones(3), "m": Module(1)}, {"w": np.zeros(3), "m": Module(0)}, "m/epoch"),
         ({"w": np.ones(3), "j": (jnp.ones(2),)}, {"w": np.zeros(3), "j": (jnp.ones(2),)}, "j/0"),
         (5, 4, "the tree itself"),
     ],
-    ids=["tuple", "namedtuple", "frozen dataclass", "module", "array in a tuple", "root"],
+    ids=[
+        "tuple",
+        "zero",
+        "NaN",
+        "namedtuple",
+        "frozen dataclass",
+        "module",
+        "array in a tuple",
+        "root",
+    ],
 )
 @pytest.mark.parametrize("strict", [True, False])
 async def test_what_can_be_neither_filled_nor_replaced_is_an_error_before_anything_is_read(
