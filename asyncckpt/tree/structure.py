@@ -180,7 +180,7 @@ def _check_order(structure: Structure) -> None:
                 continue
             if -child != next_node or next_node >= len(nodes):
                 raise ValueError(f"tree structure: node {-child} where {next_node} is due")
-            if len(stack) >= MAX_DEPTH:
+            if len(stack) >= MAX_DEPTH and nodes[next_node].kind != "none":
                 raise ValueError(f"tree structure: more than {MAX_DEPTH} containers deep")
             children = nodes[next_node].children
             next_node += 1
