@@ -333,6 +333,21 @@ def test_dataclass_fields_without_init_are_set_afterwards() -> None:
     assert (derived.x, derived.y, derived.kept) == (5, None, "k")
 
 
+def test_fields_have_the_restored_values_whatever_post_init_makes_of_them() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Scaled:
+        x: Any
+        unit: Any = dataclasses.field(metadata={"static": True})
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "x", self.x * 2)
+            object.__setattr__(self, "unit", f"scaled {self.unit}")
+
+    old = Scaled(1, "m")
+    new = unflatten_like(flatten(old), [5])
+    assert (new.x, new.unit) == (5, old.unit)
+
+
 def test_a_container_that_refuses_its_children_is_named() -> None:
     @dataclasses.dataclass
     class Strict:

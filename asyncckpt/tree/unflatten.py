@@ -29,9 +29,9 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
     """Return a tree with these leaves and new containers of the same types as the flattened ones.
 
     A stateful object becomes its state dict. A dataclass is made by its `__init__` if that takes
-    exactly its fields (fields with ``init=False`` are set afterwards), else copied without running
-    code of the class. An object that occurs several times is made once; all its occurrences must
-    have the same leaves (`shared_leaves`).
+    exactly its fields, which are set again afterwards, else copied without running code of the
+    class. An object that occurs several times is made once; all its occurrences must have the same
+    leaves (`shared_leaves`).
 
     Raises:
         UsageError: a container cannot be made with its new children; names its path.
@@ -153,12 +153,9 @@ def _dataclass_like(old: Any, values: Mapping[Key, Any], types: Types) -> Any:
     by_init = {field.name for field in dataclasses.fields(old) if field.init}
     if _init_takes(type(old), by_init):
         new = dataclasses.replace(old, **{k: v for k, v in state.items() if k in by_init})
-        late = {
-            field.name: getattr(old, field.name)
-            for field in dataclasses.fields(old)
-            if not field.init and field.name not in state and hasattr(old, field.name)
-        }
-        late |= {k: v for k, v in state.items() if k not in by_init}
+        names = [field.name for field in dataclasses.fields(old) if hasattr(old, field.name)]
+        # All of them, because `__post_init__` may have changed those that `__init__` got.
+        late = {name: getattr(old, name) for name in names} | state
     else:
         new, late = copy.copy(old), state
         for cls in type(old).__mro__:
