@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
-from asyncckpt.options import INLINE_NBYTES
 from asyncckpt.spec import DTYPES, numeric_class, saturation
 
 ScalarKind = Literal["int", "float", "bool", "complex", "str", "bytes"]
@@ -103,11 +102,6 @@ def unreadable(path: str, leaf: object, error: Exception) -> UnsupportedLeafErro
         path=path,
         found=str(error),
     )
-
-
-def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
-    """Return a uint8 view of `bytes` above 1 KiB, which are stored as an array; else None."""
-    return np.frombuffer(value, np.uint8) if len(value) > INLINE_NBYTES else None
 
 
 def same_number(value: object, kind: str) -> Scalar | None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import NumpyAdapter, memory_identity
-from asyncckpt.adapters.python import bytes_as_array, unreadable, unsupported
+from asyncckpt.adapters.python import unreadable, unsupported
 from asyncckpt.adapters.sources import Sources
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError, UsageError
 from asyncckpt.format.fields import MAX_RANK
@@ -312,11 +312,10 @@ def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAda
     if found is None:
         raise unsupported(path, value)
     if isinstance(found, str):
-        data = bytes_as_array(value) if found == "bytes" else None
-        if data is None:
+        if found != "bytes" or len(value) <= INLINE_NBYTES:
             return None
         adapter = adapters.adapters[0]
-        source = adapter.source(path, data)
+        source = adapter.source(path, np.frombuffer(value, np.uint8))
         source.extra = {"python": "bytes"}
         return source, adapter
     try:

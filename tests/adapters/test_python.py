@@ -10,7 +10,6 @@ import torch
 from asyncckpt import errors
 from asyncckpt.adapters.python import (
     array_from_scalar,
-    bytes_as_array,
     scalar_from_array,
     scalar_kind,
     unsupported,
@@ -49,15 +48,6 @@ def test_other_leaves_are_refused_with_a_way_out(leaf: Any, advice: str) -> None
     assert str(error).startswith("a/b: a leaf of type ")
     assert advice in str(error)
     assert error.path == "a/b"
-
-
-def test_long_bytes_are_an_array_that_shares_their_memory() -> None:
-    assert bytes_as_array(b"x" * 1024) is None
-    value = b"x" * 1025
-    array = bytes_as_array(value)
-    assert array is not None
-    assert array.dtype == np.uint8
-    assert array.tobytes() == value
 
 
 @pytest.mark.parametrize(

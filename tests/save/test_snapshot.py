@@ -223,6 +223,15 @@ def test_an_array_is_tied_to_a_view_of_all_of_it_and_to_no_other() -> None:
     assert found.tied == {2: 1, 6: 1}
 
 
+def test_long_bytes_are_an_array_that_shares_their_memory() -> None:
+    value = b"x" * 1025
+    found = take_snapshot({"short": b"x" * 1024, "long": value})
+    assert found.array_leaf == [1] and found.extra == {1: {"python": "bytes"}}
+    (source,) = found.sources
+    assert source.spec.dtype == "uint8" and source.spec.shape == (1025,)
+    assert source.leaf.base is value
+
+
 def test_an_array_that_cannot_be_stored_is_named_among_ones_that_can() -> None:
     good = {f"a{n}": np.zeros(3) for n in range(5)}
     with pytest.raises(UnsupportedLeafError, match="2 leaves cannot be saved") as caught:
