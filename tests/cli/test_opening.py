@@ -54,6 +54,22 @@ def test_a_step_that_the_user_may_not_enter_does_not_hide_the_others(tmp_path: P
         assert [entry["step"] for entry in entries] == [1, 3]
 
 
+def test_links_to_where_the_user_may_not_go_do_not_hide_the_steps(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "closed"
+    for root in (run, other):
+        with blocking.Checkpointer(root) as steps:
+            for step in (1, 3):
+                steps.save(step, {"step": step})
+    (run / "best").symlink_to(other / "1")
+    (run / "2").symlink_to(other / "1")
+    with closed(other):
+        shown = without_rights("show", run, "--json")
+        listed = without_rights("ls", run, "--json")
+    assert (shown.status, shown.err, json.loads(shown.out)["step"]) == (0, "", 3)
+    assert listed.status == 1 and [entry["step"] for entry in json.loads(listed.out)] == [1, 3]
+    assert listed.err.startswith(f"asyncckpt: {run}/2") and listed.err.count("\n") == 1
+
+
 def test_a_directory_that_the_user_may_not_enter_is_not_said_to_be_missing(tmp_path: Path) -> None:
     root = tmp_path / "closed" / "run"
     with blocking.Checkpointer(root) as steps:

@@ -272,7 +272,7 @@ class LocalStore:
                     return [
                         entry.name
                         for entry in entries
-                        if entry.name == RECORD_NAME or (entry.name != CONTROL and entry.is_dir())
+                        if entry.name == RECORD_NAME or (entry.name != CONTROL and _is_dir(entry))
                     ]
             except FileNotFoundError:
                 return []
@@ -405,6 +405,14 @@ class LocalStore:
         if self._wrote:
             self._wrote = False
             await self._workers.clean_up(partial(tidy, self._layout))
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is or leads to a directory; True if that cannot be found out."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        return error.errno != errno.ELOOP
 
 
 def _absent(target: str) -> CheckpointNotFoundError:

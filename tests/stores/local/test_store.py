@@ -48,6 +48,17 @@ async def test_a_removal_that_is_cancelled_before_it_begins_leaves_its_bytes_to_
     workers.shutdown()
 
 
+async def test_links_that_lead_nowhere_are_no_names(tmp_path: Path) -> None:
+    workers = Workers(1, "test-io")
+    store = LocalStore(tmp_path, workers)
+    await save(store, "1", "a")
+    for name in ("2", "3", "latest"):
+        (tmp_path / name).symlink_to("nothing" if name == "2" else name)
+    assert await store.names() == ["1"]
+    await store.close()
+    workers.shutdown()
+
+
 @pytest.mark.usefixtures("leak_check")
 class TestLocalStore(StoreConformance):
     direct_io = "auto"
