@@ -113,7 +113,8 @@ class _Verify:
         for row, file in zip(by_offset.tolist(), index.file[by_offset].tolist(), strict=True):
             rows[file].append(row)
         for directory in {posixpath.dirname(file.path) for file in files}:
-            with contextlib.suppress(CheckpointNotFoundError):
+            # Reading the files reports what is wrong with their directory.
+            with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
                 for entry in await self.opened.files.entries(directory, max_entries=MAX_ENTRIES):
                     self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
         await concurrently(

@@ -136,6 +136,17 @@ async def test_all_leaves_of_a_lost_file_are_named_once(tmp_path: Path) -> None:
     assert sorted(str(damage.leaf) for damage in report.damages) == sorted(PATHS)
 
 
+@pytest.mark.parametrize("linked", ["default", "default/d"])
+async def test_all_leaves_behind_a_link_are_named_once(tmp_path: Path, linked: str) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, save_options=OPTIONS) as ckpt:
+        await ckpt.save(1, state())
+        (tmp_path / "1" / linked).rename(tmp_path / "elsewhere")
+        (tmp_path / "1" / linked).symlink_to(tmp_path / "elsewhere")
+        report = await ckpt.verify(1)
+    leaves = [damage.leaf for damage in report.damages if damage.leaf is not None]
+    assert sorted(leaves) == sorted(PATHS)
+
+
 async def test_chunks_of_a_tree_that_cannot_be_read_belong_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
