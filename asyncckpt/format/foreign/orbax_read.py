@@ -192,11 +192,12 @@ def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:
     handlers = member("item_handlers", (dict, str), {})
     if isinstance(handlers, str):
         handlers = {"": handlers}
+    time_ns = member("commit_timestamp_nsecs", int, 0)
     return StepMetadata(
         {name: handler for name, handler in handlers.items() if isinstance(handler, str)},
         numbers(member("metrics", dict, {})),
         member("custom_metadata", dict, {}),
-        max(member("commit_timestamp_nsecs", int, 0), 0),
+        time_ns if 0 <= time_ns < 1 << 63 else 0,
     )
 
 

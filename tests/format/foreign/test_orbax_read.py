@@ -167,6 +167,10 @@ def test_a_step_has_handlers_metrics_and_a_time() -> None:
     expected = StepMetadata({"a": "x.PyTreeHandler"}, {"loss": 0.5, "n": 3.0}, {"k": [1]}, 17)
     assert found == expected
     assert decode_checkpoint_metadata(b"{}", file="m") == StepMetadata()
+    for time in (-1, 1 << 63):  # unknown, rather than one that no calendar has
+        document = {"commit_timestamp_nsecs": time}
+        data = json.dumps(document).encode()
+        assert decode_checkpoint_metadata(data, file="m") == StepMetadata()
     assert decode_checkpoint_metadata(b'{"item_handlers": "h"}', file="m").handlers == {"": "h"}
 
 
