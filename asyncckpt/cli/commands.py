@@ -198,6 +198,8 @@ def _summary(root: str, step: int, options: opening.Options) -> str:
         info = opening.inspect_step(root, step, options)
     except CorruptCheckpointError:
         return "(damaged)"
+    except UnsupportedFormatError:
+        return "(of a newer release)"
     size = nbytes_text(info.stored_nbytes)
     return f"{tables.time_text(info)}  {counted(len(info.leaves), 'leaf', 'leaves')}  {size}"
 

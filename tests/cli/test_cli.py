@@ -14,6 +14,7 @@ import pytest
 
 from asyncckpt import __version__, blocking
 from asyncckpt.cli import INSTALL_LINE
+from asyncckpt.format.record import seal
 from asyncckpt.options import LeafOptions, SaveOptions
 from asyncckpt.save import commit as save_commit
 from tests.checkpoint.foreign import orbax_writers
@@ -256,6 +257,15 @@ def test_rm_removes_a_damaged_step(run: Run, root: Path) -> None:
     record.write_bytes(record.read_bytes()[:-1])
     done = run("rm", root / "1", answer="y\n")
     assert done.status == 0 and "(damaged)" in done.out
+    assert not (root / "1").exists()
+
+
+def test_rm_removes_a_step_of_a_newer_release(run: Run, root: Path) -> None:
+    record = root / "1" / "checkpoint.json"
+    text, _ = record.read_text().replace('"version":2', '"version":3', 1).rsplit(',"crc32c":', 1)
+    record.write_bytes(seal(text + "}"))
+    done = run("rm", root / "1", answer="y\n")
+    assert done.status == 0 and "(of a newer release)" in done.out
     assert not (root / "1").exists()
 
 
