@@ -154,8 +154,8 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     Raises:
         StoreError: removing failed, or another process replaces or deletes here.
     """
-    found = collect_notes(layout, older_than_s, dry_run=dry_run)
     with reported("collecting leftovers", layout.control):
+        found = collect_notes(layout, older_than_s, dry_run=dry_run)
         leftovers = _leftovers(layout)
         if leftovers and not dry_run:
             flush_directory(layout.root)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncckpt.errors import StoreError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local.store import LocalStore
 
@@ -87,3 +88,13 @@ async def test_old_notes_are_garbage(tmp_path: Path, workers: Workers) -> None:
     assert not old.exists()
     assert await store.sweep() == []
     assert await store.take_notes() == [b"failed"]
+
+
+async def test_a_root_that_cannot_be_listed_is_a_store_error_for_the_collection(
+    tmp_path: Path, workers: Workers
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for root in (loop, tmp_path / ("x" * 300)):
+        with pytest.raises(StoreError, match="collecting leftovers"):
+            await LocalStore(root, workers).collect(0.0)
