@@ -25,7 +25,7 @@ class Round:
         self.leaf_count = leaf_count
 
     async def gathered_parts(self, name: str) -> dict[int, bytes]:
-        return {1: zlib.compress(np.packbits(np.ones(self.leaf_count, bool)).tobytes())}
+        return {1: zlib.compress(b"ab\n" + np.packbits(np.ones(self.leaf_count, bool)).tobytes())}
 
 
 async def test_one_long_path_does_not_multiply_the_memory_of_all() -> None:
@@ -35,7 +35,7 @@ async def test_one_long_path_does_not_multiply_the_memory_of_all() -> None:
     nothing: Any = ()
     matching = Matching(structure, nothing, (), unexpected=["7", long])
     round_: Any = Round(structure.leaf_count)
-    opened: Any = SimpleNamespace(location="here")
+    opened: Any = SimpleNamespace(location="here", save_id="ab")
     tracemalloc.start()
     try:
         with pytest.raises(TreeMismatchError, match="2 leaves do not fit") as caught:

@@ -35,6 +35,7 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
     UsageError,
 )
+from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.session.root import Root
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
@@ -685,6 +686,51 @@ def test_a_deadline_of_a_restore_ends_the_wait_for_a_process_that_does_not_come(
         return await ckpt.latest_step()
 
     assert job.play(part) == [1] * job.count
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_process_may_have_and_want_nothing(job: Job, process: int, strict: bool) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        tree = {"params": {} if this == process else state()["params"]}
+        await ckpt.save(1, tree)
+        report = await ckpt.restore_into(tree, strict=strict)
+        assert report.leaf_count == len(tree["params"])
+        return equal(await ckpt.restore(like=tree, strict=strict), tree)
+
+    assert job.play(part) == [True] * job.count
+
+
+def test_processes_that_open_different_saves_of_a_step_restore_neither(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, replaced = threading.Event(), threading.Event()
+    step, matched = RestoreAgreement.step, RestoreAgreement.matched
+
+    async def replace() -> None:
+        async with Checkpointer(job.root, coordinator="single") as other:
+            await other.save(1, {"value": 2}, overwrite=True)
+
+    async def stepped(self: RestoreAgreement, *args: Any) -> Any:
+        chosen = await step(self, *args)
+        if not self.round.leads and not replaced.is_set():
+            assert await asyncio.to_thread(opened.wait, 20)
+            await asyncio.to_thread(asyncio.run, replace())
+            replaced.set()
+        return chosen
+
+    async def opening(self: RestoreAgreement, *args: Any) -> None:
+        opened.set()
+        await matched(self, *args)
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, {"value": 1})
+        with pytest.raises(CheckpointNotFoundError, match="was replaced") as caught:
+            await ckpt.restore()
+        assert caught.value.found == "replaced"
+        return (await ckpt.restore())["value"]
+
+    monkeypatch.setattr(RestoreAgreement, "step", stepped)
+    monkeypatch.setattr(RestoreAgreement, "matched", opening)
+    assert job.play(part) == [2] * job.count
 
 
 def test_different_steps_are_refused(job: Job) -> None:

@@ -5,6 +5,8 @@
 # Rule 3: a batch is exchanged only if all processes are ready for it.
 # Rule 4: in an atomic restore, no process writes a target before all have read everything.
 #   (test_an_atomic_restore_that_fails_on_one_process_changes_no_target)
+# Rule 5: all processes restore the same save, even if the checkpoint is replaced meanwhile.
+#   (test_processes_that_open_different_saves_of_a_step_restore_neither)
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import RestoreOptions
 from asyncckpt.planning.streams import Sharing, encoded_rows, share
@@ -68,20 +70,31 @@ class RestoreAgreement:
         return None if chosen is None else int(chosen)
 
     async def matched(self, opened: OpenCheckpoint, matching: Matching, strict: bool) -> None:
-        """Wait until the targets of all processes fit the checkpoint.
+        """Wait until the targets of all processes fit the checkpoint, which all have opened.
 
         Raises:
+            CheckpointNotFoundError: it was replaced before all processes had opened it.
             TreeMismatchError: with `strict`, no process wants some saved leaf.
         """
         paths = matching.structure.paths()
         # np.isin would make arrays in which every path takes the memory of the longest.
         unwanted = np.fromiter(map(set(matching.unexpected).__contains__, paths), bool)
+        save_id = f"{opened.save_id}\n".encode()
         if not self.round.leads:
-            await self.round.post_parts("matched", zlib.compress(np.packbits(unwanted).tobytes()))
+            message = save_id + np.packbits(unwanted).tobytes()
+            await self.round.post_parts("matched", zlib.compress(message))
             await self.round.answered("read")
             return
-        for message in (await self.round.gathered_parts("matched")).values():
-            bits = np.frombuffer(zlib.decompress(message), np.uint8)
+        for compressed in (await self.round.gathered_parts("matched")).values():
+            message = zlib.decompress(compressed)
+            if not message.startswith(save_id):
+                raise CheckpointNotFoundError(
+                    f"{opened.location}: the checkpoint was replaced before all processes had "
+                    "opened it; nothing was read, restore it again",
+                    location=opened.location,
+                    found="replaced",
+                )
+            bits = np.frombuffer(message, np.uint8, offset=len(save_id))
             unwanted &= np.unpackbits(bits, count=len(paths)).astype(bool)
         if strict:
             refuse_unexpected(
