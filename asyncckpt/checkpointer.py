@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack, overload
@@ -22,7 +23,8 @@ from asyncckpt.arguments import (
     step_number,
 )
 from asyncckpt.errors import UsageError
-from asyncckpt.flow.driver import check_loop
+from asyncckpt.flow.driver import blocks_here, check_loop
+from asyncckpt.flow.engine import warn
 from asyncckpt.flow.shield import said, uninterrupted
 from asyncckpt.options import check_function
 from asyncckpt.ports import Store
@@ -67,15 +69,18 @@ class OpenRun:
             raise
 
     async def _leave(self, error: BaseException | None) -> None:
-        if isinstance(error, GeneratorExit):
+        if isinstance(error, GeneratorExit) and not blocks_here():
             return  # nothing can be awaited: the saves and then the session end by themselves
         failure = await self._closed()
         if failure is None:
             return
-        if error is None:
+        if error is None or isinstance(error, GeneratorExit):  # `close()` of a generator drops it
             raise failure
         # The caller must see the body's exception; the save's becomes a note.
-        error.add_note(f"a save failed, too: {type(failure).__name__}: {said(failure)}")
+        note = f"a save failed, too: {type(failure).__name__}: {said(failure)}"
+        error.add_note(note)
+        if not isinstance(error, Exception):  # sys.exit() or a cancellation: no traceback shows it
+            warn(f"{self._session.root.url}: {note}", logging.ERROR)
 
     async def _closed(self) -> BaseException | None:
         """Close; return the failure that no caller has seen, or the error of the release.

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +317,28 @@ def test_the_exception_of_the_body_is_not_replaced(tmp_path: Path) -> None:
         ckpt.start_save(1, TREE)
         raise KeyError("body")
     assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_generator_that_is_closed_inside_the_block_leaves_it_as_any_other_exception(
+    tmp_path: Path, fails: bool
+) -> None:
+    def train() -> Iterator[blocking.PendingSave]:
+        with blocking.Checkpointer(tmp_path) as ckpt:
+            script = Script(ckpt)
+            if fails:
+                script.fail("publish", StoreError("disk on fire"))
+            held = script.hold("seal")
+            pending = ckpt.start_save(1, TREE)
+            held.go()
+            yield pending
+
+    steps = train()
+    pending = next(steps)
+    with pytest.raises(StoreError, match="disk on fire") if fails else contextlib.nullcontext():
+        steps.close()
+    assert pending.done()
+    assert not [t for t in threading.enumerate() if t.name.startswith("asyncckpt")]
 
 
 def test_cancel_aborts_the_save(tmp_path: Path) -> None:

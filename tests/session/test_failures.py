@@ -93,6 +93,19 @@ async def test_the_exception_of_the_body_is_not_replaced_and_the_saves_error_is_
     assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_failure_is_a_warning_if_the_block_is_left_by_what_shows_no_notes(
+    tmp_path: Path, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.warns(RuntimeWarning, match="a save failed, too: StoreError: disk on fire"):
+        with pytest.raises(error) as caught, blocking.Checkpointer(tmp_path) as ckpt:
+            Script(ckpt).fail("publish", StoreError("disk on fire"))
+            ckpt.start_save(1, TREE)
+            raise error
+    assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 @pytest.mark.parametrize("blocked", [False, True], ids=["async", "blocking"])
 async def test_a_store_that_cannot_be_closed_hides_no_failed_save(
     tmp_path: Path, blocked: bool
