@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import itertools
 import json
 import pickle
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.coordinators.choice import SingleProcess
 from asyncckpt.errors import CheckpointExistsError, SaveAbortedError, StoreError, UsageError
+from asyncckpt.flow.driver import run_blocking
 from tests import children
 from tests.script import Script, in_thread
 from tests.signals import Expired, raised_once
@@ -520,6 +523,48 @@ def test_an_exception_of_a_signal_handler_is_raised_once_the_call_has_let_go_of_
             call(ckpt, {"w": np.zeros(50_000), "step": 1})
         assert jobs and all(job.done() for job in jobs)
         assert ckpt.steps() == [0]
+
+
+@pytest.mark.parametrize("call", ["start_save", "save", "restore_into"])
+def test_an_exception_of_a_signal_handler_anywhere_in_a_call_ends_what_the_call_has_begun(
+    tmp_path: Path, call: str
+) -> None:
+    """Also between the moment at which the engine gets the work and the wait for it."""
+
+    def interrupted_at(number: int) -> bool:
+        left = number
+
+        def signalled(frame: FrameType, event: str, _: object) -> None:
+            # Where a signal may be handled: at the begin of a function and after a call.
+            nonlocal left
+            ours = frame.f_globals["__name__"].startswith("asyncckpt.")
+            returns = event == "return" and frame.f_code in (run_blocking.__code__, outer.__code__)
+            if ours and engine._jobs and event != "c_call" and not returns:
+                left -= 1
+                if left == 0:
+                    sys.setprofile(None)
+                    raise Expired
+
+        sys.setprofile(signalled)
+        try:
+            CALLS[call][1](ckpt, tree)
+        except Expired:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    tree, outer = {"w": np.zeros(50_000), "step": 1}, blocking.Checkpointer.save
+    for number in itertools.count(1):
+        with blocking.Checkpointer(tmp_path / str(number)) as ckpt:
+            ckpt.save(0, TREE)
+            engine = ckpt._session.runtime.engine
+            while engine._jobs:
+                time.sleep(0.001)
+            if not interrupted_at(number):
+                break
+            assert not [job for job in engine._jobs.values() if job._at_end or not job.drained]
+    assert number > 20
 
 
 @pytest.mark.parametrize("error", [Expired, SystemExit])

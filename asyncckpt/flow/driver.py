@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -25,6 +26,16 @@ _here = threading.local()
 def blocks_here() -> bool:
     """Return whether this thread blocks instead of awaiting."""
     return getattr(_here, "blocks", False)
+
+
+def abort_with_call(job: Any) -> None:
+    """Abort the job if the blocking call that this thread makes, if any, raises.
+
+    A signal handler may raise before the call waits for the job, which must not use the caller's
+    arrays after the call.
+    """
+    if blocks_here():
+        _here.jobs.append(job)
 
 
 def check_loop() -> None:
@@ -45,15 +56,24 @@ def check_loop() -> None:
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a facade coroutine to its end in this thread, which may have a running loop."""
-    before = blocks_here()
-    _here.blocks = True
+    """Run a facade coroutine to its end in this thread, which may have a running loop.
+
+    If it raises, the jobs that it has begun (`abort_with_call`) end first.
+    """
+    before = blocks_here(), getattr(_here, "jobs", None)
+    jobs: list[Any] = []
+    _here.blocks, _here.jobs = True, jobs
     try:
         coroutine.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
+    except BaseException:
+        for job in jobs:
+            with contextlib.suppress(UsageError):  # on the engine's own thread
+                run_blocking(job.abort())
+        raise
     finally:
-        _here.blocks = before
+        _here.blocks, _here.jobs = before
     coroutine.close()
     raise AssertionError(f"{coroutine!r} awaits something that needs an event loop")

@@ -48,7 +48,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.caller import CallerThread
-from asyncckpt.flow.driver import blocks_here, check_loop, run_blocking
+from asyncckpt.flow.driver import abort_with_call, blocks_here, check_loop, run_blocking
 from asyncckpt.flow.threads import Outcome, Workers, finished, raisable, seen, thread_error
 from asyncckpt.log import logger
 from asyncckpt.options import ABANDON_S, CLEANUP_S
@@ -72,6 +72,7 @@ class Job(Generic[T]):
         future: resolves when the task has ended.
         caller: runs calls of the coroutine in the thread that waits for it; None for most jobs.
         drained: whether the process waits for the job at exit, as for a save.
+        cancelled: whether the engine has received a call of `cancel`.
 
     Args:
         engine: runs the job.
@@ -84,7 +85,7 @@ class Job(Generic[T]):
         self.drained = False
         self._engine = engine
         self._task: asyncio.Task[T] | None = None
-        self._cancelled = False
+        self.cancelled = False
         self._at_end = at_end
 
     def done(self) -> bool:
@@ -134,6 +135,8 @@ class Job(Generic[T]):
             UsageError: this is the engine's own thread and would block; the job was cancelled.
         """
         self.cancel()
+        if self._engine.abandoned:
+            return
         try:
             if blocks_here():
                 await self._attend()
@@ -176,17 +179,17 @@ class Job(Generic[T]):
             raise _own_thread()
 
     def _cancel(self) -> None:
-        self._cancelled = True
+        self.cancelled = True
         if self._task is not None:
             self._task.cancel()
+        elif not self.done():  # a signal handler's exception came before it was posted
+            self.future.set_exception(asyncio.CancelledError())
+            self._engine._forget(self.future)
 
     def _start(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
         # Not a method of the job: a cycle of job and future would keep a restored state alive until
         # the garbage collector runs.
         self.future.add_done_callback(self._engine._forget)
-        if self._cancelled:
-            self.future.set_exception(asyncio.CancelledError())
-            return
         try:
             self._task = asyncio.get_running_loop().create_task(function())
         except Exception as error:
@@ -202,7 +205,7 @@ class Job(Generic[T]):
         if error is None:
             self.future.set_result(task.result())
             return
-        if not self._cancelled and (
+        if not self.cancelled and (
             isinstance(error, asyncio.CancelledError)
             or (isinstance(error, SaveAbortedError) and self._engine.ending)
         ):
@@ -273,10 +276,13 @@ class Engine:
         self,
         function: Callable[[], Coroutine[Any, Any, T]],
         at_end: Callable[[], object] | None = None,
+        *,
+        aborts: bool = False,
     ) -> Job[T]:
         """Run the coroutine that `function` returns on the engine's loop. From any thread.
 
-        `at_end` is called on the engine after the job, whatever its outcome.
+        `at_end` is called on the engine after the job, whatever its outcome. With `aborts`, the job
+        ends before an exception leaves the blocking call that begins it.
 
         Raises:
             ClosedError: the engine was closed, or this is a forked child.
@@ -289,6 +295,8 @@ class Engine:
             self.check()
             self._start_locked()
             assert self._loop is not None
+            if aborts:
+                abort_with_call(job)
             self._jobs[job.future] = job
             self._loop.call_soon_threadsafe(job._start, function)
         return job

@@ -36,16 +36,17 @@ class PendingSave:
         step: its step, None for one-shot saves.
     """
 
+    _seen = True  # until it is made: a signal handler's exception may come before
+
     def __init__(
         self, job: Job[SaveReport], state: SaveState, *, location: str, step: int | None
     ) -> None:
         self._job = job
         self._state = state
-        self._seen = False
-        self._cancelled = False
         self._listeners: set[object] = set()
         self.location = location
         self.step = step
+        self._seen = False
         _alive.add(self)
 
     def __del__(self) -> None:
@@ -89,7 +90,6 @@ class PendingSave:
         """
         if self.done() or self._job.forked:
             return False
-        self._cancelled = True
         self._job.cancel()
         return True
 
@@ -176,7 +176,8 @@ class PendingSave:
         error = self._job.future.exception()
         if error is not None:
             self._seen = True
-        asked_for = self._cancelled and isinstance(error, SaveAbortedError)
+        aborted = isinstance(error, (SaveAbortedError, asyncio.CancelledError))
+        asked_for = self._job.cancelled and aborted
         return None if asked_for else error
 
     def _warn_unseen(self) -> None:

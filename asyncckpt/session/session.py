@@ -169,7 +169,7 @@ class Session:
         Raises:
             ClosedError: after `close`, or in a forked child.
         """
-        return self.runtime.engine.submit(partial(self.root.opened, function), at_end)
+        return self.runtime.engine.submit(partial(self.root.opened, function), at_end, aborts=True)
 
     def call_once(self, name: str, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
         """Run the coroutine on process 0, and return its result, a JSON value, on all processes.
