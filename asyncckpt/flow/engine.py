@@ -595,13 +595,15 @@ def _drain_all() -> None:
     global _exit_begun
     _exit_begun = True
     exit_s = time.monotonic()  # all engines drain at the same time
-    for engine in tuple(_live):
-        try:
-            engine.drain(exit_s)
-        except Exception as error:  # the other engines' saves must still be drained
-            warn(f"{engine!r} could not be ended: {error!r}")
-    for call in _last_calls:
-        call()
+    try:
+        for engine in tuple(_live):
+            try:
+                engine.drain(exit_s)
+            except Exception as error:  # the other engines' saves must still be drained
+                warn(f"{engine!r} could not be ended: {error!r}")
+    finally:  # also after Ctrl-C
+        for call in _last_calls:
+            call()
 
 
 def exiting() -> bool:
