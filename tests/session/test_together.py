@@ -686,6 +686,8 @@ def test_a_deadline_of_a_restore_ends_the_wait_for_a_process_that_does_not_come(
         return await ckpt.latest_step()
 
     assert job.play(part) == [1] * job.count
+
+
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_process_may_have_and_want_nothing(job: Job, process: int, strict: bool) -> None:
