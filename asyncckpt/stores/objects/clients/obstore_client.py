@@ -129,8 +129,8 @@ def bucket_region(endpoint: str, bucket: str) -> str | None:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
             return str(answer.headers.get("x-amz-bucket-region") or "") or None
     except urllib.error.HTTPError as error:
-        # Redirections and refusals name it, too.
-        return error.headers.get("x-amz-bucket-region")
+        with error:  # redirections and refusals name it, too
+            return error.headers.get("x-amz-bucket-region")
     except OSError:
         return None
 
