@@ -466,11 +466,11 @@ def test_an_engine_that_cannot_be_drained_does_not_keep_others_from_it(
 
 
 def test_the_last_calls_are_made_if_ctrl_c_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drain(engine: Engine) -> None:
+    def drain(engine: Engine, exit_s: float) -> None:
         raise KeyboardInterrupt
 
     calls: list[str] = []
-    monkeypatch.setattr(module, "_exit_begun_s", 0.0)
+    monkeypatch.setattr(module, "_exit_begun", False)
     monkeypatch.setattr(module, "_live", [Engine("asyncckpt-test")])
     monkeypatch.setattr(module, "_last_calls", [lambda: calls.append("last")])
     monkeypatch.setattr(Engine, "drain", drain)
