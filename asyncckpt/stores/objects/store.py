@@ -75,6 +75,9 @@ class ObjectStore:
         self._choices: dict[int, Choice] = {}
         self._noted: set[int] = set()
 
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
+
     # -------------------------------------------------------------------------------------- save
 
     def sizes(
