@@ -22,7 +22,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.runtime import Runtime
 from asyncckpt.session.gc import COLLECT_MIN_S
 from asyncckpt.stores.local.locks import Machine, Terms, this_machine, write_owner
-from asyncckpt.stores.objects import gc as objects
+from asyncckpt.stores.objects import store as objects
 from tests.cli.ran import Ran, Run
 from tests.simulator import Simulator, simulator
 from tests.stores.children import answer, end, start

@@ -149,6 +149,9 @@ class ObjectDataFile:
         self._context = sending.context
         self._key = f"{sending.prefix}/{path}"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._context.requests.location(self._key)!r})"
+
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
         """Write all of `data` at `offset`. As `DataFile.write`."""
         self._check()

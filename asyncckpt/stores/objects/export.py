@@ -49,6 +49,9 @@ class ObjectExport:
         self._files: list[ExportFile] = []
         self._index: dict[str, bytes] = {}
 
+    def __repr__(self) -> str:
+        return f"ObjectExport({self.location!r})"
+
     async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> ExportFile:
         """Open a new file for writing, in windows.
 

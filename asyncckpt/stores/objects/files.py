@@ -60,6 +60,9 @@ class ObjectFiles:
         self._head: bytes | None = None
         self._contents: dict[str, bytes] = {}
 
+    def __repr__(self) -> str:
+        return f"ObjectFiles({self.location!r})"
+
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)

@@ -31,6 +31,9 @@ class ObjectShare:
         self._files: list[WindowFile] = []
         self._exchanged: set[str] = set()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r}, {self._save_id})"
+
     # ------------------------------------------------------------------------------------- files
 
     async def create(self, path: str, *, nbytes: int, window_nbytes: int) -> WindowFile:

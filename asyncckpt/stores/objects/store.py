@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import cleaned_up, uninterrupted
 from asyncckpt.format.claim import Claim
 from asyncckpt.format.record import STEP_NAME
@@ -26,7 +27,7 @@ from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.gc import remove_garbage
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S, remove_garbage
 from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, note_key
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -252,7 +253,19 @@ class ObjectStore:
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers (see stores/objects/gc.py), then repair all checkpoints."""
+        """Remove leftovers (see stores/objects/gc.py), then repair all checkpoints.
+
+        Raises:
+            UsageError: `older_than_s` is less than `COLLECT_MIN_S`.
+        """
+        if older_than_s < COLLECT_MIN_S:
+            raise UsageError(
+                f"older_than_s={older_than_s}: pass at least {COLLECT_MIN_S:.0f} "
+                f"({COLLECT_MIN_S / 86400:.0f} days); younger objects may belong to a save "
+                "in progress",
+                expected=COLLECT_MIN_S,
+                found=older_than_s,
+            )
         with reported("removing leftovers", self.url):
             removed = await remove_garbage(self._context, older_than_s, dry_run=dry_run)
             for name in [] if dry_run else await self.names():
