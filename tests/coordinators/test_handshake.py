@@ -319,10 +319,11 @@ async def test_the_last_one_out_leaves_the_keys_of_a_later_job(early: int) -> No
     values: dict[str, bytes] = {}
     before = await outcomes(map(shake, members(2, values)))
     await part(before[0])
-    later = members(2, values)
-    async with asyncio.TaskGroup() as group:
+    later, left = members(2, values), dict(values)
+    async with asyncio.TaskGroup() as group, asyncio.timeout(30):
         first = group.create_task(shake(later[early], arrival_s=5.0))
-        await asyncio.sleep(0.1)
+        while values == left:  # it has not said hello
+            await asyncio.sleep(0)
         await part(before[1])
         second = group.create_task(shake(later[1 - early], arrival_s=5.0))
     groups = first.result(), second.result()
