@@ -21,6 +21,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.record import seal
 from asyncckpt.stores.objects import probe
+from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.requests import listings
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, fill, identity, save
@@ -28,8 +29,7 @@ from tests.simulator import Fault, Gate, Simulator
 from tests.stores.objects.stores import ROOT, UNRACED, names, opened
 
 FOREVER = 1 << 30
-HOUR_S = 3600.0
-DAY_S = 24 * HOUR_S
+DAY_S = 24 * 3600.0
 YEAR_S = 366 * DAY_S
 KINDS = ("obstore", "gcsfs")
 LISTS = {"kind": "put_object", "key": "*/inherited-*"}
@@ -432,7 +432,7 @@ async def test_gc_lists_no_record_that_was_replaced_before_it_could_be_removed(
             await saving
         objects = sim.buckets["bucket"].objects
         for name, item in list(objects.items()):
-            objects[name] = replace(item, modified_s=item.modified_s - 2 * HOUR_S)
+            objects[name] = replace(item, modified_s=item.modified_s - 2 * COLLECT_MIN_S)
 
         async def save_first(_: object) -> None:
             sim.faults.clear()
@@ -443,7 +443,7 @@ async def test_gc_lists_no_record_that_was_replaced_before_it_could_be_removed(
 
         loop = asyncio.get_running_loop()
         sim.faults[:] = [Fault(kind="delete_object", key=f"*{key}", hook=save_first)]
-        found = list(await other.collect(HOUR_S))
+        found = list(await other.collect(COLLECT_MIN_S))
         assert sim.faults == []
         assert "1/checkpoint.json" not in found
         await expect(other, "1", 2)
@@ -473,10 +473,10 @@ async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
         conditions = await other._context.probes.conditions(create=False, versions=True)
         objects = sim.buckets["bucket"].objects
         for key, item in list(objects.items()):
-            objects[key] = replace(item, modified_s=item.modified_s - 2 * HOUR_S)
-        found = list(await other.collect(HOUR_S, dry_run=True))
+            objects[key] = replace(item, modified_s=item.modified_s - 2 * COLLECT_MIN_S)
+        found = list(await other.collect(COLLECT_MIN_S, dry_run=True))
         assert set(names(sim)) == before
-        assert list(await other.collect(HOUR_S)) == found
+        assert list(await other.collect(COLLECT_MIN_S)) == found
         gone = before - set(names(sim))
         assert (
             gone
