@@ -4,12 +4,17 @@
 #   starts from the current state of the run, may take over again.
 # Rule 2: the sessions of a job of several processes share one claim per root, or they would take
 #   over the run from each other. Process 0 makes all claims of a job, so that it knows them.
+# Rule 3: a claim that was taken over is lost to every session of the job that is open by then, also
+#   to one that has not saved yet.
+#   (test_a_checkpointer_that_was_idle_during_a_takeover_does_not_take_the_run_back)
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import threading
+from collections.abc import AsyncIterator
 from weakref import WeakKeyDictionary
 
 from asyncckpt.errors import AsyncCheckpointError, FencedError, UsageError
@@ -22,8 +27,12 @@ from asyncckpt.session.root import Root
 
 _guard = threading.Lock()
 
-_made: WeakKeyDictionary[object, dict[str, Outcome[Claim | None]]] = WeakKeyDictionary()
-"""Claims that this process has made for jobs of several, by job and root; under `_guard`."""
+_Claims = dict[str, Outcome[Claim | None]]
+_Losses = dict[str, FencedError]
+
+_jobs: WeakKeyDictionary[object, tuple[_Claims, _Losses]] = WeakKeyDictionary()
+"""Claims that this process holds for jobs of several processes, and the errors of those that they
+have lost, by root; under `_guard`."""
 
 
 class Claiming:
@@ -43,7 +52,14 @@ class Claiming:
         self._takeover = takeover
         self._lock = asyncio.Lock()
         self._epoch: int | None = None
+        self._held: Outcome[Claim | None] | None = None
         self._lost: FencedError | None = None
+        with _guard:
+            try:
+                self._made, self._losses = _jobs.setdefault(processes.job, ({}, {}))
+            except TypeError:  # a coordinator without weak references: sessions share no claim
+                self._made, self._losses = {}, {}
+            self._lost_before = self._losses.get(root.url)
 
     async def epoch(self) -> int:
         """Return the epoch of the claim, which the first call makes; 0 if none is needed.
@@ -68,44 +84,63 @@ class Claiming:
                 self._epoch = 0 if claim is None else claim.epoch
         return self._epoch
 
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        """Yield the epoch (see `epoch`); an error that says the claim was taken over is noted."""
+        epoch = await self.epoch()
+        try:
+            yield epoch
+        except FencedError as error:
+            self.note(error)
+            raise
+
     def note(self, error: FencedError) -> None:
         """Remember that the claim was taken over."""
         self._lost = self._lost or copy.copy(error)
+        if self._held is not None:
+            self._forget(self._held, error)
 
     async def _first_claim(self) -> Claim | None:
         if self._processes.alone:
             return await self._claim() if self._takeover else None
+        url = self._root.url
         while True:
             with _guard:
-                try:
-                    claims = _made.setdefault(self._processes.job, {})
-                except TypeError:  # a coordinator without weak references: sessions share no claim
-                    claims = {}
-                found = claims.get(self._root.url)
-                made = claims[self._root.url] = Outcome() if found is None else found
+                lost = self._losses.get(url)
+                if lost is not self._lost_before and lost is not None:
+                    raise copy.copy(lost)
+                found = self._made.get(url)
+                self._held = made = self._made[url] = Outcome() if found is None else found
             if found is None:
                 try:
                     made.set_result(await self._claim())
-                except BaseException:
-                    self._forget(claims, made)
+                except BaseException as error:
+                    self._forget(made, error)
                     # The waiting sessions then try themselves.
                     made.set_exception(AsyncCheckpointError("the claim was not made"))
                     raise
                 return made.result()
             await ended(made)
-            if made.exception() is None:
-                newest = (*await self._root.store.claims(),)[-1:]
-                if made.result() == next(iter(newest), None):
-                    return made.result()
-                # Another job has taken over since, or the run was removed: claim anew.
-                self._forget(claims, made)
+            if made.exception() is not None:
+                continue
+            claim = made.result()
+            if claim is None:
+                return None
+            try:
+                await self._root.store.check_claim(claim.epoch)
+            except FencedError as error:
+                self._forget(made, error)
+                raise
+            if claim in await self._root.store.claims():
+                return claim
+            self._forget(made)  # the run was removed
 
-    def _forget(
-        self, claims: dict[str, Outcome[Claim | None]], made: Outcome[Claim | None]
-    ) -> None:
+    def _forget(self, made: Outcome[Claim | None], error: BaseException | None = None) -> None:
         with _guard:
-            if claims.get(self._root.url) is made:
-                del claims[self._root.url]
+            if self._made.get(self._root.url) is made:
+                del self._made[self._root.url]
+                if isinstance(error, FencedError):
+                    self._losses[self._root.url] = copy.copy(error)  # without its traceback
 
     async def _claim(self) -> Claim | None:
         claim = await self._root.store.claim()

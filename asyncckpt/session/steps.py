@@ -233,21 +233,22 @@ class Steps:
             raise CheckpointNotFoundError(text, location=location) from None
         finally:
             await files.close()
-        await self._delete(step, await self._claims.epoch())
+        async with self._claims.held() as epoch:
+            await self._delete(step, epoch)
 
     async def unlist(self, step: int, seal: bytes) -> Removal:
         """Make a step invisible, as `Store.unlist`."""
-        epoch = await self._claims.epoch()
-        return await self._root.store.unlist(str(step), epoch=epoch, seal=seal)
+        async with self._claims.held() as epoch:
+            return await self._root.store.unlist(str(step), epoch=epoch, seal=seal)
 
     async def delete_after(self, step: int) -> list[int]:
         """Delete all steps above `step`, the highest first; return them, ascending."""
         deleted: list[int] = []
-        epoch = await self._claims.epoch()
-        for number in reversed(await self.found(above=step)):
-            with contextlib.suppress(CheckpointNotFoundError):  # another process was faster
-                await self._delete(number, epoch)
-                deleted.append(number)
+        async with self._claims.held() as epoch:
+            for number in reversed(await self.found(above=step)):
+                with contextlib.suppress(CheckpointNotFoundError):  # another process was faster
+                    await self._delete(number, epoch)
+                    deleted.append(number)
         return deleted[::-1]
 
     async def _delete(self, step: int, epoch: int) -> None:

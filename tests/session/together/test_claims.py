@@ -71,6 +71,48 @@ def test_a_new_checkpointer_takes_over_from_another_job_that_has_taken_over(
     assert job.run(main) == [3] * job.count
 
 
+@pytest.mark.parametrize("first", ["idle", "saver", "deleter"])
+def test_a_checkpointer_that_was_idle_during_a_takeover_does_not_take_the_run_back(
+    job: Job, tmp_path: Path, first: str
+) -> None:
+    """Whether it or another one finds out first, and also after a new one has taken over."""
+    later = Job(tmp_path / "later", job.count)
+    later.root = job.root
+
+    async def take_over(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.save(2, state())
+
+    async def main(process: int) -> Any:
+        coordinator = job.coordinator(process)
+        async with (
+            Checkpointer(job.root, coordinator=coordinator) as saver,
+            Checkpointer(job.root, coordinator=coordinator) as idle,
+        ):
+            await saver.latest_step()
+            await idle.latest_step()
+            await saver.save(1, state())
+            if process == 0:
+                assert await asyncio.to_thread(later.play, take_over) == [None] * job.count
+            if first == "saver":
+                with pytest.raises(FencedError):
+                    await saver.save(3, state())
+            elif first == "deleter":
+                with pytest.raises(FencedError):
+                    await saver.delete(1)
+            with pytest.raises(FencedError, match="taken over by claim 2"):
+                await idle.save(3, state())
+            async with Checkpointer(job.root, coordinator=coordinator) as new:
+                await new.save(4, state())
+                with pytest.raises(FencedError):
+                    await idle.save(5, state())
+                with pytest.raises(FencedError):
+                    await saver.save(5, state())
+                await new.save(6, state())
+                return [(step, (await new.inspect(step)).epoch) for step in await new.steps()]
+
+    assert job.run(main) == [[(1, 1), (2, 2), (4, 3), (6, 3)]] * job.count
+
+
 def test_the_next_checkpointer_of_a_job_continues_its_claim_unless_the_run_was_removed(
     job: Job,
 ) -> None:
