@@ -34,7 +34,8 @@ CACHED_NBYTES = 512 * KIB
 in the core's cache as in memory."""
 
 ALIGNED_CHUNK_NBYTES = 1 * MIB
-"""Chunks from this size on start on a page of the data file; below, packing matters more."""
+"""Chunks from this size on start in the middle of a page of the data file; below, packing matters
+more."""
 
 INLINE_NBYTES = 1 * KIB
 """Stored values up to this size live in the B+tree itself: one read serves thousands of them."""

@@ -96,7 +96,8 @@ def plan_save(
         names: names of the leaves; None to use `LeafLayout.name`.
         data_file_nbytes: target size of a data file.
         slot_nbytes: size of a window: a multiple of `page_nbytes`, two pages or more.
-        page_nbytes: alignment of large chunks; a multiple of 8.
+        page_nbytes: alignment of large chunks, which start in the middle of a page; a multiple
+            of 16.
         aligned_chunk_nbytes: minimum payload of a large chunk.
         inline_nbytes: largest payload with trailer that is inline in the B+tree.
         regular: store every leaf as one array.
@@ -111,8 +112,8 @@ def plan_save(
             the name of the array.
         ValueError: sizes are inconsistent, or the shards of a leaf do not tile it.
     """
-    if page_nbytes % SMALL_ALIGNMENT_NBYTES or page_nbytes < 1:
-        raise ValueError(f"page_nbytes={page_nbytes} is not a positive multiple of 8")
+    if page_nbytes % (2 * SMALL_ALIGNMENT_NBYTES) or page_nbytes < 1:
+        raise ValueError(f"page_nbytes={page_nbytes} is not a positive multiple of 16")
     if slot_nbytes % page_nbytes or slot_nbytes < 2 * page_nbytes:
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
     holders = Holders(process, process_count)
@@ -143,7 +144,9 @@ def plan_save(
     large = payloads >= aligned_chunk_nbytes
     sizes = payloads.tolist()
     alignments = np.where(large, page_nbytes, SMALL_ALIGNMENT_NBYTES).tolist()
-    offsets, file_nbytes, turns = pack(sizes, alignments, limit_nbytes, slot_nbytes, firsts)
+    offsets, file_nbytes, turns = pack(
+        sizes, alignments, limit_nbytes, slot_nbytes, firsts, phase_nbytes=page_nbytes // 2
+    )
     row_file = np.full(len(row_array), -1, np.int64)
     row_offset = row_file.copy()
     row_file[planned] = np.repeat(np.arange(len(file_nbytes)), np.diff([*turns, len(planned)]))
