@@ -12,17 +12,33 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from asyncckpt.checkpoint.foreign.ours import is_our_data, is_our_leftover, without_record
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint
-from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import CheckpointFiles, Entry
+
+Verb = Literal["restore", "inspect", "verify", "convert", "compare"]
+
+PARTICIPLES: Mapping[Verb, str] = {
+    "restore": "restored",
+    "inspect": "inspected",
+    "verify": "verified",
+    "convert": "converted",
+    "compare": "compared",
+}
 
 PROBED_ITEMS = 8
 """Most subdirectories inspected to recognize a directory without known names."""
@@ -86,6 +102,25 @@ async def open_any(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
     for note in opened.notes:
         logger.warning("%s: %s", files.location, note)
     return opened
+
+
+async def check_unchanged(
+    files: CheckpointFiles, verb: Verb, damage: CorruptCheckpointError | None = None
+) -> None:
+    """Raise a `CheckpointNotFoundError` if a seemingly damaged checkpoint is gone or replaced."""
+    try:
+        changed = await files.changed()
+    except AsyncCheckpointError:
+        return
+    if changed is None:
+        return
+    next_step = f"{verb} another step" if changed == "deleted" else f"{verb} it again"
+    raise CheckpointNotFoundError(
+        f"{files.location}: the checkpoint was {changed} while being {PARTICIPLES[verb]}; "
+        f"{next_step}",
+        location=files.location,
+        found=changed,
+    ) from damage
 
 
 async def library_of(files: CheckpointFiles) -> str | None:

@@ -144,7 +144,7 @@ async def _run(
         destination_options = fsspec_options(destination, destination_options)
     packing = chosen.compression is not None or chosen.leaf_options is not None
     reading, cache, writing = shares(chosen.host_memory_nbytes, packing=packing)
-    runtimes = Runtimes("write", reading_nbytes=reading, working_nbytes=writing)
+    runtimes = Runtimes("convert", reading_nbytes=reading, working_nbytes=writing)
     store, name = runtimes.working.one(
         destination, direct_io=chosen.direct_io, storage_options=destination_options
     )

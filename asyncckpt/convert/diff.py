@@ -93,7 +93,7 @@ async def diff(
     chosen = typed("options", options, RestoreOptions)
     first_options, second_options = options_of((first, second), storage_options)
     reading, cache, working = shares(chosen.host_memory_nbytes)
-    runtimes = Runtimes("diff", reading_nbytes=reading, working_nbytes=working // 2)
+    runtimes = Runtimes("compare", reading_nbytes=reading, working_nbytes=working // 2)
     values = _Values(
         runtimes.working,
         bitwise,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint, refuse_implied
-from asyncckpt.checkpoint.open import open_any
+from asyncckpt.checkpoint.open import Verb, check_unchanged, open_any
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from asyncckpt.flow.shield import uninterrupted
@@ -20,7 +20,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.options import default_budget_nbytes
-from asyncckpt.ports import Store
+from asyncckpt.ports import CheckpointFiles, Store
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url
 
@@ -30,14 +30,23 @@ R = TypeVar("R")
 class Runtimes:
     """Two runtimes of a conversion or comparison: one reads, the other writes or compares."""
 
-    def __init__(self, name: str, *, reading_nbytes: int, working_nbytes: int) -> None:
+    def __init__(self, verb: Verb, *, reading_nbytes: int, working_nbytes: int) -> None:
+        self._verb = verb
+        self._sources: list[CheckpointFiles] = []
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading_nbytes)
-        self.working = Runtime(f"asyncckpt-{name}", host_memory_nbytes=working_nbytes)
+        self.working = Runtime(f"asyncckpt-{verb}", host_memory_nbytes=working_nbytes)
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """Run the work on the working engine, then close all files and end all threads."""
+        """Run the work on the working engine, then close all files and end all threads.
+
+        Raises:
+            CheckpointNotFoundError: a source was deleted or replaced during the work.
+        """
         try:
             return await self.working.engine.submit(work).wait()
+        except CorruptCheckpointError as damage:
+            await self._reading.engine.submit(partial(self._check_sources, damage)).wait()
+            raise
         finally:
             await uninterrupted(self._aclose())
 
@@ -47,6 +56,11 @@ class Runtimes:
         finally:
             await self._reading.aclose()
 
+    async def _check_sources(self, damage: CorruptCheckpointError) -> None:
+        for files in self._sources:
+            if files.location == damage.location:
+                await check_unchanged(files, self._verb, damage)
+
     async def open(
         self,
         location: str | os.PathLike[str],
@@ -55,7 +69,12 @@ class Runtimes:
     ) -> LeafReader:
         """Open a checkpoint on the reading engine; errors: as `open_source`."""
         opening = partial(
-            open_source, self._reading, location, storage_options, cache_nbytes=cache_nbytes
+            open_source,
+            self._reading,
+            location,
+            storage_options,
+            cache_nbytes=cache_nbytes,
+            opening=self._sources.append,
         )
         return await self._reading.engine.submit(opening).wait()
 
@@ -66,11 +85,12 @@ async def open_source(
     storage_options: Mapping[str, Any] | None,
     *,
     cache_nbytes: int,
+    opening: Callable[[CheckpointFiles], None],
 ) -> LeafReader:
     """Open the checkpoint at a location, or the newest step of a run there.
 
     Closing the runtime closes its store. `cache_nbytes` limits the decoded chunks that the reader
-    may keep.
+    may keep. `opening` is called with the files of every checkpoint that is about to be opened.
 
     Raises:
         CheckpointNotFoundError: there is neither.
@@ -78,16 +98,17 @@ async def open_source(
     compute = runtime.engine.compute
     if is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-        opened = await _newest(store, compute)
+        opened = await _newest(store, compute, opening)
     else:
         store, name = runtime.one(location, direct_io="auto", storage_options=storage_options)
         try:
-            opened = await open_any(store.files(name), compute)
+            opening(files := store.files(name))
+            opened = await open_any(files, compute)
         except CheckpointNotFoundError as missing:
             if isinstance(location, tuple):  # a store and a name in it
                 raise
             store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-            opened = await _newest(store, compute, missing)
+            opened = await _newest(store, compute, opening, missing)
     # Report arrays that cannot be read before reading any.
     wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
     extents = await opened.read_extents(opened, wanted)
@@ -114,7 +135,10 @@ def is_bucket(location: object) -> bool:
 
 
 async def _newest(
-    store: Store, compute: Workers, missing: CheckpointNotFoundError | None = None
+    store: Store,
+    compute: Workers,
+    opening: Callable[[CheckpointFiles], None],
+    missing: CheckpointNotFoundError | None = None,
 ) -> OpenCheckpoint:
     """Open the newest step.
 
@@ -126,7 +150,8 @@ async def _newest(
     # A run that has asyncckpt steps ignores those of other libraries.
     for opener, name in itertools.product((open_checkpoint, open_any), names):
         try:
-            return await opener(store.files(name), compute)
+            opening(files := store.files(name))
+            return await opener(files, compute)
         except CheckpointNotFoundError:
             continue
         except CorruptCheckpointError as damage:

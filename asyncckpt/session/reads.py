@@ -9,11 +9,11 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Literal, TypeVar
 
 from asyncckpt.arguments import guarded, progress_notes
-from asyncckpt.checkpoint.open import open_any
+from asyncckpt.checkpoint.open import Verb, check_unchanged, open_any
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -38,16 +38,8 @@ from asyncckpt.verify.verify import verify_checkpoint
 
 T = TypeVar("T")
 
-Verb = Literal["restore", "inspect", "verify"]
-
 Read = Callable[[CheckpointFiles, int | None], Awaitable[T]]
 """Returns a result for the files of a checkpoint and its step."""
-
-PARTICIPLES: Mapping[Verb, str] = {
-    "restore": "restored",
-    "inspect": "inspected",
-    "verify": "verified",
-}
 
 
 class Reads:
@@ -178,7 +170,7 @@ class Reads:
         async def verify(files: CheckpointFiles, number: int | None) -> VerifyReport:
             report = await verify_checkpoint(self._runtime, files, number, progress)
             if not report.ok:
-                await _check_unchanged(files, "verify")
+                await check_unchanged(files, "verify")
             return report
 
         return await self._read("verify", step, verify)
@@ -246,7 +238,7 @@ class Reads:
                     raise
                 raise await self._without(step, files, error) from error
             except CorruptCheckpointError as error:
-                await _check_unchanged(files, verb, error)
+                await check_unchanged(files, verb, error)
                 raise
             finally:
                 await files.close()
@@ -262,22 +254,3 @@ class Reads:
             self.pinned[name] -= 1
             if not self.pinned[name]:
                 del self.pinned[name]
-
-
-async def _check_unchanged(
-    files: CheckpointFiles, verb: Verb, damage: CorruptCheckpointError | None = None
-) -> None:
-    """Raise a `CheckpointNotFoundError` if a seemingly damaged checkpoint is gone or replaced."""
-    try:
-        changed = await files.changed()
-    except AsyncCheckpointError:
-        return
-    if changed is None:
-        return
-    next_step = f"{verb} another step" if changed == "deleted" else f"{verb} it again"
-    raise CheckpointNotFoundError(
-        f"{files.location}: the checkpoint was {changed} while being {PARTICIPLES[verb]}; "
-        f"{next_step}",
-        location=files.location,
-        found=changed,
-    ) from damage

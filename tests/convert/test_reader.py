@@ -33,7 +33,9 @@ def opened() -> Iterator[Open]:
         runtime = Runtime("test-read", host_memory_nbytes=32 * MIB)
         runtimes.append(runtime)
         return runtime.engine.submit(
-            lambda: open_source(runtime, path, None, cache_nbytes=cache_nbytes)
+            lambda: open_source(
+                runtime, path, None, cache_nbytes=cache_nbytes, opening=lambda files: None
+            )
         ).result()
 
     yield opened
@@ -159,7 +161,7 @@ def test_damage_is_told_to_every_thread_that_asks(opened: Open, tmp_path: Path) 
     path = saved(tmp_path / "a", {"bad": numbers(1_000_000), "good": numbers(1_500_000)})
     file = next((path / "default" / "d").glob("*-0"))
     data = bytearray(file.read_bytes())
-    data[99] ^= 1
+    data[4999] ^= 1
     file.write_bytes(data)
     reader = opened(path)
 
