@@ -195,13 +195,13 @@ def test_verify_of_a_root_checks_every_step(run: Run, root: Path) -> None:
 
 
 def test_verify_names_the_damaged_leaves_and_exits_1(run: Run, root: Path) -> None:
-    file = flip(root / "20", 5)
+    file = flip(root / "20", 2053)
     done = run("verify", root / "20")
     assert done.status == 1
     head, titles, row = done.out.splitlines()
     assert head == f"{root}/20: damaged in 1 place"
     assert titles.split() == ["damaged", "leaf", "file", "byte", "reason"]
-    assert row.split()[:3] == ["params/w", str(file), "0"]
+    assert row.split()[:3] == ["params/w", str(file), "2048"]
     assert run("verify", root).status == 1
     document = json.loads(run("verify", root, "--json").out)
     assert document["ok"] is False
@@ -346,7 +346,7 @@ def test_the_command_runs_as_a_process_and_its_pipe_is_plain(root: Path) -> None
     assert shown.returncode == 0 and shown.stderr == ""
     assert "\x1b" not in shown.stdout and "params/" in shown.stdout
     assert "default/manifest.ocdbt" in shown.stdout  # not cut at 80 columns
-    flip(root / "20", 5)
+    flip(root / "20", 2053)
     checked = process("verify", root / "20")
     assert checked.returncode == 1 and checked.stderr == ""
     assert "params/w" in checked.stdout

@@ -17,8 +17,9 @@ from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError
 from asyncckpt.flow import buffers
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.record import decode_record
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.gc import remove_garbage
-from asyncckpt.stores.objects.layout import RECORD, owner
+from asyncckpt.stores.objects.layout import owner
 from asyncckpt.stores.objects.store import ObjectStore
 from tests.crash.scenarios import same
 from tests.objects.stores import HURRIED, SAVE_OPTIONS, Place, state
@@ -224,7 +225,7 @@ class Matrix:
             request
             for request in self._sim.requests
             if request.kind == "put_object"
-            and request.key.endswith(f"/1/{RECORD}")
+            and request.key.endswith(f"/1/{RECORD_NAME}")
             and request.applied_s
             and request.status in (0, 200, 500)
         ]
@@ -235,7 +236,7 @@ class Matrix:
             path = request.key.partition("/1/")[2]
             if (
                 request.kind == "put_object"
-                and path not in ("", RECORD)
+                and path not in ("", RECORD_NAME)
                 and owner(path) is None
                 and 0 < request.applied_s < committed_s
             ):
@@ -302,7 +303,7 @@ class Matrix:
         """
         below = f"{self._place.root}/1"
         stored = self._sim.stored("bucket")
-        record = decode_record(self._sim.get("bucket", f"{below}/{RECORD}"), location=below)
+        record = decode_record(self._sim.get("bucket", f"{below}/{RECORD_NAME}"), location=below)
         manifest = f"{below}/{record.database}/{MANIFEST_NAME}"
         if manifest in stored and self._sim.get("bucket", manifest) != record.manifest:
             self._wrong(point, f"{manifest} is of another index than the record's")

@@ -17,8 +17,9 @@ import pytest
 from asyncckpt import Checkpointer, DirectoryCoordinator
 from asyncckpt.errors import AsyncCheckpointError, SaveOutcomeUnknownError
 from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.gc import remove_garbage
-from asyncckpt.stores.objects.layout import RECORD, owner
+from asyncckpt.stores.objects.layout import owner
 from tests.crash.scenarios import same
 from tests.objects.matrix import FAULTS
 from tests.objects.stores import CLIENTS, SAVE_OPTIONS, Place, state
@@ -123,7 +124,7 @@ class Pair:
             request
             for request in self._sim.requests
             if request.kind == "put_object"
-            and request.key.endswith(f"/1/{RECORD}")
+            and request.key.endswith(f"/1/{RECORD_NAME}")
             and request.applied_s
             and request.status in (0, 200, 500)
         ]

@@ -12,9 +12,10 @@ from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import Body, unless_missing
-from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join, owner
+from asyncckpt.stores.objects.layout import LISTED_MAX, join, owner
 from asyncckpt.stores.objects.probe import Probes
 from asyncckpt.stores.objects.requests.requests import Requests
 
@@ -98,7 +99,7 @@ class Context:
         """
         with unless_missing():
             for _ in range(READS_MAX):
-                data = await self.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
+                data = await self.requests.read(join(name, RECORD_NAME), max_nbytes=max_nbytes)
                 if data is None:
                     return Record(None, None)
                 save_id = await self.run_sized(self.save_id_of, data)
@@ -127,7 +128,7 @@ class Context:
         None if it is missing. Raises `RequestError`.
         """
         with unless_missing():
-            return bytes(await self.requests.get(join(name, RECORD), 0, HEAD_NBYTES))
+            return bytes(await self.requests.get(join(name, RECORD_NAME), 0, HEAD_NBYTES))
         return None
 
     async def paths_of(self, name: str, save_id: str | None) -> list[str]:
@@ -159,9 +160,10 @@ class Context:
                     data = await self.requests.read(key, max_nbytes=fixed.nbytes)
             if data is None or not await self.run_sized(fixed.matches, data):
                 raise CorruptCheckpointError(
-                    f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "
-                    "damaged; only other programs need that file, not the checkpoint itself",
-                    file=fixed.object or RECORD,
+                    f"{location}/{fixed.object or RECORD_NAME}: the copy of {fixed.path} is "
+                    "missing or damaged; only other programs need that file, not the checkpoint "
+                    "itself",
+                    file=fixed.object or RECORD_NAME,
                     location=location,
                     expected=f"{fixed.nbytes} bytes with CRC-32C {fixed.crc32c:08x}",
                     found=None if data is None else f"{len(data)} bytes",

@@ -16,12 +16,13 @@ import asyncio
 
 from asyncckpt.errors import CheckpointExistsError, UsageError
 from asyncckpt.flow.shield import cleaned_up, to_completion, together
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.local.export import IRREPLACEABLE, REPLACEABLE_SUFFIXES
 from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import RECORD, check_key, join
+from asyncckpt.stores.objects.layout import check_key, join
 from asyncckpt.stores.objects.uploads import ExportFile, abort_pending
 from asyncckpt.stores.paths import check_file
 
@@ -135,7 +136,7 @@ class ObjectExport:
             for entry in below
             if not entry.is_prefix and entry.key.endswith(REPLACEABLE_SUFFIXES)
         ]
-        if not tensors or any(entry.key == join(self._name, RECORD) for entry in below):
+        if not tensors or any(entry.key == join(self._name, RECORD_NAME) for entry in below):
             raise self._exists(IRREPLACEABLE)
         new = {join(self._name, name) for name in (*(f.path for f in self._files), *self._index)}
         return [key for key in tensors if key not in new]

@@ -24,11 +24,11 @@ from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckp
 from asyncckpt.flow.shield import mapped
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
-from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
+from asyncckpt.ports import ORDINARY, RECORD_NAME, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.objects.clients.client import Body, Listed, RequestError, unless_missing
 from asyncckpt.stores.objects.context import HEAD_NBYTES, INLINE_NBYTES, Context
 from asyncckpt.stores.objects.failures import reported, store_error
-from asyncckpt.stores.objects.layout import RECORD, join
+from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.paths import path_parts, read_parts
 
 RANGE_NBYTES = 16 * MIB
@@ -67,7 +67,7 @@ class ObjectFiles:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)
         data: bytes | None
-        if path == RECORD:
+        if path == RECORD_NAME:
             data = await self._read_record(max_nbytes)
         else:
             try:
@@ -92,10 +92,10 @@ class ObjectFiles:
             CheckpointNotFoundError: there is no record, or it does not count.
             StoreError: the read failed for another reason.
         """
-        with reported("reading", self._full(RECORD)):
+        with reported("reading", self._full(RECORD_NAME)):
             record = await self._context.read_record(self._name, max_nbytes=max_nbytes)
         if record is None:
-            raise self._missing(RECORD)
+            raise self._missing(RECORD_NAME)
         if not await self._context.counts(record):
             raise CheckpointNotFoundError(
                 f"{self.location}: the record here does not count: its writer (epoch "
@@ -165,7 +165,7 @@ class ObjectFiles:
         if error.kind != "missing":
             raise store_error("reading", self._full(path), error) from error
         context = self._context
-        if path not in ("", RECORD) and path not in self._contents:
+        if path not in ("", RECORD_NAME) and path not in self._contents:
             with reported("reading", self._full(path)):
                 outline = await context.outline(await context.read_record(self._name))
                 fixed = [one for one in outline.fixed if one.path == path]
@@ -211,7 +211,7 @@ class ObjectFiles:
         """Return how the record has changed since it was read here; None if it has not."""
         if self._head is None:
             return None
-        with reported("reading the record", self._full(RECORD)):
+        with reported("reading the record", self._full(RECORD_NAME)):
             head = await self._context.read_head(self._name)
         if head is None:
             return "deleted"

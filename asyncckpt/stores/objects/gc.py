@@ -28,12 +28,12 @@ from __future__ import annotations
 
 from asyncckpt.format.record_values import Outline
 from asyncckpt.log import logger
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.claims import inherited_name
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.layout import (
     LISTED_MAX,
-    RECORD,
     is_exchange,
     is_fixed,
     is_note,
@@ -97,7 +97,7 @@ async def _checkpoint(
         )
         return removed
     old = [entry.key for entry in listed if _is_older(entry, before_s)]
-    key = join(name, RECORD)
+    key = join(name, RECORD_NAME)
     fenced = record is not None and key in old and not await context.counts(record)
     if fenced and (dry_run or await delete_record(context, name, version)):
         removed.append(key)

@@ -28,10 +28,7 @@ import uuid
 from collections.abc import Iterable
 
 from asyncckpt.errors import UsageError
-from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.paths import CONTROL, NOTE, note_name
-
-RECORD = RECORD_NAME
 
 LISTED_MAX = 1 << 20
 """Maximum entries of a listing: of a checkpoint, the control prefix, or the names below a root."""

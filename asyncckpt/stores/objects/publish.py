@@ -73,10 +73,11 @@ from functools import partial
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
 from asyncckpt.flow.shield import together
 from asyncckpt.log import logger
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import HEAD_NBYTES, Context, Record, shared_paths
 from asyncckpt.stores.objects.failures import reported, store_error
-from asyncckpt.stores.objects.layout import RECORD, join
+from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.repair import follow_record, write_fixed, write_marks
@@ -123,7 +124,7 @@ class Publication:
 
     def __post_init__(self) -> None:
         self._requests = self.context.requests
-        self._key = join(self.name, RECORD)
+        self._key = join(self.name, RECORD_NAME)
         self._location = self.context.requests.location(self.name)
         self._retried = False
         self._deleted = False

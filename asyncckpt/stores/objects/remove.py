@@ -22,11 +22,11 @@ from functools import partial
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.log import logger
-from asyncckpt.ports import Removal
+from asyncckpt.ports import RECORD_NAME, Removal
 from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context, Record, shared_paths
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import RECORD, join, marks
+from asyncckpt.stores.objects.layout import join, marks
 from asyncckpt.stores.objects.repair import follow_record
 
 ROUNDS_MAX = 3
@@ -44,7 +44,7 @@ async def read_version(
     version = None
     if wanted:
         with unless_missing():
-            version = await context.requests.version(join(name, RECORD))
+            version = await context.requests.version(join(name, RECORD_NAME))
         if version is None:
             return None, None
     record = await context.read_record(name)
@@ -56,7 +56,7 @@ async def delete_record(context: Context, name: str, version: str | None) -> boo
 
     Raises `RequestError`.
     """
-    key = join(name, RECORD)
+    key = join(name, RECORD_NAME)
     if version is None:
         await context.requests.delete([key])
         return True
@@ -112,7 +112,7 @@ async def _remove_bytes(
             if record is None or record.save_id != save_id:
                 break
             logger.warning("%s: the record came back; removed again", location)
-            await context.delete_paths(name, [RECORD])
+            await context.delete_paths(name, [RECORD_NAME])
         try:
             # Another save may have been committed here meanwhile.
             await follow_record(context, name, None, names)

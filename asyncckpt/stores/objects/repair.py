@@ -20,9 +20,10 @@ from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.log import logger
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context
-from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks
+from asyncckpt.stores.objects.layout import SUCCESS, join, marks
 
 ROUNDS_MAX = 5
 """Changes of the record after which a writer leaves the rest to the process that changes it."""
@@ -87,7 +88,7 @@ async def repair(context: Context, name: str) -> bool:
         RequestError, StoreError: a request failed.
     """
     here = await _listed(context, name, "")
-    if RECORD not in here:
+    if RECORD_NAME not in here:
         return False
     head = await context.read_head(name)
     if head is None:
@@ -140,7 +141,7 @@ def _wrong(outline: Outline, here: Mapping[str, Listed]) -> Iterable[FixedName]:
             yield fixed
         elif entry.checksum != fixed.md5:
             differs = lists_md5 if fixed.object is None else is_md5(fixed.object, fixed)
-            if differs or entry.modified_s < here[RECORD].modified_s:
+            if differs or entry.modified_s < here[RECORD_NAME].modified_s:
                 yield fixed
 
 

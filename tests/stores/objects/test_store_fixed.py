@@ -8,10 +8,10 @@ import pytest
 
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.record_values import FixedName, Outline
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import HEAD_NBYTES
 from asyncckpt.stores.objects.gc import COLLECT_MIN_S
-from asyncckpt.stores.objects.layout import RECORD
 from asyncckpt.stores.objects.repair import _wrong
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, fill, identity, put, save
@@ -50,7 +50,7 @@ def entry(data: bytes, modified_s: float, checksum: str | None = None) -> Listed
 def test_a_fixed_name_is_compared_by_its_checksum_else_by_size_and_time(
     found: Listed | None, source: Listed | None, right: bool
 ) -> None:
-    listed = {FIXED.path: found, SOURCE: source, RECORD: entry(b"", 10.0)}
+    listed = {FIXED.path: found, SOURCE: source, RECORD_NAME: entry(b"", 10.0)}
     here = {path: one for path, one in listed.items() if one is not None}
     outline = Outline("x", fixed=(FIXED,))
     assert list(_wrong(outline, here)) == ([] if right else [FIXED])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from asyncckpt.errors import StoreError
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import Listed
-from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD
+from asyncckpt.stores.objects.layout import LISTED_MAX
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
 
@@ -12,14 +13,14 @@ from asyncckpt.stores.paths import CONTROL
 async def checkpoint_names(requests: Requests) -> list[str]:
     """Return the prefixes below the root, in no order, including those of open attempts.
 
-    Includes `RECORD` if the root is itself a checkpoint. Raises `RequestError`, and `StoreError` if
-    there are too many.
+    Includes `RECORD_NAME` if the root is itself a checkpoint. Raises `RequestError`, and
+    `StoreError` if there are too many.
     """
     listed = await _complete(requests, "", recursive=False)
     return [
         entry.key
         for entry in listed
-        if entry.key == RECORD or (entry.is_prefix and entry.key not in ("", CONTROL))
+        if entry.key == RECORD_NAME or (entry.is_prefix and entry.key not in ("", CONTROL))
     ]
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import STEP_NAME
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join
+from asyncckpt.stores.objects.layout import LISTED_MAX, join
 from asyncckpt.stores.objects.requests.requests import Requests
 
 STEPS_MAX = 16
@@ -38,7 +39,7 @@ async def refuse_run(requests: Requests, name: str) -> None:
                 return
             raise
         below = {entry.key.removeprefix(f"{name}/"): entry.is_prefix for entry in listed}
-        if RECORD in below:
+        if RECORD_NAME in below:
             return  # a checkpoint: the creation of the record reports it
         found = (path for path, is_prefix in below.items() if is_prefix)
         newest = sorted(filter(STEP_NAME.fullmatch, found), key=int)[-STEPS_MAX:]
@@ -58,6 +59,6 @@ async def refuse_run(requests: Requests, name: str) -> None:
 
 async def _is_committed(requests: Requests, name: str) -> bool:
     with unless_missing():
-        await requests.size(join(name, RECORD))
+        await requests.size(join(name, RECORD_NAME))
         return True
     return False
