@@ -438,3 +438,19 @@ def progress_notes(progress: ProgressCallback | None) -> tuple[str, ...]:
     return (
         f"the progress callback raised {type(error).__name__}: {error}; it was not called again",
     )
+
+
+COLLECT_MIN_S = 7 * 24 * 3600.0
+"""Minimum age of removed leftovers in seconds: no save takes a week, and one that is older than
+half a week is no longer committed."""
+
+
+def check_age(seconds: float, given: str) -> None:
+    """Check the age of leftovers to remove; `given` is the argument."""
+    if not seconds >= COLLECT_MIN_S:  # NaN neither
+        raise UsageError(
+            f"{given}: pass at least a week (7d, {COLLECT_MIN_S:.0f} s); younger leftovers may "
+            "belong to a save that is still running",
+            expected=COLLECT_MIN_S,
+            found=seconds,
+        )

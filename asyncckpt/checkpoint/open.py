@@ -32,14 +32,6 @@ from asyncckpt.ports import CheckpointFiles, Entry
 
 Verb = Literal["restore", "inspect", "verify", "convert", "compare"]
 
-PARTICIPLES: Mapping[Verb, str] = {
-    "restore": "restored",
-    "inspect": "inspected",
-    "verify": "verified",
-    "convert": "converted",
-    "compare": "compared",
-}
-
 PROBED_ITEMS = 8
 """Most subdirectories inspected to recognize a directory without known names."""
 
@@ -116,8 +108,7 @@ async def check_unchanged(
         return
     next_step = f"{verb} another step" if changed == "deleted" else f"{verb} it again"
     raise CheckpointNotFoundError(
-        f"{files.location}: the checkpoint was {changed} while being {PARTICIPLES[verb]}; "
-        f"{next_step}",
+        f"{files.location}: the checkpoint was {changed} while being read; {next_step}",
         location=files.location,
         found=changed,
     ) from damage

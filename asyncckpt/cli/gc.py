@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 import asyncckpt.blocking as blocking
+from asyncckpt.arguments import check_age
 from asyncckpt.cli import opening, tables
 from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, confirm, print_json
 from asyncckpt.errors import UsageError
 from asyncckpt.reports import counted
-from asyncckpt.session.gc import COLLECT_MIN_S
 
 LEFTOVERS = ("leftover", "leftovers")
 
@@ -92,11 +92,5 @@ def _seconds(text: str) -> float:
             f"--older-than {text}: pass hours, days or weeks, for example 7d", found=text
         )
     seconds = float(found[1]) * _UNIT_S[found[2].lower()]
-    if seconds < COLLECT_MIN_S:
-        raise UsageError(
-            f"--older-than {text}: pass at least {COLLECT_MIN_S / _UNIT_S['d']:.0f}d; younger "
-            "leftovers may belong to a save that is still running",
-            expected=COLLECT_MIN_S,
-            found=seconds,
-        )
+    check_age(seconds, f"--older-than {text}")
     return seconds

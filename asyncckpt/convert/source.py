@@ -45,7 +45,10 @@ class Runtimes:
         try:
             return await self.working.engine.submit(work).wait()
         except CorruptCheckpointError as damage:
-            await self._reading.engine.submit(partial(self._check_sources, damage)).wait()
+            for files in self._sources:
+                if files.location == damage.location:
+                    check = partial(check_unchanged, files, self._verb, damage)
+                    await self._reading.engine.submit(check).wait()
             raise
         finally:
             await uninterrupted(self._aclose())
@@ -55,11 +58,6 @@ class Runtimes:
             await self.working.aclose()
         finally:
             await self._reading.aclose()
-
-    async def _check_sources(self, damage: CorruptCheckpointError) -> None:
-        for files in self._sources:
-            if files.location == damage.location:
-                await check_unchanged(files, self._verb, damage)
 
     async def open(
         self,

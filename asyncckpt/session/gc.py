@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from asyncckpt.arguments import check_switch
+from asyncckpt.arguments import COLLECT_MIN_S, check_age, check_switch
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.opening import fsspec_options
-
-COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Minimum age of removed leftovers in seconds: no save takes a week, and a save older than half a
-week is no longer committed."""
 
 
 async def collect_garbage(
@@ -53,14 +48,7 @@ async def collect_garbage(
     check_switch("dry_run", dry_run)
     if isinstance(older_than_s, bool) or not isinstance(older_than_s, (int, float)):
         raise UsageError(f"older_than_s={older_than_s!r}: pass seconds", found=older_than_s)
-    if math.isnan(older_than_s) or older_than_s < COLLECT_MIN_S:
-        raise UsageError(
-            f"older_than_s={older_than_s}: pass at least {COLLECT_MIN_S:.0f} "
-            f"({COLLECT_MIN_S / 86400:.0f} days); younger leftovers may belong to a save that is "
-            "still running",
-            expected=COLLECT_MIN_S,
-            found=older_than_s,
-        )
+    check_age(older_than_s, f"older_than_s={older_than_s}")
     runtime = Runtime("asyncckpt-gc", host_memory_nbytes=MIN_BUDGET_NBYTES)
     # Deleting the records of fenced writers needs conditional deletion.
     options = fsspec_options(root, storage_options)

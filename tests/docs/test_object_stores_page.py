@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from asyncckpt import SaveOptions, blocking
-from asyncckpt.session.gc import COLLECT_MIN_S
+from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.stores.objects.clients.client import Kind
 from asyncckpt.stores.objects.clients.opening import CLIENTS, EXTRAS
 from tests.moto_s3 import moto_server, s3_of

@@ -275,7 +275,7 @@ async def read_while(at: Place, change: Callable[[asyncckpt.Checkpointer], Await
 async def test_a_step_that_is_deleted_while_it_is_restored(told: Told, kind: str) -> None:
     async with place(kind) as at:
         call = read_while(at, lambda writer: writer.delete(1))
-        error = await told.error(call, CheckpointNotFoundError, "deleted while being restored")
+        error = await told.error(call, CheckpointNotFoundError, "deleted while being read")
         assert error.location.endswith("://bucket/run/1")
 
 

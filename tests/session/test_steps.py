@@ -299,9 +299,7 @@ async def test_a_step_deleted_while_it_is_restored_is_not_found_never_corrupt(
             await asyncio.to_thread(shutil.rmtree, tmp_path / "2")
             held.go()
             if expected == "named":
-                with pytest.raises(
-                    CheckpointNotFoundError, match="was deleted while being restored"
-                ):
+                with pytest.raises(CheckpointNotFoundError, match="was deleted while being read"):
                     await restoring
                 await ckpt.save(2, tree(2))
             else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt import blocking
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
+from asyncckpt.arguments import COLLECT_MIN_S
 from tests.processes.fixtures import Pools
 from tests.simulator import simulator
 from tests.stores.objects.stores import options_of

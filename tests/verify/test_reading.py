@@ -68,9 +68,8 @@ async def test_a_step_deleted_while_it_is_read_is_not_found(tmp_path: Path, read
         index.go()
         with pytest.raises(CheckpointNotFoundError) as caught:
             await reading
-        done = {restore: "restored", inspect: "inspected", verify: "verified"}[read]
         assert str(caught.value) == (
-            f"{tmp_path / '2'}: the checkpoint was deleted while being {done}; "
+            f"{tmp_path / '2'}: the checkpoint was deleted while being read; "
             f"{read.__name__} another step"
         )
         assert caught.value.location == str(tmp_path / "2")

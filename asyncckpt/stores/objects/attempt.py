@@ -18,6 +18,7 @@ from __future__ import annotations
 import socket
 import time
 
+from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError, UsageError
 from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.shield import cleaned_up, to_completion
@@ -27,7 +28,6 @@ from asyncckpt.options import MIB
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.objects.clients.client import PUT_MAX_NBYTES, Body
 from asyncckpt.stores.objects.context import Context, Record
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly

@@ -46,9 +46,6 @@ from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
 from asyncckpt.stores.paths import CONTROL
 
-COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Minimum age of leftovers: longer than any save, and twice the maximum age at publication."""
-
 KEYS_PER_DELETION = 1000
 """Keys per deletion request of S3; the record is read again before each."""
 

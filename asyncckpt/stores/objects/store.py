@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from asyncckpt.errors import UsageError
+from asyncckpt.arguments import check_age
 from asyncckpt.flow.shield import cleaned_up, uninterrupted
 from asyncckpt.format.claim import Claim
 from asyncckpt.format.record import STEP_NAME
@@ -27,7 +27,7 @@ from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S, remove_garbage
+from asyncckpt.stores.objects.gc import remove_garbage
 from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, note_key
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -258,14 +258,7 @@ class ObjectStore:
         Raises:
             UsageError: `older_than_s` is less than `COLLECT_MIN_S`.
         """
-        if older_than_s < COLLECT_MIN_S:
-            raise UsageError(
-                f"older_than_s={older_than_s}: pass at least {COLLECT_MIN_S:.0f} "
-                f"({COLLECT_MIN_S / 86400:.0f} days); younger objects may belong to a save "
-                "in progress",
-                expected=COLLECT_MIN_S,
-                found=older_than_s,
-            )
+        check_age(older_than_s, f"older_than_s={older_than_s}")
         with reported("removing leftovers", self.url):
             removed = await remove_garbage(self._context, older_than_s, dry_run=dry_run)
             for name in [] if dry_run else await self.names():

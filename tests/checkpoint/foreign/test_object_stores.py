@@ -302,6 +302,6 @@ async def test_an_object_that_vanishes_in_the_middle_is_no_corruption(sim: Simul
     async with asyncckpt.Checkpointer("s3://bucket/gone", storage_options=storage) as run:
         await run.delete(3)
     gate.release()
-    with pytest.raises(asyncckpt.CheckpointNotFoundError, match="deleted while being restored"):
+    with pytest.raises(asyncckpt.CheckpointNotFoundError, match="deleted while being read"):
         await task
     sim.faults.clear()

@@ -12,11 +12,11 @@ from typing import Any
 
 from aiobotocore.session import AioSession
 
+from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import ObjectClient
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.context import Context
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import is_probe
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests

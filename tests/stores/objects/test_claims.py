@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.errors import (
     AsyncCheckpointError,
     FencedError,
@@ -21,7 +22,6 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.record import seal
 from asyncckpt.stores.objects import probe
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.requests import listings
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, fill, identity, save

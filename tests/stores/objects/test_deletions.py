@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncckpt import Checkpointer, KeepLast
+from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.clients.fsspec_client import DELETES, each
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.testing.checkpoints import identity
 from tests.objects.stores import place
 from tests.simulator import Fault, Simulator, simulator

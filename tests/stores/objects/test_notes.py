@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
+from asyncckpt.arguments import COLLECT_MIN_S
 from tests.simulator import Fault, Simulator, simulator
 from tests.stores.objects.stores import KINDS, ROOT, opened
 from tests.stores.objects.test_store_collect import age, keys

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError, UsageError
 from asyncckpt.stores.objects import attempt as attempts
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.layout import is_fixed, owner
 from asyncckpt.testing.checkpoints import (
     delete,

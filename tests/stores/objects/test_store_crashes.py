@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError
 from asyncckpt.stores.objects import probe
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, save
 from tests.simulator import Fault, Simulator

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import HEAD_NBYTES
-from asyncckpt.stores.objects.gc import COLLECT_MIN_S
 from asyncckpt.stores.objects.repair import _wrong
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, fill, identity, put, save
