@@ -32,7 +32,7 @@ _Losses = dict[str, FencedError]
 
 _jobs: WeakKeyDictionary[object, tuple[_Claims, _Losses]] = WeakKeyDictionary()
 """Claims that this process holds for jobs of several processes, and the errors of those that they
-have lost, by root; under `_guard`."""
+have lost, by root; changed under `_guard`."""
 
 
 class Claiming:
@@ -54,12 +54,11 @@ class Claiming:
         self._epoch: int | None = None
         self._held: Outcome[Claim | None] | None = None
         self._lost: FencedError | None = None
-        with _guard:
-            try:
-                self._made, self._losses = _jobs.setdefault(processes.job, ({}, {}))
-            except TypeError:  # a coordinator without weak references: sessions share no claim
-                self._made, self._losses = {}, {}
-            self._lost_before = self._losses.get(root.url)
+        try:  # without the lock, which another thread could hold during a fork
+            self._made, self._losses = _jobs.setdefault(processes.job, ({}, {}))
+        except TypeError:  # a coordinator without weak references: sessions share no claim
+            self._made, self._losses = {}, {}
+        self._lost_before = self._losses.get(root.url)
 
     async def epoch(self) -> int:
         """Return the epoch of the claim, which the first call makes; 0 if none is needed.
@@ -107,7 +106,7 @@ class Claiming:
         while True:
             with _guard:
                 lost = self._losses.get(url)
-                if lost is not self._lost_before and lost is not None:
+                if lost is not None and lost is not self._lost_before:
                     raise copy.copy(lost)
                 found = self._made.get(url)
                 self._held = made = self._made[url] = Outcome() if found is None else found
