@@ -206,7 +206,8 @@ async def test_nothing_is_written_after_a_cancelled_read(deadline: bool) -> None
             assert go_on.wait(30)
         inner(there)
 
-    policy = replace(AT_ONCE, timeout_s=0.05) if deadline else AT_ONCE
+    late = replace(AT_ONCE, timeout_s=0.05, floor_nbytes_per_s=1e12)
+    policy = late if deadline else AT_ONCE
     client = Streaming(pieces, pieces)
     async with files_of(client, policy) as files:
         reading = asyncio.create_task(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.options import MIB
+from asyncckpt.options import CACHED_NBYTES, MIB
 from asyncckpt.ports import Reading
 from tests.simulator import Simulator
 from tests.stores.objects.stores import ROOT, UNRACED, opened
@@ -49,7 +49,9 @@ async def test_nothing_is_told_of_what_does_not_come(sim: Simulator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "steps"), [(1000, 0), (3 * MIB + 5, 7), (40 * MIB, 0)], ids=["few", "one", "many"]
+    ("nbytes", "steps"),
+    [(1000, 0), (6 * CACHED_NBYTES + 5, 7), (40 * MIB, 0)],
+    ids=["few", "one", "many"],
 )
 async def test_a_run_of_one_range_is_checked_where_it_is_copied_step_by_step(
     sim: Simulator, nbytes: int, steps: int
