@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +48,31 @@ def test_checkpointers_that_save_at_once_share_one_claim(job: Job) -> None:
     assert job.run(main) == [[1, 1]] * job.count
 
 
-def test_a_new_checkpointer_takes_over_from_another_job_that_has_taken_over(
-    job: Job, tmp_path: Path
-) -> None:
+def taking_over(job: Job, tmp_path: Path) -> Callable[[], None]:
+    """A call in which another job takes over the run, with step 2."""
     later = Job(tmp_path / "later", job.count)
     later.root = job.root
 
-    async def take_over(ckpt: Checkpointer, process: int) -> Any:
+    async def save(ckpt: Checkpointer, process: int) -> Any:
         await ckpt.save(2, state())
+
+    def take_over() -> None:
+        assert later.play(save) == [None] * job.count
+
+    return take_over
+
+
+def test_a_new_checkpointer_takes_over_from_another_job_that_has_taken_over(
+    job: Job, tmp_path: Path
+) -> None:
+    take_over = taking_over(job, tmp_path)
 
     async def main(process: int) -> Any:
         coordinator = job.coordinator(process)
         async with Checkpointer(job.root, coordinator=coordinator) as one:
             await one.save(1, state())
             if process == 0:
-                assert await asyncio.to_thread(later.play, take_over) == [None] * job.count
+                await asyncio.to_thread(take_over)
             with pytest.raises(FencedError):
                 await one.save(3, state())
             async with Checkpointer(job.root, coordinator=coordinator) as new:
@@ -76,11 +87,7 @@ def test_a_checkpointer_that_was_idle_during_a_takeover_does_not_take_the_run_ba
     job: Job, tmp_path: Path, first: str
 ) -> None:
     """Whether it or another one finds out first, and also after a new one has taken over."""
-    later = Job(tmp_path / "later", job.count)
-    later.root = job.root
-
-    async def take_over(ckpt: Checkpointer, process: int) -> Any:
-        await ckpt.save(2, state())
+    take_over = taking_over(job, tmp_path)
 
     async def main(process: int) -> Any:
         coordinator = job.coordinator(process)
@@ -92,7 +99,7 @@ def test_a_checkpointer_that_was_idle_during_a_takeover_does_not_take_the_run_ba
             await idle.latest_step()
             await saver.save(1, state())
             if process == 0:
-                assert await asyncio.to_thread(later.play, take_over) == [None] * job.count
+                await asyncio.to_thread(take_over)
             if first == "saver":
                 with pytest.raises(FencedError):
                     await saver.save(3, state())
