@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pair.__main__ import REPOSITORY, Side, places
+from benchmarks.pair.worker import Cases
 from tests.simulator import simulator_process
 
 
@@ -29,3 +30,14 @@ def test_a_case_is_timed_on_object_stores(side: Side, client: str, tmp_path: Pat
     with simulator_process("loopback") as sim:
         place, options = places(client, tmp_path, sim)
         assert side.seconds("restore_into", place, options) > 0
+
+
+@pytest.mark.parametrize("case", ["restore", "restore_into", "restore_small", "restore_small_own"])
+def test_warm_files_are_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Direct writes leave nothing there."""
+    warmed: list[Path] = []
+    monkeypatch.setattr("benchmarks.files.warm", warmed.append)
+    assert getattr(Cases(1), case)(str(tmp_path), {}) > 0
+    assert warmed == [tmp_path]
