@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
@@ -25,7 +25,7 @@ from asyncckpt.planning.restore import ReadBatch
 from asyncckpt.ports import FRESH, Bytes, Reading
 from asyncckpt.restore.decode import Check, Decode, is_direct
 from asyncckpt.restore.plan import PlannedReads
-from asyncckpt.restore.ranges import RUN_NBYTES, Read, far, near, span
+from asyncckpt.restore.ranges import RUN_NBYTES, Read, reads_of, span
 
 READ_AHEAD_NBYTES = 256 << 20
 """Most bytes that one read of a remote store has in flight, however large its chunk. They count in
@@ -82,11 +82,8 @@ class Fetch:
         if len(plan.inline):
             await self.compute.run(self._decode.without_extent)
             self.arrived(plan.inline.column(1))
-        batches, gap_nbytes = plan.batches, self._capabilities.read_gap_nbytes
-        if self._capabilities.read_copies:
-            calls: Iterable[Read] = far(batches, self._begins, gap_nbytes, self._limiter.ceiling)
-        else:
-            calls = near(batches, self._begins, gap_nbytes)
+        streams = self._limiter.ceiling
+        calls = reads_of(plan.batches, self._begins, self._capabilities, streams)
         try:
             async with asyncio.TaskGroup() as group:
                 for read in calls:

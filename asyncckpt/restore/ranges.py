@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from asyncckpt.planning.restore import ReadBatch
+from asyncckpt.ports import StoreCapabilities
 
 SPAN_NBYTES = 64 << 20
 """Longest run, before it is cut."""
@@ -16,12 +17,16 @@ ASIDE_NBYTES = 4 << 20
 """Most bytes of small chunks that are read with the large ones around them."""
 
 RUN_NBYTES = 16 << 20
-"""Approximate size of one call that reads adjacent chunks straight into destinations: a thread hop
-costs as much as reading a megabyte, a request as much as reading three."""
+"""Approximate size of one request that reads adjacent chunks straight into destinations: it costs
+as much as reading three megabytes."""
+
+LOCAL_RUN_NBYTES = 32 << 20
+"""The same for one call that reads a local file: a thread that ends one and begins another takes as
+long as reading two megabytes from the page cache. Cancelling a restore waits for these calls."""
 
 RUN_MIN_NBYTES = 8 << 20
-"""Shortest call towards the end of a remote restore: a stream then reaches two thirds of its
-throughput, but no long call is still running when all others have ended."""
+"""Shortest call towards the end of a restore: a stream of an object store still reaches two thirds
+of its throughput."""
 
 SLACK = 8
 """Calls exceed these sizes by at most an eighth, to end where a chunk ends and to leave no small
@@ -45,29 +50,24 @@ Begins = Callable[[ReadBatch], bool]
 """Whether a run may begin with a batch, because it needs no slot."""
 
 
-def near(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
-    """Yield the reads of a file system, in file order."""
-    for run in _runs(batches, begins, gap_nbytes):
-        yield from _evenly(run, RUN_NBYTES)
-
-
-def far(
-    batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int, streams: int
+def reads_of(
+    batches: Sequence[ReadBatch], begins: Begins, capabilities: StoreCapabilities, streams: int
 ) -> Sequence[Read]:
-    """Return the reads of an object store, where seeking costs nothing: the longest first.
+    """Return the reads of these batches: in file order, or from an object store the longest first.
 
-    A read is no longer than the share of one of `streams` in the remaining bytes. Short reads come
-    last, when a long one would still be running after all others have ended (guided
-    self-scheduling, Polychronopoulos and Kuck 1987).
+    A read is no longer than the share of one of `streams` in the remaining bytes: when the last
+    ones begin, no long one is still running (guided self-scheduling, Polychronopoulos and Kuck
+    1987).
     """
-    runs = list(_runs(batches, begins, gap_nbytes))
+    far = capabilities.read_copies > 0
+    most = RUN_NBYTES if far else LOCAL_RUN_NBYTES
+    runs = list(_runs(batches, begins, capabilities.read_gap_nbytes))
     left = sum(span(run.batches) for run in runs)
     reads: list[Read] = []
     for run in runs:
-        nbytes = min(max(left // streams, RUN_MIN_NBYTES), RUN_NBYTES)
-        reads += _evenly(run, nbytes)
+        reads += _evenly(run, min(max(left // streams, RUN_MIN_NBYTES), most))
         left -= span(run.batches)
-    return sorted(reads, key=lambda read: span(read.batches), reverse=True)
+    return sorted(reads, key=lambda read: span(read.batches), reverse=True) if far else reads
 
 
 def span(batches: Sequence[ReadBatch]) -> int:

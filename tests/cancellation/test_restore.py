@@ -113,7 +113,7 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 async def restoring(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Restores]:
     await warm_up()
     monkeypatch.setattr(filling, "ALIGNED_CHUNK_NBYTES", 64 * KIB)
-    monkeypatch.setattr(runs, "RUN_NBYTES", 128 * KIB)  # each chunk is read by itself
+    monkeypatch.setattr(runs, "LOCAL_RUN_NBYTES", 128 * KIB)  # each chunk is read by itself
     monkeypatch.setattr(runs, "ASIDE_NBYTES", 64 * KIB)
     taken = ways_taken(monkeypatch)
     with nothing_left_behind():

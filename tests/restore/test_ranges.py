@@ -17,9 +17,10 @@ from asyncckpt import LeafOptions, RestoreOptions, SaveOptions
 from asyncckpt.options import KIB, MIB
 from asyncckpt.planning.restore import Part, ReadBatch
 from asyncckpt.planning.table import Table
+from asyncckpt.ports import StoreCapabilities
 from asyncckpt.restore import pipeline as filling
 from asyncckpt.restore import ranges as runs
-from asyncckpt.restore.ranges import Read, far, near, span
+from asyncckpt.restore.ranges import Read, reads_of, span
 from asyncckpt.save import plan_cache as layout
 from asyncckpt.stores.objects.files import ObjectFiles
 from tests.simulator import simulator
@@ -61,13 +62,18 @@ def check(reads: Sequence[Read], all_batches: Sequence[ReadBatch], most: int) ->
         assert span(read.batches) <= most or len(read.batches) == 1
 
 
-@given(st.lists(st.tuples(sizes, gaps), max_size=60), st.integers(1, 30))
+FAR = StoreCapabilities(read_copies=1, read_gap_nbytes=GAP)
+
+
+@given(
+    st.lists(st.tuples(sizes, gaps), max_size=60), st.integers(1, 30), st.sampled_from((1, 4, 64))
+)
 def test_every_batch_is_in_one_read_and_only_those_without_slots_go_together(
-    lengths: list[tuple[int, int]], per_file: int
+    lengths: list[tuple[int, int]], per_file: int, streams: int
 ) -> None:
     made = batches(lengths, per_file)
-    reads = list(near(made, needs_no_slot, GAP))
-    check(reads, made, 18 * MIB)
+    reads = reads_of(made, needs_no_slot, StoreCapabilities(read_gap_nbytes=GAP), streams)
+    check(reads, made, 36 * MIB)
     assert [b for read in reads for b in read.batches] == made
 
 
@@ -78,7 +84,7 @@ def test_far_away_the_longest_is_read_first(
     lengths: list[tuple[int, int]], per_file: int, streams: int
 ) -> None:
     made = batches(lengths, per_file)
-    reads = far(made, needs_no_slot, GAP, streams)
+    reads = reads_of(made, needs_no_slot, FAR, streams)
     check(reads, made, 18 * MIB)
     spans = [span(read.batches) for read in reads]
     assert spans == sorted(spans, reverse=True)
@@ -91,7 +97,7 @@ def test_all_streams_have_something_to_read_to_the_end(
     count: int, per_file: int, streams: int
 ) -> None:
     """66 files of 16 MiB are no two turns of 32 streams and a third for two of them alone."""
-    reads = far(batches([(MIB, 0)] * count, per_file), needs_no_slot, GAP, streams)
+    reads = reads_of(batches([(MIB, 0)] * count, per_file), needs_no_slot, FAR, streams)
     free = [0] * streams
     for read in reads:
         heapq.heapreplace(free, free[0] + span(read.batches))
@@ -120,6 +126,7 @@ async def test_leaves_of_any_mixture_of_sizes_are_restored(
     for module in (layout, filling):
         monkeypatch.setattr(module, "ALIGNED_CHUNK_NBYTES", 16 * KIB)
     monkeypatch.setattr(runs, "RUN_NBYTES", 256 * KIB)
+    monkeypatch.setattr(runs, "LOCAL_RUN_NBYTES", 256 * KIB)
     monkeypatch.setattr(runs, "RUN_MIN_NBYTES", 64 * KIB)
     monkeypatch.setattr(runs, "ASIDE_NBYTES", 16 * KIB)
     monkeypatch.setattr(runs, "SPAN_NBYTES", 1 * MIB)

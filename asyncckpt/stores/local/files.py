@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -76,6 +77,7 @@ class LocalFiles:
         self._workers = workers
         self._lock = threading.Lock()
         self._directory: Descriptor | None = None
+        self._shared: dict[tuple[str, int], _Shared] = {}  # open files, by path and flags
         self._bounces: list[Bytes] = []  # unused buffers
         self._slow_to_touch = False
         self.closed = False
@@ -109,7 +111,7 @@ class LocalFiles:
         Ranges of at least 1 MiB outside the page cache bypass it, unless `how.shared`: pages for it
         cost more than the copy from a buffer in the core's cache. If memory of `how.fresh` reads is
         slow to touch, later reads use small pages. `how.received` is never called, and
-        `how.ahead_nbytes` has no effect. `how.check` is called every `CACHED_NBYTES`.
+        `how.ahead_nbytes` has no effect. `how.check` is called about every `CACHED_NBYTES`.
         """
         with reported("reading", self._full(path)):
             await self._workers.run(self._read_into, path, offset, buffers, how)
@@ -118,8 +120,7 @@ class LocalFiles:
         since = time.thread_time()
         nbytes = sum([buffer.size for buffer in buffers])
         with contextlib.ExitStack() as stack:
-            fd = self._open_file(path)
-            stack.callback(os.close, fd)
+            fd = stack.enter_context(self._opened(path))
             past: _PastCache | None = None
             bypass = not how.shared and nbytes >= PAST_CACHE_MIN_NBYTES
             if bypass and not cached(fd, offset, nbytes):
@@ -172,26 +173,22 @@ class LocalFiles:
     @contextlib.contextmanager
     def _past_cache(self, path: str) -> Iterator[_PastCache | None]:
         """Yield a direct reader of the file; None if its file system refuses direct reads."""
-        try:
-            fd = self._open_file(path, os.O_DIRECT if sys.platform != "darwin" else 0)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-            yield None
-            return
-        bounces = self._bounces
-        try:
+        with contextlib.ExitStack() as stack:
+            flags = os.O_DIRECT if sys.platform != "darwin" else 0
+            try:
+                fd = stack.enter_context(self._opened(path, flags))
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                yield None
+                return
             with allocating(BOUNCE_NBYTES):
                 try:
-                    buffer = bounces.pop()
+                    buffer = self._bounces.pop()
                 except IndexError:
                     buffer = AnonymousMemory().allocate(BOUNCE_NBYTES)
-            try:
-                yield _PastCache(fd, buffer)
-            finally:
-                bounces.append(buffer)
-        finally:
-            os.close(fd)
+            stack.callback(self._bounces.append, buffer)
+            yield _PastCache(fd, buffer)
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List a directory, or the one file at `path`. As `CheckpointFiles.entries`."""
@@ -263,6 +260,30 @@ class LocalFiles:
         if directory is not None:
             directory.close()
 
+    @contextlib.contextmanager
+    def _opened(self, path: str, flags: int = 0) -> Iterator[int]:
+        """Yield the descriptor of a regular file. Threads share it; the last one closes it.
+
+        Errors: as `_open_file`.
+        """
+        with self._lock:
+            shared = self._shared.get((path, flags))
+            if shared is not None:
+                shared.users += 1
+        if shared is None:
+            # Two threads may open a file at once; later ones share the descriptor of the second.
+            shared = self._shared[path, flags] = _Shared(self._open_file(path, flags))
+        try:
+            yield shared.fd
+        finally:
+            with self._lock:
+                shared.users -= 1
+                if last := not shared.users:
+                    if self._shared.get((path, flags)) is shared:
+                        del self._shared[path, flags]
+            if last:
+                os.close(shared.fd)
+
     def _open_file(self, path: str, flags: int = 0) -> int:
         """Open a regular file of the checkpoint, or with O_DIRECTORY a directory.
 
@@ -325,6 +346,14 @@ class LocalFiles:
         return posixpath.join(self.location, path) if path else self.location
 
 
+@dataclass
+class _Shared:
+    """A descriptor, and the number of threads that use it."""
+
+    fd: int
+    users: int = 1
+
+
 class _PastCache:
     """Reader of one file past the page cache, for one thread.
 
@@ -366,9 +395,13 @@ class _PastCache:
 
 
 def _first(views: Iterable[Bytes], nbytes: int) -> Iterator[Bytes]:
-    """Yield views of the first `nbytes` of the buffers."""
+    """Yield views of the first `nbytes` of the buffers; up to half more, if a buffer ends there."""
+    most = nbytes + nbytes // 2
     for view in views:
-        if not nbytes:
+        if view.size > most:
+            if nbytes > 0:
+                yield view[:nbytes]
             return
-        yield view[:nbytes]
-        nbytes -= min(nbytes, view.size)
+        yield view
+        nbytes -= view.size
+        most -= view.size

@@ -138,6 +138,13 @@ def _c_function(name: str) -> Any:
     return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
+@functools.cache
+def _mincore() -> Any:
+    # Keeps the GIL, unlike other calls: it takes a microsecond, and threads that copy and check
+    # would wait a hundred times as long to get it back.
+    return getattr(ctypes.PyDLL(None), "mincore", None)
+
+
 # -------------------------------------------------------------------------------- flush and write
 
 
@@ -290,7 +297,7 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
     """
     nbytes += offset % mmap.PAGESIZE
     offset -= offset % mmap.PAGESIZE
-    mincore = None if sys.platform == "darwin" else _c_function("mincore")
+    mincore = None if sys.platform == "darwin" else _mincore()
     if mincore is None:
         return True
     try:
