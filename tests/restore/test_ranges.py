@@ -108,6 +108,16 @@ def test_all_streams_have_something_to_read_to_the_end(
     assert min(spans) >= min(5, count % per_file or 5) * MIB
 
 
+@pytest.mark.parametrize("threads", (4, 6))
+def test_the_last_reads_of_a_disk_are_short(threads: int) -> None:
+    reads = reads_of(batches([(MIB, 0)] * 1024, 512), needs_no_slot, StoreCapabilities(), threads)
+    free = [0] * threads
+    for read in reads:
+        heapq.heapreplace(free, free[0] + span(read.batches))
+    assert max(free) - min(free) <= 9 * MIB
+    assert [span(read.batches) for read in reads[:8]] == [32 * MIB] * 8
+
+
 def mixed(rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
     """Leaves of all sizes around those at which something is read in another way."""
     large = [int(rng.integers(16 * KIB, 400 * KIB)) for _ in range(rng.integers(1, 8))]

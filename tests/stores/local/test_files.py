@@ -246,6 +246,60 @@ async def test_closing_waits_for_nobody_and_pulls_no_descriptor_away(
     assert np.array_equal(buffer, pattern(PAGE + 1)[:PAGE])
 
 
+async def test_threads_that_read_one_file_share_its_descriptor(
+    store: LocalStore, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(store, "1", "a")
+    files = store.files("1")
+    read, own = os.preadv, os.open
+    reading, all_reading = threading.Event(), threading.Barrier(3)
+    opened: list[str] = []
+
+    def held(fd: int, buffers: Any, offset: int) -> int:
+        reading.set()
+        all_reading.wait(30)
+        return read(fd, buffers, offset)
+
+    def noted(path: Any, *args: Any, **kwargs: Any) -> int:
+        opened.append(str(path))
+        return own(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "preadv", held)
+    monkeypatch.setattr(os, "open", noted)
+    buffers = np.empty((3, PAGE), np.uint8)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(files.read_into("default/d/data", 0, [buffers[0]]))
+        await workers.run(reading.wait, 30)
+        for buffer in buffers[1:]:
+            group.create_task(files.read_into("default/d/data", 0, [buffer]))
+    assert opened.count("data") == 1
+    assert not [name for name in open_files() if name.endswith("data")]
+    monkeypatch.setattr(os, "preadv", read)
+    await files.read_into("default/d/data", 0, [buffers[0]])
+    assert opened.count("data") == 2, "nobody used it any more, so it was closed"
+    assert all(np.array_equal(buffer, pattern(PAGE + 1)[:PAGE]) for buffer in buffers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1000,), (100,)),
+        ((150, 9), (150,)),
+        ((151, 9), (100,)),
+        ((40, 40, 40, 30, 1), (40, 40, 40, 30)),
+        ((90, 61), (90, 10)),
+        ((100, 4, 80), (100, 4)),
+        ((100, 51), (100,)),
+    ],
+)
+def test_a_step_ends_where_a_buffer_ends_if_one_is_near(
+    sizes: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    """So that few arrays are checksummed in pieces."""
+    found = module._first([np.empty(size, np.uint8) for size in sizes], 100)
+    assert tuple(view.size for view in found) == expected
+
+
 async def test_short_reads_are_continued(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ class SlicedBody:
     def __init__(self, data: Body) -> None:
         self._view = memoryview(data)
         self._at = 0
+        self._sent = False
 
     def __enter__(self) -> SlicedBody:
         return self
@@ -86,6 +87,9 @@ class SlicedBody:
         return len(self._view)
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
+        if self._sent:
+            raise ConnectionError("the connection was closed while the body was being sent")
+        self._sent = True
         for start in range(0, len(self._view), SLICE_NBYTES):
             yield self._view[start : start + SLICE_NBYTES]
 
@@ -99,8 +103,9 @@ class SlicedBody:
         return self._at
 
     def seek(self, offset: int) -> None:
-        """Set the position of `read`."""
+        """Set the position of `read`. botocore does so before it sends the body again."""
         self._at = offset
+        self._sent = False
 
 
 # ---------------------------------------------------------------------------------------------- S3

@@ -129,7 +129,9 @@ class FsspecClient(ObjectClient):
         """Return entries below the path, and the token of the next page; here, all of them."""
         with unless_missing():
             if recursive:
-                return (await self._uncached("_find", path, detail=True)).values(), None
+                found = await self._uncached("_find", path, detail=True)
+                # By key, since `DirFileSystem` had absolute names in the details before 2026.9.
+                return [{**entry, "name": name} for name, entry in found.items()], None
             return await self._uncached("_ls", path, detail=True), None
         return (), None
 

@@ -22,6 +22,7 @@ from s3fs import S3FileSystem
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import MIB
 from asyncckpt.stores.objects.clients.client import ObjectClient, RequestError
+from asyncckpt.stores.objects.clients.fsspec_apis import SlicedBody
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Credentials as Known
@@ -126,6 +127,16 @@ async def test_one_call_is_one_request(given: Given, scheme: str, no_blocking: l
         # and a directory at once, and again where the object is empty.
         assert await client.size("b") == 0
         assert 1 <= len(given.kinds()) <= (1 if scheme == "s3" else 3)
+
+
+async def test_a_body_is_sent_again_only_after_it_was_rewound() -> None:
+    """Versions of aiohttp before 3.14.4 repeat a PUT whose body they can read again."""
+    body = SlicedBody(b"abc")
+    assert [bytes(part) async for part in body] == [b"abc"]
+    with pytest.raises(ConnectionError, match="while the body was being sent"):
+        [part async for part in body]
+    body.seek(0)
+    assert [bytes(part) async for part in body] == [b"abc"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
