@@ -483,10 +483,7 @@ async def restore_into(
 
 
 async def inspect(
-    location: Place,
-    *,
-    timeline: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
+    location: Place, *, timeline: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> CheckpointInfo:
     """Describe the checkpoint at `location` from its metadata alone.
 

@@ -157,13 +157,7 @@ class StoreError(AsyncCheckpointError):
         retryable: whether the same operation may succeed later without changes.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        retryable: bool = False,
-        **about: Unpack[About],
-    ) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, **about: Unpack[About]) -> None:
         super().__init__(message, **about)
         self.retryable = retryable
 
@@ -207,12 +201,7 @@ class SaveError(AsyncCheckpointError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        visible: bool = False,
-        durable: bool = False,
-        **about: Unpack[About],
+        self, message: str, *, visible: bool = False, durable: bool = False, **about: Unpack[About]
     ) -> None:
         super().__init__(message, **about)
         self.visible = visible

@@ -227,9 +227,7 @@ class SaveOptions(PickledByName):
         _choice("layout", self.layout, ("auto", "regular"))
         _choice("tree", self.tree, ("auto", "same", "union"))
         check_function(
-            "leaf_options",
-            self.leaf_options,
-            "path and ArraySpec that returns LeafOptions or None",
+            "leaf_options", self.leaf_options, "path and ArraySpec that returns LeafOptions or None"
         )
 
 

@@ -402,13 +402,7 @@ class Store(Protocol):
         """
 
     async def join(
-        self,
-        name: str,
-        save_id: str,
-        *,
-        process: int,
-        timeout_s: float,
-        private: bool = False,
+        self, name: str, save_id: str, *, process: int, timeout_s: float, private: bool = False
     ) -> JoinedAttempt:
         """Join an attempt that another process has begun or is about to begin.
 

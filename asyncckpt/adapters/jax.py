@@ -242,10 +242,7 @@ class JaxNodes:
 
 
 def _put(
-    values: Any,
-    name: str,
-    device: jax.Device | None,
-    sharding: jax.sharding.Sharding | None = None,
+    values: Any, name: str, device: jax.Device | None, sharding: jax.sharding.Sharding | None = None
 ) -> Any:
     """Return an array with this sharding, or an uncommitted one on `device` (None: default)."""
     with jax_memory.x64_for(name):

@@ -16,11 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UnsupportedFormatError,
-)
+from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.codecs import RAW, ZSTD, Codec

@@ -141,10 +141,7 @@ def gather(
 
 
 def _fill(
-    read: Callable[[Box, npt.NDArray[Any]], None],
-    box: Box,
-    clipped: Box,
-    flat: npt.NDArray[Any],
+    read: Callable[[Box, npt.NDArray[Any]], None], box: Box, clipped: Box, flat: npt.NDArray[Any]
 ) -> None:
     """Copy the elements of `box` of a chunk into `flat`; `clipped` is its part inside the array."""
     inside = box.intersect(Box((0,) * len(clipped.shape), clipped.shape))

@@ -158,10 +158,7 @@ def _mode(location: str) -> int:
         StoreError: this cannot be found out, because of permissions for example.
     """
     path = without_scheme(location)
-    with (
-        reported("opening", path),
-        contextlib.suppress(FileNotFoundError, NotADirectoryError),
-    ):
+    with reported("opening", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.stat(path).st_mode
     return 0
 

@@ -25,8 +25,7 @@ Source = Annotated[
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="Where to write.")]
 Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace DST atomically, a directory as a whole."),
+    bool, typer.Option("--overwrite", help="Replace DST atomically, a directory as a whole.")
 ]
 Zstd = Annotated[bool, typer.Option("--zstd", help="Compress the chunks.")]
 Memory = Annotated[

@@ -35,8 +35,7 @@ def tune(
         ),
     ] = "",
     max_seconds: Annotated[
-        float,
-        typer.Option("--max-seconds", help="Time limit; prints the results so far."),
+        float, typer.Option("--max-seconds", help="Time limit; prints the results so far.")
     ] = MAX_S,
     memory: Annotated[
         str, typer.Option("--memory", metavar="SIZE", help="Staging memory of a save.")

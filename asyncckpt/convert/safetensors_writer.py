@@ -65,10 +65,7 @@ async def write_files(target: Target, reader: LeafReader, snapshot: Snapshot) ->
     pool = runtime.window_pool(store.capabilities, Sizes(total, SLOT_NBYTES, concurrency))
     # A destination is a path or URL (`format_of`), whose store can export.
     attempt = await cast(ExportingStore, store).begin_export(
-        target.name,
-        uuid.uuid4().hex,
-        overwrite=target.overwrite,
-        private=target.options.private,
+        target.name, uuid.uuid4().hex, overwrite=target.overwrite, private=target.options.private
     )
 
     writer = FilesWriter(target, reader, snapshot, plan, attempt, pool, concurrency)
@@ -151,9 +148,7 @@ class FilesWriter:
             async with asyncio.TaskGroup() as sealing:
                 for number, name in enumerate(plan.names):
                     file = await self.attempt.create(
-                        name,
-                        nbytes=plan.file_nbytes[number],
-                        window_nbytes=self.pool.slot_nbytes,
+                        name, nbytes=plan.file_nbytes[number], window_nbytes=self.pool.slot_nbytes
                     )
                     await self._each(partial(self._window, file), windows[number])
                     await self._each(partial(self._tile, file), self._tiles(number))

@@ -146,11 +146,7 @@ class Workers:
         waiter.result()
 
     def _abandoned_error(
-        self,
-        future: Future[Any],
-        waiter: asyncio.Future[Any],
-        call: Callable[..., Any],
-        since: str,
+        self, future: Future[Any], waiter: asyncio.Future[Any], call: Callable[..., Any], since: str
     ) -> ThreadAbandonedError:
         self.abandon(future)
         waiter.add_done_callback(seen)

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from asyncckpt.format.zarr import (
-    MAX_CODECS,
-    Chain,
-    ChunkKeys,
-    Document,
-    Shards,
-    ZarrArray,
-)
+from asyncckpt.format.zarr import MAX_CODECS, Chain, ChunkKeys, Document, Shards, ZarrArray
 from asyncckpt.spec import DTYPES, ArraySpec, numeric_class
 
 CRC_NBYTES = 4

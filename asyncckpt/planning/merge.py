@@ -290,12 +290,7 @@ def _compare(path: str, one: _Seen, other: _Seen) -> None:
 
 
 def _differ(
-    kind: type[MismatchError],
-    path: str,
-    one: _Seen,
-    found: object,
-    other: _Seen,
-    instead: object,
+    kind: type[MismatchError], path: str, one: _Seen, found: object, other: _Seen, instead: object
 ) -> MismatchError:
     return kind(
         f"{where(path)}: {found} on process {one.processes[0]}, {instead} on process "

@@ -6,14 +6,7 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 
-from asyncckpt.format.orbax import (
-    Kind,
-    OrbaxArrays,
-    OrbaxLeaf,
-    OrbaxPath,
-    conflicts,
-    encode_files,
-)
+from asyncckpt.format.orbax import Kind, OrbaxArrays, OrbaxLeaf, OrbaxPath, conflicts, encode_files
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.tree import Node

@@ -31,13 +31,7 @@ from asyncckpt.planning.held import HeldBox
 from asyncckpt.ports import Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.index import NO_CHUNKS, InlineChunks, Payload
-from asyncckpt.save.serialize import (
-    Compressed,
-    Compressor,
-    WindowChecksums,
-    WindowSums,
-    seal_small,
-)
+from asyncckpt.save.serialize import Compressed, Compressor, WindowChecksums, WindowSums, seal_small
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow
 

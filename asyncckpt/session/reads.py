@@ -15,11 +15,7 @@ from typing import Literal, TypeVar
 from asyncckpt.arguments import guarded, progress_notes
 from asyncckpt.checkpoint.open import Verb, check_unchanged, open_any
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.errors import (
-    AsyncCheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-)
+from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.shield import within
 from asyncckpt.format.foreign.orbax_read import UNFINISHED
 from asyncckpt.format.record import STEP_NAME

@@ -29,12 +29,7 @@ from asyncckpt.arguments import (
     typed,
 )
 from asyncckpt.coordinators.rounds import BUSY, Round
-from asyncckpt.errors import (
-    AsyncCheckpointError,
-    ClosedError,
-    FencedError,
-    UsageError,
-)
+from asyncckpt.errors import AsyncCheckpointError, ClosedError, FencedError, UsageError
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted, within
@@ -62,13 +57,7 @@ from asyncckpt.tree import Flat
 
 T = TypeVar("T")
 
-SESSION_OPTIONS = (
-    "host_memory_nbytes",
-    "direct_io",
-    "exit_deadline_s",
-    "silence_s",
-    "arrival_s",
-)
+SESSION_OPTIONS = ("host_memory_nbytes", "direct_io", "exit_deadline_s", "silence_s", "arrival_s")
 """Fields of `SaveOptions` that belong to a session, not to a single save."""
 
 _DEFAULTS = SaveOptions()

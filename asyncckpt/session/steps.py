@@ -12,11 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from asyncckpt.checkpoint.open import library_of
-from asyncckpt.errors import (
-    AsyncCheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-)
+from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.shield import mapped, together, uninterrupted
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.log import logger

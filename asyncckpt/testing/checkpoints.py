@@ -39,11 +39,7 @@ def identity(text: str) -> str:
 
 
 def record_of(
-    save_id: str,
-    seed: int = 0,
-    data: str = "",
-    fixed: Sequence[FixedName] = (),
-    epoch: int = 0,
+    save_id: str, seed: int = 0, data: str = "", fixed: Sequence[FixedName] = (), epoch: int = 0
 ) -> bytes:
     """Return the bytes that tests publish as a commit record.
 

@@ -10,12 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.adapters.tensor_boxes import TensorBoxes

@@ -16,11 +16,7 @@ from typing import NamedTuple
 
 from asyncckpt.checkpoint.foreign.listing import Listing, Range, batches, named
 from asyncckpt.checkpoint.foreign.raw import Run
-from asyncckpt.errors import (
-    AsyncCheckpointError,
-    CorruptCheckpointError,
-    UnsupportedFormatError,
-)
+from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.torch.dcp import Entry, Item, layout_of

@@ -96,12 +96,7 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
             empty = Run((0,) * len(entry.shape), entry.shape, 0, 0)
             tables.add_array("torch", entry.dtype, runs or [empty])
     return tables.open(
-        listing,
-        "dcp",
-        structure,
-        library="torch.distributed.checkpoint",
-        metadata={},
-        notes=notes,
+        listing, "dcp", structure, library="torch.distributed.checkpoint", metadata={}, notes=notes
     )
 
 

@@ -14,13 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import (
-    Listing,
-    Range,
-    concurrently,
-    damaged,
-    refuse_link,
-)
+from asyncckpt.checkpoint.foreign.listing import Listing, Range, concurrently, damaged, refuse_link
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.format.damage import path_fault

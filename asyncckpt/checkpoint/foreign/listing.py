@@ -16,11 +16,7 @@ import numpy as np
 
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.metadata import missing
-from asyncckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UnsupportedFormatError,
-)
+from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.flow.shield import mapped
 from asyncckpt.format.damage import path_fault
 from asyncckpt.options import MAX_ENTRIES

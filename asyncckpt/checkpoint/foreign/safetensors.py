@@ -124,9 +124,7 @@ def _is_shard(path: str) -> bool:
 
 
 def _opened(
-    listing: Listing,
-    places: Mapping[str, tuple[int, Header]],
-    metadata: Mapping[str, JsonValue],
+    listing: Listing, places: Mapping[str, tuple[int, Header]], metadata: Mapping[str, JsonValue]
 ) -> OpenCheckpoint:
     """Return the checkpoint of these tensors; `places` has number and header of each one's file."""
     tree = _saved_tree(listing.files.location, metadata, tuple(places))

@@ -26,13 +26,7 @@ from asyncckpt.format.ocdbt.datafiles import (
     encode_data_files,
     used_file,
 )
-from asyncckpt.format.ocdbt.wire import (
-    MANIFEST_MAGIC,
-    Reader,
-    encode_varint,
-    frame,
-    unframe,
-)
+from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, Reader, encode_varint, frame, unframe
 from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 
 MAX_MANIFEST_NBYTES = 1 << 26

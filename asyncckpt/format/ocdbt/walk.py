@@ -168,10 +168,7 @@ class TreeDecoder:
 
 
 def decode_tree(
-    version: Version,
-    fetch: Callable[[Location], bytes],
-    *,
-    limits: TreeLimits | None = None,
+    version: Version, fetch: Callable[[Location], bytes], *, limits: TreeLimits | None = None
 ) -> Values:
     """Return the values of a version by key; `fetch` returns the bytes of a node."""
     decoder = TreeDecoder(version, limits)

@@ -59,10 +59,7 @@ class LocalAttempt(AttemptTree):
         layout, terms = self._context.layout, self._terms
         epoch = terms.epoch
         base = layout.attempt(epoch, terms.name, terms.save_id)
-        with (
-            reported("beginning a save", self.location),
-            writing(layout, epoch, self.location),
-        ):
+        with reported("beginning a save", self.location), writing(layout, epoch, self.location):
             if not exports:
                 # `publish` checks again under the lock; this fails before anything is staged.
                 check_place(self.location, overwrite=terms.overwrite)

@@ -197,13 +197,7 @@ class LocalStore:
         return attempt
 
     async def join(
-        self,
-        name: str,
-        save_id: str,
-        *,
-        process: int,
-        timeout_s: float,
-        private: bool = False,
+        self, name: str, save_id: str, *, process: int, timeout_s: float, private: bool = False
     ) -> LocalJoinedAttempt:
         """Join an attempt that another process begins; make no directory. As `Store.join`.
 

@@ -239,11 +239,7 @@ class _Destination:
     """Destination buffers of one run of an object, which arrives in `count` ranges."""
 
     def __init__(
-        self,
-        buffers: Sequence[Bytes],
-        offset: int,
-        count: int,
-        received: Callable[[], None] | None,
+        self, buffers: Sequence[Bytes], offset: int, count: int, received: Callable[[], None] | None
     ) -> None:
         self._buffers = buffers
         self._coming = count

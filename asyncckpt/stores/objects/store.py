@@ -152,13 +152,7 @@ class ObjectStore:
         return attempt
 
     async def join(
-        self,
-        name: str,
-        save_id: str,
-        *,
-        process: int,
-        timeout_s: float,
-        private: bool = False,
+        self, name: str, save_id: str, *, process: int, timeout_s: float, private: bool = False
     ) -> ObjectJoinedAttempt:
         """Join an attempt that another process begins. As `Store.join`.
 

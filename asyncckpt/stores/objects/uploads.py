@@ -38,14 +38,7 @@ class ExportFile(ObjectDataFile):
     """
 
     def __init__(
-        self,
-        sending: Sending,
-        path: str,
-        key: str,
-        nbytes: int,
-        window_nbytes: int,
-        *,
-        new: bool,
+        self, sending: Sending, path: str, key: str, nbytes: int, window_nbytes: int, *, new: bool
     ) -> None:
         super().__init__(sending, path)
         self._requests = sending.context.requests

@@ -20,13 +20,7 @@ from asyncckpt.format.foreign.torch.plain_values import (
     empty_dict,
     plain_value,
 )
-from asyncckpt.format.foreign.torch.unpickle import (
-    Allowance,
-    Names,
-    PickleSource,
-    Stub,
-    Unpickler,
-)
+from asyncckpt.format.foreign.torch.unpickle import Allowance, Names, PickleSource, Stub, Unpickler
 from asyncckpt.spec import ITEMSIZES
 
 ENTRY_NBYTES = 64
