@@ -134,15 +134,9 @@ def _rename(source: str, target: str, flags: int) -> None:
 
 
 @functools.cache
-def _c_function(name: str) -> Any:
-    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
-
-
-@functools.cache
-def _mincore() -> Any:
-    # Keeps the GIL, unlike other calls: it takes a microsecond, and threads that copy and check
-    # would wait a hundred times as long to get it back.
-    return getattr(ctypes.PyDLL(None), "mincore", None)
+def _c_function(name: str, *, keeps_gil: bool = False) -> Any:
+    library = ctypes.PyDLL(None) if keeps_gil else ctypes.CDLL(None, use_errno=True)
+    return getattr(library, name, None)
 
 
 # -------------------------------------------------------------------------------- flush and write
@@ -297,7 +291,12 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
     """
     nbytes += offset % mmap.PAGESIZE
     offset -= offset % mmap.PAGESIZE
-    mincore = None if sys.platform == "darwin" else _mincore()
+    if sys.platform == "darwin":
+        return True
+    # `mincore` takes a microsecond; threads that copy and check would wait a hundred times as long
+    # to get the GIL back. For another user's file, the kernel may ask a file server for permission.
+    own = os.fstat(fd).st_uid == os.geteuid()
+    mincore = _c_function("mincore", keeps_gil=own)
     if mincore is None:
         return True
     try:

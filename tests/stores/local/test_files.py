@@ -29,6 +29,7 @@ from asyncckpt.flow.buffers import map_pages
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.ports import FRESH, Reading
 from asyncckpt.stores.local import files as module
+from asyncckpt.stores.local import posix
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, delete, pattern
 from tests.stores.checkpoints import save, write_file
@@ -547,8 +548,22 @@ async def test_a_file_that_ends_early_is_found_by_direct_reads_too(
     assert np.array_equal(buffer[: BIG - 100], data)
 
 
-async def test_what_the_page_cache_holds_is_known(store: LocalStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False])
+async def test_what_the_page_cache_holds_is_known(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """For another user's file, a file server may be asked, which must not stop all threads."""
     await saved_file(store, BIG)
+    asked: list[bool] = []
+    function = posix._c_function
+
+    def noted(name: str, *, keeps_gil: bool = False) -> Any:
+        asked.append(keeps_gil)
+        return function(name, keeps_gil=keeps_gil)
+
+    monkeypatch.setattr(posix, "_c_function", noted)
+    if not own:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     fd = os.open(tmp_path / "1" / "data", os.O_RDONLY)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -557,6 +572,7 @@ async def test_what_the_page_cache_holds_is_known(store: LocalStore, tmp_path: P
             pass
         assert module.cached(fd, 0, BIG)
         assert not cold
+        assert asked == [own] * 2
     finally:
         os.close(fd)
 

@@ -126,6 +126,9 @@ _DUMPED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("forbidden", "permission denied", ("kind: PermissionDenied",)),
 )
 
+NO_ANSWER = "the server closed the connection without an answer"
+"""Error of a body that is to be sent again. botocore reports a server that cannot be reached."""
+
 DETAIL_LENGTH = 300
 """Maximum length of a detail, in characters."""
 
@@ -139,6 +142,8 @@ def request_error(error: BaseException, hidden: Collection[str] = ()) -> Request
         return error
     chain = list(_chain(error))
     for link in chain:
+        if str(link) == NO_ANSWER:
+            return RequestError("connection", NO_ANSWER)
         # google.auth knows whether to retry; gcsfs turns the error into a 401.
         if "GoogleAuthError" in _names(link) and getattr(link, "retryable", False):
             return RequestError("connection", one_line(_text(link), hidden))

@@ -22,6 +22,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from asyncckpt.options import KIB, MIB
 from asyncckpt.stores.objects.clients.classification import (
+    NO_ANSWER,
     foreign_answer,
     request_error,
     status_error,
@@ -88,7 +89,7 @@ class SlicedBody:
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
         if self._sent:
-            raise ConnectionError("the connection was closed while the body was being sent")
+            raise ConnectionError(NO_ANSWER)
         self._sent = True
         for start in range(0, len(self._view), SLICE_NBYTES):
             yield self._view[start : start + SLICE_NBYTES]
@@ -231,7 +232,7 @@ class S3Client(FsspecClient):
             conditional_create=True,
             conditional_replace=True,
             conditional_delete=True,
-            repeats=True,  # aiohttp, once, on a connection that was kept open
+            repeats=True,  # a filesystem of the user's may, once, on a connection kept open
             multipart=True,
             parallel_parts=True,
         )

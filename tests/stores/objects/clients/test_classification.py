@@ -21,6 +21,7 @@ from s3fs.errors import translate_boto_error
 
 from asyncckpt.stores.objects.clients.classification import (
     DETAIL_LENGTH,
+    NO_ANSWER,
     one_line,
     request_error,
     status_error,
@@ -196,6 +197,17 @@ def test_an_error_is_told_by_what_a_caller_can_do_about_it(error: Exception, kin
     assert found.retryable == (kind in RETRYABLE)
     assert "\n" not in found.detail
     assert found.detail
+
+
+def test_what_a_body_refuses_is_told_as_it_is() -> None:
+    """aiohttp and botocore wrap it, the latter as a server that cannot be reached."""
+    refused = ConnectionError(NO_ANSWER)
+    with pytest.raises(boto.EndpointConnectionError) as caught:
+        try:
+            raise aiohttp.ClientConnectionError("failed to send") from refused
+        except aiohttp.ClientError as error:
+            raise boto.EndpointConnectionError(endpoint_url="http://x", error=error) from error
+    assert str(request_error(caught.value)) == f"connection: {NO_ANSWER}"
 
 
 def test_status_and_delay_of_the_server_are_kept() -> None:
