@@ -267,7 +267,7 @@ class LocalFiles:
         Errors: as `_open_file`.
         """
         with self._lock:
-            shared = self._shared.get((path, flags))
+            shared = None if self.closed else self._shared.get((path, flags))
             if shared is not None:
                 shared.users += 1
         if shared is None:

@@ -243,6 +243,8 @@ async def test_closing_waits_for_nobody_and_pulls_no_descriptor_away(
         group.create_task(files.read_into("default/d/data", 0, [buffer]))
         await workers.run(reading.wait, 30)
         await files.close()
+        with pytest.raises(ClosedError, match="these files were closed"):
+            await files.read_into("default/d/data", 0, [np.empty(PAGE, np.uint8)])
         go_on.set()
     assert np.array_equal(buffer, pattern(PAGE + 1)[:PAGE])
 

@@ -104,7 +104,7 @@ class SlicedBody:
         return self._at
 
     def seek(self, offset: int) -> None:
-        """Set the position of `read`. botocore does so before it sends the body again."""
+        """Set the position of `read`. botocore and gcsfs do so to send it again."""
         self._at = offset
         self._sent = False
 
