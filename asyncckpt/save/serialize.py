@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +26,8 @@ import zstandard
 from asyncckpt.flow.buffers import Slot, spans
 from asyncckpt.format.crc import combine, crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.options import CACHED_NBYTES, KIB, PAGE_NBYTES
-from asyncckpt.planning.pack import Piece, Window
+from asyncckpt.options import CACHED_NBYTES, KIB
+from asyncckpt.planning.pack import Window
 from asyncckpt.ports import Bytes
 
 
@@ -45,8 +45,8 @@ class WindowSums(NamedTuple):
     tail: int
 
 
-CopyPart = Callable[[Piece, int, Bytes], int]
-"""Copies a part of a piece, from a given byte on, into a buffer; returns the bytes copied."""
+Filling = Iterator[int]
+"""A copy of a window that goes on step by step; yields the position up to which it is filled."""
 
 SHORT_NBYTES = 32 * KIB
 """Payloads below this size are checksummed twice; combining costs as much as another 64 KiB."""
@@ -65,23 +65,27 @@ class WindowChecksums:
         self._file_crcs = file_crcs
         self._chunk = 0  # CRC of the current chunk up to the end of the window folded last
 
-    def seal(self, window: Window, buffer: Bytes, copy: CopyPart | None = None) -> WindowSums:
-        """Checksum the payloads of a window, and write padding and trailers. Blocking.
+    def seal(self, window: Window, buffer: Bytes, filling: Filling | None = None) -> WindowSums:
+        """Checksum the payloads of a window, and write their trailers. Blocking.
 
-        The payloads are already in `buffer`, or `copy` copies them into it. `fold` writes the
-        trailer of a chunk that began in an earlier window. Called in any order, from any thread.
+        The payloads, zeroed trailers and zeros between them are in `buffer`, or arrive there with
+        `filling`. `fold` writes the trailer of a chunk that began in an earlier window. Called in
+        any order, from any thread.
         """
         data = memoryview(buffer)
         head = rest = tail = 0
         done = end = 0  # `rest` covers the bytes before `done`; the bytes before `end` are final
+        filled = window.nbytes if filling is None else 0
         for piece in window.pieces:
             at = piece.position
-            if at > end:
-                buffer[end:at] = 0
             start, end = at, at + piece.stop - piece.start
             crc = 0
             while start < end:
-                stop = end if copy is None else start + copy(piece, start - at, buffer[start:end])
+                if filled <= start:
+                    assert filling is not None
+                    filled = next(filling)
+                    continue
+                stop = min(end, filled)
                 crc = crc32c(data[start:stop], crc)
                 start = stop
             if piece.start:
@@ -99,7 +103,8 @@ class WindowChecksums:
                 tail = crc
             if end - done >= CACHED_NBYTES:
                 rest, done = crc32c(data[done:end], rest), end
-        buffer[end : -(-window.nbytes // PAGE_NBYTES) * PAGE_NBYTES] = 0
+        for _ in filling or ():
+            pass
         return WindowSums(head, crc32c(data[done : window.nbytes], rest), tail)
 
     def fold(self, window: Window, buffer: Bytes, sums: WindowSums) -> None:

@@ -31,20 +31,20 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.format.crc import crc32c
-from asyncckpt.options import CACHED_NBYTES, MIB
+from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.planning.held import HeldBox
-from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window
+from asyncckpt.planning.pack import TRAILER_NBYTES, Window
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
-from asyncckpt.save.serialize import CopyPart, WindowSums
+from asyncckpt.save.serialize import Filling, WindowSums
 from asyncckpt.save.snapshot import Snapshot, held_nbytes
 from asyncckpt.spec import DTYPES, Box
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-Seal = Callable[[Window, Bytes, CopyPart], WindowSums]
-"""Fills a buffer with a window's payloads, copied part by part, and their trailers."""
+Seal = Callable[[Window, Bytes, Filling], WindowSums]
+"""Checksums a window while it is copied into a buffer, and writes its trailers."""
 
 GROUP_NBYTES = 64 * MIB
 """Bytes that one worker call copies while the caller waits: a hop between threads costs about
@@ -62,6 +62,9 @@ four times, for half a millisecond, and hold two slots."""
 
 GROUPED_ALIGNMENT = 64
 """Alignment of grouped chunks in bytes: aligned elements are copied fastest."""
+
+ZEROS = np.zeros(PAGE_NBYTES, np.uint8)
+"""Room for trailers, and padding between chunks."""
 
 INLINE_ARRAYS = 1024
 """Small arrays copied by one call, which holds the interpreter lock for about 0.3 ms."""
@@ -379,25 +382,67 @@ class Staging:
         since = time.perf_counter()
         staged: list[StagedWindow] = []
         for window, slot in zip(windows, slots, strict=True):
-            buffer, sums = slot.buffer, None
+            filling = self._fill(window, slot.buffer, CACHED_NBYTES if seal else window.nbytes)
+            sums = None
             if seal is not None:
-                sums = seal(window, buffer, self._copy_part)
+                sums = seal(window, slot.buffer, filling)
             else:
-                for piece in window.pieces:
-                    out = buffer[piece.position : piece.position + piece.stop - piece.start]
-                    self._copy(piece.array, piece.row, piece.start, piece.stop, out)
+                deque(filling, maxlen=0)
             staged.append(StagedWindow(window, slot, sums))
         self.recorder.add("stage", since, sum(window.nbytes for window in windows))
         return staged
 
-    def _copy_part(self, piece: Piece, start: int, out: Bytes) -> int:
-        """Copy the part of a piece from byte `start` on that is best checksummed at once."""
-        # Chunks that are not one run of bytes are gathered, or fetched from a device, as a whole.
-        run = self.plan.row_source[piece.row] >= 0
-        nbytes = min(out.size, CACHED_NBYTES) if run else out.size
-        start += piece.start
-        self._copy(piece.array, piece.row, start, start + nbytes, out[:nbytes])
-        return nbytes
+    def _fill(self, window: Window, buffer: Bytes, step_nbytes: int) -> Filling:
+        """Copy the pieces of a window, room for their trailers, and zeros between them.
+
+        Yields the position that is reached about every `step_nbytes`. One call copies all pieces of
+        a step: between two calls, another thread may take the GIL, and getting it back takes longer
+        than copying 100 KB.
+        """
+        parts: list[Bytes] = []
+        begin = end = 0  # of the parts in the window
+
+        def add(part: Bytes) -> None:
+            nonlocal end
+            parts.append(part)
+            end += part.size
+
+        def pad(stop: int) -> None:
+            if stop > end:
+                gap = stop - end
+                add(ZEROS[:gap] if gap <= ZEROS.size else np.zeros(gap, np.uint8))
+
+        def copy() -> int:
+            nonlocal begin
+            np.concatenate(parts, out=buffer[begin:end])
+            parts.clear()
+            begin = end
+            return end
+
+        for piece in window.pieces:
+            pad(piece.position)
+            payload_end = end + piece.stop - piece.start
+            stop = payload_end + TRAILER_NBYTES * piece.last
+            data = self._bytes_of(piece.array, piece.row)
+            if data is None:  # gathered, or fetched from a device, as a whole
+                if parts:
+                    yield copy()
+                out = buffer[end:payload_end]
+                self._copy(piece.array, piece.row, piece.start, piece.stop, out)
+                buffer[payload_end:stop] = 0
+                begin = end = stop
+                yield end
+                continue
+            data = data[piece.start : piece.stop]
+            for start in range(0, data.size, step_nbytes):
+                part = data[start : start + step_nbytes]
+                if parts and end + part.size - begin > step_nbytes:
+                    yield copy()
+                add(part)
+            pad(stop)
+        pad(-(-window.nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        if parts:
+            yield copy()
 
     def _copy_chunks(self, chunks: StagedChunks) -> None:
         since = time.perf_counter()
@@ -422,19 +467,25 @@ class Staging:
             crcs[row] = crc
         return crcs
 
-    def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
-        plan = self.plan
+    def _bytes_of(self, array: int, row: int) -> Bytes | None:
+        """Return the bytes of a chunk without padding, if they are one run in host memory."""
+        source = self.plan.row_source.item(row)
         try:
             reader = self._reader(array)
-            source = int(plan.row_source[row])
-            flat = reader.flats[plan.row_shard[row]] if source >= 0 else None
-            if flat is not None:
-                data = min(stop, int(plan.row_data[row])) - start
-                if data > 0:
-                    np.copyto(out[:data], flat[source + start : source + start + data])
-                if data < stop - start:
-                    out[max(data, 0) :] = 0
-                return
+        except Exception as error:
+            raise self._failed(self._leaf_of[array], error) from error
+        flat = reader.flats[self.plan.row_shard.item(row)] if source >= 0 else None
+        return None if flat is None else flat[source : source + self.plan.row_data.item(row)]
+
+    def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
+        plan, data = self.plan, self._bytes_of(array, row)
+        if data is not None:
+            part = data[start:stop]
+            np.copyto(out[: part.size], part)
+            out[part.size :] = 0
+            return
+        try:
+            reader = self._reader(array)
             part = plan.arrays.of(array)
             grid = part.grid
             index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
