@@ -33,6 +33,10 @@ CACHED_NBYTES = 2 * MIB
 """Bytes that a thread copies or reads before it computes their checksum, while a cache has them.
 Shorter steps cost more in calls and in waits for the interpreter than a nearer cache saves."""
 
+GIL_NBYTES = 256 * KIB
+"""Copies and checksums below this size, which take up to 25 µs, hold the GIL: getting it back from
+other busy threads takes longer."""
+
 ALIGNED_CHUNK_NBYTES = 1 * MIB
 """Chunks from this size on start in the middle of a page of the data file; below, packing matters
 more."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from array import array
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import crc32c as _crc32c
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from asyncckpt.options import GIL_NBYTES
 
 # Bit-reflected Castagnoli polynomial x^32 + x^28 + x^27 + … + 1 (RFC 3720, appendix B.4).
 _POLYNOMIAL = 0x82F63B78
@@ -25,12 +25,12 @@ _LENGTH_BITS = 56
 """Lengths are below 2^56 bytes, which exceeds any file."""
 
 
-def crc32c(data: Buffer, value: int = 0) -> int:
+def crc32c(data: bytes | bytearray | memoryview | npt.NDArray[Any], value: int = 0) -> int:
     """Return the CRC-32C of `data`, continued from `value`, the CRC of the bytes before it.
 
-    `data` is any C-contiguous buffer; the GIL is released for 32 KiB and more.
+    `data` is a contiguous run of bytes; the GIL is released for `GIL_NBYTES` and more.
     """
-    return _crc32c.crc32c(data, value)
+    return _crc32c.crc32c(data, value, len(data) >= GIL_NBYTES)
 
 
 def _multiply(a: int, b: int) -> int:

@@ -21,6 +21,10 @@ from asyncckpt.planning.table import Column, Table, expanded
 from asyncckpt.spec import Box, ChunkGrid
 
 
+TAIL_NBYTES = 1 << 20
+"""Longest padding and trailer that are read together with a payload that goes to its target."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
     """Wanted boxes of stored arrays, as columns without an object per box.
@@ -70,12 +74,25 @@ class Part(NamedTuple):
 
 
 class ReadBatch(NamedTuple):
-    """One range of one file, and all parts in it."""
+    """One range of one file, and all parts in it.
+
+    Attributes:
+        file: the file.
+        offset: first byte.
+        nbytes: length.
+        parts: all parts of the chunks in it.
+        direct: the only part, if the range is read straight into its target; else None.
+    """
 
     file: int
     offset: int
     nbytes: int
     parts: Table[Part]
+    direct: Part | None = None
+
+    def requests(self) -> list[int]:
+        """Return the request of each part."""
+        return self.parts.column(1) if self.direct is None else [self.direct.request]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +123,13 @@ def plan_restore(
     row_nbytes: npt.ArrayLike,
     slot_nbytes: int,
     gap_nbytes: int,
-    aligned_chunk_nbytes: int,
+    direct_nbytes: int,
     only: npt.NDArray[np.bool_] | None = None,
 ) -> RestorePlan:
     """Plan the reads that serve all requests.
 
-    A row of `aligned_chunk_nbytes` or more is a batch of its own and is read directly into the
-    target if possible. Smaller rows of one file share batches and always go through a buffer, as
-    do rows for several requests.
+    A row of `direct_nbytes` or more that can be read directly into its target is a batch of its
+    own. Other rows of one file share batches, and go through a buffer.
 
     Args:
         arrays: the stored arrays.
@@ -123,7 +139,7 @@ def plan_restore(
         row_nbytes: length of each row's extent, trailer included.
         slot_nbytes: longest batch of several rows.
         gap_nbytes: longest run of unwanted bytes inside a batch.
-        aligned_chunk_nbytes: minimum length of a row that is a batch of its own.
+        direct_nbytes: minimum length of a row that is read directly.
         only: whether to read each row; None to read all wanted rows.
 
     Raises:
@@ -148,31 +164,31 @@ def plan_restore(
     fresh[1:] = row[1:] != row[:-1]
     leads = np.flatnonzero(fresh)
     wanted = row[leads]
-    large = lengths[wanted] >= aligned_chunk_nbytes
     stored = files[wanted] >= 0
 
-    shared = np.diff(np.append(leads, len(row))) > 1
-    number = np.cumsum(fresh) - 1
-    direct = np.where((large & stored & ~shared)[number], direct, -1)
-    nbytes = np.where(direct >= 0, nbytes, -1)
-    parts = (row, request, direct, nbytes)
+    part_edges = np.append(leads, len(row))
+    alone = stored & (np.diff(part_edges) == 1) & (direct[leads] >= 0)
+    alone &= (lengths[wanted] >= direct_nbytes) & (lengths[wanted] - nbytes[leads] <= TAIL_NBYTES)
+    is_direct = alone[np.cumsum(fresh) - 1]
+    parts = (row, request, np.where(is_direct, direct, -1), np.where(is_direct, nbytes, -1))
 
     inline = int(np.count_nonzero(~stored))
-    wanted, large = wanted[inline:], large[inline:]
-    part_edges = np.append(leads, len(row))[inline:]
+    wanted, alone, part_edges = wanted[inline:], alone[inline:], part_edges[inline:]
     file, offset, length = files[wanted], offsets[wanted], lengths[wanted]
-    starts = large.copy()
-    starts[1:] |= large[:-1] | (file[1:] != file[:-1])
+    starts = alone.copy()
+    starts[1:] |= alone[:-1] | (file[1:] != file[:-1])
     groups = coalesce(
         offset, length, gap_nbytes=gap_nbytes, limit_nbytes=slot_nbytes, starts=starts
     )
     begins = offset[groups]
     sizes = np.maximum.reduceat(offset + length, groups) - begins if len(groups) else begins
-    edges = part_edges[np.append(groups, len(wanted))].tolist()
+    edges = part_edges[np.append(groups, len(wanted))]
+    first = Table(Part, [column[edges[:-1]] for column in parts], 0, len(groups))
     batches: list[ReadBatch] = []
-    columns = (file[groups].tolist(), begins.tolist(), sizes.tolist(), edges[:-1], edges[1:])
-    for f, o, n, i, j in zip(*columns, strict=True):
-        batches.append(ReadBatch(f, o, n, Table(Part, parts, i, j)))
+    columns = (file[groups], begins, sizes, edges[:-1], edges[1:], alone[groups])
+    rows = zip(*[column.tolist() for column in columns], first, strict=True)
+    for f, o, n, i, j, one, part in rows:
+        batches.append(ReadBatch(f, o, n, Table(Part, parts, i, j), part if one else None))
     return RestorePlan(
         batches=tuple(batches),
         inline=Table(Part, parts, 0, int(part_edges[0])),

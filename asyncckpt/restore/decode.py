@@ -32,16 +32,11 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.codecs import INTO_NBYTES, PLAIN, ChunkError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
+from asyncckpt.options import GIL_NBYTES
 from asyncckpt.planning.restore import Part, ReadBatch, intersection
 from asyncckpt.ports import Bytes
 from asyncckpt.restore.plan import PlannedReads, flat_target
 from asyncckpt.spec import DTYPES, Box
-
-TAIL_NBYTES = 1 << 20
-"""Longest padding that is read together with a direct payload."""
-
-GIL_COPY_NBYTES = 64 << 10
-"""Copies up to this size, which take microseconds, hold the GIL."""
 
 SHORT_NBYTES = 8 << 10
 """Compressed chunks below this mean size are decoded by one thread at a time: every chunk releases
@@ -53,23 +48,15 @@ def trailer_matches(trailer: Bytes | memoryview, crc: int) -> bool:
     return int.from_bytes(bytes(trailer[:CRC_NBYTES]), "little") == crc
 
 
-def is_direct(batch: ReadBatch) -> bool:
-    """Return whether a batch is one chunk that is read straight into its destination."""
-    if len(batch.parts) > 1:
-        return False
-    part = batch.parts[0]
-    return part.direct >= 0 and batch.nbytes - part.nbytes <= TAIL_NBYTES
-
-
 def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memoryview) -> bool:
     """Copy a whole destination if it is one run of bytes of this length; return whether it is."""
     if values is None or values.nbytes != len(payload):
         return False
-    if len(payload) > GIL_COPY_NBYTES:
+    if len(payload) >= GIL_NBYTES:
         if flat is not None:
             np.copyto(flat, np.frombuffer(payload, np.uint8))
         return flat is not None
-    # Between memoryviews: NumPy would release the GIL for each small copy, and wait to get it back.
+    # Between memoryviews: NumPy would release the GIL, and wait to get it back.
     try:
         view = memoryview(values).cast("B") if flat is None else memoryview(flat)
         view[:] = payload
@@ -147,25 +134,28 @@ class Decode:
         arrived = yield
         begin = 0
         for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
-            part = batch.parts[0]
-            direct = is_direct(batch)
-            tail = rest[: batch.nbytes - data.nbytes]
-            trailer = tail[tail.nbytes - self.storage(part).codec.trailer_nbytes :]
-            crc = start = 0
-            while direct and start < data.nbytes and (self._has_crcs or trailer.nbytes):
-                while arrived <= begin + start:
+            part, end = batch.direct, begin + batch.nbytes
+            if part is None:
+                while arrived < end:
                     arrived = yield
-                stop = min(arrived - begin, data.nbytes)
-                crc = crc32c(data[start:stop], crc)
-                start = stop
-            while arrived < begin + batch.nbytes:
-                arrived = yield
-            begin += data.nbytes + rest.nbytes
-            if not direct:
                 self.small(batch, data)
-            elif self._has_crcs or trailer.nbytes:  # not a foreign chunk without a checksum
-                crc = crc32c(tail[: tail.nbytes - trailer.nbytes], crc)
-                self.expect(batch, part.row, crc, trailer)
+            else:
+                tail = rest[: batch.nbytes - part.nbytes]
+                trailer = tail[tail.size - self.storage(part).codec.trailer_nbytes :]
+                has_crc = self._has_crcs or trailer.size  # unlike some foreign chunks
+                crc = start = 0
+                while has_crc and start < part.nbytes:
+                    while arrived <= begin + start:
+                        arrived = yield
+                    stop = min(arrived - begin, part.nbytes)
+                    crc = crc32c(data[start:stop], crc)
+                    start = stop
+                while arrived < end:
+                    arrived = yield
+                if has_crc:
+                    crc = crc32c(tail[: tail.size - trailer.size], crc)
+                    self.expect(batch, part.row, crc, trailer)
+            begin += data.size + rest.size
 
     def piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
         """Copy the piece of a large chunk that begins at `start`, not yet checked.
@@ -370,7 +360,7 @@ class Decode:
     def expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:
         """Compare the checksum of a chunk's bytes with the index and the trailer."""
         known = self._extents.crc32c
-        if known is not None and crc != known[row]:
+        if known is not None and crc != known.item(row):
             reason = f"CRC-32C is {crc:08x}, the chunk index says {int(known[row]):08x}"
             raise self._damaged(batch, row, reason)
         if trailer.nbytes and not trailer_matches(trailer, crc):

@@ -23,7 +23,7 @@ from asyncckpt.flow.shield import leading_error
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch
 from asyncckpt.ports import FRESH, Bytes, Reading
-from asyncckpt.restore.decode import Check, Decode, is_direct
+from asyncckpt.restore.decode import Check, Decode
 from asyncckpt.restore.plan import PlannedReads
 from asyncckpt.restore.ranges import RUN_NBYTES, Read, reads_of, span
 
@@ -103,7 +103,7 @@ class Fetch:
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one, because it needs no slot."""
-        if is_direct(batch):
+        if batch.direct is not None:
             return True
         if not self._capabilities.read_copies or batch.nbytes > self.pool.slot_nbytes:
             return False
@@ -127,7 +127,7 @@ class Fetch:
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = self._copied_nbytes(read)
         if read.together:
-            aside = sum(batch.nbytes for batch in read.batches if not is_direct(batch))
+            aside = sum(batch.nbytes for batch in read.batches if batch.direct is None)
             extra = min(copies + aside, capacity)
             if extra:
                 await self.pool.acquire(extra)
@@ -168,9 +168,8 @@ class Fetch:
             self._of_leaf(error, batches)
             raise
         self.read_nbytes += span(batches)
-        for batch in batches:
-            self.progress(batch.nbytes)
-            self.arrived(batch.parts.column(1))
+        self.progress(sum([batch.nbytes for batch in batches]))
+        self.arrived([request for batch in batches for request in batch.requests()])
 
     def _of_leaf(
         self, error: CorruptCheckpointError, batches: Sequence[ReadBatch]
@@ -191,8 +190,8 @@ class Fetch:
         buffers: list[Bytes] = []
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
             end = batch.offset + batch.nbytes if following is None else following.offset
-            if is_direct(batch):
-                part = batch.parts[0]
+            part = batch.direct
+            if part is not None:
                 flat = self.reads.destinations.flat[part.request]
                 assert flat is not None
                 data = flat[part.direct : part.direct + part.nbytes]

@@ -19,10 +19,8 @@ import numpy as np
 from asyncckpt.adapters.arrays import bits
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, refuse_implied
 from asyncckpt.errors import MismatchError
-from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
-from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, allocate, find_shared, find_twins, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
@@ -71,13 +69,7 @@ class RestorePipeline:
         # Whether ordinary arrays are their own destination buffers, so that none is placed.
         to_numpy = self.request.mode != "saved" or self.request.framework.name == "numpy"
         self._are_leaves = to_numpy and not self._atomic
-        # A store that copies anyway may copy smaller chunks straight to the destination, too.
-        copies = self.opened.files.capabilities.read_copies
-        self._plan = partial(
-            plan_reads,
-            slot_nbytes=self.runtime.pool.slot_nbytes,
-            direct_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
-        )
+        self._plan = partial(plan_reads, slot_nbytes=self.runtime.pool.slot_nbytes)
         self._buffers: Buffers
         self._unplaced = 0  # number of leaves that are not placed; their destinations come first
         self._waiting: list[int] = []  # chunks that have not arrived, by number of the array

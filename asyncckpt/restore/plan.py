@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.checkpoint.payload import flat_bytes
-from asyncckpt.options import ALIGNED_CHUNK_NBYTES
+from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.planning.restore import Requests, RestorePlan, plan_restore
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.restore.exchange.streams import StreamFiles
@@ -92,14 +92,14 @@ def plan_reads(
     destinations: Destinations,
     *,
     slot_nbytes: int,
-    direct_nbytes: int = ALIGNED_CHUNK_NBYTES,
+    direct_nbytes: int = SMALL_NBYTES,
     files: StreamFiles | None = None,
     only: npt.NDArray[np.bool_] | None = None,
 ) -> PlannedReads:
     """Plan the reads that fill the destinations. Blocking.
 
-    Small chunks are read together, up to `slot_nbytes`; those of `direct_nbytes` or more, straight
-    into their destinations. `files` replaces the files of the checkpoint; `only` says of each chunk
+    Chunks of `direct_nbytes` or more are read straight into their destinations where possible; all
+    others are read together, up to `slot_nbytes`. `files` replaces the files of the checkpoint; `only` says of each chunk
     whether to read it (None: read all wanted chunks).
     """
     source = opened.files if files is None else files
@@ -111,7 +111,7 @@ def plan_reads(
         row_nbytes=extents.nbytes,
         slot_nbytes=slot_nbytes,
         gap_nbytes=source.capabilities.read_gap_nbytes,
-        aligned_chunk_nbytes=direct_nbytes,
+        direct_nbytes=direct_nbytes,
         only=only,
     )
     return PlannedReads(opened, source, extents, destinations, plan)

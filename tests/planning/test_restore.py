@@ -66,7 +66,7 @@ def plan_restore(
     return planning.plan_restore(columns_of(arrays), requests_of(requests), **facts)
 
 
-SIZES = {"slot_nbytes": 8 * MIB, "gap_nbytes": 64 * KIB, "aligned_chunk_nbytes": MIB}
+SIZES = {"slot_nbytes": 8 * MIB, "gap_nbytes": 64 * KIB, "direct_nbytes": MIB}
 
 
 @st.composite
@@ -140,7 +140,7 @@ def restores(draw: st.DrawFn) -> tuple[Stored, list[Request], dict[str, int]]:
     sizes = {
         "slot_nbytes": draw(st.integers(1, 200)),
         "gap_nbytes": draw(st.integers(0, 30)),
-        "aligned_chunk_nbytes": draw(st.sampled_from([0, 20, 60, 10**6])),
+        "direct_nbytes": draw(st.sampled_from([0, 20, 60, 10**6])),
     }
     return stored, requests, sizes
 
@@ -232,8 +232,8 @@ def test_batches_keep_to_their_limits(
     stored, requests, sizes = restore
     for batch in stored.plan(requests, **sizes).batches:
         rows = sorted({p.row for p in batch.parts}, key=lambda r: stored.row_offset[r])
-        large = [r for r in rows if stored.row_nbytes[r] >= sizes["aligned_chunk_nbytes"]]
-        assert len(rows) == 1 or (not large and batch.nbytes <= sizes["slot_nbytes"])
+        direct = [p for p in batch.parts if p.direct >= 0]
+        assert len(rows) == 1 or (not direct and batch.nbytes <= sizes["slot_nbytes"])
         assert batch.offset == stored.row_offset[rows[0]]
         for row, after in itertools.pairwise(rows):
             gap = stored.row_offset[after] - stored.row_offset[row] - stored.row_nbytes[row]
@@ -257,7 +257,7 @@ def test_only_large_unshared_plain_chunks_go_direct(
             assert not stored.arrays[request.array].compressed
             assert uses[part.row] == 1
             assert stored.row_file[part.row] >= 0
-            assert stored.row_nbytes[part.row] >= sizes["aligned_chunk_nbytes"]
+            assert stored.row_nbytes[part.row] >= sizes["direct_nbytes"]
 
 
 @given(grids(), st.data())
@@ -334,7 +334,7 @@ def test_a_row_that_two_requests_want_is_read_once_through_a_buffer() -> None:
 
 
 def test_a_large_chunk_parts_the_small_ones_around_it() -> None:
-    sizes = {"slot_nbytes": 1000, "gap_nbytes": 10, "aligned_chunk_nbytes": 50}
+    sizes = {"slot_nbytes": 1000, "gap_nbytes": 10, "direct_nbytes": 50}
     plan = plan_restore(
         [StoredArray(ChunkGrid((6,), (1,)), 1, False, 0)],
         [Request(0, None, True)],
@@ -449,7 +449,7 @@ def test_reading_the_same_layout_reads_what_is_stored(shapes: list[tuple[int, in
         data_file_nbytes=1 << 30,
         slot_nbytes=8 * MIB,
         page_nbytes=4096,
-        aligned_chunk_nbytes=MIB,
+        direct_nbytes=MIB,
         inline_nbytes=1024,
     )
     arrays = [

@@ -29,7 +29,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.buffers import AnonymousMemory, allocating
 from asyncckpt.flow.threads import Workers
-from asyncckpt.options import CACHED_NBYTES, MIB
+from asyncckpt.options import CACHED_NBYTES, GIL_NBYTES, MIB
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.local.failures import reported, store_error
 from asyncckpt.stores.local.posix import (
@@ -381,7 +381,10 @@ class _PastCache:
         done = 0
         for part in memory:
             there = source[done : done + part.size]
-            np.copyto(part[: there.size], there)
+            if there.size < GIL_NBYTES:
+                memoryview(part)[: there.size] = there
+            else:
+                np.copyto(part[: there.size], there)
             done += there.size
         return done
 
