@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from asyncckpt import options
+from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.restore import (
@@ -176,7 +177,7 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
         row_nbytes=nbytes,
         slot_nbytes=options.SLOT_NBYTES,
         gap_nbytes=GAP_NBYTES,
-        aligned_chunk_nbytes=options.ALIGNED_CHUNK_NBYTES,
+        direct_nbytes=SMALL_NBYTES,
     )
 
 

@@ -64,7 +64,7 @@ def restore(grid: ChunkGrid, boxes: list[Box]) -> RestorePlan:
         row_nbytes=rows * 0 + nbytes,
         slot_nbytes=8 * MIB,
         gap_nbytes=0,
-        aligned_chunk_nbytes=MIB,
+        direct_nbytes=MIB,
     )
 
 

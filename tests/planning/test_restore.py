@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -272,28 +272,29 @@ def test_overlapping_cells_are_those_that_intersect(grid: ChunkGrid, data: st.Da
 
 
 def test_large_chunks_go_straight_into_contiguous_targets() -> None:
-    grid = ChunkGrid((10, MIB), (4, MIB))
+    grid = ChunkGrid((10, MIB // 8), (4, MIB // 8))
     sizes = {
         "row_file": [0, 0, 0],
         "row_offset": [0, 20 * MIB, 40 * MIB],
-        "row_nbytes": [16 * MIB + 4] * 3,
+        "row_nbytes": [2 * MIB + 4] * 3,
     }
-    plan = plan_restore(
-        [StoredArray(grid, 4, False, 0)], [Request(0, None, True)], **sizes, **SIZES
-    )
-    assert [tuple(b.parts) for b in plan.batches] == [
-        (Part(0, 0, 0, 16 * MIB),),
-        (Part(1, 0, 16 * MIB, 16 * MIB),),
-        # The last chunk is half padding, which does not go into the target.
-        (Part(2, 0, 32 * MIB, 8 * MIB),),
-    ]
-    lower = Box((4, 0), (6, MIB))
-    plan = plan_restore(
-        [StoredArray(grid, 4, False, 0)], [Request(0, lower, True)], **sizes, **SIZES
-    )
-    assert [p for b in plan.batches for p in b.parts] == [
-        Part(1, 0, 0, 16 * MIB),
-        Part(2, 0, 16 * MIB, 8 * MIB),
+
+    def parts(grid: ChunkGrid, box: Box | None = None) -> list[Part]:
+        stored, wanted = StoredArray(grid, 4, False, 0), Request(0, box, True)
+        batches = plan_restore([stored], [wanted], **sizes, **SIZES).batches
+        assert [b.direct or tuple(b.parts) for b in batches] == [
+            part if part.direct >= 0 else (part,) for b in batches for part in b.parts
+        ]
+        return [part for b in batches for part in b.parts]
+
+    # More than 1 MiB behind the last payload is not wanted: too much to be read with it.
+    assert parts(grid) == [Part(0, 0, 0, 2 * MIB), Part(1, 0, 2 * MIB, 2 * MIB), Part(2, 0, -1, -1)]
+    # Less is read, but does not go into the target.
+    grid = replace(grid, shape=(11, MIB // 8))
+    assert parts(grid)[2] == Part(2, 0, 4 * MIB, 3 * MIB // 2)
+    assert parts(grid, Box((4, 0), (7, MIB // 8))) == [
+        Part(1, 0, 0, 2 * MIB),
+        Part(2, 0, 2 * MIB, 3 * MIB // 2),
     ]
 
 
@@ -449,7 +450,7 @@ def test_reading_the_same_layout_reads_what_is_stored(shapes: list[tuple[int, in
         data_file_nbytes=1 << 30,
         slot_nbytes=8 * MIB,
         page_nbytes=4096,
-        direct_nbytes=MIB,
+        aligned_chunk_nbytes=MIB,
         inline_nbytes=1024,
     )
     arrays = [

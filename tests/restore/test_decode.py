@@ -17,7 +17,7 @@ from asyncckpt.checkpoint import payload
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.codecs import INTO_NBYTES, ZSTD
 from asyncckpt.planning.overlap import boxes_of_run
-from asyncckpt.restore.decode import Check, Decode, is_direct
+from asyncckpt.restore.decode import Check, Decode
 from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
 from asyncckpt.spec import DTYPES, Box
 from tests.restore.opened import LOCATION, destinations, opened, packed
@@ -29,7 +29,8 @@ PAYLOADS = [value.tobytes() for value in VALUES.values()]
 def planned(
     wanted: Destinations, checkpoint: Any, extents: Any, *, large: bool = False
 ) -> tuple[Any, Decode]:
-    sizes = {"slot_nbytes": 1 << 20, "direct_nbytes": 1 if large else 1 << 20}
+    """Plan reads as if every chunk were large, or none."""
+    sizes = {"slot_nbytes": 1 if large else 1 << 20, "direct_nbytes": 1 if large else 1 << 20}
     reads = plan_reads(checkpoint, extents, wanted, **sizes)
     return reads.plan, Decode(reads)
 
@@ -71,7 +72,7 @@ def test_a_flipped_bit_names_leaf_file_and_offset(way: str, place: str) -> None:
         if way == "small":
             decode.small(plan.batches[0], np.frombuffer(bytes(damaged), np.uint8))
         for batch in plan.batches:
-            assert is_direct(batch)
+            assert batch.direct is not None
             start, payload = batch.offset, batch.parts[0].nbytes
             raw = np.frombuffer(bytes(damaged), np.uint8)[start : start + batch.nbytes]
             Check(decode.checks([batch], [raw[:payload], raw[payload:]]))(batch.nbytes)
@@ -85,7 +86,7 @@ def run_of_chunks() -> tuple[Any, Any, list[Any], list[Any], bytes]:
     found: list[Any] = [np.zeros((2, 3)), np.zeros((5, 2), np.int16)[:, 1], np.zeros((), np.int64)]
     wanted = destinations(dict(zip(VALUES, found, strict=True)))
     plan, decode = planned(wanted, opened(VALUES), extents, large=True)
-    assert [is_direct(batch) for batch in plan.batches] == [True, False, True]
+    assert [batch.direct is not None for batch in plan.batches] == [True, False, True]
     buffers = []
     for batch, following in zip(plan.batches, [*plan.batches[1:], None], strict=True):
         flat = wanted.flat[batch.parts[0].request]

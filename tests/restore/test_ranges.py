@@ -18,7 +18,6 @@ from asyncckpt.options import KIB, MIB
 from asyncckpt.planning.restore import Part, ReadBatch
 from asyncckpt.planning.table import Table
 from asyncckpt.ports import StoreCapabilities
-from asyncckpt.restore import pipeline as filling
 from asyncckpt.restore import ranges as runs
 from asyncckpt.restore.ranges import Read, reads_of, span
 from asyncckpt.save import plan_cache as layout
@@ -133,8 +132,7 @@ async def test_leaves_of_any_mixture_of_sizes_are_restored(
     where: str, level: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes at which runs begin, end and are cut are small here, so that few bytes do."""
-    for module in (layout, filling):
-        monkeypatch.setattr(module, "ALIGNED_CHUNK_NBYTES", 16 * KIB)
+    monkeypatch.setattr(layout, "ALIGNED_CHUNK_NBYTES", 16 * KIB)
     monkeypatch.setattr(runs, "RUN_NBYTES", 256 * KIB)
     monkeypatch.setattr(runs, "LOCAL_RUN_NBYTES", 256 * KIB)
     monkeypatch.setattr(runs, "RUN_MIN_NBYTES", 64 * KIB)

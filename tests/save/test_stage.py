@@ -91,9 +91,10 @@ async def test_chunks_take_their_slots_and_room_for_the_compressor_at_once(
 async def test_a_leaf_that_cannot_be_copied_is_named_and_release_returns_everything(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged = Staged(TREE, workers)
+    strided = noise(12 * 48 * KIB)[::2]  # such values are gathered leaf by leaf
+    staged = Staged({**TREE, "a": strided}, workers)
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise OSError("device lost")
 
     monkeypatch.setattr(np, "copyto", broken)
