@@ -20,7 +20,6 @@ from asyncckpt.planning.overlap import cells_between, runs_within
 from asyncckpt.planning.table import Column, Table, expanded
 from asyncckpt.spec import Box, ChunkGrid
 
-
 TAIL_NBYTES = 1 << 20
 """Longest padding and trailer that are read together with a payload that goes to its target."""
 

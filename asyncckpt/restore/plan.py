@@ -99,8 +99,8 @@ def plan_reads(
     """Plan the reads that fill the destinations. Blocking.
 
     Chunks of `direct_nbytes` or more are read straight into their destinations where possible; all
-    others are read together, up to `slot_nbytes`. `files` replaces the files of the checkpoint; `only` says of each chunk
-    whether to read it (None: read all wanted chunks).
+    others are read together, up to `slot_nbytes`. `files` replaces the files of the checkpoint;
+    `only` says of each chunk whether to read it (None: read all wanted chunks).
     """
     source = opened.files if files is None else files
     plan = plan_restore(
