@@ -1,7 +1,9 @@
 """Read access to one checkpoint in a local directory."""
 
-# Rule 1: the directory is opened once, so all data come from one checkpoint, even if another takes
-#   its name.
+# Rule 1: the checkpoint is opened once, so all data come from one checkpoint, even if another takes
+#   its name. One that is a single file is opened anew for each kind of read and compared with that;
+#   the open descriptor keeps its inode number from being used again.
+#   (test_a_checkpoint_of_one_file_that_was_replaced_is_not_read_on)
 # Rule 2: below it, no link is followed and only regular files are read.
 # Rule 3: a direct read goes through a buffer that forked children do not share: the disk might
 #   write into the child's copy of a shared page.
@@ -12,6 +14,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import stat
 import sys
 import threading
 import time
@@ -76,7 +79,8 @@ class LocalFiles:
         self.capabilities = capabilities
         self._workers = workers
         self._lock = threading.Lock()
-        self._directory: Descriptor | None = None
+        self._anchor: Descriptor | None = None  # the opened checkpoint
+        self._is_directory = False
         self._shared: dict[tuple[str, int], _Shared] = {}  # open files, by path and flags
         self._bounces: list[Bytes] = []  # unused buffers
         self._slow_to_touch = False
@@ -230,7 +234,7 @@ class LocalFiles:
         return self.capabilities.reads if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return what happened to the directory's name. As `CheckpointFiles.changed`."""
+        """Return what happened to the checkpoint's name. As `CheckpointFiles.changed`."""
         return await self._workers.run(self._changed)
 
     def _changed(self) -> Literal["deleted", "replaced"] | None:
@@ -240,25 +244,23 @@ class LocalFiles:
             except FileNotFoundError:
                 return "deleted"
             with self._lock:
-                directory = self._directory
-            if directory is None:
+                anchor = self._anchor
+            if anchor is None:
                 return None
-            with directory.use() as fd:
-                read = os.fstat(fd)
-        same = (read.st_dev, read.st_ino) == (now.st_dev, now.st_ino)
-        return None if same else "replaced"
+            with anchor.use() as fd:
+                return None if os.path.samestat(os.fstat(fd), now) else "replaced"
 
     async def close(self) -> None:
-        """Close the directory after its last use. Idempotent."""
+        """Close the checkpoint after its last use. Idempotent."""
         if not self.closed:
             self.closed = True
             await self._workers.clean_up(self._close)
 
     def _close(self) -> None:
         with self._lock:
-            directory, self._directory = self._directory, None
-        if directory is not None:
-            directory.close()
+            anchor, self._anchor = self._anchor, None
+        if anchor is not None:
+            anchor.close()
 
     @contextlib.contextmanager
     def _opened(self, path: str, flags: int = 0) -> Iterator[int]:
@@ -292,12 +294,22 @@ class LocalFiles:
             AsyncCheckpointError: any other failure; names the file.
         """
         try:
-            if not path:  # the user's own path: links are followed
+            if path:
+                parts = read_parts(path, self.location)
+                with self._opened_anchor(is_directory=True).use() as directory:
+                    return open_below(directory, parts, flags)
+            with self._opened_anchor(is_directory=False).use() as anchor:
+                # The user's own path: links are followed.
                 fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK | flags)
+                if not os.path.samestat(os.fstat(fd), os.fstat(anchor)):
+                    os.close(fd)
+                    raise CheckpointNotFoundError(
+                        f"{self.location}: the checkpoint was replaced while being read; "
+                        "read it again",
+                        location=self.location,
+                        found="replaced",
+                    )
                 return fd if flags & os.O_DIRECTORY else checked_regular(fd)
-            parts = read_parts(path, self.location)
-            with self._opened_directory().use() as directory:
-                return open_below(directory, parts, flags)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"{self._full(path)}: no such file; there is no checkpoint here, or it was "
@@ -324,23 +336,24 @@ class LocalFiles:
             found=error.strerror,
         )
 
-    def _opened_directory(self) -> Descriptor:
+    def _opened_anchor(self, *, is_directory: bool) -> Descriptor:
         with self._lock:
             if self.closed:
                 raise ClosedError(
                     f"{self.location}: these files were closed; ask the store for them again",
                     location=self.location,
                 )
-            if self._directory is None:
-                flags = os.O_RDONLY | os.O_DIRECTORY
-                try:
-                    self._directory = Descriptor(os.open(self.location, flags))
-                except NotADirectoryError as error:
-                    raise CheckpointNotFoundError(
-                        f"{self.location}: expected a checkpoint directory, found a file",
-                        location=self.location,
-                    ) from error
-            return self._directory
+            if self._anchor is None:
+                # O_NONBLOCK: opening a FIFO would wait for a writer.
+                fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK)
+                self._anchor = Descriptor(fd)
+                self._is_directory = stat.S_ISDIR(os.fstat(fd).st_mode)
+            if is_directory and not self._is_directory:
+                raise CheckpointNotFoundError(
+                    f"{self.location}: expected a checkpoint directory, found a file",
+                    location=self.location,
+                )
+            return self._anchor
 
     def _full(self, path: str) -> str:
         return posixpath.join(self.location, path) if path else self.location

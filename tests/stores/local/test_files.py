@@ -130,6 +130,34 @@ async def test_everything_comes_from_the_checkpoint_that_was_opened(store: Local
     assert await files.read("data", max_nbytes=3) == b"new"
 
 
+async def test_a_checkpoint_of_one_file_that_was_replaced_is_not_read_on(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    place, other = tmp_path / "one", tmp_path / "other"
+    place.write_bytes(b"a" * 9)
+    other.write_bytes(b"b" * 9)
+    files, buffer = store.files("one"), np.empty(9, np.uint8)
+    await files.read_into("", 0, [buffer])
+    assert await files.changed() is None
+    other.rename(place)
+    for read in (
+        files.read_into("", 0, [buffer]),
+        files.read("", max_nbytes=9),
+        files.entries(max_entries=1),
+    ):
+        with pytest.raises(CheckpointNotFoundError, match="replaced while being read") as caught:
+            await read
+        assert caught.value.found == "replaced"
+    assert buffer.tobytes() == b"a" * 9
+    assert await files.changed() == "replaced"
+    with pytest.raises(CheckpointNotFoundError, match="expected a checkpoint directory"):
+        await files.read("checkpoint.json", max_nbytes=9)
+    await files.close()
+    with pytest.raises(ClosedError, match="these files were closed"):
+        await files.read_into("", 0, [buffer])
+    assert await store.files("one").read("", max_nbytes=9) == b"b" * 9
+
+
 async def test_descriptors_are_bounded_and_closed(store: LocalStore) -> None:
     attempt = await store.begin("1", "a")
     count = 20
