@@ -15,7 +15,6 @@ import stat
 from collections.abc import Sequence
 
 from asyncckpt.errors import CheckpointExistsError
-from asyncckpt.stores.local.locks import leads_to
 from asyncckpt.stores.local.posix import landed
 from asyncckpt.stores.local.publish import NAMED_ENTRIES, Found, Publication, file_in_the_way
 
@@ -37,8 +36,6 @@ class FilesPublication(Publication):
             return "nothing"
         if self.file:
             return "checkpoint" if stat.S_ISREG(mode) else "other"
-        if leads_to(self._target, self._directory):
-            return "ours"
         if not stat.S_ISDIR(mode):
             return "other"
         names = sorted(os.listdir(self._target))
