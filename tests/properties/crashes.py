@@ -96,7 +96,7 @@ class CrashStore(FaultStore):
                 file.close()
             attempt._inner._release()  # type: ignore[attr-defined]
         for removal in self._removals:
-            removal.args[-1].__self__.held.close()
+            removal.args[0].held.close()
 
 
 class CrashAttempt(FaultAttempt):
