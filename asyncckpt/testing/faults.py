@@ -5,7 +5,7 @@
 Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
 `join`, `create`, `write`, `seal`, `put`, `pass_on`, `taken`, `settle`, `publish`, `leave`, `abort`,
 `claim`, `claims`, `check_claim`, `files`, `read`, `read_into`, `entries`, `changed`, `close_files`,
-`names`, `unlist`, `remove`, `sweep`, `collect` and `close`.
+`names`, `unlist`, `remove`, `settled`, `sweep`, `collect`, `keep_note`, `take_notes` and `close`.
 """
 
 from __future__ import annotations
