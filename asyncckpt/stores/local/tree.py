@@ -158,15 +158,14 @@ class AttemptTree:
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
         """Return what a process passed on, or None. As `AttemptFiles.taken`."""
         self._check_exchange(path)
-        found = await self._context.workers.run(self._taken, path, max_nbytes)
+        at = posixpath.join(self._path, EXCHANGE, path)
+        found = await self._guard.run(self._taken, path, max_nbytes, path=at)
         if isinstance(found, int):
             raise too_large(path, self.location, found, max_nbytes)
         return found
 
     def _taken(self, path: str, max_nbytes: int) -> bytes | int | None:
-        assert self._directory is not None
-        location = posixpath.join(self._path, EXCHANGE, path)
-        with reported("reading what was passed on", location), self._directory.use() as directory:
+        with self._step("reading what was passed on", f"{EXCHANGE}/{path}") as directory:
             return read_exchange(directory, path, max_nbytes)
 
     def _check_exchange(self, path: str) -> None:
@@ -185,7 +184,10 @@ class AttemptTree:
 
     async def _flush(self, *paths: str) -> None:
         """Flush the record file and directories concurrently."""
-        await together(self._context.workers.run(self._flush_one, path) for path in paths)
+        await together(
+            self._guard.run(self._flush_one, path, path=posixpath.join(self._path, path))
+            for path in paths
+        )
 
     def _flush_one(self, path: str) -> None:
         if path != RECORD_NAME:
