@@ -36,6 +36,7 @@ from asyncckpt.options import CACHED_NBYTES, MIB
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.local.failures import reported, store_error
 from asyncckpt.stores.local.posix import (
+    NO_DIRECT_IO,
     PAGE_NBYTES,
     Descriptor,
     cached,
@@ -61,9 +62,6 @@ back. Elsewhere huge pages take 0.15 ms, small pages 0.4 ms, and the copy less t
 
 BUFFERS_PER_CALL = 1024
 """Most buffers of one `preadv` on Linux and macOS (IOV_MAX)."""
-
-_REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""Errors of file systems without direct reads."""
 
 _LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EMLINK}
 
@@ -187,7 +185,7 @@ class LocalFiles:
             try:
                 fd = stack.enter_context(self._opened(path, flags))
             except OSError as error:
-                if error.errno not in _REFUSALS:
+                if error.errno not in NO_DIRECT_IO:
                     raise
                 yield None
                 return
@@ -407,7 +405,7 @@ class _PastCache:
         try:
             return os.preadv(self._fd, [memory], at)
         except OSError as error:
-            if error.errno not in _REFUSALS:
+            if error.errno not in NO_DIRECT_IO:
                 raise
             return 0
 
