@@ -491,7 +491,6 @@ class Store(Protocol):
         """Close connections and descriptors. Idempotent."""
 
 
-@runtime_checkable
 class NotingStore(Protocol):
     """A store that keeps the last error of each process for the job that continues the run."""
 

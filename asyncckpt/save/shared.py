@@ -44,7 +44,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
-from asyncckpt.ports import AttemptFiles, JoinedAttempt, NotingStore
+from asyncckpt.ports import AttemptFiles, JoinedAttempt
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.merge import SharedCommit
@@ -120,7 +120,7 @@ class SharedSave(Save):
         Each process notes only its own errors. One-shot saves leave no notes, because no job
         continues them.
         """
-        if self.request.step is None or not isinstance(self.store, NotingStore):
+        if self.request.step is None or not hasattr(self.store, "keep_note"):
             return
         note = None
         if error is not None:

@@ -1,11 +1,11 @@
-"""Store that fails, cancels, pauses or returns wrong data at scripted operations.
+"""Store that fails or pauses at scripted operations.
 
     store = FaultStore(inner, [Fault("write", 3, error=StoreError("disk on fire"))])
 
 Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
 `join`, `create`, `write`, `seal`, `put`, `pass_on`, `taken`, `settle`, `publish`, `leave`, `abort`,
 `claim`, `claims`, `check_claim`, `files`, `read`, `read_into`, `entries`, `changed`, `close_files`,
-`names`, `unlist`, `remove`, `sweep`, `collect` and `close`.
+`names`, `unlist`, `remove`, `settled`, `sweep`, `collect`, `keep_note`, `take_notes` and `close`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Reading, Removal, Store
+from asyncckpt.ports import Removal, Store
 
 
 @dataclass(slots=True, eq=False)
@@ -46,19 +43,14 @@ class Fault:
         number: number of the operation within its kind, from 1; 0 for all.
         error: raised instead of the operation, or after it with `applied`.
         applied: the operation takes effect before `error` is raised, like a lost response.
-        cancel: cancel the calling task just before the operation.
         gate: where the operation waits first.
-        data: damage to a read: ``short`` drops the second half (and raises, as a store does for a
-            truncated file), ``flip`` changes one bit.
     """
 
     kind: str
     number: int = 1
     error: BaseException | None = None
     applied: bool = False
-    cancel: bool = False
     gate: Gate | None = None
-    data: Literal["short", "flip"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +86,8 @@ class FaultStore:
         return _counted(self, self.inner, name)
 
     @asynccontextmanager
-    async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
-        """Raise, pause or cancel by script around the block, which is the operation."""
+    async def operation(self, kind: str, subject: str) -> AsyncIterator[None]:
+        """Raise or pause by script around the block, which is the operation."""
         self.counts[kind] += 1
         self.counts["any"] += 1
         self.log.append(Operation(kind, subject))
@@ -104,11 +96,9 @@ class FaultStore:
         for fault in faults:
             if fault.gate is not None:
                 await fault.gate.hold()
-            if fault.cancel and (task := asyncio.current_task()) is not None:
-                task.cancel()
             if fault.error is not None and not fault.applied:
                 raise fault.error
-        yield faults
+        yield
         for fault in faults:
             if fault.error is not None:
                 raise fault.error
@@ -202,59 +192,7 @@ class FaultAttempt(FaultPart):
 class FaultFiles(FaultPart):
     """Read access of a `FaultStore`."""
 
-    _inner: CheckpointFiles
-
     async def close(self) -> None:
         """Close the files; the operation is `close_files`."""
         async with self._store.operation("close_files", self.location):
             await self._inner.close()
-
-    async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Read a file and damage the data by script."""
-        async with self._store.operation("read", path) as faults:
-            data = await self._inner.read(path, max_nbytes=max_nbytes)
-        for fault in faults:
-            if fault.data == "short":
-                data = data[: len(data) // 2]
-            elif fault.data == "flip" and data:
-                middle = len(data) // 2
-                data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-        return data
-
-    async def read_into(
-        self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
-    ) -> None:
-        """Fill the buffers and damage the data by script.
-
-        Raises:
-            CorruptCheckpointError: a scripted short read.
-        """
-        how = how._replace(check=None)  # bytes are damaged before they are checked
-        async with self._store.operation("read_into", path) as faults:
-            total = sum(buffer.size for buffer in buffers)
-            short = any(fault.data == "short" for fault in faults)
-            wanted = _first(buffers, total // 2) if short else buffers
-            await self._inner.read_into(path, offset, wanted, how=how)
-        if short:
-            raise CorruptCheckpointError(
-                f"{self.location}/{path}: the file ends at byte {offset + total // 2}, expected "
-                f"bytes {offset} to {offset + total}; it is truncated: use another checkpoint",
-                file=path,
-                offset=offset + total // 2,
-                location=self.location,
-                expected=offset + total,
-                found=offset + total // 2,
-            )
-        for fault in faults:
-            if fault.data == "flip" and total:
-                buffer = next(b for b in buffers if b.size)
-                buffer[buffer.size // 2] ^= np.uint8(1)
-
-
-def _first(buffers: Sequence[Bytes], nbytes: int) -> list[Bytes]:
-    """Return views of the first `nbytes` of a sequence of buffers."""
-    views = []
-    for buffer in buffers:
-        views.append(buffer[: min(nbytes, buffer.size)])
-        nbytes -= views[-1].size
-    return views

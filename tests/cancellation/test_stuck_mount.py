@@ -18,10 +18,11 @@ import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.errors import SaveError
 from asyncckpt.flow import shield
-from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.session import root
 from asyncckpt.stores.local import publish
+from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.local.tree import AttemptTree
 
 ABANDON_S = 0.05
@@ -202,6 +203,36 @@ async def test_an_attempt_whose_record_was_not_written_is_removed_by_one_thread(
     mount.answers.set()
     await settled(tmp_path)
     assert len(removals) == 1
+
+
+@pytest.mark.parametrize(("call", "at"), [("settle", "fsync"), ("taken", "open")])
+async def test_a_share_is_removed_once_the_mount_answers_again(
+    tmp_path: Path, mount: Mount, call: str, at: str
+) -> None:
+    workers = Workers(4, "test-io", abandon_s=ABANDON_S)
+    store = LocalStore(tmp_path, workers)
+    async with asyncio.timeout(LIMIT_S):
+        attempt = await store.begin("1", "a", shared=True)
+        share = await store.join("1", "a", process=1, timeout_s=LIMIT_S)
+        await share.put("default/of-1", b"x")
+        mount.at = at
+        calling = asyncio.create_task(
+            share.settle() if call == "settle" else share.taken("entries-0", max_nbytes=1)
+        )
+        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        calling.cancel()
+        with pytest.raises(ThreadAbandonedError, match="a thread was stuck in") as caught:
+            await calling
+        assert str(caught.value.location).startswith(share._path)
+        await share.abort()
+        assert glob.glob(f"{share._path}/default/of-1"), "nothing is removed meanwhile"
+        workers._abandon_s = LIMIT_S
+        mount.answers.set()
+        while glob.glob(f"{share._path}/default/of-1"):
+            await asyncio.sleep(0.01)
+        await attempt.abort()
+        await store.close()
+    workers.shutdown()
 
 
 async def test_close_ends_on_a_mount_that_does_not_answer(tmp_path: Path, mount: Mount) -> None:

@@ -7,6 +7,7 @@ else is left.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.errors import SaveError
 from asyncckpt.stores.local import publish
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, pattern
@@ -81,6 +83,23 @@ def look(root: Path, scenario: str, *, swept: bool) -> int:
     return seeds[0]
 
 
+def test_a_replacing_file_whose_flush_fails_leaves_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    prepare(root, "replaced_file")
+
+    def fail(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(publish, "flush_directory", fail)
+    with pytest.raises(SaveError, match="visible but may not survive power loss") as caught:
+        with_store(root, lambda store: make(store, 2, "replaced_file"))
+    assert caught.value.visible and not caught.value.durable
+    assert look(root, "replaced_file", swept=False) == 2
+    assert list(root.rglob("*")) == [root / "x"]
+
+
 if sys.platform == "linux":  # the library that interferes is built on LD_PRELOAD and /proc
     from tests.crash.faults import ForkServer
 
@@ -117,6 +136,7 @@ if sys.platform == "linux":  # the library that interferes is built on LD_PRELOA
         [
             ("file", "error"),
             ("replaced_directory", "error_after"),
+            ("replaced_file", "error"),
             ("replaced_file_without_exchange", "error"),
         ],
     )

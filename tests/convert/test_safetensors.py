@@ -343,6 +343,10 @@ async def test_only_what_is_of_the_kind_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "dir.safetensors" / "x").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="a directory exists here"):
         await asyncckpt.convert(tmp_path / "a", tmp_path / "dir.safetensors", overwrite=True)
+    (tmp_path / "cached.safetensors").symlink_to(file)
+    with pytest.raises(CheckpointExistsError, match="a symbolic link exists here; move it away"):
+        await asyncckpt.convert(tmp_path / "a", tmp_path / "cached.safetensors", overwrite=True)
+    (tmp_path / "cached.safetensors").unlink()
     assert listed(tmp_path) == sorted([*before, "dir.safetensors", "dir.safetensors/x"])
     saved(tmp_path / "b", {"w": numbers(9)})
     for place in (file, folder):

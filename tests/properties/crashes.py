@@ -49,17 +49,17 @@ class CrashStore(FaultStore):
         return [operation.subject for operation in self.applied if operation.kind == kind]
 
     @asynccontextmanager
-    async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
+    async def operation(self, kind: str, subject: str) -> AsyncIterator[None]:
         """As `FaultStore`, unless the store is dead or dies here."""
         if not self.down and self.counts["any"] + 1 == self._dies_at and not self._after:
             self.down = True
         if self.down:
             raise _dead(self.url)
         number = self.counts["any"] + 1
-        async with super().operation(kind, subject) as faults:
+        async with super().operation(kind, subject):
             if self.down:  # it died while this operation was held
                 raise _dead(self.url)
-            yield faults
+            yield
             self.applied.append(Operation(kind, subject))
         if number == self._dies_at:
             self.down = True
@@ -96,7 +96,7 @@ class CrashStore(FaultStore):
                 file.close()
             attempt._inner._release()  # type: ignore[attr-defined]
         for removal in self._removals:
-            removal.args[-1].__self__.held.close()
+            removal.args[0].held.close()
 
 
 class CrashAttempt(FaultAttempt):

@@ -8,6 +8,7 @@ import shutil
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,16 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from asyncckpt import KeepLast
+from asyncckpt.errors import StoreError
+from asyncckpt.flow.threads import Workers
 from asyncckpt.restore import decode
 from asyncckpt.restore.decode import Decode
 from asyncckpt.stores.local.store import LocalStore
+from tests.properties.crashes import CrashStore
 from tests.properties.machine import CheckpointMachine
 from tests.properties.model import Keep
 from tests.properties.roots import visited
+from tests.stores.checkpoints import save
 
 # Each of these must happen, or the machine has stopped testing what it is for.
 OPERATIONS = (
@@ -110,6 +115,25 @@ def test_any_sequence_of_operations_keeps_what_the_model_says() -> None:
             break
     assert not missing
     assert counts.total() >= 1500
+
+
+async def test_a_deletion_of_a_dead_process_is_finished_by_a_sweep(
+    tmp_path: Path,
+) -> None:
+    workers = Workers(2, "test-io")
+    store = CrashStore(LocalStore(tmp_path, workers))
+    await save(store, "1", "a")
+    store.die(at=2, after=False)
+    remove = await store.unlist("1")
+    with pytest.raises(StoreError, match="the process is dead"):
+        await remove()
+    next_process = LocalStore(tmp_path, workers)
+    assert await next_process.sweep() == []
+    store.bury()
+    (trash,) = await next_process.sweep()
+    assert trash.startswith("trash-1-")
+    await next_process.close()
+    workers.shutdown()
 
 
 async def sweep_nothing(self: LocalStore) -> list[str]:

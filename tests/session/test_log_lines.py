@@ -14,6 +14,7 @@ import pytest
 import asyncckpt
 from asyncckpt import KeepLast
 from asyncckpt.errors import StoreError
+from asyncckpt.testing.faults import FaultStore
 from tests.script import Script
 
 TREE = {"w": np.arange(1000.0)}
@@ -157,9 +158,11 @@ async def test_a_root_that_has_become_another_directory_is_told_once(
     ]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 async def test_a_note_of_an_earlier_job_forges_no_lines_and_controls_no_terminal(
-    tmp_path: Path, lines: pytest.LogCaptureFixture
+    tmp_path: Path, lines: pytest.LogCaptureFixture, wrapped: bool
 ) -> None:
+    """Notes are read through a wrapper that has the store's methods by `__getattr__`, too."""
     fields = {"process": 0, "host": "h\x1b[31m", "kind": "SaveError", "text": "é\r\nall\x07 good"}
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(1, TREE)
@@ -167,6 +170,8 @@ async def test_a_note_of_an_earlier_job_forges_no_lines_and_controls_no_terminal
         (tmp_path / ".asyncckpt/error-0").write_text(json.dumps(fields))
         lines.clear()
         session = ckpt._session
+        if wrapped:
+            session.root.store = FaultStore(session.root.store)  # type: ignore[assignment]
         await session.call(session.root.log_notes).wait()
     told = r"in an earlier job, process 0 (h\x1b[31m): é\r\nall\x07 good"
     assert lines.messages == [f"{tmp_path}: {told}"]

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from asyncckpt.errors import CorruptCheckpointError, StoreError
+from asyncckpt.errors import StoreError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, pattern
@@ -48,16 +47,6 @@ async def test_any_operation_can_fail(store: FaultStore, number: int, applied: b
     assert (await store.names() == ["1"]) == (applied and number == len(SAVE))
 
 
-@pytest.mark.parametrize("number", range(1, len(SAVE) + 1))
-async def test_any_operation_can_be_cancelled(store: FaultStore, number: int) -> None:
-    store.script.append(Fault("any", number, cancel=True))
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(save(store, "1", "a"))
-    assert task.cancelled()
-    assert store.log[-1].kind == SAVE[number - 1]
-    assert await store.names() == []
-
-
 async def test_an_operation_can_be_held(store: FaultStore) -> None:
     gate = Gate()
     store.script.append(Fault("seal", gate=gate))
@@ -78,25 +67,6 @@ async def test_only_the_numbered_operation_fails(store: FaultStore) -> None:
         await save(store, "2", "b")
     await save(store, "3", "c")
     assert sorted(await store.names()) == ["1", "3"]
-
-
-async def test_reads_can_lie(store: FaultStore) -> None:
-    await save(store, "1", "a")
-    store.script += [Fault("read", 1, data="flip"), Fault("read", 2, data="short")]
-    store.script += [Fault("read_into", 1, data="flip"), Fault("read_into", 2, data="short")]
-    files = store.files("1")
-    assert await files.read("checkpoint.json", max_nbytes=100) == b"recosd 0"
-    assert await files.read("checkpoint.json", max_nbytes=100) == b"reco"
-    data, buffer = pattern(PAGE + 1), np.zeros(PAGE, np.uint8)
-    await files.read_into("default/d/data", 0, [buffer])
-    assert np.flatnonzero(buffer != data[:PAGE]).tolist() == [PAGE // 2]
-    buffer[:] = 0
-    with pytest.raises(CorruptCheckpointError, match="the file ends at byte 2048"):
-        await files.read_into("default/d/data", 0, [buffer])
-    assert np.array_equal(buffer[: PAGE // 2], data[: PAGE // 2])
-    assert not buffer[PAGE // 2 :].any()
-    await files.read_into("default/d/data", 0, [buffer])
-    assert np.array_equal(buffer, data[:PAGE])
 
 
 SHARED = ["begin", "join", "create", "write", "seal", "put", "pass_on", "taken", "settle", "leave"]

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from asyncckpt.ports import Bytes
 from asyncckpt.stores.local.failures import Guard
 from asyncckpt.stores.local.posix import (
     DIRECT_MIN_NBYTES,
+    NO_DIRECT_IO,
     PAGE_NBYTES,
     Descriptor,
     flush_file,
@@ -30,8 +30,6 @@ from asyncckpt.stores.local.posix import (
 
 if sys.platform != "win32":
     import fcntl
-
-_REFUSED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @dataclass(slots=True)
@@ -96,7 +94,7 @@ class LocalDataFile:
                 flags = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW
                 self._direct = Descriptor(os.open(self.path, flags, dir_fd=directory))
             except OSError as error:
-                if error.errno not in _REFUSED:
+                if error.errno not in NO_DIRECT_IO:
                     raise
                 self._direct_writes.refuse(self._device, self._location, error)
         preallocate(fd, nbytes)
@@ -162,7 +160,7 @@ class LocalDataFile:
                     if written <= 0 or done % PAGE_NBYTES:
                         break  # a direct write cannot continue in the middle of a page
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in NO_DIRECT_IO:
                 raise
             # Some file systems refuse only the write itself (overlay, FUSE).
             self._direct = None

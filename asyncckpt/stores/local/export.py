@@ -14,10 +14,9 @@ import os
 import stat
 from collections.abc import Sequence
 
-from asyncckpt.errors import CheckpointExistsError, SaveError
-from asyncckpt.stores.local.locks import leads_to
-from asyncckpt.stores.local.posix import flush_directory, landed
-from asyncckpt.stores.local.publish import NAMED_ENTRIES, Found, Publication
+from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.stores.local.posix import landed
+from asyncckpt.stores.local.publish import NAMED_ENTRIES, Found, Publication, file_in_the_way
 
 REPLACEABLE_SUFFIXES = (".safetensors", ".safetensors.index.json")
 """Suffixes of an earlier export's files; a directory of such files alone may be replaced."""
@@ -37,8 +36,6 @@ class FilesPublication(Publication):
             return "nothing"
         if self.file:
             return "checkpoint" if stat.S_ISREG(mode) else "other"
-        if leads_to(self._target, self._directory):
-            return "ours"
         if not stat.S_ISDIR(mode):
             return "other"
         names = sorted(os.listdir(self._target))
@@ -53,22 +50,11 @@ class FilesPublication(Publication):
         ]
         return "other" if self._others else "checkpoint"
 
-    def _replace_in_two_steps(self) -> str:
+    def _replace(self) -> str:
         if not self.file:
-            return super()._replace_in_two_steps()
+            return super()._replace()
         landed(os.rename, self._source, self._target)  # replaces a file atomically
-        try:
-            flush_directory(self._layout.root)
-        except OSError as error:
-            # The old file is already gone: the rename cannot be undone.
-            raise SaveError(
-                f"{self._target}: flushing the directory after the rename failed: "
-                f"{error.strerror}; the file is visible but may not survive power loss. Check the "
-                "disk, then convert again",
-                visible=True,
-                durable=False,
-                location=self._target,
-            ) from error
+        self._flush_root(None)
         return self._source
 
     def _is_visible(self) -> bool:
@@ -77,6 +63,8 @@ class FilesPublication(Publication):
     def _exists_error(self, found: Found) -> CheckpointExistsError:
         if found != "other":
             text = "something already exists here; pass overwrite=True to replace it"
+        elif self.file and (os.path.islink(self._target) or not os.path.isdir(self._target)):
+            return file_in_the_way(self._target)
         elif self.file:
             text = "a directory exists here; move it away or choose another name"
         else:

@@ -8,10 +8,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
+
+T = TypeVar("T")
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 """The file system, or the quota of the user or project, has no space or inodes left."""
@@ -117,14 +119,14 @@ class Guard:
         except AsyncCheckpointError as error:
             with self._lock:
                 self.error = self.error or error
-                if isinstance(error, ThreadAbandonedError):
+                if isinstance(error, ThreadAbandonedError) and error.future not in self.stuck:
                     self.stuck.append(error.future)
             raise
 
-    async def run(self, call: Callable[..., None], *args: Any, path: str) -> None:
+    async def run(self, call: Callable[..., T], *args: Any, path: str) -> T:
         """Make a call about `path` in a worker thread. As `Workers.run`."""
         with self.step(path=path):
-            await self.workers.run(call, *args)
+            return await self.workers.run(call, *args)
 
 
 def _free(path: str) -> str:

@@ -1,7 +1,9 @@
 """Read access to one checkpoint in a local directory."""
 
-# Rule 1: the directory is opened once, so all data come from one checkpoint, even if another takes
-#   its name.
+# Rule 1: the checkpoint is opened once, so all data come from one checkpoint, even if another takes
+#   its name. One that is a single file is opened anew for each kind of read and compared with that;
+#   the open descriptor keeps its inode number from being used again.
+#   (test_a_checkpoint_of_one_file_that_was_replaced_is_not_read_on)
 # Rule 2: below it, no link is followed and only regular files are read.
 # Rule 3: a direct read goes through a buffer that forked children do not share: the disk might
 #   write into the child's copy of a shared page.
@@ -12,6 +14,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import stat
 import sys
 import threading
 import time
@@ -33,6 +36,7 @@ from asyncckpt.options import CACHED_NBYTES, GIL_NBYTES, MIB
 from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.local.failures import reported, store_error
 from asyncckpt.stores.local.posix import (
+    NO_DIRECT_IO,
     PAGE_NBYTES,
     Descriptor,
     cached,
@@ -52,15 +56,12 @@ and four such reads in flight keep a disk busy. A virtual disk, whose host copie
 to 1.5 times as fast as uncached memory."""
 
 SLOW_TOUCH_S = 1.2e-3
-"""CPU time per MiB of reads into new arrays above which later reads use small pages. Some virtual
-machines return free huge pages to their host and need 3 ms per MiB to get them back. Elsewhere huge
-pages take 0.15 ms, small pages 0.4 ms, copy and checksum 0.3 ms."""
+"""CPU time per MiB of reads of at least 1 MiB into new arrays above which later reads use small
+pages. Some virtual machines return free huge pages to their host and need 3 ms per MiB to get them
+back. Elsewhere huge pages take 0.15 ms, small pages 0.4 ms, and the copy less than 0.3 ms."""
 
 BUFFERS_PER_CALL = 1024
 """Most buffers of one `preadv` on Linux and macOS (IOV_MAX)."""
-
-_REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""Errors of file systems without direct reads."""
 
 _LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EMLINK}
 
@@ -76,7 +77,8 @@ class LocalFiles:
         self.capabilities = capabilities
         self._workers = workers
         self._lock = threading.Lock()
-        self._directory: Descriptor | None = None
+        self._anchor: Descriptor | None = None  # the opened checkpoint
+        self._is_directory = False
         self._shared: dict[tuple[str, int], _Shared] = {}  # open files, by path and flags
         self._bounces: list[Bytes] = []  # unused buffers
         self._slow_to_touch = False
@@ -117,7 +119,6 @@ class LocalFiles:
             await self._workers.run(self._read_into, path, offset, buffers, how)
 
     def _read_into(self, path: str, offset: int, buffers: Sequence[Bytes], how: Reading) -> None:
-        since = time.thread_time()
         nbytes = sum([buffer.size for buffer in buffers])
         with contextlib.ExitStack() as stack:
             fd = stack.enter_context(self._opened(path))
@@ -129,8 +130,9 @@ class LocalFiles:
                 for buffer in buffers:
                     if buffer.size >= PAST_CACHE_MIN_NBYTES:
                         use_small_pages(buffer)
-            self._fill(fd, path, past, buffers, offset, offset + nbytes, how.check)
-        if how.fresh and time.thread_time() - since > SLOW_TOUCH_S * nbytes / MIB:
+            touch_s = self._fill(fd, path, past, buffers, offset, offset + nbytes, how.check)
+        # A short read is mostly the system call.
+        if how.fresh and nbytes >= PAST_CACHE_MIN_NBYTES and touch_s > SLOW_TOUCH_S * nbytes / MIB:
             self._slow_to_touch = True
 
     def _fill(
@@ -142,15 +144,19 @@ class LocalFiles:
         offset: int,
         end: int,
         check: Callable[[int], None] | None,
-    ) -> None:
+    ) -> float:
+        """Fill the buffers; return the CPU time of that in seconds, without `check`."""
+        touch_s = 0.0
         views = [buffer for buffer in buffers if buffer.size]
         first, at = 0, offset
         while first < len(views):
             step = views[first : first + BUFFERS_PER_CALL]
             if check is not None or past is not None:
                 step = list(_first(step, CACHED_NBYTES))
+            since = time.thread_time()
             count = 0 if past is None else past.copy(step, at, end)
             count = count or os.preadv(fd, step, at)
+            touch_s += time.thread_time() - since
             if count == 0:
                 raise CorruptCheckpointError(
                     f"{self._full(path)}: the file ends at byte {os.fstat(fd).st_size}, expected "
@@ -169,6 +175,7 @@ class LocalFiles:
                 views[first] = views[first][count:]
             if check is not None:
                 check(at - offset)
+        return touch_s
 
     @contextlib.contextmanager
     def _past_cache(self, path: str) -> Iterator[_PastCache | None]:
@@ -178,7 +185,7 @@ class LocalFiles:
             try:
                 fd = stack.enter_context(self._opened(path, flags))
             except OSError as error:
-                if error.errno not in _REFUSALS:
+                if error.errno not in NO_DIRECT_IO:
                     raise
                 yield None
                 return
@@ -230,7 +237,7 @@ class LocalFiles:
         return self.capabilities.reads if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return what happened to the directory's name. As `CheckpointFiles.changed`."""
+        """Return what happened to the checkpoint's name. As `CheckpointFiles.changed`."""
         return await self._workers.run(self._changed)
 
     def _changed(self) -> Literal["deleted", "replaced"] | None:
@@ -240,25 +247,23 @@ class LocalFiles:
             except FileNotFoundError:
                 return "deleted"
             with self._lock:
-                directory = self._directory
-            if directory is None:
+                anchor = self._anchor
+            if anchor is None:
                 return None
-            with directory.use() as fd:
-                read = os.fstat(fd)
-        same = (read.st_dev, read.st_ino) == (now.st_dev, now.st_ino)
-        return None if same else "replaced"
+            with anchor.use() as fd:
+                return None if os.path.samestat(os.fstat(fd), now) else "replaced"
 
     async def close(self) -> None:
-        """Close the directory after its last use. Idempotent."""
+        """Close the checkpoint after its last use. Idempotent."""
         if not self.closed:
             self.closed = True
             await self._workers.clean_up(self._close)
 
     def _close(self) -> None:
         with self._lock:
-            directory, self._directory = self._directory, None
-        if directory is not None:
-            directory.close()
+            anchor, self._anchor = self._anchor, None
+        if anchor is not None:
+            anchor.close()
 
     @contextlib.contextmanager
     def _opened(self, path: str, flags: int = 0) -> Iterator[int]:
@@ -292,12 +297,22 @@ class LocalFiles:
             AsyncCheckpointError: any other failure; names the file.
         """
         try:
-            if not path:  # the user's own path: links are followed
+            if path:
+                parts = read_parts(path, self.location)
+                with self._opened_anchor(is_directory=True).use() as directory:
+                    return open_below(directory, parts, flags)
+            with self._opened_anchor(is_directory=False).use() as anchor:
+                # The user's own path: links are followed.
                 fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK | flags)
+                if not os.path.samestat(os.fstat(fd), os.fstat(anchor)):
+                    os.close(fd)
+                    raise CheckpointNotFoundError(
+                        f"{self.location}: the checkpoint was replaced while being read; "
+                        "read it again",
+                        location=self.location,
+                        found="replaced",
+                    )
                 return fd if flags & os.O_DIRECTORY else checked_regular(fd)
-            parts = read_parts(path, self.location)
-            with self._opened_directory().use() as directory:
-                return open_below(directory, parts, flags)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"{self._full(path)}: no such file; there is no checkpoint here, or it was "
@@ -324,23 +339,24 @@ class LocalFiles:
             found=error.strerror,
         )
 
-    def _opened_directory(self) -> Descriptor:
+    def _opened_anchor(self, *, is_directory: bool) -> Descriptor:
         with self._lock:
             if self.closed:
                 raise ClosedError(
                     f"{self.location}: these files were closed; ask the store for them again",
                     location=self.location,
                 )
-            if self._directory is None:
-                flags = os.O_RDONLY | os.O_DIRECTORY
-                try:
-                    self._directory = Descriptor(os.open(self.location, flags))
-                except NotADirectoryError as error:
-                    raise CheckpointNotFoundError(
-                        f"{self.location}: expected a checkpoint directory, found a file",
-                        location=self.location,
-                    ) from error
-            return self._directory
+            if self._anchor is None:
+                # O_NONBLOCK: opening a FIFO would wait for a writer.
+                fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK)
+                self._anchor = Descriptor(fd)
+                self._is_directory = stat.S_ISDIR(os.fstat(fd).st_mode)
+            if is_directory and not self._is_directory:
+                raise CheckpointNotFoundError(
+                    f"{self.location}: expected a checkpoint directory, found a file",
+                    location=self.location,
+                )
+            return self._anchor
 
     def _full(self, path: str) -> str:
         return posixpath.join(self.location, path) if path else self.location
@@ -392,7 +408,7 @@ class _PastCache:
         try:
             return os.preadv(self._fd, [memory], at)
         except OSError as error:
-            if error.errno not in _REFUSALS:
+            if error.errno not in NO_DIRECT_IO:
                 raise
             return 0
 

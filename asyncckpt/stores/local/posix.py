@@ -32,6 +32,9 @@ and through the cache."""
 DIRECT_MIN_NBYTES = 64 << 10
 """Smaller direct writes cost more than the copy into the page cache that they save."""
 
+NO_DIRECT_IO = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP))
+"""Errors of file systems without direct I/O."""
+
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 4 if sys.platform == "darwin" else 1
 _RENAME_EXCHANGE = 2

@@ -53,7 +53,7 @@ from asyncckpt.stores.local.posix import (
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL
 
-Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
+Found = Literal["nothing", "checkpoint", "directory", "other"]
 
 FOREIGN_NAMES = frozenset(("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", ".metadata"))
 """Files that identify checkpoints of Orbax, TensorStore and torch.distributed.checkpoint."""
@@ -260,8 +260,6 @@ class Publication:
             return "nothing"
         if not stat.S_ISDIR(mode) and not os.path.isdir(self._target):
             return "other"
-        if leads_to(self._target, self._directory):
-            return "ours"
         record = record_at(self._target)
         if record is None:
             return "directory" if stat.S_ISDIR(mode) else "other"
@@ -366,7 +364,7 @@ class Publication:
 
     def _is_visible(self) -> bool:
         try:
-            return self._find() == "ours"
+            return leads_to(self._target, self._directory)
         except OSError:
             return True
 

@@ -10,14 +10,13 @@ import contextlib
 import errno
 import os
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from asyncckpt.arguments import absolute
-from asyncckpt.errors import CheckpointNotFoundError, UsageError
+from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.shield import cleaned_up
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.claim import Claim
@@ -92,9 +91,6 @@ class LocalStore:
             is not a checkpoint: saving moves it to `.asyncckpt/aside-…`, under a name other than a
             step's only with `overwrite`.
         machine: returns the host and boot to compare owner files with.
-
-    Raises:
-        UsageError: on Windows, which lacks the necessary renames and flushes.
     """
 
     def __init__(
@@ -106,11 +102,6 @@ class LocalStore:
         is_valid: Callable[[bytes], bool] = lambda record: True,
         machine: Callable[[], Machine] = this_machine,
     ) -> None:
-        if sys.platform == "win32":
-            raise UsageError(
-                "local checkpoints need Linux or macOS: Windows has no atomic directory rename "
-                "and no flush of directories; use WSL or an object store"
-            )
         self.url = absolute(root)
         self.capabilities = StoreCapabilities()
         self._layout = Layout(self.url)

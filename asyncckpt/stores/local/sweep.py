@@ -23,7 +23,9 @@ directories, which were only moved.
 #   an epoch or a `fenced-…` may be a link to files that are not part of it. Links that another
 #   process makes during a sweep are not handled. (test_files_behind_a_link_are_not_leftovers)
 # Rule 5: renames in the root are flushed before bytes are removed, so power loss cannot bring back
-#   a name whose files are gone. (tests/crash/test_power.py)
+#   a name whose files are gone. The flush comes after the lock of the leftover: until then, its
+#   owner could exchange it with a checkpoint and die. (tests/crash/test_power.py;
+#   test_others_delete_and_replace_while_leftovers_are_removed)
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.log import logger
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import (
+    LOCK_DEADLINE_S,
     Machine,
     leads_to,
     read_owner,
@@ -72,45 +76,77 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
     """Remove leftovers that are proven dead and return their names. Blocking.
 
-    Does nothing while another process replaces, deletes or sweeps, or without write permission.
+    Ends when another process replaces, deletes or sweeps; skips leftovers without permission.
 
     Raises:
-        StoreError: removing failed.
+        StoreError: removing one of them failed; all others were removed.
     """
     removed: list[str] = []
-    dead: list[str] = []
-    with reported("sweeping", layout.control), contextlib.ExitStack() as held:
+    is_dead = partial(_lock_dead, layout, this_machine())
+    with reported("sweeping", layout.control):
         try:
-            if not _leftovers(layout):
-                return []
-            with root_lock(layout, wait_s=0.0) as alone:
-                machine = this_machine()
-                for path in _leftovers(layout):
-                    with contextlib.ExitStack() as lock:
-                        if _lock_dead(layout, machine, path, lock, removed, alone):
-                            held.push(lock.pop_all())
-                            dead.append(path)
-                if dead:
-                    flush_directory(layout.root)
-                    flush_directory(layout.control)
-            for path in dead:
-                remove_attempt(path)
-                removed.append(os.path.relpath(path, layout.control))
-        except StoreError:
-            return []  # another process holds the root's lock
+            _clear(layout, _leftovers(layout), removed, is_dead, wait_s=0.0)
+        except StoreError as error:
+            if error.location != layout.lock:
+                raise
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
     return removed
 
 
-def _lock_dead(
+def _clear(
     layout: Layout,
-    machine: Machine,
-    path: str,
-    held: contextlib.ExitStack,
+    paths: Iterable[str],
     removed: list[str],
-    alone: bool,
+    is_dead: Callable[[str, contextlib.ExitStack, bool], bool],
+    *,
+    wait_s: float = LOCK_DEADLINE_S,
+    dry_run: bool = False,
+) -> None:
+    """Remove dead leftovers, one by one, and add their names to `removed`.
+
+    `is_dead` locks a leftover until the stack is closed and returns whether it is dead. It is
+    called under the root's lock; its last argument is False without one.
+
+    Raises:
+        StoreError: another process holds the root's lock, or a flush failed.
+        OSError: the first error of a leftover, once all others have been removed.
+    """
+    errors: list[OSError] = []
+    for path in paths:
+        with contextlib.ExitStack() as held:
+            try:
+                # The lock would make a file, and a dry run puts nothing back.
+                lock = (
+                    contextlib.nullcontext(False) if dry_run else root_lock(layout, wait_s=wait_s)
+                )
+                with lock as alone:
+                    if not is_dead(path, held, alone):
+                        continue
+                    if not dry_run:
+                        # Only now, see rule 5.
+                        _flush(layout.root)
+                        _flush(layout.control)
+                # Without the root's lock, so that replacing and deleting need not wait.
+                if not dry_run:
+                    remove_attempt(path)
+            except OSError as error:
+                errors.append(error)
+                continue
+        removed.append(os.path.relpath(path, layout.control))
+    if errors:
+        raise min(errors, key=lambda error: error.errno in _READ_ONLY)
+
+
+def _flush(directory: str) -> None:
+    # A failure ends everything: a later flush would report success.
+    with reported("flushing", directory):
+        flush_directory(directory)
+
+
+def _lock_dead(
+    layout: Layout, machine: Machine, path: str, held: contextlib.ExitStack, alone: bool
 ) -> bool:
     """Lock a leftover until `held` is closed; return whether it is proven dead."""
     owner = read_owner(path)
@@ -137,7 +173,7 @@ def _lock_dead(
             with contextlib.suppress(OSError):  # it is not empty
                 os.rmdir(path)
                 remove_owner(path)
-                removed.append(os.path.relpath(path, layout.control))
+                return True
         return False
     if os.path.basename(os.path.dirname(path)).startswith(FENCED):
         return not any(map(is_locked, owner_files(path))) and not put_back(layout, path)
@@ -152,29 +188,19 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     The caller vouches that they are dead; a lock that is visible on this host keeps a leftover.
 
     Raises:
-        StoreError: removing failed, or another process replaces or deletes here.
+        StoreError: removing one of them failed, and all others were removed; or another process
+            replaces or deletes here.
     """
     with reported("collecting leftovers", layout.control):
         found = collect_notes(layout, older_than_s, dry_run=dry_run)
-        leftovers = _leftovers(layout)
-        if leftovers and not dry_run:
-            flush_directory(layout.root)
-            flush_directory(layout.control)
-        for path in leftovers:
-            if time.time() - _written_s(path) >= older_than_s:
-                with contextlib.ExitStack() as held:
-                    # The lock would make a file, and a dry run puts nothing back.
-                    with contextlib.nullcontext() if dry_run else root_lock(layout):
-                        dead = _lock_old(layout, path, held, dry_run=dry_run)
-                    # Without the root's lock, so that replacing and deleting need not wait.
-                    if dead and not dry_run:
-                        remove_attempt(path)
-                if dead:
-                    found.append(os.path.relpath(path, layout.control))
+        old = (p for p in _leftovers(layout) if time.time() - _written_s(p) >= older_than_s)
+        _clear(layout, old, found, partial(_lock_old, layout, dry_run=dry_run), dry_run=dry_run)
     return found
 
 
-def _lock_old(layout: Layout, path: str, held: contextlib.ExitStack, *, dry_run: bool) -> bool:
+def _lock_old(
+    layout: Layout, path: str, held: contextlib.ExitStack, alone: bool, *, dry_run: bool
+) -> bool:
     """Lock a leftover until `held` is closed; return whether it may be removed.
 
     A replaced checkpoint whose successor never arrived is put back.
@@ -294,7 +320,7 @@ def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
         return False
     except UnsupportedCallError:
         landed(os.rename, old, target)
-    flush_directory(layout.root)
+    _flush(layout.root)
     remove_owner(old)
     logger.warning("%s: replacing it was interrupted; the previous checkpoint was put back", target)
     return True

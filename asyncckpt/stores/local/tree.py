@@ -28,7 +28,6 @@ from asyncckpt.stores.local.failures import Guard, reported
 from asyncckpt.stores.local.locks import Machine, Terms, leads_to, unlock
 from asyncckpt.stores.local.owners import (
     EXCHANGE,
-    OwnerFile,
     is_abandoned,
     read_exchange,
     remove_attempt,
@@ -69,7 +68,7 @@ class AttemptTree:
         self._guard = Guard(self.location, context.workers)
         self._path = ""
         self._directory: Descriptor | None = None
-        self._owner_file: OwnerFile | None = None
+        self._owner_file: contextlib.ExitStack | None = None
         self._files: list[LocalDataFile] = []
         self._own: list[str] = []
         self._directories: set[str] = set()
@@ -158,15 +157,14 @@ class AttemptTree:
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
         """Return what a process passed on, or None. As `AttemptFiles.taken`."""
         self._check_exchange(path)
-        found = await self._context.workers.run(self._taken, path, max_nbytes)
+        at = posixpath.join(self._path, EXCHANGE, path)
+        found = await self._guard.run(self._taken, path, max_nbytes, path=at)
         if isinstance(found, int):
             raise too_large(path, self.location, found, max_nbytes)
         return found
 
     def _taken(self, path: str, max_nbytes: int) -> bytes | int | None:
-        assert self._directory is not None
-        location = posixpath.join(self._path, EXCHANGE, path)
-        with reported("reading what was passed on", location), self._directory.use() as directory:
+        with self._step("reading what was passed on", f"{EXCHANGE}/{path}") as directory:
             return read_exchange(directory, path, max_nbytes)
 
     def _check_exchange(self, path: str) -> None:
@@ -185,7 +183,10 @@ class AttemptTree:
 
     async def _flush(self, *paths: str) -> None:
         """Flush the record file and directories concurrently."""
-        await together(self._context.workers.run(self._flush_one, path) for path in paths)
+        await together(
+            self._guard.run(self._flush_one, path, path=posixpath.join(self._path, path))
+            for path in paths
+        )
 
     def _flush_one(self, path: str) -> None:
         if path != RECORD_NAME:
@@ -249,7 +250,7 @@ class AttemptTree:
                     for path in sorted(self._own, key=lambda path: path != RECORD_NAME):
                         remove_file(os.path.join(self._path, path))
             finally:
-                self._owner_file.drop()
+                self._owner_file.close()
                 unlock(directory)  # of process 0
             machine, root = self._context.machine(), self._context.layout.root
             if leads_to(self._path, directory) and is_abandoned(
@@ -260,7 +261,7 @@ class AttemptTree:
     def _release(self) -> None:
         if self._owner_file is not None:
             with contextlib.suppress(OSError):
-                self._owner_file.drop()
+                self._owner_file.close()
         if self._directory is not None:
             with contextlib.suppress(OSError), self._directory.use() as fd:
                 unlock(fd)

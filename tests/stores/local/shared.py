@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ def die(attempt: Any) -> None:
     """Simulate the death of the share's process: close its descriptors, remove nothing."""
     attempt._guard.ended = True
     attempt._directory.close()
-    os.close(attempt._owner_file._fd)
-    attempt._owner_file._fd = -1
+    attempt._owner_file._exit_callbacks.pop()  # would remove the file
+    attempt._owner_file.close()
 
 
 def files_of(directory: Path) -> list[str]:

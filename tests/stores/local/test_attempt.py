@@ -27,7 +27,6 @@ from asyncckpt.errors import (
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local import attempt as attempts
 from asyncckpt.stores.local import datafile, posix, publish
-from asyncckpt.stores.local import store as local
 from asyncckpt.stores.local.locks import this_machine
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.paths import open_local
@@ -224,12 +223,6 @@ async def test_a_save_id_is_used_once(store: LocalStore) -> None:
         await store.begin("1", "../a")
     await attempt.put("small", b"x")
     await attempt.publish(b"record")
-
-
-def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> None:
-    monkeypatch.setattr(local.sys, "platform", "win32")
-    with pytest.raises(UsageError, match="Linux or macOS"):
-        LocalStore("somewhere", workers)
 
 
 # ---------------------------------------------------------------------------- what is in the way

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,34 @@ async def test_everything_comes_from_the_checkpoint_that_was_opened(store: Local
     assert await files.changed() == "replaced"
     files = store.files("1")
     assert await files.read("data", max_nbytes=3) == b"new"
+
+
+async def test_a_checkpoint_of_one_file_that_was_replaced_is_not_read_on(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    place, other = tmp_path / "one", tmp_path / "other"
+    place.write_bytes(b"a" * 9)
+    other.write_bytes(b"b" * 9)
+    files, buffer = store.files("one"), np.empty(9, np.uint8)
+    await files.read_into("", 0, [buffer])
+    assert await files.changed() is None
+    other.rename(place)
+    for read in (
+        files.read_into("", 0, [buffer]),
+        files.read("", max_nbytes=9),
+        files.entries(max_entries=1),
+    ):
+        with pytest.raises(CheckpointNotFoundError, match="replaced while being read") as caught:
+            await read
+        assert caught.value.found == "replaced"
+    assert buffer.tobytes() == b"a" * 9
+    assert await files.changed() == "replaced"
+    with pytest.raises(CheckpointNotFoundError, match="expected a checkpoint directory"):
+        await files.read("checkpoint.json", max_nbytes=9)
+    await files.close()
+    with pytest.raises(ClosedError, match="these files were closed"):
+        await files.read_into("", 0, [buffer])
+    assert await store.files("one").read("", max_nbytes=9) == b"b" * 9
 
 
 async def test_descriptors_are_bounded_and_closed(store: LocalStore) -> None:
@@ -535,6 +564,30 @@ async def test_fresh_memory_gets_small_pages_once_it_was_slow_to_touch(
     assert not has_small_pages(first.ctypes.data) and not has_small_pages(callers.ctypes.data)
     for buffer in (first, second, callers):
         assert np.array_equal(buffer, data)
+
+
+async def test_short_reads_and_checks_do_not_count_as_slow_to_touch(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = await saved_file(store, BIG)
+    Reads(monkeypatch, page_cache=False)
+    mapping, start = map_pages(2 * BIG)
+    whole = np.frombuffer(mapping, np.uint8)[start : start + 2 * BIG]
+    files = store.files("1")
+
+    def check(there: int) -> None:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+
+    monkeypatch.setattr(module, "SLOW_TOUCH_S", -1.0)
+    small = np.empty(module.PAST_CACHE_MIN_NBYTES - 1, np.uint8)
+    await files.read_into("data", 0, [small], how=FRESH)
+    monkeypatch.setattr(module, "SLOW_TOUCH_S", 0.05)  # 0.2 s in all
+    await files.read_into("data", 0, [whole[:BIG]], how=Reading(check=check, fresh=True))
+    await files.read_into("data", 0, [whole[BIG:]], how=FRESH)
+    assert not has_small_pages(whole.ctypes.data + BIG)
+    assert np.array_equal(whole, np.concatenate([data, data]))
 
 
 async def test_a_file_that_ends_early_is_found_by_direct_reads_too(

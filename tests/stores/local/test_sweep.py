@@ -13,9 +13,11 @@ import pytest
 
 from asyncckpt.errors import StoreError
 from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.local import sweep
 from asyncckpt.stores.local.locks import Machine, Terms, write_owner
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import save
+from tests.watch import open_files
 
 WEEK_S = 7 * 24 * 3600.0
 HERE = Machine("here", "boot")
@@ -95,6 +97,69 @@ async def test_a_link_in_place_of_the_control_directory_is_refused(
     assert await store.take_notes() == []
     await store.close()
     assert tree(elsewhere) == before
+
+
+def dead_attempts(control: Path) -> list[Path]:
+    """Three attempts of a dead process of this machine, written long ago."""
+    (control / "epoch-0").mkdir(parents=True)
+    paths = [control / "epoch-0" / f"{name}-dead" for name in "789"]
+    for path in paths:
+        path.mkdir()
+        (path / "data").write_bytes(b"x")
+        write_owner(str(path), HERE, Terms(path.name[0], "dead"))
+    for path in control.rglob("*"):
+        os.utime(path, (1.0, 1.0))
+    return paths
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])
+@pytest.mark.parametrize("collecting", [False, True])
+async def test_a_leftover_that_cannot_be_removed_keeps_no_other(
+    tmp_path: Path,
+    store: LocalStore,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    collecting: bool,
+) -> None:
+    """Nor does any keep its descriptor until the last one is removed."""
+    first, *others = dead_attempts(tmp_path / "run/.asyncckpt")
+    remove = sweep.remove_attempt
+
+    def refuse(path: str) -> None:
+        assert sum("-dead" in name for name in open_files()) == 1
+        if path == str(first):
+            raise OSError(code, os.strerror(code), path)
+        remove(path)
+
+    monkeypatch.setattr(sweep, "remove_attempt", refuse)
+    call = partial(store.collect, WEEK_S) if collecting else store.sweep
+    if code == errno.EACCES and not collecting:
+        assert await call() == [f"epoch-0/{path.name}" for path in others]
+    else:
+        with pytest.raises(StoreError, match=errno.errorcode[code]):
+            await call()
+    assert first.exists()
+    assert not any(path.exists() for path in others)
+
+
+async def test_nothing_is_removed_after_a_failed_flush(
+    tmp_path: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftovers = dead_attempts(tmp_path / "run/.asyncckpt")
+    calls: list[str] = []
+
+    def fail_once(path: str) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sweep, "flush_directory", fail_once)
+    for call in (store.sweep, partial(store.collect, WEEK_S)):
+        calls.clear()
+        with pytest.raises(StoreError, match="flushing failed"):
+            await call()
+        assert calls == [str(tmp_path / "run")]
+    assert all(path.exists() for path in leftovers)
 
 
 async def test_leftovers_that_may_not_be_listed_are_an_error_where_a_person_asks(
