@@ -385,7 +385,7 @@ def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkInde
             raise corrupt("the chunk index", reason, file=path, expected=place.crc32c, found=found)
         index = decode_chunk_index(data.tobytes(), file=path)
         record.validate_index(index)
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
         error.args = (f"{location}: {error}",)
         error.file, error.offset, error.location = path, place.offset, location
         raise

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncckpt.errors import UnsupportedLeafError, UsageError
+from asyncckpt.format.fields import excess
 from asyncckpt.format.foreign.safetensors import (
     CODES,
     LENGTH_NBYTES,
@@ -158,13 +159,12 @@ def plan_files(
         # The first file of a set stores the tree.
         own = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
         header, offsets = encode_header(rows, own)
-        if len(header) - LENGTH_NBYTES > MAX_HEADER_NBYTES:
+        if reason := excess(header[LENGTH_NBYTES:], MAX_HEADER_NBYTES):
             raise UsageError(
-                f"the header of {names[file]} takes {len(header)} bytes, safetensors allows "
-                f"{MAX_HEADER_NBYTES}; the tree has too many leaves: pass max_file_nbytes, which "
-                "makes a set of files",
-                expected=MAX_HEADER_NBYTES,
-                found=len(header),
+                f"readers would refuse the header of {names[file]}: {reason}; if the tree has too "
+                "many leaves, pass max_file_nbytes, which makes a set of files; store long lists "
+                "and texts as arrays",
+                found=reason,
             )
         headers.append(header)
         sizes.append(len(header) + sum(spec.nbytes for _, spec in rows))

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.damage import corrupt
+from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.zarr3 import CRC_NBYTES
 
 MAGIC = b"ACKI"
@@ -109,10 +109,10 @@ def decode_chunk_index(data: bytes, *, file: str) -> ChunkIndex:
             f"its CRC-32C is {crc:08x}, the stored one {stored:08x}", len(data) - CRC_NBYTES
         )
     if version != VERSION:
-        raise UnsupportedFormatError(
-            f"{file}: the chunk index has version {version}, this release reads {VERSION}; "
-            "restore with a newer release",
-            location=file,
+        raise unsupported(
+            f"the chunk index has version {version}, this release reads {VERSION}; restore with a "
+            "newer release",
+            file=file,
             expected=VERSION,
             found=version,
         )

@@ -8,6 +8,7 @@ Chunks of asyncckpt are `RAW` or `ZSTD`; readers of foreign formats make other c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -104,11 +105,10 @@ def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
     Raises:
         ChunkError: a frame is damaged, or the content has another size.
     """
-    try:
+    # A stream also accepts further frames without content, and decides what is damaged.
+    with contextlib.suppress(zstandard.ZstdError):
         if len(parts) == 1 and zstandard.frame_content_size(memoryview(parts[0])) == nbytes:
             return _decompress_at_once(parts[0], nbytes)
-    except zstandard.ZstdError as error:
-        raise _undecodable(error) from None
     out = np.empty(nbytes, np.uint8)
     decompress_zstd_into(parts, out)
     return out
@@ -133,7 +133,7 @@ def decompress_zstd_into(parts: Sequence[Bytes], out: Bytes) -> None:
                 source.parts.append(memoryview(_FRAME))
                 after = reader.read(len(_AFTER) + 1)
     except zstandard.ZstdError as error:
-        raise _undecodable(error) from None
+        raise ChunkError(f"the zstd frame does not decode: {error}") from None
     if after != _AFTER:
         found = "more" if filled == len(view) else filled
         raise ChunkError(
@@ -165,10 +165,6 @@ def decompress_within(frame: bytes | memoryview | Bytes, most: int) -> bytes:
     if len(data) < nbytes:
         raise ValueError("its zstd frame is followed by another")
     return data
-
-
-def _undecodable(error: zstandard.ZstdError) -> ChunkError:
-    return ChunkError(f"the zstd frame does not decode: {error}")
 
 
 _idle: list[zstandard.ZstdDecompressor] = []

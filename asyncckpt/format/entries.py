@@ -1,9 +1,9 @@
 """Entries: a report of one process's writes, for the process that commits the checkpoint.
 
 Layout, all integers little endian: magic ``ACKE`` and version `uint32`; length of the header
-`uint32`; the header, a JSON object; the columns that it names, each with its number of values; then
-the CRC-32C `uint32` of all bytes before it. An entries object exists from the end of a process's
-writes until the record is published. It is not part of the checkpoint.
+`uint32`; the header, a JSON object that counts the values of the columns; the columns; then the
+CRC-32C `uint32` of all bytes before it. An entries object exists from the end of a process's writes
+until the record is published. It is not part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ import numpy.typing as npt
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, path_fault
-from asyncckpt.format.fields import MAX_RANK, check_form, parse_json
+from asyncckpt.format.fields import MAX_RANK, check_form
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.options import MIB
 from asyncckpt.spec import Box
 
 MAGIC = b"ACKE"
-VERSION = 1
-
-MAX_HEADER_NBYTES = 64 * MIB
-"""Longest header: about a hundred bytes per data file."""
+VERSION = 2
 
 MAX_ENTRIES_NBYTES = 1 << 33
 """Largest entries object: 28 bytes per chunk that the process wrote."""
@@ -39,29 +35,22 @@ _HEAD = struct.Struct("<4sII")
 _PROCESS: dict[str, Any] = {"save_id": str, "process": (1 << 63) - 1, "digest": str, "facts": dict}
 """Members of the header that equal fields of `Entries`."""
 
-_HEADER = {**_PROCESS, "files": list, "columns": list}
-
-_KINDS: Mapping[str, str] = {
-    "chunk": "<i8",
-    "file": "<i4",
-    "offset": "<i8",
-    "nbytes": "<i8",
-    "crc": "<u4",
-    "value_chunk": "<i8",
-    "value_nbytes": "<i4",
-    "checked": "<i8",
-    "checked_crc": "<u4",
-    "scalar": "<i8",
-    "scalar_crc": "<u4",
-    "values": "u1",
-    "part_array": "<i8",
-    "part_nbytes": "<i8",
-    "part_crc": "<u4",
-    "part_box": "<i8",
-    "part_values": "u1",
+_GROUPS: Mapping[str, Mapping[str, str]] = {
+    "written": {"chunk": "<i8", "file": "<i4", "offset": "<i8", "nbytes": "<i8", "crc": "<u4"},
+    "small": {"value_chunk": "<i8", "value_nbytes": "<i4"},
+    "checked": {"checked": "<i8", "checked_crc": "<u4"},
+    "scalar": {"scalar": "<i8", "scalar_crc": "<u4"},
+    "values": {"values": "u1"},
+    "part": {"part_array": "<i8", "part_nbytes": "<i8", "part_crc": "<u4"},
+    "part_box": {"part_box": "<i8"},
+    "part_values": {"part_values": "u1"},
 }
-_WRITTEN = ("chunk", "file", "offset", "nbytes", "crc")
-_COMPARED = ("checked", "checked_crc", "scalar", "scalar_crc")
+"""Groups of columns of equal length: the type of each column."""
+
+_FIELDS = [*_GROUPS["written"], *_GROUPS["checked"], *_GROUPS["scalar"]]
+"""Columns that equal fields of `Entries`."""
+
+_HEADER = {**_PROCESS, "files": list, "counts": dict.fromkeys(_GROUPS, MAX_ENTRIES_NBYTES)}
 
 
 class WrittenFile(NamedTuple):
@@ -174,7 +163,7 @@ class Entries:
 def encode_entries(entries: Entries) -> bytes:
     """Encode the entries."""
     columns: dict[str, npt.NDArray[Any]] = {
-        **{name: getattr(entries, name) for name in _WRITTEN + _COMPARED},
+        **{name: getattr(entries, name) for name in _FIELDS},
         "value_chunk": np.array(list(entries.values), np.int64),
         "value_nbytes": np.array(list(map(len, entries.values.values())), np.int64),
         "values": np.frombuffer(b"".join(entries.values.values()), np.uint8),
@@ -184,11 +173,15 @@ def encode_entries(entries: Entries) -> bytes:
         {
             **{name: getattr(entries, name) for name in _PROCESS},
             "files": [list(file) for file in entries.files],
-            "columns": [[name, column.size] for name, column in columns.items()],
+            "counts": {group: columns[next(iter(kinds))].size for group, kinds in _GROUPS.items()},
         },
         separators=(",", ":"),
     ).encode()
-    blocks = [c.astype(_KINDS[name], copy=False).tobytes() for name, c in columns.items()]
+    blocks = [
+        columns[name].astype(kind, copy=False).tobytes()
+        for kinds in _GROUPS.values()
+        for name, kind in kinds.items()
+    ]
     data = b"".join((_HEAD.pack(MAGIC, VERSION, len(header)), header, *blocks))
     return data + crc32c(data).to_bytes(CRC_NBYTES, "little")
 
@@ -212,38 +205,28 @@ def decode_entries(data: bytes, *, file: str) -> Entries:
     if int.from_bytes(data[-CRC_NBYTES:], "little") != crc:
         raise fault(f"their CRC-32C is {crc:08x}, not the stored one")
     body = _HEAD.size + header_nbytes
-    header = parse_json(
-        data[_HEAD.size : body], "a header of entries", file=file, most_nbytes=MAX_HEADER_NBYTES
-    )
     try:
+        # Not limited further: a process of the same release wrote it, and may have long scalars.
+        header = json.loads(data[_HEAD.size : body].decode())
         check_form(header, _HEADER)
-        return _entries(header, _columns(data, body, header["columns"]))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        return _entries(header, _columns(data, body, header["counts"]))
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise fault(f"{type(error).__name__}: {error}") from None
 
 
-def _columns(data: bytes, start: int, named: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
+def _columns(data: bytes, start: int, counts: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
     columns: dict[str, npt.NDArray[Any]] = {}
-    for name, count in named:
-        if type(count) is not int or count < 0:
-            raise ValueError(f"column {name!r:.40} has {count!r:.40} values")
-        column = np.frombuffer(data, _KINDS[name], count, start)
-        start += column.nbytes
-        if column.dtype.kind == "i":
-            column = column.astype(np.int64)
-            if count and int(column.min()) < 0:
-                raise ValueError(f"column {name} has negative values")
-        columns[name] = column
-    if columns.keys() != _KINDS.keys() or start != len(data) - CRC_NBYTES:
-        raise ValueError("its columns are not those of this version")
-    for group in (
-        _WRITTEN,
-        ("checked", "checked_crc"),
-        ("scalar", "scalar_crc"),
-        ("part_array", "part_nbytes", "part_crc"),
-    ):
-        if len({columns[name].size for name in group}) > 1:
-            raise ValueError(f"columns {', '.join(group)} differ in length")
+    for group, kinds in _GROUPS.items():
+        for name, kind in kinds.items():
+            column = np.frombuffer(data, kind, counts[group], start)
+            start += column.nbytes
+            if column.dtype.kind == "i":
+                column = column.astype(np.int64)
+                if int(column.min(initial=0)) < 0:
+                    raise ValueError(f"column {name} has negative values")
+            columns[name] = column
+    if start != len(data) - CRC_NBYTES:
+        raise ValueError(f"its columns end at byte {start} of {len(data)}")
     return columns
 
 
@@ -259,13 +242,13 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
         raise ValueError(f"a chunk is in file {int(columns['file'].max())} of {len(files)}")
     sizes = columns["value_nbytes"]
     ends = np.cumsum(sizes).tolist()
-    if sizes.size != columns["value_chunk"].size or (ends or [0])[-1] != columns["values"].size:
+    if (ends or [0])[-1] != columns["values"].size:
         raise ValueError("small values and their lengths differ")
     stored, chunks = columns["values"].tobytes(), columns["value_chunk"].tolist()
     spans = itertools.pairwise([0, *ends])
     values = {chunk: stored[a:b] for chunk, (a, b) in zip(chunks, spans, strict=True)}
     fields: dict[str, Any] = {name: header[name] for name in _PROCESS}
-    fields |= {name: columns[name] for name in _WRITTEN + _COMPARED}
+    fields |= {name: columns[name] for name in _FIELDS}
     return Entries(files=tuple(files), values=values, parts=_parts(columns), **fields)
 
 

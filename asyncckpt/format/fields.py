@@ -26,6 +26,16 @@ NBYTES_PER_VALUE = 6
 metadata one per 18."""
 
 
+def excess(data: bytes, most_nbytes: int) -> str | None:
+    """Return which limit of `parse_json` a JSON document exceeds; None if it is within both."""
+    if len(data) > most_nbytes:
+        return f"it has {len(data)} bytes"
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > FREE_VALUES + len(data) // NBYTES_PER_VALUE:
+        return f"it has {values} values in {len(data)} bytes"
+    return None
+
+
 def parse_json(data: bytes, what: str, *, file: str, most_nbytes: int, base: int = 0) -> Any:
     """Parse a whole JSON document of bounded size, density and depth.
 
@@ -35,11 +45,7 @@ def parse_json(data: bytes, what: str, *, file: str, most_nbytes: int, base: int
         CorruptCheckpointError: it is too large or too deep, is not JSON in UTF-8, or has a key
             twice in one object.
     """
-    values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if len(data) > most_nbytes:
-        raise corrupt(what, f"it has {len(data)} bytes", file=file, offset=base)
-    if values > FREE_VALUES + len(data) // NBYTES_PER_VALUE:
-        reason = f"it has {values} values in {len(data)} bytes"
+    if reason := excess(data, most_nbytes):
         raise corrupt(what, reason, file=file, offset=base)
     try:
         document = json.loads(data.decode(), object_pairs_hook=_without_duplicates)

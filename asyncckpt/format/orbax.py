@@ -143,7 +143,7 @@ def _place_strings(
     for leaf in leaves:
         if isinstance(leaf, OrbaxArrays) or leaf.kind != "string":
             continue
-        if "~" in leaf.orbax_name.replace("~0", "").replace("~1", "") or not is_unicode(leaf.text):
+        if re.search("~(?![01])", leaf.orbax_name) or not is_unicode(leaf.text):
             refused.add(leaf.orbax_name)
             continue
         *parents, last = string_keys(leaf.orbax_name)

@@ -31,7 +31,6 @@ from asyncckpt.format.damage import corrupt, path_fault
 from asyncckpt.format.fields import MAX_RANK, check_depth, check_form
 from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.record_values import (
-    RECORD_VERSION,
     ArrayTable,
     CommitRecord,
     FileEntry,
@@ -42,12 +41,13 @@ from asyncckpt.format.record_values import (
     Piece,
     StoredSpec,
 )
-from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar
+from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_base64, decode_scalar
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_PIECES, MAX_RECORD_NBYTES, STEP_MAX
 from asyncckpt.spec import DTYPES, array_spec
 
 RECORD_NAME = "checkpoint.json"
+RECORD_VERSION = 2
 
 STEP_NAME = re.compile(r"0|[1-9][0-9]{0,18}")
 """Names of steps; other names are ignored and never deleted."""
@@ -135,10 +135,9 @@ def encode_tables(
     """Encode and check the tables that several records can share.
 
     Raises:
-        UsageError: the tree is too deep, or a string is not valid Unicode.
+        UsageError: a string is not valid Unicode.
         ValueError: the tables contradict each other.
     """
-    _check_user_depth("tree", tree)
     kinds = sorted(set(leaves.kind))
     code_of = dict(zip(kinds, range(len(kinds)), strict=True))
     codes = list(map(code_of.__getitem__, leaves.kind))
@@ -178,7 +177,10 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
             is longer than readers allow.
         ValueError: the record contradicts itself.
     """
-    _check_user_depth("metadata", dict(record.metadata))
+    try:
+        check_depth(dict(record.metadata), "metadata")
+    except ValueError as error:
+        raise UsageError(f"{error}; use dicts, lists, strings and numbers") from None
     metrics, index, fixed = record.metrics, record.chunk_index, record.fixed
     own = record.files[: len(record.files) - len(fixed)]
     if record.files[len(own) :] != fixed:
@@ -225,13 +227,6 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
 
 def _row(file: FileEntry) -> dict[str, JsonValue]:
     return {"path": file.path, "nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
-
-
-def _check_user_depth(name: str, value: JsonValue) -> None:
-    try:
-        check_depth(value, name)
-    except ValueError as error:
-        raise UsageError(f"{error}; use dicts, lists, strings and numbers") from None
 
 
 def _scalars(leaves: LeafTable) -> list[JsonValue]:
@@ -394,8 +389,7 @@ def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> Comm
     Raises:
         ValueError: a member is wrong; names it and says why.
     """
-    version = document["version"]
-    members = _MEMBERS if version > 1 else _MEMBERS_1
+    members = _MEMBERS if document["version"] > 1 else _MEMBERS_1
     check_form(document, members if known is None else _OWN_MEMBERS)
     check_depth(document["metadata"], "metadata")
     if known is None:
@@ -421,13 +415,12 @@ def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> Comm
             index["offset"],
             index["nbytes"],
             int(index["crc32c"], 16),
-            None if encoded is None else _from_base64(encoded, "chunk_index.data"),
+            None if encoded is None else decode_base64(encoded, "chunk_index.data"),
         ),
-        manifest=_from_base64(document["manifest"], "manifest"),
+        manifest=decode_base64(document["manifest"], "manifest"),
         metadata=document["metadata"],
         metrics={name: _metric(name, value) for name, value in document["metrics"].items()},
         database=document["database"],
-        version=version,
     )
     _check_files(record)
     return record
@@ -522,13 +515,6 @@ def _by_index(table: dict[str, Any], below: int, name: str) -> dict[int, Any]:
             raise ValueError(f"{name} has the key {key[:40]!r}, not an index below {below}")
         result[int(key)] = value
     return result
-
-
-def _from_base64(text: str, name: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError:
-        raise ValueError(f"{name} is not base64") from None
 
 
 def _metric_json(name: object, value: object) -> float | str:

@@ -20,8 +20,6 @@ from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.spec import ArraySpec, ChunkGrid
 
-RECORD_VERSION = 2
-
 MAX_ZSTD_RATIO = 1 << 16
 """zstd expands 4 bytes to at most 128 KiB: a chunk with a larger ratio is hostile."""
 
@@ -199,7 +197,6 @@ class CommitRecord:
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     database: str = "default"
-    version: int = RECORD_VERSION
 
     @property
     def fixed(self) -> tuple[FixedName, ...]:

@@ -97,15 +97,27 @@ def decode_scalar(kind: str, value: JsonValue) -> Scalar:
             raise ValueError(f"{value[:40]!r} is not a decimal integer of {MAX_INT_DIGITS} digits")
         return int(value)
     if kind == "bytes" and isinstance(value, str):
-        return _base64(value)
+        return decode_base64(value, repr(value[:40]))
     if kind == "str":
         if isinstance(value, str):
             return value
         if isinstance(value, dict) and value.keys() == {"utf8"}:
             raw = value["utf8"]
             if isinstance(raw, str):
-                return _base64(raw).decode("utf-8", "surrogatepass")
+                return decode_base64(raw, repr(raw[:40])).decode("utf-8", "surrogatepass")
     raise ValueError(f"{str(value)[:40]!r} is not a scalar of kind {kind!r}")
+
+
+def decode_base64(text: str, name: str) -> bytes:
+    """Return the bytes that a text holds; errors call it `name`.
+
+    Raises:
+        ValueError: it is not base64.
+    """
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise ValueError(f"{name} is not base64") from None
 
 
 def _float_bits(value: float) -> str:
@@ -117,10 +129,3 @@ def _float(value: JsonValue) -> float:
         raise ValueError(f"{str(value)[:40]!r} is not 16 lower-case hex digits")
     result: float = struct.unpack(">d", bytes.fromhex(value))[0]
     return result
-
-
-def _base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as error:
-        raise ValueError(f"invalid base64 ({error})") from None

@@ -55,5 +55,5 @@ def decode_timeline(data: bytes) -> Timeline | None:
     try:
         document = json.loads(text)
         return Timeline.from_rows(document["spans"], int(document["process"]))
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from asyncckpt.format.zarr import MAX_CODECS, Chain, ChunkKeys, Document, Shards, ZarrArray
@@ -25,11 +24,7 @@ METADATA_NAME = "zarr.json"
 
 _ZEROS = {"bool": False, "int": 0, "float": 0.0, "complex": [0.0, 0.0]}
 
-# A state has few combinations of spec, chunk shape and level.
-_CACHED_DOCUMENTS = 8192
 
-
-@lru_cache(maxsize=_CACHED_DOCUMENTS)
 def encode_metadata(
     spec: ArraySpec, chunk_shape: tuple[int, ...], zstd_level: int | None = None
 ) -> bytes:

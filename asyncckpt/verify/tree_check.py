@@ -45,14 +45,14 @@ def check_database(
     except AsyncCheckpointError as error:
         return [str(error)]
     problems: list[str] = []
+    documents = [encode_metadata(s.spec, s.chunk_shape, s.zstd_level) for s in record.specs]
     first_rows, _ = number_rows(record.specs, record.arrays)
     expected = 0
     names = [file.path.removeprefix(prefix) for file in record.files]
     for array, name in enumerate(record.arrays.name):
         stored = record.specs[record.arrays.spec[array]]
-        document = encode_metadata(stored.spec, stored.chunk_shape, stored.zstd_level)
         expected += 1
-        if found.get(metadata_key(name)) != document:
+        if found.get(metadata_key(name)) != documents[record.arrays.spec[array]]:
             problems.append(f"array {name!r}: zarr.json is missing or differs from the record")
         for number, key in enumerate(chunk_keys(name, stored.grid.counts)):
             row = first_rows[array] + number

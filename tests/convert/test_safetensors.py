@@ -275,6 +275,24 @@ async def test_large_metadata_is_refused(tmp_path: Path) -> None:
         await asyncckpt.convert(tmp_path / "a", tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("tree", "metadata", "what"),
+    [
+        ({"x": 1}, {"x": [7] * 200_000}, "the tree in the safetensors metadata"),
+        ({f"x{i}": "," * 100_000 for i in range(3)}, {}, "the tree in the safetensors metadata"),
+        ({"x": 1}, {"x": "," * 100_000}, "the header of x.safetensors"),  # which has it twice
+    ],
+    ids=["numbers", "leaves", "text"],
+)
+async def test_more_values_than_readers_allow_are_refused(
+    tmp_path: Path, tree: Any, metadata: dict[str, Any], what: str
+) -> None:
+    saved(tmp_path / "a", tree, metadata=metadata)
+    with pytest.raises(UsageError, match=f"readers would refuse {what}: it has .* values in"):
+        await asyncckpt.convert(tmp_path / "a", tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
 async def test_a_tree_larger_than_readers_allow_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,9 @@ from asyncckpt.format.entries import Entries, Parts, WrittenFile, decode_entries
 from asyncckpt.spec import Box
 
 
-def some(chunks: int = 3, values: dict[int, bytes] | None = None) -> Entries:
+def some(
+    chunks: int = 3, values: dict[int, bytes] | None = None, facts: dict[str, Any] | None = None
+) -> Entries:
     return Entries(
         save_id="0" * 32,
         process=2,
@@ -34,7 +36,7 @@ def some(chunks: int = 3, values: dict[int, bytes] | None = None) -> Entries:
         checked_crc=np.array([3, 4], np.uint32),
         scalar=np.array([5]),
         scalar_crc=np.array([8], np.uint32),
-        facts={"host": "a"},
+        facts={"host": "a"} if facts is None else facts,
     )
 
 
@@ -50,6 +52,12 @@ def test_what_is_encoded_is_decoded(chunks: int, values: dict[int, bytes]) -> No
     assert decoded.values == values
     assert decoded.parts.box.tolist() == [[[1, 2], [2, 3]], [[0, 0], [1, 1]]]
     assert decoded.parts.values.tobytes() == bytes(range(24))
+
+
+@pytest.mark.parametrize("value", ["1,2,3," * 100_000, [7] * 400_000], ids=["text", "numbers"])
+def test_facts_may_hold_many_values(value: Any) -> None:
+    encoded = encode_entries(some(facts={"scalars": value}))
+    assert decode_entries(encoded, file="entries").facts == {"scalars": value}
 
 
 @given(st.data())
@@ -83,23 +91,32 @@ def forged(change: Any) -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda h: h.pop("columns"),
-        lambda h: h["columns"].pop(),
-        lambda h: h["columns"][0].__setitem__(1, -1),
-        lambda h: h["columns"][0].__setitem__(1, 2**40),
-        lambda h: h["columns"][0].__setitem__(1, 2),
-        lambda h: h["columns"][0].__setitem__(0, "other"),
+        lambda h: h.pop("counts"),
+        lambda h: h["counts"].pop("part"),
+        lambda h: h["counts"].__setitem__("written", -1),
+        lambda h: h["counts"].__setitem__("written", 2**40),
+        lambda h: h["counts"].__setitem__("written", 2**32),
+        lambda h: h["counts"].__setitem__("written", 2),
+        lambda h: h["counts"].__setitem__("other", 0),
         lambda h: h.__setitem__("files", []),
         lambda h: h["files"][0].__setitem__(0, "../../etc/passwd"),
         lambda h: h["files"][0].__setitem__(1, -4),
         lambda h: h.__setitem__("process", None),
         lambda h: h.__setitem__("save_id", 3),
         lambda h: h.__setitem__("facts", []),
+        lambda h: h.clear(),
     ],
 )
 def test_a_forged_header_is_refused(change: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="entries"):
         decode_entries(forged(change), file="entries")
+
+
+@pytest.mark.parametrize("text", [b"[" * 200_000, b"[]", b"\xff", b"{"])
+def test_a_header_that_is_no_object_is_refused(text: bytes) -> None:
+    body = module._HEAD.pack(module.MAGIC, module.VERSION, len(text)) + text
+    with pytest.raises(CorruptCheckpointError, match="entries"):
+        decode_entries(body + crc32c(body).to_bytes(4, "little"), file="entries")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,11 @@ def test_strings_stand_where_a_json_pointer_of_their_name_leads() -> None:
     assert conflicts(leaves) == []
 
 
+@pytest.mark.parametrize("name", ["~", "~2", "a~", "~~01", "~~10"])
+def test_strings_whose_names_are_no_json_pointers_are_conflicts(name: str) -> None:
+    assert conflicts([leaf(name, "string", text="x")]) == [name]
+
+
 def test_a_hundred_thousand_leaves_take_a_fraction_of_a_second() -> None:
     leaves = [
         OrbaxLeaf(

@@ -272,8 +272,3 @@ def test_keys_are_those_of_the_default_encoding() -> None:
     assert metadata_key("p.w") == b"p.w/zarr.json"
     assert chunk_keys("p.w", (1, 2)) == [b"p.w/c/0/0", b"p.w/c/0/1"]
     assert chunk_keys("p.é", ()) == ["p.é/c".encode()]
-
-
-def test_documents_of_one_kind_are_made_once() -> None:
-    spec = ArraySpec((3,), "int8")
-    assert encode_metadata(spec, (3,), None) is encode_metadata(ArraySpec((3,), "int8"), (3,), None)

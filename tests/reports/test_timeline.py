@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import sys
 import threading
 from itertools import pairwise
@@ -18,6 +19,7 @@ from asyncckpt import Span, Timeline
 from asyncckpt.cli.timeline import gantt
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.recorder import Recorder
+from asyncckpt.format.crc import crc32c
 from asyncckpt.format.stored_timeline import (
     MAX_TIMELINE_NBYTES,
     decode_timeline,
@@ -206,6 +208,9 @@ def test_a_damaged_timeline_is_none_at_all() -> None:
         damaged[place] ^= 0x10
         assert decode_timeline(bytes(damaged)) is None
     assert decode_timeline(data[5:]) is None
+    for text in (b"[]", b"{}", b'{"process":1e999,"spans":[]}', b'{"process":0,"spans":[7]}'):
+        resealed = text + struct.pack("<II4s", len(text), crc32c(text), b"ACKT")
+        assert decode_timeline(resealed) is None
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,12 @@ from asyncckpt.errors import (
     MismatchError,
     ShapeMismatchError,
     TreeMismatchError,
+    UnsupportedFormatError,
     UnsupportedLeafError,
     UsageError,
 )
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.record import decode_record, encode_record
 from tests.restore.loader import Loader
 from tests.script import Script
 
@@ -426,6 +429,28 @@ async def test_a_data_file_without_its_bytes_names_the_leaf(
     error = caught.value
     assert str(error).startswith(f"layer/w: {place}") and error.path == "layer/w"
     assert error.file == f"default/d/{file.name}" and file.name in str(error)
+
+
+async def test_a_chunk_index_of_a_newer_version_is_named_with_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    place = await saved(tmp_path, {"w": np.arange(3)})
+    path = place / "checkpoint.json"
+    record = decode_record(path.read_bytes(), location="x")
+    data = record.chunk_index.data
+    assert data is not None
+    newer = data[:4] + (9).to_bytes(4, "little") + data[8:-4]
+    extent = dataclasses.replace(
+        record.chunk_index, data=newer + crc32c(newer).to_bytes(4, "little"), crc32c=crc32c(newer)
+    )
+    path.write_bytes(encode_record(dataclasses.replace(record, chunk_index=extent)))
+    file = record.files[extent.file].path
+    message = f"^{place}: {file}: the chunk index has version 9, this release reads 1; restore"
+    with pytest.raises(UnsupportedFormatError, match=message) as caught:
+        await asyncckpt.restore(place)
+    error = caught.value
+    assert (error.location, error.file, error.offset) == (str(place), file, extent.offset)
+    assert (error.expected, error.found) == (1, 9)
 
 
 async def test_inspect_tells_what_a_checkpoint_holds_without_its_payload(tmp_path: Path) -> None:

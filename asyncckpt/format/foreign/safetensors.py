@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +108,6 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
     metadata = document.pop(METADATA_KEY, {})
     specs: dict[str, ArraySpec] = {}
     offsets: dict[str, int] = {}
-    ends = array("q")
     start = LENGTH_NBYTES + len(data)
     name = METADATA_KEY
     try:
@@ -151,10 +150,9 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
                     f"data_offsets of {where} span {end - begin} bytes, {spec} takes {spec.nbytes}"
                 )
             specs[name], offsets[name] = spec, start + begin
-            ends.append(end)
     except ValueError as error:
         raise corrupt(_HEADER, str(error), file=file, offset=_place(data, name)) from None
-    _check_cover(offsets, ends, file_nbytes - start, start, file)
+    _check_cover(document, file_nbytes - start, start, file)
     return Header(specs, offsets, metadata)
 
 
@@ -164,15 +162,10 @@ def _place(data: bytes, name: str) -> int:
     return LENGTH_NBYTES + max(0, at)
 
 
-def _check_cover(
-    offsets: Mapping[str, int], ends: array[int], nbytes: int, start: int, file: str
-) -> None:
-    """Raise unless the tensors fill the `nbytes` of data from `start` without gaps or overlaps.
-
-    `ends` are where the tensors end, relative to `start`.
-    """
-    begins = (offset - start for offset in offsets.values())
-    first, last = np.fromiter(begins, np.int64, len(offsets)), np.array(ends, np.int64)
+def _check_cover(document: dict[str, Any], nbytes: int, start: int, file: str) -> None:
+    """Raise unless the tensors fill the `nbytes` of data from `start` without gaps or overlaps."""
+    spans = np.array([t["data_offsets"] for t in document.values()], np.int64).reshape(-1, 2)
+    first, last = spans.T
     order = np.lexsort((last, first))
     first, last = first[order], last[order]
     due = np.zeros(len(first) + 1, np.int64)
@@ -183,7 +176,7 @@ def _check_cover(
         what = "overlap" if first[row] < due[row] else "leave a gap"
         raise corrupt(
             _HEADER,
-            f"its tensors {what}: {list(offsets)[order[row]][:200]!r} begins at byte {first[row]} "
+            f"its tensors {what}: {list(document)[order[row]][:200]!r} begins at byte {first[row]} "
             f"of the data, the one before it ends at {due[row]}",
             file=file,
             offset=start + int(first[row]),

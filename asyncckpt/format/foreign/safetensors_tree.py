@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.damage import corrupt, unsupported
-from asyncckpt.format.fields import check_form, parse_object
+from asyncckpt.format.fields import check_form, excess, parse_object
 from asyncckpt.format.foreign.safetensors import MAX_HEADER_NBYTES
 from asyncckpt.format.record_values import LeafTable
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
@@ -73,7 +73,7 @@ def encode_tree(tree: SavedTree) -> dict[str, str]:
     """Encode a tree as metadata entries.
 
     Raises:
-        UsageError: the tree, a scalar or the user's metadata is too large.
+        UsageError: the tree, a scalar or the user's metadata is too large, or has too many values.
     """
     leaves: list[JsonValue] = []
     nodes = tree.structure.to_json()["nodes"]
@@ -117,6 +117,11 @@ def encode_tree(tree: SavedTree) -> dict[str, str]:
         "metrics": {name: encode_scalar(value)[1] for name, value in tree.metrics.items()},
     }
     text = json.dumps(document, separators=(",", ":"))
+    if reason := excess(text.encode(), MAX_HEADER_NBYTES):
+        raise UsageError(
+            f"readers would refuse {_WHAT}: {reason}; store long lists and texts as arrays",
+            found=reason,
+        )
     return {
         TREE_KEY if number == 0 else f"{TREE_KEY}.{number}": text[start : start + PART_CHARS]
         for number, start in enumerate(range(0, len(text), PART_CHARS))

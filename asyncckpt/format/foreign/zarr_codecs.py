@@ -65,10 +65,11 @@ def make_codec(
     # If zstd packed first, its content has the size of the chunk, except in shards.
     exact = ZSTD.decode if packing[:1] == ("zstd",) and chain.shards is None else None
     axes = chain.order or tuple(range(len(shape)))
-    inner = None
+    inner, checked = None, "crc32c" in packing
     if chain.shards is not None:
         inner_shape = chain.shards.chunk_shape
         inner = make_codec(chain.shards.chain, inner_shape, dtype, fill=fill, more=more, file=file)
+        checked |= inner.verifies and chain.shards.index_crc32c
 
     def decode(parts: Sequence[Bytes], nbytes: int) -> Bytes:
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -93,7 +94,6 @@ def make_codec(
         check_nbytes(data, nbytes)
         return _ordered(data, chain, shape, dtype)
 
-    checked = "crc32c" in packing or (inner is not None and inner.verifies)
     return Codec("+".join(names), chain.crc32c, decode, checked)
 
 

@@ -9,6 +9,8 @@ length, number of keys, tree bytes and indirect value bytes.
 
 # Rule 1: keys in a node omit the common prefix that its parent declares; the root omits nothing.
 # Rule 2: all numbers of a node are columns, so that no Python code runs per key.
+# Rule 3: every interior node except the last of its height has at least two children, so that
+#   heights stay below 64 and fit in their byte.
 
 from __future__ import annotations
 
@@ -32,9 +34,6 @@ from asyncckpt.format.ocdbt.wire import (
 
 MAX_ARITY = 1 << 20
 """Entries per node; the limit of TensorStore."""
-
-MAX_HEIGHT = 255
-"""Heights are one byte."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,8 +149,6 @@ def encode_tree(
         )
         offset += int(sizes.sum())
         height += 1
-        if height > MAX_HEIGHT:
-            raise ValueError(f"the tree is higher than {MAX_HEIGHT}")
         bounds = _split_children(level, node_file, max_decoded_node_nbytes)
     root = Location(node_file, offset, len(blocks[-1]))
     totals = count, sum(map(len, blocks)), int(indirect_nbytes.sum())
@@ -168,9 +165,7 @@ def _split_leaves(
     cost += np.where(indirect, place, level.nbytes)
     # A node lists the files that it uses. Every change of file among the entries counts as a
     # listing, up to the cost of all files together.
-    path_nbytes = np.array([0, *map(len, map(str.encode, data_files))], np.int64)[
-        -len(data_files) :
-    ]
+    path_nbytes = np.array([len(path.encode()) for path in data_files], np.int64)
     file_cost = path_nbytes + 2 * varint_sizes(path_nbytes) + 1
     rows = np.flatnonzero(indirect)
     files = file[rows]
@@ -179,7 +174,7 @@ def _split_leaves(
     runs = np.zeros(count, np.int64)
     runs[rows[change]] = file_cost[files[change]]
     all_files = int(file_cost[np.unique(files)].sum()) if rows.size else 0
-    first_file = int(file_cost.max())  # a node may begin within a run
+    first_file = int(file_cost.max(initial=0))  # a node may begin within a run
     head_nbytes = 1 + len(encode_varint(len(data_files))) + len(encode_varint(count))
     return _split(level.keys, cost, head_nbytes, max_nbytes, runs, first_file, all_files, least=1)
 

@@ -109,6 +109,7 @@ def test_zstd_is_as_strict_about_its_end_beside_other_codecs(
 
     assert decoded(frame) == bytes(50)
     assert decoded(compressor.compress(bytes(30)) + compressor.compress(bytes(20))) == bytes(50)
+    assert decoded(frame + compressor.compress(b"")) == bytes(50)
     for length in range(len(frame)):
         with pytest.raises(ChunkError, match="zstd"):
             decoded(frame[:length])
@@ -233,6 +234,16 @@ def test_shards_are_decoded_whole() -> None:
         whole = make_codec(Chain(order=(1, 0), shards=plain), (2, 8), "int32", fill=b"")
         index = np.array([[0, 8], [-1, -1]], np.int64).tobytes()
         decode(whole, bytes(8) + index, 64)
+
+
+@pytest.mark.parametrize("index_crc32c", [True, False])
+@pytest.mark.parametrize("packing", [("crc32c",), ()])
+def test_a_shard_is_verified_if_its_chunks_and_its_index_have_checksums(
+    packing: tuple[str, ...], index_crc32c: bool
+) -> None:
+    shards = Shards((2,), Chain(packing=packing), index_crc32c=index_crc32c)
+    chunk = make_codec(Chain(shards=shards), (4,), "uint8", fill=b"\0")
+    assert chunk.verifies == (bool(packing) and index_crc32c)
 
 
 def test_a_chunk_that_must_be_in_its_shard_and_is_not_is_damage() -> None:

@@ -44,3 +44,13 @@ def test_arrays_of_one_process_may_change_their_shapes_with_every_save(
 
     steps = [1, *range(3, 8)]
     assert job.play(part) == [([7] * (7 if p == process else 3), steps) for p in range(job.count)]
+
+
+def test_texts_of_one_process_may_be_long(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        tree = {"log": PerProcess("1,2,3," * 100_000 + str(this))}
+        await ckpt.save(1, tree)
+        back = await ckpt.restore(like=tree)
+        return bool(back["log"].value == tree["log"].value)
+
+    assert job.play(part) == [True] * job.count

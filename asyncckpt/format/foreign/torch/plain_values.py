@@ -131,12 +131,10 @@ class SavedArray(Stub, ValueLeaf):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return 0 if self.array is None else int(self.array.nbytes)
 
     @property
     def fault(self) -> str:
-        """Description of an unsupported leaf; empty for others."""
         return f"a NumPy array of the dtype {self.dtype!r}" if self.array is None else ""
 
     def set_state(self, state: object) -> dict[str, object]:
@@ -162,11 +160,8 @@ class SavedArray(Stub, ValueLeaf):
         self.array = np.frombuffer(data, stored).reshape(shape, order="F" if fortran else "C")
 
 
-class _Class:
-    """The class `numpy.ndarray`, which pickles only pass as an argument."""
-
-
-_NDARRAY = _Class()
+_NDARRAY = object()
+"""The class `numpy.ndarray`, which pickles only pass as an argument."""
 
 
 def _dtype(arguments: tuple[Any, ...], allowance: Allowance) -> SavedDtype:

@@ -59,7 +59,6 @@ class Dtype(ValueLeaf):
 
     @property
     def fault(self) -> str:
-        """Description of an unsupported leaf; empty for others."""
         return "a class of storages" if self.storage else ""
 
 
@@ -210,12 +209,10 @@ class SavedTensor(ValueLeaf):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
     @property
     def fault(self) -> str:
-        """Description of an unsupported leaf; empty for others."""
         return "" if self.dtype in DTYPES else f"a tensor of the dtype {self.dtype}"
 
 

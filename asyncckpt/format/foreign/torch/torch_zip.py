@@ -31,7 +31,6 @@ _DESCRIPTORS = (struct.Struct("<4sIII"), struct.Struct("<4sIQQ"))
 _SIZES_FOLLOW = 1 << 3
 _UTF8 = 1 << 11
 _MAX_SMALL_NBYTES = 256
-_MAX_MEMBERS = 16
 
 
 class ShortHeadError(Exception):
@@ -67,24 +66,18 @@ class Archive:
         Raises:
             ShortHeadError: more bytes are needed.
         """
-        member = self._first()
         try:
             tensor, nbytes = load_tensor(self.pickle(), allowance)
         except CorruptCheckpointError as error:
             raise self._short_or(error) from None
-        wanted = f"data/{tensor.storage.key}"
-        for _ in range(_MAX_MEMBERS):
-            end = self._end(member, nbytes)
-            member = self._member(end)
-            if member.name == wanted:
-                return tensor, member.start
-            nbytes = self._other(member)
-        raise self.corrupt(f"it has no {wanted!r} among its first {_MAX_MEMBERS} members", 0)
+        key = tensor.storage.key
+        return tensor, self.payloads(nbytes, {key: tensor.storage.nbytes})[key]
 
     def payloads(self, pickle_nbytes: int, nbytes_of: Mapping[str, int]) -> dict[str, int]:
-        """Return the offsets of the payloads by key, in an archive whose bytes are complete.
+        """Return the offsets of the payloads by key; `nbytes_of` has the sizes of all storages.
 
-        `nbytes_of` has the sizes of all its storages.
+        Raises:
+            ShortHeadError: more bytes are needed.
         """
         found: dict[str, int] = {}
         member, nbytes = self._first(), pickle_nbytes
