@@ -127,6 +127,24 @@ class Placement:
         return request.loaded.get(self._opened.leaves.kind[leaf.saved], request.framework)
 
 
+def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
+    """Return a rank-0 array of this zarr dtype with this value; floats are rounded.
+
+    Raises:
+        DtypeMismatchError: the value has another numeric class or does not fit.
+    """
+    kind = type(value).__name__
+    if numeric_class(dtype) != kind:
+        raise DtypeMismatchError(
+            f"{path}: the checkpoint holds the {kind} {value!r:.40}, the target wants {dtype}; "
+            f"pass a target of type {kind}",
+            path=path,
+            expected=dtype,
+            found=kind,
+        )
+    return cast_values(path, np.asarray(value), dtype)
+
+
 def cast_values(
     path: str, values: npt.NDArray[Any], dtype: str, out: npt.NDArray[Any] | None = None
 ) -> npt.NDArray[Any]:
@@ -139,7 +157,10 @@ def cast_values(
     if out is None:
         out = np.empty(values.shape, DTYPES[dtype])
     assert out.dtype == DTYPES[dtype]
-    fault = lost_value(values, source, dtype) if may_lose(source, dtype) else None
+    if values.dtype == object:  # an int of more than 64 bits
+        source, fault = "int", values.item()
+    else:
+        fault = lost_value(values, source, dtype) if may_lose(source, dtype) else None
     if fault is None:
         with np.errstate(over="ignore", invalid="ignore"):
             if numeric_class(dtype) in ("int", "float"):
@@ -148,8 +169,8 @@ def cast_values(
         fault = None if source == dtype else _overflow(values, out)
     if fault is not None:
         raise DtypeMismatchError(
-            f"{path}: {fault!r} of the checkpoint does not fit into {dtype}; restore it in the "
-            f"saved dtype {source}",
+            f"{path}: {fault!r:.80} of the checkpoint does not fit into {dtype}; restore it as "
+            f"{source}",
             path=path,
             stage="place",
             expected=dtype,

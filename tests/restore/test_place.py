@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncckpt.adapters.python import scalar_from_array
 from asyncckpt.errors import DtypeMismatchError, RestoreError
 from asyncckpt.restore.match import match
-from asyncckpt.restore.place import Placement, cast_values
+from asyncckpt.restore.place import Placement, array_from_scalar, cast_values
+from asyncckpt.spec import DTYPES
 from tests.restore.loader import Loader
 from tests.restore.opened import opened, request
 
@@ -97,3 +99,45 @@ def test_casts_lose_precision_and_no_value(values: Any, dtype: str, expected: An
             cast_values("a/b", array, dtype)
     else:
         assert cast_values("a/b", array, dtype).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in DTYPES if n.endswith(("int2", "int4", "int8", "int64"))]
+)
+def test_an_int_goes_into_an_array_that_holds_it(name: str) -> None:
+    bits = int(name.lstrip("uint"))
+    low, high = (0, 2**bits - 1) if name[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    for value in (low, 1, high):
+        array = array_from_scalar("p", value, name)
+        assert array.dtype == DTYPES[name]
+        assert scalar_from_array("p", array, "int") == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(DtypeMismatchError, match=f"p: .* does not fit into {name}; "):
+            array_from_scalar("p", value, name)
+
+
+def test_floats_are_rounded_and_overflow_is_an_error() -> None:
+    assert array_from_scalar("p", 0.1, "float32") == np.float32(0.1)
+    assert array_from_scalar("p", 0.1, "bfloat16").dtype == DTYPES["bfloat16"]
+    assert np.isinf(array_from_scalar("p", float("inf"), "float16"))
+    assert np.isnan(array_from_scalar("p", float("nan"), "float32"))
+    for value, name in (
+        (1e30, "float16"),
+        (1e30, "float8_e4m3fn"),
+        (float("inf"), "float8_e4m3fn"),
+        (0.0, "float8_e8m0fnu"),
+        (7.0, "float4_e2m1fn"),
+        (float("nan"), "float4_e2m1fn"),
+    ):
+        with pytest.raises(DtypeMismatchError, match="does not fit into"):
+            array_from_scalar("p", value, name)
+    with pytest.raises(DtypeMismatchError, match="does not fit into"):
+        array_from_scalar("p", 1e300j, "complex64")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [(1, "float32"), (1.0, "int32"), (True, "int8"), (1, "bool"), ("a", "int8")]
+)
+def test_numeric_classes_do_not_mix(value: Any, name: str) -> None:
+    with pytest.raises(DtypeMismatchError, match=r"^p: the checkpoint holds the "):
+        array_from_scalar("p", value, name)
