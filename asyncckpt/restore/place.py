@@ -180,15 +180,15 @@ def cast_values(
 
 
 def _overflow(values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> Any:
-    """Return a finite value that a cast turned into an infinity or a NaN, or None."""
-    if numeric_class(cast.dtype.name) not in ("float", "complex"):
+    """Return a finite value, or part of one, that a cast turned into an infinity or a NaN."""
+    if numeric_class(cast.dtype.name) not in ("float", "complex") or np.isfinite(cast).all():
         return None
-    bad = ~np.isfinite(cast)
-    if not bad.any():
-        return None
-    first = values[bad & np.isfinite(values)][:1]
-    wide = first.astype(np.complex128 if np.iscomplexobj(first) else np.float64)
-    return wide[0].item() if wide.size else None
+    for part in (np.real, np.imag):
+        before = part(values)
+        lost = before[np.isfinite(before) & ~np.isfinite(part(cast))]
+        if lost.size:
+            return lost[:1].astype(np.float64).item()
+    return None
 
 
 def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
