@@ -537,10 +537,11 @@ class Source:
             None for a single box that covers the array.
         views: the values of each shard in host memory, as `view`, or None if they must be fetched;
             empty without `shards`.
-        stream: state captured by the adapter in the caller's thread to read the leaf later.
+        captured: state that the adapter captured in the caller's thread to read the leaf later.
         partition: how the processes divide the array, if several share it; `shards` are then those
             of this process only, with all their holders, possibly none.
         partial: this process knows only its own `shards`; the others report theirs.
+        adapter: the adapter that fetches values without a view; None if all have one.
     """
 
     spec: ArraySpec
@@ -551,9 +552,10 @@ class Source:
     extra: Mapping[str, Any] | None = None
     shards: tuple[Shard, ...] | None = None
     views: tuple[npt.NDArray[Any] | None, ...] = ()
-    stream: Any = None
+    captured: Any = None
     partition: Partition | None = None
     partial: bool = False
+    adapter: ArrayAdapter | None = None
 
 
 @dataclass(slots=True, eq=False)

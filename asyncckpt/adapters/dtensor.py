@@ -86,7 +86,7 @@ class DTensorAdapter:
         local = self._local.source(path, tensor)
         spec, view = array_spec(tuple(leaf.shape), local.spec.dtype), local.view
         source = Source(
-            spec, leaf, view, _identity(leaf, tensor), "torch", stream=(division, local)
+            spec, leaf, view, _identity(leaf, tensor), "torch", captured=(division, local)
         )
         if division.partition is not None:
             source.partition, source.shards, source.view = division.partition, division.shards, None
@@ -96,7 +96,7 @@ class DTensorAdapter:
         return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        division, local = source.stream
+        division, local = source.captured
         offset = tuple(map(operator.add, division.local[shard].offset, box.offset))
         self._local.fetch(local, 0, Box(offset, box.shape), out)
 

@@ -128,11 +128,11 @@ class JaxAdapter:
         source.extra = {"prng_impl": str(jax.random.key_impl(leaf))}
         source.identity = ("jax", id(leaf))
         # `fetch` reads the key data, a separate array; the caller's key is kept alive too.
-        source.stream, source.leaf = source.leaf, leaf
+        source.captured, source.leaf = source.leaf, leaf
         return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        leaf = source.leaf if source.stream is None else source.stream
+        leaf = source.leaf if source.captured is None else source.captured
         if _single_device(leaf.sharding) is None:
             division = divide("", leaf.sharding, source.spec.shape)
             leaf = replica(leaf, division, shard, next(self._turns))

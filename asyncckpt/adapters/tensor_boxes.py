@@ -67,7 +67,7 @@ class BoxesAdapter:
             )
         spec = array_spec(leaf.shape, *dtypes)
         if len(parts) == 1 and leaf.boxes[0].shape == leaf.shape:
-            return Source(spec, leaf, parts[0].view, None, "torch", stream=parts)
+            return Source(spec, leaf, parts[0].view, None, "torch", captured=parts)
         division = divide(leaf.shape, leaf.boxes)
         return Source(
             spec,
@@ -77,12 +77,12 @@ class BoxesAdapter:
             "torch",
             shards=division.shards,
             views=tuple([parts[number].view for number in division.first]),
-            stream=[parts[number] for number in division.first],
+            captured=[parts[number] for number in division.first],
             partial=division.gap is not None,
         )
 
     def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
-        self._tensor.fetch(source.stream[shard], 0, box, out)
+        self._tensor.fetch(source.captured[shard], 0, box, out)
 
     def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
         parts = tuple(

@@ -89,7 +89,7 @@ class TorchAdapter:
         else:
             device = leaf.device
             if leaf.is_cuda:
-                source.stream = torch.cuda.current_stream(device).record_event()
+                source.captured = torch.cuda.current_stream(device).record_event()
         if 0 not in shape:
             pointer = leaf.data_ptr()
             source.identity = ("torch", device, pointer, shape, leaf.stride(), name, conj, neg)
@@ -97,7 +97,7 @@ class TorchAdapter:
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         part = source.leaf.detach()[(*box.slices(), ...)].resolve_conj().resolve_neg()
-        if source.stream is None:
+        if source.captured is None:
             np.copyto(out, numpy_view(part.cpu()), casting="no")
             return
         host = tensor_view(out)
@@ -106,7 +106,7 @@ class TorchAdapter:
         with torch.cuda.device(part.device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                stream.wait_event(source.stream)
+                stream.wait_event(source.captured)
                 host.copy_(part, non_blocking=True)
             stream.synchronize()
 

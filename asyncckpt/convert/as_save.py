@@ -77,8 +77,8 @@ def snapshot_of(reader: LeafReader) -> Snapshot:
         arrays = tuple([tied.get(piece.array, piece.array) for piece in reader.pieces[leaf]])
         first = seen.setdefault(arrays, len(result.sources))
         facts = result.extra.get(leaf)
-        source = Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts)
-        result.add(leaf, source, adapter, first)
+        source = Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts, adapter=adapter)
+        result.add(leaf, source, first)
     return result
 
 
