@@ -630,10 +630,10 @@ class ArrayAdapter(Protocol):
         """
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
-        """Return the finished leaf for `target`, with dtype and shape checked. Blocking.
+        """Return the finished leaf for `target`. Blocking.
 
-        `parts` are the values of its `boxes`, or one array of all values. The leaf owns them from
-        now on: they never return to a pool.
+        `parts` are the values of its `boxes`, or one array of all values, in the spec's dtype. The
+        leaf owns them from now on: they never return to a pool.
         """
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
-from asyncckpt.adapters.arrays import check_parts, selection
+from asyncckpt.adapters.arrays import selection
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TorchAdapter, of_kind, tensor_view, waited
@@ -123,7 +123,6 @@ class DTensorAdapter:
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, DTensorTarget)
-        check_parts(target, parts)
         like: DTensor = target.leaf
         if target.memory is None:
             return _made(target, parts)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory
-from asyncckpt.adapters.arrays import check_parts, check_values, selection, unsupported_dtype
+from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
 from asyncckpt.adapters.jax_shards import Division, assemble, divide, replica, shard_views
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
@@ -179,7 +179,6 @@ class JaxAdapter:
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, JaxTarget)
-        check_parts(target, parts)
         with jax_memory.transfers():
             return self._place(target, parts)
 

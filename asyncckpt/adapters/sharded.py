@@ -14,7 +14,6 @@ import numpy.typing as npt
 from asyncckpt.adapters.arrays import (
     Place,
     check_fillable,
-    check_parts,
     host_place,
     may_share_memory,
     overlapping,
@@ -65,7 +64,6 @@ class ShardedAdapter:
         return target
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:
-        check_parts(target, parts)
         array: ShardedArray = target.leaf
         division = division_of(array)
         if target.buffers:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.adapters.arrays import check_parts
 from asyncckpt.adapters.python import NUMBERS, same_number, scalar_from_array, scalar_kind
 from asyncckpt.checkpoint.casts import castable, lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
@@ -86,7 +87,9 @@ class Placement:
             return want.leaf  # this process holds no element of it
         buffers = target.buffers if target.buffer is None else (target.buffer,)
         if not self._into or not buffers:
-            return adapter.place(target, self.converted(leaf, parts))
+            parts = self.converted(leaf, parts)
+            check_parts(target, parts)
+            return adapter.place(target, parts)
         for part, buffer in zip(parts, buffers, strict=True):
             if part is not buffer:
                 cast_values(leaf.path, part, target.spec.dtype, buffer)

@@ -569,19 +569,6 @@ def test_an_array_that_is_being_computed_is_awaited_in_fetch_not_in_source() -> 
 
 
 @on_eight_devices
-def test_place_checks_shape_and_dtype() -> None:
-    target = adapter.target("a/b", put(values("float32"), sharding("rows")), in_place=False)
-    assert target.boxes is not None
-    good = [np.zeros(box.shape, np.float32) for box in target.boxes]
-    with pytest.raises(errors.ShapeMismatchError, match=r"^a/b: "):
-        adapter.place(target, [*good[:-1], good[-1].T])
-    with pytest.raises(errors.DtypeMismatchError, match=r"^a/b: "):
-        adapter.place(target, [*good[:-1], good[-1].view(np.int32)])
-    placed = adapter.place(target, [values("float32")[box.slices()] for box in target.boxes])
-    np.testing.assert_array_equal(np.asarray(placed), values("float32"))
-
-
-@on_eight_devices
 def test_shardings_without_boxes_of_this_process_are_refused_by_name() -> None:
     explicit = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(explicit, P(None, "a")))

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from asyncckpt.adapters.python import scalar_from_array
-from asyncckpt.errors import DtypeMismatchError, RestoreError
+from asyncckpt.adapters.sharded_array import ShardedArray
+from asyncckpt.adapters.tensor_boxes import TensorBoxes
+from asyncckpt.errors import DtypeMismatchError, RestoreError, ShapeMismatchError
 from asyncckpt.restore.match import match
 from asyncckpt.restore.place import Placement, array_from_scalar, cast_values
-from asyncckpt.spec import DTYPES
+from asyncckpt.spec import DTYPES, Box
 from tests.restore.loader import Loader
 from tests.restore.opened import opened, request
 
@@ -47,6 +49,32 @@ def test_a_target_is_filled_and_converted() -> None:
     assert (found, writes) == (7, False)
     found, writes = placed({"a": values}, request("like", {"a": target}, cast=True), [values])
     assert found is not target and not writes and found.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        np.zeros((2, 3), np.float32),
+        np.zeros((2, 3), ">f4"),
+        torch.zeros(2, 3),
+        jax.ShapeDtypeStruct((2, 3), np.float32),  # type: ignore[no-untyped-call]
+        ShardedArray.tiles((2, 3), (2, 1), dtype="float32"),
+        TensorBoxes((2, 3), (Box((1, 0), (1, 3)),), (torch.zeros(1, 3),)),
+    ],
+)
+def test_values_of_another_shape_or_dtype_are_refused(like: Any) -> None:
+    wanted = request("like", {"a": {"b": like}})
+    checkpoint = opened({"a": {"b": np.zeros((2, 3), np.float32)}})
+    leaf = match(checkpoint, wanted).leaves[0]
+    assert leaf.target is not None
+    boxes = leaf.target.boxes or (Box.whole((2, 3)),)
+    good = [np.zeros(box.shape, np.float32) for box in boxes]
+    placement = Placement(checkpoint, wanted)
+    with pytest.raises(ShapeMismatchError, match=r"^a/b: .*\(3, \d\).*\(\d, 3\)"):
+        placement.place(leaf, [*good[:-1], good[-1].T])
+    with pytest.raises(DtypeMismatchError, match=r"^a/b: .*int32.*float32"):
+        placement.place(leaf, [*good[:-1], good[-1].view(np.int32)])
+    placement.place(leaf, good)
 
 
 def test_what_a_state_dict_lacks_comes_as_its_object_takes_it() -> None:
