@@ -599,8 +599,6 @@ class ArrayAdapter(Protocol):
     device and stream), and the latter replay it.
     """
 
-    name: str
-
     def owns(self, kind: type) -> bool:
         """Return whether the adapter handles leaves of this type (arrays, or abstract ones)."""
 
@@ -639,7 +637,13 @@ class ArrayAdapter(Protocol):
 
 @runtime_checkable
 class FrameworkAdapter(ArrayAdapter, Protocol):
-    """The adapter of a framework in which leaves can be restored without a target."""
+    """The adapter of a framework in which leaves can be restored without a target.
+
+    Attributes:
+        name: name of the framework, as in `leaves=`.
+    """
+
+    name: str
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         """Return the error if `leaf` cannot hold this zarr dtype unchanged, naming the path."""

@@ -73,8 +73,6 @@ class DTensorAdapter:
     and empty shards. A process outside the mesh has no shards and reads nothing.
     """
 
-    name = "dtensor"
-
     def __init__(self) -> None:
         self._local = TorchAdapter()
 

@@ -30,8 +30,6 @@ Memory = npt.NDArray[Any]
 class ShardedAdapter:
     """`ShardedArray`; other processes hold the boxes that are missing from one with gaps."""
 
-    name = "sharded"
-
     def owns(self, kind: type) -> bool:
         return issubclass(kind, ShardedArray)
 

@@ -46,8 +46,6 @@ class BoxesTarget(Target):
 class BoxesAdapter:
     """`TensorBoxes`; other processes hold the boxes that are missing from one with gaps."""
 
-    name = "tensor boxes"
-
     def __init__(self) -> None:
         self._tensor = TorchAdapter()
 

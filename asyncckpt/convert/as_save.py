@@ -44,8 +44,6 @@ class StoredLeaf:
 class StoredAdapter(NumpyAdapter):
     """Adapter that fetches from a checkpoint; its caller's threads are not the reader's."""
 
-    name = "stored"
-
     def __init__(self, reader: LeafReader) -> None:
         self._reader = reader
 
