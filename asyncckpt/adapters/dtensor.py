@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import selection
-from asyncckpt.adapters.meshes import Mesh
+from asyncckpt.adapters.meshes import Mesh, coordinates_of
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TorchAdapter, of_kind, tensor_view, waited
 from asyncckpt.errors import UnsupportedLeafError
@@ -202,7 +202,7 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     if not dist.is_initialized():
         found = mesh.get_coordinate()
         return None if found is None else tuple(found)
-    places = _ranks(mesh).coordinates(dist.get_rank())
+    places = coordinates_of(_ranks(mesh), dist.get_rank())
     return places[0] if places else None
 
 

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
+from asyncckpt.format.scalars import Scalar
 from asyncckpt.spec import numeric_class
 
-ScalarKind = Literal["int", "float", "bool", "complex", "str", "bytes"]
-Scalar = int | float | bool | complex | str | bytes
-
-_KINDS: Final[dict[type, ScalarKind]] = {
-    int: "int",
-    float: "float",
-    bool: "bool",
-    complex: "complex",
-    str: "str",
-    bytes: "bytes",
+_KINDS: Final[dict[type, str]] = {
+    kind: kind.__name__ for kind in (int, float, bool, complex, str, bytes)
 }
 
 NUMBERS: Final[dict[str, Callable[[Any], Scalar]]] = {
@@ -48,7 +41,7 @@ _ADVICE: Final = {
 """Advice for unsupported leaves, by type name."""
 
 
-def scalar_kind(kind: type) -> ScalarKind | None:
+def scalar_kind(kind: type) -> str | None:
     """Return the kind of scalar for exactly this type, or None."""
     return _KINDS.get(kind)
 
@@ -112,7 +105,7 @@ def same_number(value: object, kind: str) -> Scalar | None:
     return number if number == value else None
 
 
-def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> Scalar:
+def scalar_from_array(path: str, values: npt.NDArray[Any], kind: str) -> Scalar:
     """Return the Python scalar of `kind` that a rank-0 array holds.
 
     Raises:

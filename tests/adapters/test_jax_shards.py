@@ -618,7 +618,7 @@ def test_arithmetic_gives_each_process_what_jax_gives_its_devices(
             expected.setdefault(box, set()).add(process[device])
             held.setdefault(process[device], set()).add(box)
         for own in mesh.members:
-            places = mesh.coordinates(own)
+            places = meshes.coordinates_of(mesh, own)
             holding = placements.hold(mesh, jax_shards.layout_of(where, 3), SHAPE, places)
             assert {shard.box for shard in holding.shards} == held[own]
             for shard in holding.shards:

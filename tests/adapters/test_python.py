@@ -56,7 +56,7 @@ def test_rank_0_arrays_become_scalars_of_their_class() -> None:
         ("bfloat16", "float", 0.5),
         ("complex64", "complex", 1j),
     ):
-        found = scalar_from_array("p", np.asarray(value).astype(DTYPES[name]), kind)  # type: ignore[arg-type]
+        found = scalar_from_array("p", np.asarray(value).astype(DTYPES[name]), kind)
         assert type(found).__name__ == kind
         assert found == value
     with pytest.raises(errors.DtypeMismatchError, match="wants a Python int"):
