@@ -536,10 +536,11 @@ class Source:
             None for a single box that covers the array.
         views: the values of each shard in host memory, as `view`, or None if they must be fetched;
             empty without `shards`.
-        stream: state captured by the adapter in the caller's thread to read the leaf later.
+        captured: state that the adapter captured in the caller's thread to read the leaf later.
         partition: how the processes divide the array, if several share it; `shards` are then those
             of this process only, with all their holders, possibly none.
         partial: this process knows only its own `shards`; the others report theirs.
+        adapter: the adapter that fetches values without a view; None if all have one.
     """
 
     spec: ArraySpec
@@ -550,9 +551,10 @@ class Source:
     extra: Mapping[str, Any] | None = None
     shards: tuple[Shard, ...] | None = None
     views: tuple[npt.NDArray[Any] | None, ...] = ()
-    stream: Any = None
+    captured: Any = None
     partition: Partition | None = None
     partial: bool = False
+    adapter: ArrayAdapter | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -596,8 +598,6 @@ class ArrayAdapter(Protocol):
     device and stream), and the latter replay it.
     """
 
-    name: str
-
     def owns(self, kind: type) -> bool:
         """Return whether the adapter handles leaves of this type (arrays, or abstract ones)."""
 
@@ -627,16 +627,22 @@ class ArrayAdapter(Protocol):
         """
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
-        """Return the finished leaf for `target`, with dtype and shape checked. Blocking.
+        """Return the finished leaf for `target`. Blocking.
 
-        `parts` are the values of its `boxes`, or one array of all values. The leaf owns them from
-        now on: they never return to a pool.
+        `parts` are the values of its `boxes`, or one array of all values, in the spec's dtype. The
+        leaf owns them from now on: they never return to a pool.
         """
 
 
 @runtime_checkable
 class FrameworkAdapter(ArrayAdapter, Protocol):
-    """The adapter of a framework in which leaves can be restored without a target."""
+    """The adapter of a framework in which leaves can be restored without a target.
+
+    Attributes:
+        name: name of the framework, as in `leaves=`.
+    """
+
+    name: str
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         """Return the error if `leaf` cannot hold this zarr dtype unchanged, naming the path."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.adapters.python import ScalarKind, scalar_kind
+from asyncckpt.adapters.python import scalar_kind
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, NodeAdapter
 from asyncckpt.spec import ArraySpec
@@ -48,14 +48,14 @@ class AdapterSet:
     def __init__(self, adapters: Sequence[ArrayAdapter], nodes: Sequence[NodeAdapter] = ()) -> None:
         self.adapters = tuple(adapters)
         self.nodes = tuple(nodes)
-        self._resolved: dict[type, ArrayAdapter | ScalarKind | None] = {}
+        self._resolved: dict[type, ArrayAdapter | str | None] = {}
 
     @cached_property
     def frameworks(self) -> dict[str, FrameworkAdapter]:
         """The adapters that can make leaves without a target, by name."""
         return {one.name: one for one in self.adapters if isinstance(one, FrameworkAdapter)}
 
-    def resolve(self, kind: type) -> ArrayAdapter | ScalarKind | None:
+    def resolve(self, kind: type) -> ArrayAdapter | str | None:
         """Return the adapter or the kind of Python scalar of leaves of this type, or None."""
         try:
             return self._resolved[kind]

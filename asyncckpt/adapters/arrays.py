@@ -69,9 +69,7 @@ def unsupported_dtype(path: str, framework: str, dtype: Any, cast: str | None = 
     )
 
 
-def check_values(
-    path: str, spec: ArraySpec, shape: Sequence[int], dtype: np.dtype[Any] | str
-) -> None:
+def check_values(path: str, spec: ArraySpec, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
     """Raise `ShapeMismatchError` or `DtypeMismatchError` unless the values fit the target."""
     if tuple(shape) != spec.shape:
         raise ShapeMismatchError(
@@ -81,7 +79,7 @@ def check_values(
             expected=spec.shape,
             found=tuple(shape),
         )
-    if dtype not in (spec.dtype, DTYPES[spec.dtype]):
+    if dtype != DTYPES[spec.dtype]:
         raise DtypeMismatchError(
             f"{path}: the restored leaf has dtype {dtype}, the target wants {spec.dtype}",
             path=path,
@@ -93,9 +91,10 @@ def check_values(
 
 def check_parts(target: Target, parts: Sequence[npt.NDArray[Any]]) -> None:
     """Check the values of each of the target's boxes; raise as `check_values`."""
-    boxes = (Box.whole(target.spec.shape),) if target.boxes is None else target.boxes
-    for box, values in zip(boxes, parts, strict=True):
-        spec = array_spec(box.shape, target.spec.dtype)
+    specs = [target.spec]
+    if target.boxes is not None:
+        specs = [array_spec(box.shape, target.spec.dtype) for box in target.boxes]
+    for spec, values in zip(specs, parts, strict=True):
         check_values(target.path, spec, values.shape, values.dtype)
 
 

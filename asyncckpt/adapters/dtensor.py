@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
-from asyncckpt.adapters.arrays import check_parts, selection
-from asyncckpt.adapters.meshes import Mesh
+from asyncckpt.adapters.arrays import selection
+from asyncckpt.adapters.meshes import Mesh, coordinates_of
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TorchAdapter, of_kind, tensor_view, waited
 from asyncckpt.errors import UnsupportedLeafError
@@ -73,8 +73,6 @@ class DTensorAdapter:
     and empty shards. A process outside the mesh has no shards and reads nothing.
     """
 
-    name = "dtensor"
-
     def __init__(self) -> None:
         self._local = TorchAdapter()
 
@@ -86,7 +84,7 @@ class DTensorAdapter:
         local = self._local.source(path, tensor)
         spec, view = array_spec(tuple(leaf.shape), local.spec.dtype), local.view
         source = Source(
-            spec, leaf, view, _identity(leaf, tensor), "torch", stream=(division, local)
+            spec, leaf, view, _identity(leaf, tensor), "torch", captured=(division, local)
         )
         if division.partition is not None:
             source.partition, source.shards, source.view = division.partition, division.shards, None
@@ -96,7 +94,7 @@ class DTensorAdapter:
         return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        division, local = source.stream
+        division, local = source.captured
         offset = tuple(map(operator.add, division.local[shard].offset, box.offset))
         self._local.fetch(local, 0, Box(offset, box.shape), out)
 
@@ -123,7 +121,6 @@ class DTensorAdapter:
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, DTensorTarget)
-        check_parts(target, parts)
         like: DTensor = target.leaf
         if target.memory is None:
             return _made(target, parts)
@@ -205,7 +202,7 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     if not dist.is_initialized():
         found = mesh.get_coordinate()
         return None if found is None else tuple(found)
-    places = _ranks(mesh).coordinates(dist.get_rank())
+    places = coordinates_of(_ranks(mesh), dist.get_rank())
     return places[0] if places else None
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory
-from asyncckpt.adapters.arrays import check_parts, check_values, selection, unsupported_dtype
+from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
 from asyncckpt.adapters.jax_shards import Division, assemble, divide, replica, shard_views
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
@@ -128,11 +128,11 @@ class JaxAdapter:
         source.extra = {"prng_impl": str(jax.random.key_impl(leaf))}
         source.identity = ("jax", id(leaf))
         # `fetch` reads the key data, a separate array; the caller's key is kept alive too.
-        source.stream, source.leaf = source.leaf, leaf
+        source.captured, source.leaf = source.leaf, leaf
         return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        leaf = source.leaf if source.stream is None else source.stream
+        leaf = source.leaf if source.captured is None else source.captured
         if _single_device(leaf.sharding) is None:
             division = divide("", leaf.sharding, source.spec.shape)
             leaf = replica(leaf, division, shard, next(self._turns))
@@ -179,7 +179,6 @@ class JaxAdapter:
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, JaxTarget)
-        check_parts(target, parts)
         with jax_memory.transfers():
             return self._place(target, parts)
 

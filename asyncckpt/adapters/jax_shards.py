@@ -86,7 +86,7 @@ def _divide(
         devices, holding = _enumerate(sharding, shape, tail)
     else:
         places = _mesh(mesh)
-        own = places.coordinates(mesh.devices.flat[0].client.process_index())
+        own = meshes.coordinates_of(places, mesh.devices.flat[0].client.process_index())
         devices = [mesh.devices[place] for place in own]
         layout = layout_of(sharding, len(shape)) + ((),) * len(tail)
         holding = placements.hold(places, layout, shape + tail, own)

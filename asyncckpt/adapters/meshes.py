@@ -25,7 +25,7 @@ class Mesh:
         pattern: like `text`, with indices into `members` instead of processes.
     """
 
-    __slots__ = ("_coordinates", "_holders", "members", "pattern", "processes", "text")
+    __slots__ = ("members", "pattern", "processes", "text")
 
     def __init__(self, processes: npt.ArrayLike) -> None:
         self.processes = np.asarray(processes, np.int64)
@@ -36,32 +36,26 @@ class Mesh:
         self.text, self.pattern = (
             shortened(f"{shape}[{','.join(map(str, each.tolist()))}]") for each in (numbers, places)
         )
-        self._coordinates: dict[int, tuple[Coordinate, ...]] = {}
-        self._holders: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Length of each mesh axis."""
         return self.processes.shape
 
-    def coordinates(self, process: int) -> tuple[Coordinate, ...]:
-        """Return the coordinates of a process, in C order."""
-        found = self._coordinates.get(process)
-        if found is None:
-            places = np.argwhere(self.processes == process).tolist()
-            found = self._coordinates[process] = tuple(map(tuple, places))
-        return found
 
-    def holders(self, fixed: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        """Return the processes at all coordinates with these (mesh axis, index) pairs."""
-        found = self._holders.get(fixed)
-        if found is None:
-            index: list[int | slice] = [slice(None)] * len(self.shape)
-            for axis, place in fixed:
-                index[axis] = place
-            members = np.unique(self.processes[tuple(index)])
-            found = self._holders[fixed] = interned(tuple(members.tolist()))
-        return found
+@lru_cache(maxsize=4096)
+def coordinates_of(mesh: Mesh, process: int) -> tuple[Coordinate, ...]:
+    """Return the coordinates of a process, in C order."""
+    return tuple(map(tuple, np.argwhere(mesh.processes == process).tolist()))
+
+
+@lru_cache(maxsize=4096)
+def holders_at(mesh: Mesh, fixed: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """Return the processes at all coordinates with these (mesh axis, index) pairs."""
+    index: list[int | slice] = [slice(None)] * len(mesh.shape)
+    for axis, place in fixed:
+        index[axis] = place
+    return interned(tuple(np.unique(mesh.processes[tuple(index)]).tolist()))
 
 
 @lru_cache(maxsize=1 << 16)

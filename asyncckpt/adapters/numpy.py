@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
     check_fillable,
-    check_values,
     host_place,
     is_masked,
     selection,
@@ -70,7 +69,6 @@ class NumpyAdapter:
         (values,) = parts
         if values is target.buffer:
             return target.leaf
-        check_values(target.path, target.spec, values.shape, values.dtype)
         if target.fill:
             np.copyto(target.leaf, values, casting="equiv")
             return target.leaf

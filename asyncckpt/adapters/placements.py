@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from asyncckpt.adapters.meshes import Coordinate, Mesh, interned, shortened
+from asyncckpt.adapters.meshes import Coordinate, Mesh, holders_at, interned, shortened
 from asyncckpt.planning.tiling import grid_boxes
 from asyncckpt.spec import Box, Partition, Shard
 
@@ -71,7 +71,7 @@ def hold(
         fixed = tuple((axis, coordinate[axis]) for axis in used)
         for box in boxes:
             if box not in holders:
-                holders[box] = mesh.holders(fixed)
+                holders[box] = holders_at(mesh, fixed)
     return _holding(held, holders, partition(mesh, layout, shape))
 
 

@@ -7,27 +7,17 @@ refused: an enum member, for example, would be restored as a plain int.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import ml_dtypes
-import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
-from asyncckpt.spec import DTYPES, numeric_class, saturation
+from asyncckpt.format.scalars import Scalar
+from asyncckpt.spec import numeric_class
 
-ScalarKind = Literal["int", "float", "bool", "complex", "str", "bytes"]
-Scalar = int | float | bool | complex | str | bytes
-
-_KINDS: Final[dict[type, ScalarKind]] = {
-    int: "int",
-    float: "float",
-    bool: "bool",
-    complex: "complex",
-    str: "str",
-    bytes: "bytes",
+_KINDS: Final[dict[type, str]] = {
+    kind: kind.__name__ for kind in (int, float, bool, complex, str, bytes)
 }
 
 NUMBERS: Final[dict[str, Callable[[Any], Scalar]]] = {
@@ -51,7 +41,7 @@ _ADVICE: Final = {
 """Advice for unsupported leaves, by type name."""
 
 
-def scalar_kind(kind: type) -> ScalarKind | None:
+def scalar_kind(kind: type) -> str | None:
     """Return the kind of scalar for exactly this type, or None."""
     return _KINDS.get(kind)
 
@@ -115,39 +105,7 @@ def same_number(value: object, kind: str) -> Scalar | None:
     return number if number == value else None
 
 
-def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
-    """Return a rank-0 array of this zarr dtype with this value; floats are rounded.
-
-    Raises:
-        DtypeMismatchError: the value has another numeric class or does not fit.
-    """
-    target = DTYPES[dtype]
-    kind = _KINDS.get(type(value), "str")
-    if numeric_class(dtype) != kind:
-        raise DtypeMismatchError(
-            f"{path}: the checkpoint holds the {kind} {value!r:.40}, the target wants {dtype}; "
-            f"pass a target of type {kind}",
-            path=path,
-            expected=dtype,
-            found=kind,
-        )
-    if isinstance(value, int) and kind == "int":
-        bounds = ml_dtypes.iinfo(target)  # type: ignore[no-untyped-call]
-        fits = int(bounds.min) <= value <= int(bounds.max)
-    else:
-        fits = kind == "bool" or not _overflows(value, target)
-    if not fits:
-        raise DtypeMismatchError(
-            f"{path}: the saved value {value!r:.80} does not fit {dtype}; pass a wider target or a "
-            f"Python {kind}",
-            path=path,
-            expected=dtype,
-            found=value,
-        )
-    return np.asarray(value).astype(target)
-
-
-def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> Scalar:
+def scalar_from_array(path: str, values: npt.NDArray[Any], kind: str) -> Scalar:
     """Return the Python scalar of `kind` that a rank-0 array holds.
 
     Raises:
@@ -163,15 +121,3 @@ def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> 
             found=f"{values.dtype}{list(values.shape)}",
         )
     return NUMBERS[kind](values)
-
-
-def _overflows(value: Any, dtype: np.dtype[Any]) -> bool:
-    largest = saturation(dtype.name)
-    if largest is not None:
-        return not abs(value) <= largest  # also for NaN
-    with np.errstate(over="ignore"):
-        stored = complex(np.asarray(value).astype(dtype))
-    return any(
-        (math.isinf(a), math.isnan(a)) != (math.isinf(b), math.isnan(b))
-        for a, b in ((value.real, stored.real), (value.imag, stored.imag))
-    )

@@ -14,13 +14,12 @@ import numpy.typing as npt
 from asyncckpt.adapters.arrays import (
     Place,
     check_fillable,
-    check_parts,
     host_place,
     may_share_memory,
     overlapping,
     selection,
 )
-from asyncckpt.adapters.sharded_array import ShardedArray, division_of, inside, spec_of
+from asyncckpt.adapters.sharded_array import ShardedArray, inside, spec_of
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import DTYPE_NAMES, Box
@@ -31,14 +30,12 @@ Memory = npt.NDArray[Any]
 class ShardedAdapter:
     """`ShardedArray`; other processes hold the boxes that are missing from one with gaps."""
 
-    name = "sharded"
-
     def owns(self, kind: type) -> bool:
         return issubclass(kind, ShardedArray)
 
     def source(self, path: str, leaf: Any) -> Source:
         array: ShardedArray = leaf
-        spec, division = spec_of(array), division_of(array)
+        spec, division = spec_of(array), array._division
         views = tuple([inside(array, number) for number in division.first])
         partial = division.gap is not None
         if not partial and len(views) == 1:
@@ -50,12 +47,12 @@ class ShardedAdapter:
 
     def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
         array: ShardedArray = source.leaf
-        held = inside(array, division_of(array).first[shard])
+        held = inside(array, array._division.first[shard])
         np.copyto(out, held[selection(box)], casting="no")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         array: ShardedArray = leaf
-        division = division_of(array)
+        division = array._division
         boxes = tuple([shard.box for shard in division.shards])
         target = Target(spec_of(array), leaf, boxes=boxes, path=path, fill=not boxes)
         if in_place:
@@ -65,9 +62,8 @@ class ShardedAdapter:
         return target
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:
-        check_parts(target, parts)
         array: ShardedArray = target.leaf
-        division = division_of(array)
+        division = array._division
         if target.buffers:
             for number, box in enumerate(division.number):
                 if box >= 0 and number != division.first[box]:
@@ -89,26 +85,23 @@ class ShardedAdapter:
 
 def _identity(array: ShardedArray) -> Hashable | None:
     """Return a value that is equal for arrays of the same boxes and memory."""
-    division, name = division_of(array), DTYPE_NAMES[array.dtype]
+    division, name = array._division, DTYPE_NAMES[array.dtype]
     places = [host_place(inside(array, number), name)[1] for number in division.first]
     return ("sharded", array.shape, name, division.shards, tuple(places))
 
 
 def _check_memory(path: str, array: ShardedArray) -> None:
     """Raise if a shard is read-only, or overlaps itself or another shard in memory."""
-    parts: list[tuple[int, Memory, Hashable]] = []
-    boxes = division_of(array).number
-    for number, box in enumerate(boxes):
-        if box < 0:
-            continue
-        part = inside(array, number)
+    boxes = array._division.number
+    numbers = [number for number, box in enumerate(boxes) if box >= 0]
+    parts = [inside(array, number) for number in numbers]
+    for number, part in zip(numbers, parts, strict=True):
         check_fillable(path, f"shard {number}", part)
-        _, identity = host_place(part, DTYPE_NAMES[part.dtype])
-        parts.append((number, part, identity))
-    for pair in overlapping([Place.of(part) for _, part, _ in parts]):
-        (one, part, place), (two, other, other_place) = map(parts.__getitem__, pair)
-        is_replica = boxes[one] == boxes[two] and place == other_place
-        if not is_replica and may_share_memory(part, other):
+    places = [Place.of(part) for part in parts]
+    for a, b in overlapping(places):
+        one, two = numbers[a], numbers[b]
+        is_replica = boxes[one] == boxes[two] and places[a] == places[b]
+        if not is_replica and may_share_memory(parts[a], parts[b]):
             raise UnsupportedLeafError(
                 f"{path}: shards {one} and {two} share memory, so they cannot be filled; give "
                 "each its own",

@@ -299,11 +299,6 @@ def spec_of(array: ShardedArray) -> ArraySpec:
     return array_spec(array._shape, DTYPE_NAMES[array._dtype])
 
 
-def division_of(array: ShardedArray) -> Division:
-    """Return the boxes that the shards hold."""
-    return array._division
-
-
 def inside(array: ShardedArray, number: int) -> Memory:
     """Return a view of a shard without its padding."""
     held, box = array._shards[number][1], array._boxes[number]

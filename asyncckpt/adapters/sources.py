@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.ports import ArrayAdapter, Source
+from asyncckpt.ports import Source
 from asyncckpt.spec import ArraySpec
-
-_NUMPY = NumpyAdapter()
 
 
 class Sources(Sequence[Source]):
@@ -25,15 +22,12 @@ class Sources(Sequence[Source]):
         specs: shape and dtype of each array.
         plain: the array if it has no `Source` yet, else None.
         opened: sources by index.
-        adapters: adapters of the arrays that were added with a source, by index; NumPy's for the
-            others.
     """
 
     def __init__(self) -> None:
         self.specs: list[ArraySpec] = []
         self.plain: list[npt.NDArray[Any] | None] = []
         self.opened: dict[int, Source] = {}
-        self.adapters: dict[int, ArrayAdapter] = {}
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -47,15 +41,9 @@ class Sources(Sequence[Source]):
             self.plain[number] = None
         return found
 
-    def adapter(self, number: int) -> ArrayAdapter:
-        """Return the adapter of an array."""
-        return self.adapters.get(number, _NUMPY)
-
-    def append(self, source: Source, adapter: ArrayAdapter) -> None:
-        """Add an array with its source and adapter."""
-        number = len(self.specs)
-        self.opened[number] = source
-        self.adapters[number] = adapter
+    def append(self, source: Source) -> None:
+        """Add an array with its source."""
+        self.opened[len(self.specs)] = source
         self.specs.append(source.spec)
         self.plain.append(None)
 
@@ -68,6 +56,6 @@ class Sources(Sequence[Source]):
         """Drop all references to leaves."""
         self.plain = [None] * len(self.plain)
         for source in self.opened.values():
-            source.leaf = source.view = source.stream = None
+            source.leaf = source.view = source.captured = None
             source.views = ()
             source.identity = None

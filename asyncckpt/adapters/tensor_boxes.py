@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncckpt.adapters.arrays import check_parts
 from asyncckpt.adapters.sharded_array import divide
 from asyncckpt.adapters.torch import TorchAdapter
 from asyncckpt.errors import UnsupportedLeafError
@@ -47,8 +46,6 @@ class BoxesTarget(Target):
 class BoxesAdapter:
     """`TensorBoxes`; other processes hold the boxes that are missing from one with gaps."""
 
-    name = "tensor boxes"
-
     def __init__(self) -> None:
         self._tensor = TorchAdapter()
 
@@ -67,7 +64,7 @@ class BoxesAdapter:
             )
         spec = array_spec(leaf.shape, *dtypes)
         if len(parts) == 1 and leaf.boxes[0].shape == leaf.shape:
-            return Source(spec, leaf, parts[0].view, None, "torch", stream=parts)
+            return Source(spec, leaf, parts[0].view, None, "torch", captured=parts)
         division = divide(leaf.shape, leaf.boxes)
         return Source(
             spec,
@@ -77,12 +74,12 @@ class BoxesAdapter:
             "torch",
             shards=division.shards,
             views=tuple([parts[number].view for number in division.first]),
-            stream=[parts[number] for number in division.first],
+            captured=[parts[number] for number in division.first],
             partial=division.gap is not None,
         )
 
     def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
-        self._tensor.fetch(source.stream[shard], 0, box, out)
+        self._tensor.fetch(source.captured[shard], 0, box, out)
 
     def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
         parts = tuple(
@@ -102,7 +99,6 @@ class BoxesAdapter:
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:
         assert isinstance(target, BoxesTarget)
-        check_parts(target, parts)
         for part, values in zip(target.parts, parts, strict=True):
             if part.buffer is not None and not target.buffers:
                 np.copyto(part.buffer, values, casting="no")

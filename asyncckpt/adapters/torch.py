@@ -18,7 +18,6 @@ import torch
 
 from asyncckpt.adapters.arrays import (
     NUMPY_DTYPES,
-    check_values,
     host_place,
     may_overlap_itself,
     unsupported_dtype,
@@ -89,7 +88,7 @@ class TorchAdapter:
         else:
             device = leaf.device
             if leaf.is_cuda:
-                source.stream = torch.cuda.current_stream(device).record_event()
+                source.captured = torch.cuda.current_stream(device).record_event()
         if 0 not in shape:
             pointer = leaf.data_ptr()
             source.identity = ("torch", device, pointer, shape, leaf.stride(), name, conj, neg)
@@ -97,7 +96,7 @@ class TorchAdapter:
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         part = source.leaf.detach()[(*box.slices(), ...)].resolve_conj().resolve_neg()
-        if source.stream is None:
+        if source.captured is None:
             np.copyto(out, numpy_view(part.cpu()), casting="no")
             return
         host = tensor_view(out)
@@ -106,7 +105,7 @@ class TorchAdapter:
         with torch.cuda.device(part.device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                stream.wait_event(source.stream)
+                stream.wait_event(source.captured)
                 host.copy_(part, non_blocking=True)
             stream.synchronize()
 
@@ -144,7 +143,6 @@ class TorchAdapter:
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         (values,) = parts
         like: torch.Tensor = target.leaf
-        check_values(target.path, target.spec, values.shape, values.dtype)
         if target.buffer is not None:
             torch.autograd.graph.increment_version(like)
             return like
@@ -155,7 +153,6 @@ class TorchAdapter:
             return like
         if not like.is_cpu and not like.is_meta:
             tensor = tensor.to(like.device)
-        check_values(target.path, target.spec, tuple(tensor.shape), _NAMES[tensor.dtype])
         return of_kind(tensor, like)
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:

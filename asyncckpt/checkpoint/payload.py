@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.casts import castable, check_values_fit, may_lose
 from asyncckpt.planning.overlap import BoxIndex, boxes_of_run
-from asyncckpt.ports import ArrayAdapter, Bytes, Source
+from asyncckpt.ports import Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
 
@@ -29,23 +29,10 @@ class ArrayReader:
             unchanged, else None. An array without shards counts as one.
     """
 
-    __slots__ = (
-        "_adapter",
-        "_dtype",
-        "_index",
-        "_may_lose",
-        "_path",
-        "_source",
-        "_stored",
-        "_views",
-        "flats",
-    )
+    __slots__ = ("_dtype", "_index", "_may_lose", "_path", "_source", "_stored", "_views", "flats")
 
-    def __init__(
-        self, source: Source, adapter: ArrayAdapter, stored_dtype: str, *, path: str
-    ) -> None:
+    def __init__(self, source: Source, stored_dtype: str, *, path: str) -> None:
         self._source = source
-        self._adapter = adapter
         self._path = path
         self._stored = stored_dtype
         self._dtype = DTYPES[stored_dtype]
@@ -78,18 +65,19 @@ class ArrayReader:
 
     def _read(self, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         """Copy the values of `box`, relative to the shard, into `out`."""
-        view = self._views[shard]
+        source, view = self._source, self._views[shard]
         if view is not None:
             index: Any = (*box.slices(), ...)
             values = view[index]
-        elif self._dtype == DTYPES[self._source.spec.dtype]:
-            self._adapter.fetch(self._source, shard, box, out)
-            return
         else:
-            values = np.empty(box.shape, DTYPES[self._source.spec.dtype])
-            self._adapter.fetch(self._source, shard, box, values)
+            assert source.adapter is not None
+            is_cast = self._dtype != DTYPES[source.spec.dtype]
+            values = np.empty(box.shape, DTYPES[source.spec.dtype]) if is_cast else out
+            source.adapter.fetch(source, shard, box, values)
+            if not is_cast:
+                return
         if self._may_lose:
-            check_values_fit(self._path, values, self._source.spec.dtype, self._stored)
+            check_values_fit(self._path, values, source.spec.dtype, self._stored)
             if np.iscomplexobj(values):
                 values = values.real
         with np.errstate(over="ignore", invalid="ignore"):

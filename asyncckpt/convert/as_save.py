@@ -44,8 +44,6 @@ class StoredLeaf:
 class StoredAdapter(NumpyAdapter):
     """Adapter that fetches from a checkpoint; its caller's threads are not the reader's."""
 
-    name = "stored"
-
     def __init__(self, reader: LeafReader) -> None:
         self._reader = reader
 
@@ -77,8 +75,8 @@ def snapshot_of(reader: LeafReader) -> Snapshot:
         arrays = tuple([tied.get(piece.array, piece.array) for piece in reader.pieces[leaf]])
         first = seen.setdefault(arrays, len(result.sources))
         facts = result.extra.get(leaf)
-        source = Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts)
-        result.add(leaf, source, adapter, first)
+        source = Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts, adapter=adapter)
+        result.add(leaf, source, first)
     return result
 
 

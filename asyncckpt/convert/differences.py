@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import bits
-from asyncckpt.adapters.python import NUMBERS, array_from_scalar
+from asyncckpt.adapters.python import NUMBERS
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.reports import LeafDifference
+from asyncckpt.restore.place import array_from_scalar
 from asyncckpt.spec import ArraySpec, Box, numeric_class
 
 NOTED = 5

@@ -232,8 +232,7 @@ class FilesWriter:
     def _reader(self, tensor: Tensor) -> ArrayReader:
         snapshot, number = self.snapshot, tensor.number
         path = snapshot.paths[snapshot.array_leaf[number]]
-        source, adapter = snapshot.sources[number], snapshot.sources.adapter(number)
-        return ArrayReader(source, adapter, tensor.spec.dtype, path=path)
+        return ArrayReader(snapshot.sources[number], tensor.spec.dtype, path=path)
 
 
 def _runs(tensor: Tensor, box: Box, data: Bytes) -> tuple[list[int], list[Bytes]]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.adapters.python import NUMBERS, array_from_scalar, same_number
+from asyncckpt.adapters.python import NUMBERS, same_number
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import (
     DtypeMismatchError,
@@ -33,6 +33,7 @@ from asyncckpt.restore.mismatch import (
     check_array,
     shape_text,
 )
+from asyncckpt.restore.place import array_from_scalar
 from asyncckpt.restore.request import RestoreRequest, Wanted, below, enclosing
 from asyncckpt.spec import ArraySpec, numeric_class
 from asyncckpt.tree import PerProcess, Structure, match_glob, per_process_paths, where

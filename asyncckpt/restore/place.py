@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.adapters.arrays import check_parts
 from asyncckpt.adapters.python import NUMBERS, same_number, scalar_from_array, scalar_kind
 from asyncckpt.checkpoint.casts import castable, lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
@@ -86,7 +87,9 @@ class Placement:
             return want.leaf  # this process holds no element of it
         buffers = target.buffers if target.buffer is None else (target.buffer,)
         if not self._into or not buffers:
-            return adapter.place(target, self.converted(leaf, parts))
+            parts = self.converted(leaf, parts)
+            check_parts(target, parts)
+            return adapter.place(target, parts)
         for part, buffer in zip(parts, buffers, strict=True):
             if part is not buffer:
                 cast_values(leaf.path, part, target.spec.dtype, buffer)
@@ -127,6 +130,24 @@ class Placement:
         return request.loaded.get(self._opened.leaves.kind[leaf.saved], request.framework)
 
 
+def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
+    """Return a rank-0 array of this zarr dtype with this value; floats are rounded.
+
+    Raises:
+        DtypeMismatchError: the value has another numeric class or does not fit.
+    """
+    kind = type(value).__name__
+    if numeric_class(dtype) != kind:
+        raise DtypeMismatchError(
+            f"{path}: the checkpoint holds the {kind} {value!r:.40}, the target wants {dtype}; "
+            f"pass a target of type {kind}",
+            path=path,
+            expected=dtype,
+            found=kind,
+        )
+    return cast_values(path, np.asarray(value), dtype)
+
+
 def cast_values(
     path: str, values: npt.NDArray[Any], dtype: str, out: npt.NDArray[Any] | None = None
 ) -> npt.NDArray[Any]:
@@ -139,7 +160,10 @@ def cast_values(
     if out is None:
         out = np.empty(values.shape, DTYPES[dtype])
     assert out.dtype == DTYPES[dtype]
-    fault = lost_value(values, source, dtype) if may_lose(source, dtype) else None
+    if values.dtype == object:  # an int of more than 64 bits
+        source, fault = "int", values.item()
+    else:
+        fault = lost_value(values, source, dtype) if may_lose(source, dtype) else None
     if fault is None:
         with np.errstate(over="ignore", invalid="ignore"):
             if numeric_class(dtype) in ("int", "float"):
@@ -148,8 +172,8 @@ def cast_values(
         fault = None if source == dtype else _overflow(values, out)
     if fault is not None:
         raise DtypeMismatchError(
-            f"{path}: {fault!r} of the checkpoint does not fit into {dtype}; restore it in the "
-            f"saved dtype {source}",
+            f"{path}: {fault!r:.80} of the checkpoint does not fit into {dtype}; restore it as "
+            f"{source}",
             path=path,
             stage="place",
             expected=dtype,
@@ -159,15 +183,15 @@ def cast_values(
 
 
 def _overflow(values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> Any:
-    """Return a finite value that a cast turned into an infinity or a NaN, or None."""
-    if numeric_class(cast.dtype.name) not in ("float", "complex"):
+    """Return a finite value, or part of one, that a cast turned into an infinity or a NaN."""
+    if numeric_class(cast.dtype.name) not in ("float", "complex") or np.isfinite(cast).all():
         return None
-    bad = ~np.isfinite(cast)
-    if not bad.any():
-        return None
-    first = values[bad & np.isfinite(values)][:1]
-    wide = first.astype(np.complex128 if np.iscomplexobj(first) else np.float64)
-    return wide[0].item() if wide.size else None
+    for part in (np.real, np.imag):
+        before = part(values)
+        lost = before[np.isfinite(before) & ~np.isfinite(part(cast))]
+        if lost.size:
+            return lost[:1].astype(np.float64).item()
+    return None
 
 
 def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
-from asyncckpt.adapters.numpy import NumpyAdapter, memory_identity
+from asyncckpt.adapters.numpy import memory_identity
 from asyncckpt.adapters.python import unreadable, unsupported
 from asyncckpt.adapters.sources import Sources
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError, UsageError
@@ -26,7 +26,7 @@ from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
 from asyncckpt.planning.merge import Merged, OwnPart, own_part
 from asyncckpt.planning.tiling import tiling_fault
-from asyncckpt.ports import ArrayAdapter, Source
+from asyncckpt.ports import Source
 from asyncckpt.reports import Progress
 from asyncckpt.reports.texts import few
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec, Box, array_spec
@@ -71,14 +71,14 @@ class Snapshot:
     only_here: list[int] = field(default_factory=list)
     uneven: bool = False
 
-    def add(self, leaf: int, source: Source, adapter: ArrayAdapter, first: int) -> None:
+    def add(self, leaf: int, source: Source, first: int) -> None:
         """Add the array of a leaf; `first` is the first array with its bytes, or its own number."""
         number = len(self.array_leaf)
         if first != number:
             self.tied[number] = first
         else:
             self.nbytes += source.spec.nbytes
-        self.sources.append(source, adapter)
+        self.sources.append(source)
         self.array_leaf.append(leaf)
 
 
@@ -146,7 +146,7 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     # Columns keep small leaves cheap for the caller: an ordinary array needs no object and no call.
     known = _PlainSpecs()
     spec_of = [known[a.dtype, a.shape] if type(a) is np.ndarray else None for a in leaves]
-    opened: dict[int, tuple[Source, ArrayAdapter]] = {}
+    opened: dict[int, Source] = {}
     refused: list[UnsupportedLeafError] = []
     for leaf in [leaf for leaf, spec in enumerate(spec_of) if spec is None]:
         path, value = flat.paths[leaf], leaves[leaf]
@@ -157,7 +157,7 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             continue
         if found is not None:
             opened[leaf] = found
-            spec_of[leaf] = found[0].spec
+            spec_of[leaf] = found.spec
             continue
         try:
             snapshot.kinds[leaf], snapshot.values[leaf] = encode_scalar(value)
@@ -171,10 +171,10 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     array_leaf += compress(range(count), spec_of)
     sources.specs += filter(None, spec_of)
     sources.plain += compress(leaves, spec_of)
-    for leaf, (source, adapter) in opened.items():
+    for leaf, source in opened.items():
         number = bisect.bisect_left(array_leaf, leaf)
         sources.plain[number] = None
-        sources.opened[number], sources.adapters[number] = source, adapter
+        sources.opened[number] = source
         snapshot.kinds[leaf] = source.framework
         if source.extra:
             snapshot.extra[leaf] = source.extra
@@ -223,7 +223,6 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
     number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
     whole = Snapshot(merged.structure, [leaf.path for leaf in merged.leaves])
     numbers: dict[int, int] = {}
-    numpy: ArrayAdapter = NumpyAdapter()
     for ordinal, leaf in enumerate(merged.leaves):
         mine = own.get(ordinal)
         whole.kinds.append(leaf.kind)
@@ -237,15 +236,14 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
         whole.values.append(None)
         number = numbers[ordinal] = len(whole.sources)
         if mine is None:
-            source, adapter = Source(leaf.spec, None, None, shards=()), numpy
+            source = Source(leaf.spec, None, None, shards=())
         else:
-            place = number_of[mine]
-            source, adapter = snapshot.sources[place], snapshot.sources.adapter(place)
+            source = snapshot.sources[number_of[mine]]
         whole.held[number] = own_part(
             leaf, process, process_count, shards=source.shards, partition=source.partition
         )
         first = number if leaf.tied_to is None else numbers[leaf.tied_to]
-        whole.add(ordinal, source, adapter, first)
+        whole.add(ordinal, source, first)
         if leaf.extra:
             whole.extra[ordinal] = json.loads(leaf.extra)
     whole.uneven = any(len(leaf.processes) < process_count for leaf in merged.leaves)
@@ -306,18 +304,17 @@ def held_nbytes(source: Source) -> int:
     return sum(shard.box.size for shard in source.shards) * source.spec.itemsize
 
 
-def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAdapter] | None:
-    """Open a leaf for staging, with its adapter; return None for a scalar."""
+def _open(path: str, value: Any, adapters: AdapterSet) -> Source | None:
+    """Open a leaf for staging; return None for a scalar."""
     found = adapters.resolve(type(value))
     if found is None:
         raise unsupported(path, value)
     if isinstance(found, str):
         if found != "bytes" or len(value) <= INLINE_NBYTES:
             return None
-        adapter = adapters.adapters[0]
-        source = adapter.source(path, np.frombuffer(value, np.uint8))
+        source = adapters.adapters[0].source(path, np.frombuffer(value, np.uint8))
         source.extra = {"python": "bytes"}
-        return source, adapter
+        return source
     try:
         source = found.source(path, value)
     except AsyncCheckpointError:
@@ -333,7 +330,8 @@ def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAda
             expected=MAX_RANK,
             found=rank,
         )
-    return source, found
+    source.adapter = found
+    return source
 
 
 def _of_all(refused: list[UnsupportedLeafError]) -> UnsupportedLeafError:

@@ -35,7 +35,7 @@ from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.pack import TRAILER_NBYTES, Window
 from asyncckpt.planning.save import SavePlan
-from asyncckpt.ports import ArrayAdapter, Bytes, Source
+from asyncckpt.ports import Bytes, Source
 from asyncckpt.save.serialize import Filling, WindowSums
 from asyncckpt.save.snapshot import Snapshot, held_nbytes
 from asyncckpt.spec import DTYPES, Box
@@ -364,13 +364,13 @@ class Staging:
         since = time.perf_counter()
         arena = Arena(nbytes)
         for leaf in leaves:
-            source, adapter = self.sources[leaf], self.sources.adapter(leaf)
+            source = self.sources[leaf]
             try:
                 if source.shards is None:
-                    source.view = _copied(arena, source, adapter, 0)
+                    source.view = _copied(arena, source, 0)
                     continue
                 source.views = tuple(
-                    [_copied(arena, source, adapter, shard) for shard in range(len(source.shards))]
+                    [_copied(arena, source, shard) for shard in range(len(source.shards))]
                 )
             except Exception as error:
                 raise self._failed(leaf, error) from error
@@ -543,10 +543,7 @@ class Staging:
         reader = self._readers.get(leaf)
         if reader is None:
             reader = ArrayReader(
-                self.sources[leaf],
-                self.sources.adapter(leaf),
-                self.plan.arrays.of(array).spec.dtype,
-                path=self._path(leaf),
+                self.sources[leaf], self.plan.arrays.of(array).spec.dtype, path=self._path(leaf)
             )
             self._readers[leaf] = reader
         return reader
@@ -579,7 +576,7 @@ async def _emit_oldest(
             emit(item)
 
 
-def _copied(arena: Arena, source: Source, adapter: ArrayAdapter, shard: int) -> npt.NDArray[Any]:
+def _copied(arena: Arena, source: Source, shard: int) -> npt.NDArray[Any]:
     """Copy the values of a shard, from its view if it has one."""
     shape, view = source.spec.shape, source.view
     if source.shards is not None:
@@ -589,5 +586,6 @@ def _copied(arena: Arena, source: Source, adapter: ArrayAdapter, shard: int) -> 
     if view is not None:
         np.copyto(copy, view, casting="no")
     else:
-        adapter.fetch(source, shard, box, copy)
+        assert source.adapter is not None
+        source.adapter.fetch(source, shard, box, copy)
     return copy

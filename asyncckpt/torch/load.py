@@ -17,20 +17,23 @@ from asyncckpt.errors import AsyncCheckpointError, ShapeMismatchError, TreeMisma
 from asyncckpt.planning.tiling import box_text
 from asyncckpt.restore.request import Holder, Wanted
 from asyncckpt.spec import Box
-from asyncckpt.torch.catalog import Catalog, Tensor, Value
+from asyncckpt.torch.catalog import Catalog, Stored, Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Resolved:
-    """An item of the plan, with the part and the destination of a tensor; None for values."""
+class Part:
+    """A box of a saved tensor, and the destination of its values."""
 
-    item: ReadItem
-    entry: Tensor | Value
-    box: Box | None = None
-    tensor: torch.Tensor | None = None
+    stored: Stored
+    box: Box
+    tensor: torch.Tensor
 
 
-def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> list[Resolved]:
+Items = Sequence[tuple[ReadItem, Value | Part]]
+"""The items of a plan, each with the value or the part of a tensor that it asks for."""
+
+
+def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> Items:
     """Find the items of a plan in the checkpoint, then resolve each tensor once.
 
     Raises:
@@ -38,24 +41,27 @@ def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> list[Reso
         ShapeMismatchError: a tensor does not have the shape of its item.
     """
     found = [_found(item, catalog) for item in plan.items]
-    return [_resolved(one, planner) for one in found]
+    return [
+        (item, one if isinstance(one, Value) else _resolved(item, *one, planner))
+        for item, one in zip(plan.items, found, strict=True)
+    ]
 
 
-def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
+def rounds(items: Items) -> Iterator[list[Wanted]]:
     """Yield the targets of at most two successive restores.
 
     Targets that share memory with an earlier one, as tied weights do, are read into temporary
     tensors by the second restore, then copied.
     """
-    groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
+    groups: defaultdict[tuple[str, torch.dtype], list[Part]] = defaultdict(list)
     wanted: list[Wanted] = []
-    for one in items:
-        if one.tensor is not None:
-            groups[one.item.storage_index.fqn, one.tensor.dtype].append(one)
-        elif isinstance(one.entry, Value):
+    for item, one in items:
+        if isinstance(one, Part):
+            groups[item.storage_index.fqn, one.tensor.dtype].append(one)
+        else:
             wanted += [
                 Wanted(stored.path, b"", holder=Holder({}, stored.path, False))
-                for stored in one.entry.stored()
+                for stored in one.stored()
             ]
     held = list(groups.values())
     targets = [_wanted(group) for group in held]
@@ -69,26 +75,26 @@ def rounds(items: Sequence[Resolved]) -> Iterator[list[Wanted]]:
     yield [_wanted(copy) for copy in copies]
     for number, copy in zip(sharing, copies, strict=True):
         for one, read in zip(held[number], copy, strict=True):
-            assert one.tensor is not None and read.tensor is not None
             with torch.inference_mode(one.tensor.is_inference()), torch.no_grad():
                 one.tensor.copy_(read.tensor)
 
 
-def commit(items: Sequence[Resolved], planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
+def commit(items: Items, planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
     """Pass all items to the planner; `read` contains the stored `bytes` by path."""
-    for one in items:
-        if one.tensor is not None:
-            planner.commit_tensor(one.item, one.tensor)
-        elif isinstance(one.entry, Value):
-            value = one.entry.filled(read)
-            data = io.BytesIO(value if one.entry.opaque else b"")
-            if not one.entry.opaque:  # planners expect an archive
+    for item, one in items:
+        if isinstance(one, Part):
+            planner.commit_tensor(item, one.tensor)
+        else:
+            value = one.filled(read)
+            data = io.BytesIO(value if one.opaque else b"")
+            if not one.opaque:  # planners expect an archive
                 torch.save(value, data)
                 data.seek(0)
-            planner.load_bytes(one.item, data)
+            planner.load_bytes(item, data)
 
 
-def _found(item: ReadItem, catalog: Catalog) -> Resolved:
+def _found(item: ReadItem, catalog: Catalog) -> Value | tuple[Stored, Box]:
+    """Return the value, or the tensor and its wanted box."""
     index = item.storage_index
     entry = catalog.entries.get(index.fqn)
     if entry is None:
@@ -96,7 +102,7 @@ def _found(item: ReadItem, catalog: Catalog) -> Resolved:
     if isinstance(entry, Value):
         if item.type is not LoadItemType.BYTE_IO:
             raise _missing(item, catalog, "a value that is not a tensor", "value")
-        return Resolved(item, entry)
+        return entry
     if item.type is LoadItemType.BYTE_IO:
         raise _missing(item, catalog, f"a tensor, {entry.stored.spec}", "tensor")
     offset = (0,) * len(entry.stored.spec.shape) if index.offset is None else tuple(index.offset)
@@ -110,7 +116,7 @@ def _found(item: ReadItem, catalog: Catalog) -> Resolved:
     box = Box(start, lengths)
     if box.size and box.intersect(shard) != box:
         raise _missing(item, catalog, f"a shard that holds {box_text(shard)}", shard)
-    return Resolved(item, entry, box)
+    return entry.stored, box
 
 
 def _missing(item: ReadItem, catalog: Catalog, there: str, found: object) -> AsyncCheckpointError:
@@ -129,40 +135,33 @@ def _missing(item: ReadItem, catalog: Catalog, there: str, found: object) -> Asy
     )
 
 
-def _resolved(one: Resolved, planner: LoadPlanner) -> Resolved:
-    if one.box is None:
-        return one
-    tensor = planner.resolve_tensor(one.item).detach()
-    if tuple(tensor.shape) != one.box.shape:
-        key = one.item.dest_index.fqn
+def _resolved(item: ReadItem, stored: Stored, box: Box, planner: LoadPlanner) -> Part:
+    tensor = planner.resolve_tensor(item).detach()
+    if tuple(tensor.shape) != box.shape:
+        key = item.dest_index.fqn
         raise ShapeMismatchError(
-            f"{key}: the planner resolved an item of shape {list(one.box.shape)} to a tensor of "
+            f"{key}: the planner resolved an item of shape {list(box.shape)} to a tensor of "
             f"shape {list(tensor.shape)}; nothing was read",
             path=key,
-            expected=one.box.shape,
+            expected=box.shape,
             found=tuple(tensor.shape),
         )
-    return dataclasses.replace(one, tensor=tensor)
+    return Part(stored, box, tensor)
 
 
-def _copy(group: Sequence[Resolved]) -> list[Resolved]:
-    """Return the items with new host tensors as destinations."""
+def _copy(group: Sequence[Part]) -> list[Part]:
+    """Return the parts with new host tensors as destinations."""
     return [
-        dataclasses.replace(one, tensor=torch.empty_like(one.tensor, device="cpu"))
-        for one in group
-        if one.tensor is not None
+        dataclasses.replace(one, tensor=torch.empty_like(one.tensor, device="cpu")) for one in group
     ]
 
 
-def _wanted(group: Sequence[Resolved]) -> Wanted:
-    """Return one target for all items of a key."""
-    entry = group[0].entry
-    assert isinstance(entry, Tensor)
-    path, adapter = entry.stored.path, BoxesAdapter()
-    boxes = tuple([one.box for one in group if one.box is not None])
-    tensors = tuple([one.tensor for one in group if one.tensor is not None])
-    leaf = TensorBoxes(entry.stored.spec.shape, boxes, tensors)
-    return Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=True))
+def _wanted(group: Sequence[Part]) -> Wanted:
+    """Return one target for all parts of a key."""
+    stored, adapter = group[0].stored, BoxesAdapter()
+    boxes = tuple([one.box for one in group])
+    leaf = TensorBoxes(stored.spec.shape, boxes, tuple([one.tensor for one in group]))
+    return Wanted(stored.path, leaf, adapter, adapter.target(stored.path, leaf, in_place=True))
 
 
 def apart(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[int], list[int]]:

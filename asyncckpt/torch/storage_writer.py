@@ -73,8 +73,7 @@ class StorageWriter(Located, storage.StorageWriter):
         self._options = dataclasses.replace(options, tree="union")
         self._storage_options = storage_options
         self._group = process_group
-        self._leads = True
-        self._rank_count = 1
+        self._leads = self._alone = True
         self._saving: Saving | None = None
         self._dropped: weakref.finalize[Any, StorageWriter] | None = None
 
@@ -112,7 +111,7 @@ class StorageWriter(Located, storage.StorageWriter):
                 expected=0,
                 found=rank,
             )
-        self._leads, self._rank_count = is_coordinator, 1
+        self._leads = self._alone = is_coordinator
         own = initialized_processes(self._group)
         if not is_coordinator and (own is None or rank not in (None, own[0])):
             raise self._other_group(f"this is rank {rank} of the ranks that save", own)
@@ -126,7 +125,7 @@ class StorageWriter(Located, storage.StorageWriter):
         own = initialized_processes(self._group)
         if len(plans) > 1 and (own is None or own[1] != len(plans)):
             raise self._other_group(f"{len(plans)} ranks save", own)
-        self._rank_count = len(plans)
+        self._alone = self._leads and len(plans) == 1
         return plans
 
     def write_data(
@@ -139,12 +138,11 @@ class StorageWriter(Located, storage.StorageWriter):
         Raises:
             …: as `asyncckpt.save`, of any rank; nothing of the save is left.
         """
-        alone = self._leads and self._rank_count == 1
         saving = self._saving = Saving(
             self._location,
             options=self._options,
             storage_options=self._storage_options,
-            coordinator="single" if alone else TorchCoordinator(self._group),
+            coordinator="single" if self._alone else TorchCoordinator(self._group),
         )
         if self._dropped is not None:
             self._dropped.detach()

@@ -14,5 +14,7 @@ from asyncckpt.spec import Box
 
 def fetch_box(adapter: ArrayAdapter, source: Source, box: Box, out: np.ndarray[Any, Any]) -> None:
     """Copy what the shards hold of a box to `out`, as if none of them were in host memory."""
-    unseen = dataclasses.replace(source, view=None, views=(None,) * len(source.views))
-    ArrayReader(unseen, adapter, source.spec.dtype, path="p").read(box, out)
+    unseen = dataclasses.replace(
+        source, view=None, views=(None,) * len(source.views), adapter=adapter
+    )
+    ArrayReader(unseen, source.spec.dtype, path="p").read(box, out)

@@ -236,7 +236,7 @@ def test_a_tensor_kept_off_the_devices_of_its_mesh_is_restored_where_it_is() -> 
         assert like.to_local().tolist() == [[4, 5], [6, 7]]
 
 
-def test_a_target_is_checked_and_its_kind_is_kept() -> None:
+def test_the_kind_of_a_target_is_kept() -> None:
     with rank_of(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         plain = distribute_tensor(numbered(4), mesh, [Shard(0)], src_data_rank=None)
@@ -250,10 +250,6 @@ def test_a_target_is_checked_and_its_kind_is_kept() -> None:
             assert made.requires_grad == like.requires_grad
             assert isinstance(made, torch.nn.Buffer) == (like is buffer)
             assert not getattr(made, "persistent", False)
-            with pytest.raises(errors.ShapeMismatchError, match=r"^a/b: "):
-                adapter.place(target, [np.zeros(3, np.float32)])
-            with pytest.raises(errors.DtypeMismatchError, match=r"^a/b: "):
-                adapter.place(target, [np.zeros(2)])
 
 
 def test_filling_is_seen_by_autograd() -> None:
@@ -401,9 +397,9 @@ def test_moments_of_wrapped_optimizers_are_divided_like_their_parameters(
 def test_without_it_nothing_of_torch_distributed_is_imported() -> None:
     code = (
         "import sys, torch, asyncckpt.adapters as a; s = a.adapters_for_loaded_frameworks();"
-        "print([x.name for x in s.adapters], 'torch.distributed.tensor' in sys.modules)"
+        "print([type(x).__name__ for x in s.adapters], 'torch.distributed.tensor' in sys.modules)"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout
-    assert found.strip() == "['numpy', 'torch'] False"
+    assert found.strip() == "['NumpyAdapter', 'TorchAdapter'] False"

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.dtensor import layout_of
-from asyncckpt.adapters.meshes import Mesh
+from asyncckpt.adapters.meshes import Mesh, coordinates_of
 from asyncckpt.adapters.placements import Cut, Layout, axis_cuts, hold, partition
 from asyncckpt.planning.tiling import grid_boxes, tiling_fault
 from asyncckpt.spec import Box, Partition
@@ -103,7 +103,7 @@ def test_a_process_holds_what_its_coordinates_hold(
 ) -> None:
     mesh, layout, shape = case
     for process in mesh.members:
-        own = mesh.coordinates(process)
+        own = coordinates_of(mesh, process)
         assert all(mesh.processes[coordinate] == process for coordinate in own)
         holding = hold(mesh, layout, shape, own)
         boxes = [shard.box for shard in holding.shards]

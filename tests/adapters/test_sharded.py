@@ -340,15 +340,6 @@ def test_a_target_may_leave_gaps() -> None:
     assert made.shards[1][1].shape == (2, 3)
 
 
-def test_a_part_of_another_shape_or_dtype_is_refused() -> None:
-    target = adapter.target("a/b", halves(numbers(4, 3)), in_place=False)
-    good = parts_of(target, numbers(4, 3))
-    with pytest.raises(errors.ShapeMismatchError, match=r"a/b: .*\(1, 3\)"):
-        adapter.place(target, [good[0][:1], good[1]])
-    with pytest.raises(errors.DtypeMismatchError, match=r"a/b: .*float64"):
-        adapter.place(target, [good[0].astype(np.float64), good[1]])
-
-
 def test_shards_that_cannot_be_filled_are_refused() -> None:
     values = numbers(4, 3)
     values.flags.writeable = False
@@ -398,12 +389,12 @@ def test_shards_that_lie_close_in_memory_are_filled() -> None:
 def test_the_adapter_is_there_once_a_sharded_array_can_be() -> None:
     code = (
         "import asyncckpt, asyncckpt.adapters as a;"
-        "names = lambda: [x.name for x in a.adapters_for_loaded_frameworks().adapters];"
+        "names = lambda: [type(x).__name__ for x in a.adapters_for_loaded_frameworks().adapters];"
         "print(names()); asyncckpt.ShardedArray; print(names())"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split("\n")
-    assert found[:2] == ["['numpy']", "['numpy', 'sharded']"]
+    assert found[:2] == ["['NumpyAdapter']", "['NumpyAdapter', 'ShardedAdapter']"]
     assert asyncckpt.ShardedArray is ShardedArray
     assert "ShardedArray" in asyncckpt.__all__

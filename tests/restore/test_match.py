@@ -79,7 +79,7 @@ def test_descriptions_of_leaves_are_frozen() -> None:
 def test_a_scalar_goes_into_a_rank_0_array_of_the_targets_dtype() -> None:
     (leaf,) = match(opened({"n": 5}), request("like", {"n": np.zeros((), np.int16)})).leaves
     assert leaf.spec is None and leaf.scalar.dtype == np.int16 and leaf.scalar == 5
-    with pytest.raises(DtypeMismatchError, match="n: the saved value 500 does not fit int8"):
+    with pytest.raises(DtypeMismatchError, match="n: 500 of the checkpoint does not fit into int8"):
         match(opened({"n": 500}), request("like", {"n": np.zeros((), np.int8)}))
 
 

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from asyncckpt.errors import DtypeMismatchError, RestoreError
+from asyncckpt.adapters.python import scalar_from_array
+from asyncckpt.adapters.sharded_array import ShardedArray
+from asyncckpt.adapters.tensor_boxes import TensorBoxes
+from asyncckpt.errors import DtypeMismatchError, RestoreError, ShapeMismatchError
 from asyncckpt.restore.match import match
-from asyncckpt.restore.place import Placement, cast_values
+from asyncckpt.restore.place import Placement, array_from_scalar, cast_values
+from asyncckpt.spec import DTYPES, Box
 from tests.restore.loader import Loader
 from tests.restore.opened import opened, request
 
@@ -45,6 +49,32 @@ def test_a_target_is_filled_and_converted() -> None:
     assert (found, writes) == (7, False)
     found, writes = placed({"a": values}, request("like", {"a": target}, cast=True), [values])
     assert found is not target and not writes and found.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        np.zeros((2, 3), np.float32),
+        np.zeros((2, 3), ">f4"),
+        torch.zeros(2, 3),
+        jax.ShapeDtypeStruct((2, 3), np.float32),  # type: ignore[no-untyped-call]
+        ShardedArray.tiles((2, 3), (2, 1), dtype="float32"),
+        TensorBoxes((2, 3), (Box((1, 0), (1, 3)),), (torch.zeros(1, 3),)),
+    ],
+)
+def test_values_of_another_shape_or_dtype_are_refused(like: Any) -> None:
+    wanted = request("like", {"a": {"b": like}})
+    checkpoint = opened({"a": {"b": np.zeros((2, 3), np.float32)}})
+    leaf = match(checkpoint, wanted).leaves[0]
+    assert leaf.target is not None
+    boxes = leaf.target.boxes or (Box.whole((2, 3)),)
+    good = [np.zeros(box.shape, np.float32) for box in boxes]
+    placement = Placement(checkpoint, wanted)
+    with pytest.raises(ShapeMismatchError, match=r"^a/b: .*\(3, \d\).*\(\d, 3\)"):
+        placement.place(leaf, [*good[:-1], good[-1].T])
+    with pytest.raises(DtypeMismatchError, match=r"^a/b: .*int32.*float32"):
+        placement.place(leaf, [*good[:-1], good[-1].view(np.int32)])
+    placement.place(leaf, good)
 
 
 def test_what_a_state_dict_lacks_comes_as_its_object_takes_it() -> None:
@@ -85,6 +115,9 @@ def test_what_a_framework_cannot_make_is_named(monkeypatch: pytest.MonkeyPatch) 
         ([float("inf")], "float32", [float("inf")]),
         ([1 + 0j], "float32", [1]),
         ([1 + 1j], "float32", None),
+        ([complex("inf+1e300j")], "complex64", None),
+        ([complex("1e300+nanj")], "complex64", None),
+        ([complex("1-infj")], "complex64", [complex("1-infj")]),
         ([1, 0], "bool", [True, False]),
         ([2, 0], "bool", None),
         ([0.5], "bool", None),
@@ -97,3 +130,45 @@ def test_casts_lose_precision_and_no_value(values: Any, dtype: str, expected: An
             cast_values("a/b", array, dtype)
     else:
         assert cast_values("a/b", array, dtype).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in DTYPES if n.endswith(("int2", "int4", "int8", "int64"))]
+)
+def test_an_int_goes_into_an_array_that_holds_it(name: str) -> None:
+    bits = int(name.lstrip("uint"))
+    low, high = (0, 2**bits - 1) if name[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    for value in (low, 1, high):
+        array = array_from_scalar("p", value, name)
+        assert array.dtype == DTYPES[name]
+        assert scalar_from_array("p", array, "int") == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(DtypeMismatchError, match=f"p: .* does not fit into {name}; "):
+            array_from_scalar("p", value, name)
+
+
+def test_floats_are_rounded_and_overflow_is_an_error() -> None:
+    assert array_from_scalar("p", 0.1, "float32") == np.float32(0.1)
+    assert array_from_scalar("p", 0.1, "bfloat16").dtype == DTYPES["bfloat16"]
+    assert np.isinf(array_from_scalar("p", float("inf"), "float16"))
+    assert np.isnan(array_from_scalar("p", float("nan"), "float32"))
+    for value, name in (
+        (1e30, "float16"),
+        (1e30, "float8_e4m3fn"),
+        (float("inf"), "float8_e4m3fn"),
+        (0.0, "float8_e8m0fnu"),
+        (7.0, "float4_e2m1fn"),
+        (float("nan"), "float4_e2m1fn"),
+    ):
+        with pytest.raises(DtypeMismatchError, match="does not fit into"):
+            array_from_scalar("p", value, name)
+    with pytest.raises(DtypeMismatchError, match="does not fit into"):
+        array_from_scalar("p", 1e300j, "complex64")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [(1, "float32"), (1.0, "int32"), (True, "int8"), (1, "bool"), ("a", "int8")]
+)
+def test_numeric_classes_do_not_mix(value: Any, name: str) -> None:
+    with pytest.raises(DtypeMismatchError, match=r"^p: the checkpoint holds the "):
+        array_from_scalar("p", value, name)

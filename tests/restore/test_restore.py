@@ -212,7 +212,7 @@ async def test_a_scalar_that_does_not_fit_is_a_mismatch(tmp_path: Path) -> None:
     text = str(caught.value)
     for part in (
         "4 leaves do not fit the target; nothing was read",
-        "n: the saved value 300 does not fit int8",
+        "n: 300 of the checkpoint does not fit into int8",
         "x: the checkpoint holds 0.5 (float), the target wants int; cast=True converts equal",
         "a: the checkpoint holds an array float32[], the target wants int",
         "v: the checkpoint holds an array float64[2], the target wants float",

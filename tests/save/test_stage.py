@@ -141,7 +141,6 @@ async def test_what_is_forgotten_is_referred_to_no_more(workers: Workers) -> Non
     await staged.staging.windows(lambda item: staged.staging.release([item.slot]))
     staged.staging.forget()
     assert all(source.leaf is source.view is None for source in staged.snapshot.sources)
-    assert isinstance(staged.snapshot.sources.adapter(0), NumpyAdapter)
 
 
 async def test_small_arrays_are_copied_one_after_the_other_with_room_for_trailers(
@@ -181,14 +180,13 @@ async def test_small_arrays_are_copied_one_after_the_other_with_room_for_trailer
 
 async def test_a_small_array_that_cannot_be_copied_is_named(workers: Workers) -> None:
     staged = Staged({"good": np.arange(3), "bad": np.arange(3.0), "x": np.arange(3)}, workers)
-    source = staged.snapshot.sources[1]
-    source.view = None
 
     class Failing(NumpyAdapter):
         def fetch(self, *_: Any) -> None:
             raise RuntimeError("gone")
 
-    staged.snapshot.sources.adapters[1] = Failing()
+    source = staged.snapshot.sources[1]
+    source.view, source.adapter = None, Failing()
     with pytest.raises(StagingError, match=r"bad: copying float64\[3\] to host memory"):
         await staged.staging.inline()
 
