@@ -480,9 +480,9 @@ class Staging:
     def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
         plan, data = self.plan, self._bytes_of(array, row)
         if data is not None:
-            part = data[start:stop]
-            np.copyto(out[: part.size], part)
-            out[part.size :] = 0
+            inside = data[start:stop]
+            np.copyto(out[: inside.size], inside)
+            out[inside.size :] = 0
             return
         try:
             reader = self._reader(array)
