@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpoint.casts import castable, check_values_fit, may_lose
-from asyncckpt.planning.overlap import BoxIndex, boxes_of_run
+from asyncckpt.options import CACHED_NBYTES
+from asyncckpt.planning.overlap import BoxIndex, boxes_of_run, runs
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
@@ -79,15 +80,22 @@ class ArrayReader:
     def _read(self, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         """Copy the values of `box`, relative to the shard, into `out`."""
         view = self._views[shard]
+        dtype = DTYPES[self._source.spec.dtype]
         if view is not None:
             index: Any = (*box.slices(), ...)
-            values = view[index]
-        elif self._dtype == DTYPES[self._source.spec.dtype]:
+            self._cast(view[index], out)
+        elif self._dtype == dtype:
             self._adapter.fetch(self._source, shard, box, out)
-            return
         else:
-            values = np.empty(box.shape, DTYPES[self._source.spec.dtype])
-            self._adapter.fetch(self._source, shard, box, values)
+            # The values before the cast are outside the byte budget.
+            for run in runs(box.shape, dtype.itemsize, CACHED_NBYTES):
+                values = np.empty(run.shape, dtype)
+                offset = tuple(map(operator.add, run.offset, box.offset))
+                self._adapter.fetch(self._source, shard, Box(offset, run.shape), values)
+                part: Any = (*run.slices(), ...)
+                self._cast(values, out[part])
+
+    def _cast(self, values: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         if self._may_lose:
             check_values_fit(self._path, values, self._source.spec.dtype, self._stored)
             if np.iscomplexobj(values):

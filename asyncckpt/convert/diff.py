@@ -13,10 +13,11 @@ from asyncckpt.arguments import Location, ProgressCallback, check_switch, guarde
 from asyncckpt.convert.differences import Difference, Values, described, notes, stored_number
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Runtimes, options_of, shares
-from asyncckpt.convert.tiles import band_nbytes, runs, tiles
+from asyncckpt.convert.tiles import band_nbytes, tiles
 from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import together, within
 from asyncckpt.options import LOCAL_CONCURRENCY, RestoreOptions
+from asyncckpt.planning.overlap import runs
 from asyncckpt.reports import DiffReport, LeafDifference, Progress
 from asyncckpt.runtime import Runtime
 from asyncckpt.spec import DTYPES, ArraySpec, Box

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from asyncckpt.planning.chunk_shape import cut_axis
 from asyncckpt.planning.table import Column, expanded
 from asyncckpt.spec import Box, ChunkGrid
 
@@ -81,6 +82,21 @@ def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
     for box in boxes_of_run(shape[1:], start, stop):
         yield Box((index, *box.offset), (1, *box.shape))
+
+
+def runs(shape: tuple[int, ...], itemsize: int, target_nbytes: int) -> Iterator[Box]:
+    """Yield boxes that tile the array in C order, of the target size or less, in few shapes.
+
+    Every box is a run of consecutive elements; a single element may exceed the target size.
+    """
+    size = math.prod(shape)
+    if not shape or size * itemsize <= target_nbytes:
+        if size:
+            yield Box.whole(shape)
+        return
+    axis, rows = cut_axis(shape, itemsize, target_nbytes)
+    grid = ChunkGrid(shape, (*(1,) * axis, rows, *shape[axis + 1 :]))
+    yield from map(grid.box, grid.cells())
 
 
 def cells_between(grid: ChunkGrid, first: Column, counts: Column) -> tuple[Column, Column]:

@@ -70,7 +70,7 @@ layout = SaveOptions(leaf_options=options_of)
 for place, part in (("warm", {"a": np.zeros(100), "b": np.zeros(3 * MIB)}), ("run", tree)):
     blocking.save(root / place / "a", part, options=layout if place == "run" else None)
     size = sum(values.size for values in part.values()) // 2
-    blocking.save(root / place / "wide", {"w": np.zeros(size)})
+    blocking.save(root / place / "wide", {"w": np.zeros(size, np.complex128)})
     blocking.save(root / place / "other", {"w": np.ones(size, np.int8)})
 tree.clear()
 del part
