@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import uuid
@@ -15,7 +16,7 @@ import pytest
 from safetensors.numpy import load, save_file
 
 import asyncckpt
-from asyncckpt import SaveOptions, blocking
+from asyncckpt import LeafOptions, SaveOptions, blocking
 from asyncckpt.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -174,6 +175,19 @@ async def test_pieces_become_one_array_for_orbax(sim: Simulator, here: Place) ->
     assert "b/default/_METADATA" in here.objects(sim)
     restored = await asyncckpt.restore(f"{here.url}/b", storage_options=here.options)
     assert np.array_equal(restored["w"], values)
+
+
+async def test_a_cast_to_a_wider_dtype_keeps_chunks_within_the_limit_of_the_store(
+    sim: Simulator, here: Place, tmp_path: Path
+) -> None:
+    values = numbers(8192, 4096, dtype="float16")
+    columns = SaveOptions(leaf_options=lambda *_: LeafOptions(chunk_shape=(8192, 64)))
+    local = saved(tmp_path / "a", {"w": values}, options=columns)
+    options = dataclasses.replace(SMALL, leaf_options=lambda *_: LeafOptions(dtype="float32"))
+    url = f"{here.url}/b"
+    await asyncckpt.convert(local, url, options=options, storage_options=here.options)
+    found = await asyncckpt.restore(url, storage_options=here.options)
+    assert np.array_equal(found["w"], values.astype(np.float32))
 
 
 # ------------------------------------------------------------------------------- what is there
