@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from asyncckpt.errors import (
     StoreError,
     UsageError,
 )
+from asyncckpt.stores.objects.clients import opening
+from asyncckpt.stores.objects.clients.opening import open_client
 from tests.convert.trees import everything, numbers, same, saved
 from tests.simulator import Fault, Gate, Simulator, simulator
 from tests.stores.objects.stores import session
@@ -188,6 +191,26 @@ async def test_a_cast_to_a_wider_dtype_keeps_chunks_within_the_limit_of_the_stor
     await asyncckpt.convert(local, url, options=options, storage_options=here.options)
     found = await asyncckpt.restore(url, storage_options=here.options)
     assert np.array_equal(found["w"], values.astype(np.float32))
+
+
+async def test_nothing_blocks_the_loop(
+    here: Place, source: Path, no_blocking: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In particular not opening a client, which imports libraries."""
+    threads: list[threading.Thread] = []
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return open_client(*arguments, **options)
+
+    monkeypatch.setattr(opening, "open_client", opened)
+    for name in ("b", "b.safetensors"):
+        url = f"{here.url}/{name}"
+        await asyncckpt.convert(source, url, options=SMALL, storage_options=here.options)
+        assert (await asyncckpt.diff(source, url, storage_options=here.options)).equal
+    assert await asyncckpt.collect_garbage(here.url, storage_options=here.options) == []
+    assert len(threads) >= 5 and threading.current_thread() not in threads
+    assert not no_blocking
 
 
 # ------------------------------------------------------------------------------- what is there
