@@ -70,12 +70,8 @@ class ArrayReader:
             return
         if self._index is None:
             self._index = BoxIndex([shard.box for shard in shards])
-        for number in self._index.meeting(box).tolist():
-            held = shards[number].box
-            common = held.intersect(box)
-            assert common is not None
-            part: Any = (*common.relative_to(box.offset).slices(), ...)
-            self._read(number, common.relative_to(held.offset), out[part])
+        for number, part, index in self._index.parts(box):
+            self._read(number, part, out[index])
 
     def _read(self, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         """Copy the values of `box`, relative to the shard, into `out`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class BoxIndex:
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
         self._only = boxes[0] if len(boxes) == 1 else None
         if self._only is not None:
             return  # sorting would take longer than many queries
@@ -52,6 +54,19 @@ class BoxIndex:
         meets = np.all(starts < stop, axis=1) & np.all(stops > start, axis=1)
         found: Column = self._order[first:last][meets & self._filled[first:last]]
         return found
+
+    def parts(self, box: Box) -> Iterator[tuple[int, Box, Any]]:
+        """Yield the number of each box that shares elements with `box`, and where they are.
+
+        The second value is their box relative to the numbered one, the third their index in an
+        array with the values of `box`, which always makes a view.
+        """
+        for number in self.meeting(box).tolist():
+            held = self._boxes[number]
+            common = held.intersect(box)
+            assert common is not None
+            index = (*common.relative_to(box.offset).slices(), ...)
+            yield number, common.relative_to(held.offset), index
 
 
 def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
