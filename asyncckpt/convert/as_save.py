@@ -12,7 +12,7 @@ from typing import Any
 import numpy.typing as npt
 
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.convert.destination import Facts, Target, is_banded
+from asyncckpt.convert.destination import Facts, Target
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.tiles import chunk_shape_for
 from asyncckpt.errors import UnsupportedLeafError
@@ -27,7 +27,8 @@ from asyncckpt.save.snapshot import SaveRequest, Snapshot
 from asyncckpt.spec import ITEMSIZES, ArraySpec, Box
 
 DEVICE = "TFRT_CPU_0"
-"""Device on which Orbax restores typed PRNG keys without a target: every JAX process has it."""
+"""Device on which Orbax restores typed PRNG keys without a target; if JAX's default backend is not
+the CPU, Orbax needs a target for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +155,7 @@ def _leaf_options(
     terms = terms_for(target.runtime, target.store, snapshot.nbytes, target.options)
     most = terms.sizes.chunk_limit_nbytes
     largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)
-    banded = {
-        snapshot.paths[leaf]: leaf
-        for leaf, source in zip(snapshot.array_leaf, snapshot.sources, strict=True)
-        if is_banded(reader, leaf, source.spec)
-    }
+    banded = {snapshot.paths[leaf]: leaf for leaf in snapshot.array_leaf if reader.is_banded(leaf)}
     if not banded:
         return own
 
