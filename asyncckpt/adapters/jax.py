@@ -296,7 +296,8 @@ def _key_facts(dtype: Any) -> tuple[str, ArraySpec]:
         impls.append(str(jax.random.key_impl(key)))
         return jax.random.key_data(key)
 
-    found = jax.eval_shape(data, jax.ShapeDtypeStruct((), dtype))
+    key = jax.ShapeDtypeStruct((), dtype)  # type: ignore[no-untyped-call]
+    found = jax.eval_shape(data, key)
     return impls[0], array_spec(found.shape, DTYPE_NAMES[found.dtype])
 
 
