@@ -122,19 +122,18 @@ async def _compare(a: LeafReader, b: LeafReader, values: _Values, begun: float) 
         if path not in common:
             continue
         other = of_path[path]
-        difference = described(a, leaf, b, other, bitwise=values.bitwise)
-        if difference is not None:
-            changed[leaf] = difference
         one, two = a.specs[leaf], b.specs[other]
-        number = None
-        if difference is None and (one is None) != (two is None):
-            number = stored_number(a, leaf, b, other)
+        number = stored_number(a, leaf, b, other)
         if number is not None:
             spec, value = number
             first = _Side(a, leaf, spec, value if one is None else None)
             second = _Side(b, other, spec, value if two is None else None)
             pairs.append(_Pair(path, (first, second)))
-        elif one is not None and two is not None and one.shape == two.shape:
+            continue
+        difference = described(a, leaf, b, other, bitwise=values.bitwise)
+        if difference is not None:
+            changed[leaf] = difference
+        if one is not None and two is not None and one.shape == two.shape:
             pairs.append(_Pair(path, (_Side(a, leaf, one), _Side(b, other, two))))
     for index, reader in enumerate((a, b)):
         sides = [pair.sides[index] for pair in pairs]

@@ -153,15 +153,13 @@ def _kind(reader: LeafReader, leaf: int) -> str:
 def described(
     a: LeafReader, leaf: int, b: LeafReader, other: int, *, bitwise: bool
 ) -> LeafDifference | None:
-    """Return how two leaves of one path differ, without comparing the values of arrays."""
+    """Return how two leaves of one path differ, apart from the values of arrays."""
     path = a.paths[leaf]
     kinds = _kind(a, leaf), _kind(b, other)
     if kinds[0] != kinds[1]:
         return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
     first, second = a.specs[leaf], b.specs[other]
     if first is None or second is None:
-        if first is not second and stored_number(a, leaf, b, other) is not None:
-            return None  # the values are compared later
         # A long `bytes` value may be stored as an array, and a shorter one not.
         values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
         if first is second and _same_scalar(kinds[0], *values, bitwise=bitwise):
@@ -179,13 +177,16 @@ def stored_number(
 ) -> tuple[ArraySpec, Values] | None:
     """Return spec and value, as an array, of a number that only one checkpoint stores as an array.
 
-    Other libraries store all numbers as arrays. None if the dtype of the array cannot hold the
-    other's value exactly.
+    Other libraries store all numbers as arrays. None for other leaves, and if the dtype of the
+    array cannot hold the other's value exactly.
     """
     if a.specs[leaf] is None:
         a, leaf, b, other = b, other, a, leaf
-    spec, kind = a.specs[leaf], _kind(a, leaf)
-    if spec is None or b.specs[other] is not None or spec.shape or kind not in NUMBERS:
+    spec = a.specs[leaf]
+    if spec is None or b.specs[other] is not None or spec.shape:
+        return None
+    kind = _kind(a, leaf)
+    if kind not in NUMBERS or kind != _kind(b, other):
         return None
     try:
         number = decode_scalar(kind, b.opened.leaves.value[other])
