@@ -288,12 +288,16 @@ def _is_key(dtype: Any) -> bool:
 @lru_cache(maxsize=64)
 def _key_facts(dtype: Any) -> tuple[str, ArraySpec]:
     """Return the implementation of keys, and the spec of the data of one key."""
-    # JAX has no public function from a key dtype to these: make an empty key array.
-    cpu = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(cpu), jax.transfer_guard("allow"):
-        keys = jax.numpy.empty((0,), dtype)
-        data = jax.random.key_data(keys)
-    return str(jax.random.key_impl(keys)), array_spec(data.shape[1:], DTYPE_NAMES[data.dtype])
+    # JAX has no public function from a key dtype to these: trace a key, which needs no device.
+    impls: list[str] = []
+
+    def data(key: Any) -> Any:
+        impls.append(str(jax.random.key_impl(key)))
+        return jax.random.key_data(key)
+
+    key = jax.ShapeDtypeStruct((), dtype)  # type: ignore[no-untyped-call]
+    found = jax.eval_shape(data, key)
+    return impls[0], array_spec(found.shape, DTYPE_NAMES[found.dtype])
 
 
 @lru_cache(maxsize=256)

@@ -254,8 +254,8 @@ class LeafIndex:
 
     def __init__(self, opened: OpenCheckpoint, pieces: Sequence[Piece]) -> None:
         self._arrays = [piece.array for piece in pieces]
-        self._held = [Box(p.offset, opened.storage(p.array).spec.shape) for p in pieces]
-        self._index = BoxIndex(self._held)
+        boxes = [Box(p.offset, opened.storage(p.array).spec.shape) for p in pieces]
+        self._index = BoxIndex(boxes)
 
     def overlaps(
         self, box: Box, memory: npt.NDArray[Any]
@@ -264,12 +264,8 @@ class LeafIndex:
 
         `memory` is the memory of the whole box.
         """
-        for number in self._index.meeting(box).tolist():
-            held = self._held[number]
-            common = held.intersect(box)
-            assert common is not None
-            within: Any = (*common.relative_to(box.offset).slices(), ...)
-            yield self._arrays[number], common.relative_to(held.offset), memory[within]
+        for number, part, index in self._index.parts(box):
+            yield self._arrays[number], part, memory[index]
 
 
 def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[int]) -> None:

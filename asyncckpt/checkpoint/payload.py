@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpoint.casts import castable, check_values_fit, may_lose
-from asyncckpt.planning.overlap import BoxIndex, boxes_of_run
+from asyncckpt.options import CACHED_NBYTES
+from asyncckpt.planning.overlap import BoxIndex, boxes_of_run, runs
 from asyncckpt.ports import Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
@@ -56,28 +57,32 @@ class ArrayReader:
             return
         if self._index is None:
             self._index = BoxIndex([shard.box for shard in shards])
-        for number in self._index.meeting(box).tolist():
-            held = shards[number].box
-            common = held.intersect(box)
-            assert common is not None
-            part: Any = (*common.relative_to(box.offset).slices(), ...)
-            self._read(number, common.relative_to(held.offset), out[part])
+        for number, part, index in self._index.parts(box):
+            self._read(number, part, out[index])
 
     def _read(self, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         """Copy the values of `box`, relative to the shard, into `out`."""
         source, view = self._source, self._views[shard]
         if view is not None:
             index: Any = (*box.slices(), ...)
-            values = view[index]
-        else:
-            assert source.adapter is not None
-            is_cast = self._dtype != DTYPES[source.spec.dtype]
-            values = np.empty(box.shape, DTYPES[source.spec.dtype]) if is_cast else out
-            source.adapter.fetch(source, shard, box, values)
-            if not is_cast:
-                return
+            self._cast(view[index], out)
+            return
+        assert source.adapter is not None
+        dtype = DTYPES[source.spec.dtype]
+        if self._dtype == dtype:
+            source.adapter.fetch(source, shard, box, out)
+            return
+        # The values before the cast are outside the byte budget.
+        for run in runs(box.shape, dtype.itemsize, CACHED_NBYTES):
+            values = np.empty(run.shape, dtype)
+            offset = tuple(map(operator.add, run.offset, box.offset))
+            source.adapter.fetch(source, shard, Box(offset, run.shape), values)
+            part: Any = (*run.slices(), ...)
+            self._cast(values, out[part])
+
+    def _cast(self, values: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         if self._may_lose:
-            check_values_fit(self._path, values, source.spec.dtype, self._stored)
+            check_values_fit(self._path, values, self._source.spec.dtype, self._stored)
             if np.iscomplexobj(values):
                 values = values.real
         with np.errstate(over="ignore", invalid="ignore"):

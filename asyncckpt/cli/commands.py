@@ -256,7 +256,9 @@ def _verify(
     try:
         if place is None:
             return blocking.verify(path, storage_options=options, progress=progress)
-        return opening.verify_step(*place, options, progress)
+        root, step = place
+        with opening.run_at(root, options) as run:
+            return run.verify(step, progress=progress)
     except CorruptCheckpointError as error:
         damage = Damage(None, error.file or RECORD_NAME, error.offset, str(error))
         number = None if place is None else place[1]

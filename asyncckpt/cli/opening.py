@@ -36,7 +36,7 @@ from asyncckpt.flow.shield import together
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import MAX_ENTRIES, MIN_BUDGET_NBYTES
 from asyncckpt.ports import Claim, Store
-from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
+from asyncckpt.reports import CheckpointInfo
 from asyncckpt.runtime import Runtime
 from asyncckpt.session.steps import foreign_steps
 from asyncckpt.stores.local.failures import reported
@@ -207,14 +207,6 @@ def candidates(root: str, options: Options) -> list[int]:
     if not is_url(root) and not stat.S_ISDIR(_mode(root)):
         return []
     return _at_store(root, options, _candidates)
-
-
-def verify_step(
-    root: str, step: int, options: Options, progress: Callable[[Progress], None] | None
-) -> VerifyReport:
-    """Read and check every byte of a step."""
-    with run_at(root, options) as run:
-        return run.verify(step, progress=progress)
 
 
 def removable(location: str, options: Options) -> tuple[str, int]:

@@ -187,8 +187,11 @@ def size_nbytes(option: str, text: str) -> int | None:
     if not text:
         return None
     found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    nbytes = 0
+    if found is not None:
+        number, unit, binary = found.groups()
+        base = 1024 if binary else 1000
+        nbytes = int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+    if not nbytes:
         raise UsageError(f"{option} {text}: pass a size, for example 500MB or 2GiB", found=text)
-    number, unit, binary = found.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+    return nbytes

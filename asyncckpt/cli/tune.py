@@ -18,6 +18,7 @@ from asyncckpt.cli.transfer import size_nbytes
 from asyncckpt.errors import UsageError
 from asyncckpt.reports import counted, nbytes_text, progress_bar, rate_text
 from asyncckpt.reports.picture import INSTALL_LINE
+from asyncckpt.stores.local.failures import reported
 from asyncckpt.tune.measure import check_url
 from asyncckpt.tune.recommend import MAX_NBYTES, MAX_S, TunePoint, TuneReport
 
@@ -74,12 +75,13 @@ def tune(
             storage_options=options,
             progress=progress,
         )
-    if plot:
-        save_plot(report, plot)
     if as_json:
         print_json({**dataclasses.asdict(report), "best_nbytes_per_s": report.best_nbytes_per_s})
     else:
         _show(report)
+    if plot:
+        with reported("writing the plot", plot):
+            save_plot(report, plot)
 
 
 def _show(report: TuneReport) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy.typing as npt
 
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.convert.destination import Facts, Target, is_banded
+from asyncckpt.convert.destination import Facts, Target
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.tiles import chunk_shape_for
 from asyncckpt.errors import UnsupportedLeafError
@@ -24,10 +24,11 @@ from asyncckpt.ports import Source
 from asyncckpt.save.plan_cache import LayoutCache, layout_of, terms_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.snapshot import SaveRequest, Snapshot
-from asyncckpt.spec import ArraySpec, Box
+from asyncckpt.spec import ITEMSIZES, ArraySpec, Box
 
 DEVICE = "TFRT_CPU_0"
-"""Device on which Orbax restores typed PRNG keys without a target: every JAX process has it."""
+"""Device on which Orbax restores typed PRNG keys without a target; if JAX's default backend is not
+the CPU, Orbax needs a target for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,32 +153,27 @@ def _leaf_options(
     terms = terms_for(target.runtime, target.store, snapshot.nbytes, target.options)
     most = terms.sizes.chunk_limit_nbytes
     largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for leaf, source in zip(snapshot.array_leaf, snapshot.sources, strict=True):
-        spec = source.spec
-        if is_banded(reader, leaf, spec):
-            shape = chunk_shape_for(
-                spec.shape,
-                reader.parts(leaf),
-                spec.itemsize,
-                target_nbytes=min(target.options.chunk_nbytes, largest),
-                limit_nbytes=largest,
-            )
-            if shape is not None:
-                shapes[snapshot.paths[leaf]] = shape
-    if not shapes:
+    banded = {snapshot.paths[leaf]: leaf for leaf in snapshot.array_leaf if reader.is_banded(leaf)}
+    if not banded:
         return own
 
     def leaf_options(path: str, spec: ArraySpec) -> LeafOptions | None:
         chosen = None if own is None else own(path, spec)
-        if path not in shapes:
+        if path not in banded:
             return chosen
         if chosen is None:
-            return LeafOptions(chunk_shape=shapes[path])
+            chosen = LeafOptions()
         if not isinstance(chosen, LeafOptions):
             return chosen  # refused by the plan
         if chosen.chunk_shape is not None or chosen.chunk_nbytes is not None:
             return chosen
-        return dataclasses.replace(chosen, chunk_shape=shapes[path])
+        shape = chunk_shape_for(
+            spec.shape,
+            reader.parts(banded[path]),
+            max(spec.itemsize, ITEMSIZES[chosen.dtype or spec.dtype]),
+            target_nbytes=min(target.options.chunk_nbytes, largest),
+            limit_nbytes=largest,
+        )
+        return dataclasses.replace(chosen, chunk_shape=shape)
 
     return leaf_options

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import time
@@ -35,11 +34,10 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
-    DeadlineExceededError,
-    SaveAbortedError,
     UsageError,
 )
 from asyncckpt.flow.driver import check_loop
+from asyncckpt.flow.shield import within
 from asyncckpt.log import logger
 from asyncckpt.options import GIB, MAX_ENTRIES, SaveOptions
 from asyncckpt.ports import CheckpointFiles
@@ -132,6 +130,7 @@ async def _run(
 ) -> ConvertReport:
     check_loop()
     form, max_file_nbytes = format_of(destination, to, max_file_nbytes)
+    metadata, progress = checked_metadata(metadata), guarded(progress)
     source_options, destination_options = options_of((source, destination), storage_options)
     # Stored leaves do not change, so the snapshot need not hold or wait for them.
     chosen = dataclasses.replace(typed("options", options, SaveOptions), snapshot="copy")
@@ -145,44 +144,40 @@ async def _run(
     packing = chosen.compression is not None or chosen.leaf_options is not None
     reading, cache, writing = shares(chosen.host_memory_nbytes, packing=packing)
     runtimes = Runtimes("convert", reading_nbytes=reading, working_nbytes=writing)
-    store, name = runtimes.working.one(
-        destination, direct_io=chosen.direct_io, storage_options=destination_options
-    )
-    target = Target(
-        format=form,
-        orbax=orbax,
-        overwrite=overwrite,
-        max_file_nbytes=max_file_nbytes,
-        runtime=runtimes.working,
-        store=store,
-        name=name,
-        options=chosen,
-        metadata=checked_metadata(metadata),
-        # A chunk is held before and after it is packed.
-        largest_nbytes=writing // 2 if packing else LARGEST_CHUNK_NBYTES,
-        progress=guarded(progress),
-    )
 
     async def work() -> ConvertReport:
         begun = time.perf_counter()
-        deadline = asyncio.timeout(chosen.deadline_s)
-        try:
-            async with deadline:
-                await _refuse_existing(target)
-                reader = await runtimes.open(source, source_options, cache)
-                try:  # remove leftovers of dead conversions and saves next to the destination
-                    await store.sweep()
-                except AsyncCheckpointError as error:
-                    logger.warning("%s could not be swept: %s", store.url, error)
-                return await _convert(target, reader, begun)
-        except (TimeoutError, SaveAbortedError):
-            if not deadline.expired():
-                raise
-            raise DeadlineExceededError(
-                f"{destination}: the conversion did not finish within {chosen.deadline_s} s and "
-                "was aborted; nothing was written. Raise SaveOptions.deadline_s",
-                location=os.fspath(destination),
-            ) from None
+        failure = "nothing was written, because the conversion did not finish"
+        option = "SaveOptions.deadline_s"
+        async with within(chosen.deadline_s, os.fspath(destination), failure, option):
+            # Opening a client imports libraries: in a thread.
+            store, name = await runtimes.working.engine.compute.run(
+                runtimes.working.one,
+                destination,
+                direct_io=chosen.direct_io,
+                storage_options=destination_options,
+            )
+            target = Target(
+                format=form,
+                orbax=orbax,
+                overwrite=overwrite,
+                max_file_nbytes=max_file_nbytes,
+                runtime=runtimes.working,
+                store=store,
+                name=name,
+                options=chosen,
+                metadata=metadata,
+                # A chunk is held before and after it is packed.
+                largest_nbytes=writing // 2 if packing else LARGEST_CHUNK_NBYTES,
+                progress=progress,
+            )
+            await _refuse_existing(target)
+            reader = await runtimes.open(source, source_options, cache)
+            try:  # remove leftovers of dead conversions and saves next to the destination
+                await store.sweep()
+            except AsyncCheckpointError as error:
+                logger.warning("%s could not be swept: %s", store.url, error)
+            return await _convert(target, reader, begun)
 
     return await runtimes.run(work)
 

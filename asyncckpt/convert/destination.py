@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncckpt.convert.reader import LeafReader
-from asyncckpt.convert.tiles import band_nbytes
 from asyncckpt.errors import UsageError
 from asyncckpt.format.foreign.safetensors import SUFFIX
-from asyncckpt.options import GIB, MIB, SaveOptions
+from asyncckpt.options import GIB, SaveOptions
 from asyncckpt.ports import Store
 from asyncckpt.reports import Progress
 from asyncckpt.runtime import Runtime
-from asyncckpt.spec import ArraySpec
 
 Format = Literal["asyncckpt", "safetensors"]
 
@@ -24,9 +21,6 @@ Facts = dict[str, Any]
 
 SET_FILE_NBYTES = 5 * GIB
 """Size at which a set of safetensors files continues in the next file, as hubs require."""
-
-WHOLE_NBYTES = 8 * MIB
-"""Leaves up to this size fit into any cache: the order of their chunks does not matter."""
 
 
 def format_of(
@@ -96,13 +90,3 @@ class Target:
     metadata: Mapping[str, Any]
     largest_nbytes: int
     progress: Callable[[Progress], None] | None
-
-
-def is_banded(reader: LeafReader, leaf: int, spec: ArraySpec) -> bool:
-    """Return whether reading the leaf in C order would need more chunks than the cache holds."""
-    if spec.nbytes <= WHOLE_NBYTES:
-        return False
-    parts = reader.parts(leaf)
-    # A single chunk of any size is read once in either order.
-    largest = max(grid.chunk_size for _, grid in parts) * spec.itemsize
-    return band_nbytes(parts, spec.itemsize) > max(largest, reader.cache_nbytes // 2)

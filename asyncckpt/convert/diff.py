@@ -13,10 +13,11 @@ from asyncckpt.arguments import Location, ProgressCallback, check_switch, guarde
 from asyncckpt.convert.differences import Difference, Values, described, notes, stored_number
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Runtimes, options_of, shares
-from asyncckpt.convert.tiles import band_nbytes, runs, tiles
+from asyncckpt.convert.tiles import band_nbytes, tiles
 from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import together, within
 from asyncckpt.options import LOCAL_CONCURRENCY, RestoreOptions
+from asyncckpt.planning.overlap import runs
 from asyncckpt.reports import DiffReport, LeafDifference, Progress
 from asyncckpt.runtime import Runtime
 from asyncckpt.spec import DTYPES, ArraySpec, Box
@@ -121,19 +122,18 @@ async def _compare(a: LeafReader, b: LeafReader, values: _Values, begun: float) 
         if path not in common:
             continue
         other = of_path[path]
-        difference = described(a, leaf, b, other, bitwise=values.bitwise)
-        if difference is not None:
-            changed[leaf] = difference
         one, two = a.specs[leaf], b.specs[other]
-        number = None
-        if difference is None and (one is None) != (two is None):
-            number = stored_number(a, leaf, b, other)
+        number = stored_number(a, leaf, b, other)
         if number is not None:
             spec, value = number
             first = _Side(a, leaf, spec, value if one is None else None)
             second = _Side(b, other, spec, value if two is None else None)
             pairs.append(_Pair(path, (first, second)))
-        elif one is not None and two is not None and one.shape == two.shape:
+            continue
+        difference = described(a, leaf, b, other, bitwise=values.bitwise)
+        if difference is not None:
+            changed[leaf] = difference
+        if one is not None and two is not None and one.shape == two.shape:
             pairs.append(_Pair(path, (_Side(a, leaf, one), _Side(b, other, two))))
     for index, reader in enumerate((a, b)):
         sides = [pair.sides[index] for pair in pairs]

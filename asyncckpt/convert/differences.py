@@ -23,6 +23,9 @@ from asyncckpt.spec import ArraySpec, Box, numeric_class
 NOTED = 5
 """Most containers that a note lists."""
 
+BLOCK_SIZE = 1 << 16
+"""Elements compared at once: differing ones take up to about 100 bytes each."""
+
 Values = npt.NDArray[Any]
 
 
@@ -44,17 +47,24 @@ class Difference:
 
         NaN equals NaN and 0.0 equals -0.0, unless `bitwise`.
         """
+        first, second = first.reshape(-1), second.reshape(-1)
+        for start in range(0, box.size, BLOCK_SIZE):
+            block = slice(start, start + BLOCK_SIZE)
+            self._add_block(box, start, first[block], second[block], bitwise=bitwise)
+
+    def _add_block(
+        self, box: Box, start: int, first: Values, second: Values, *, bitwise: bool
+    ) -> None:
         if first.dtype == second.dtype and np.array_equal(bits(first), bits(second)):
             return
         with np.errstate(all="ignore"):
             where = np.flatnonzero(_unequal(first, second, bitwise=bitwise))
             if not len(where):
                 return
-            a, b = first.reshape(-1)[where], second.reshape(-1)[where]
-            distance, relative, nan = _distances(a, b)
+            distance, relative, nan = _distances(first[where], second[where])
         distance = np.where(nan, -1.0, distance)
         at = int(np.argmax(distance))
-        index = np.unravel_index(where[at], box.shape) if box.shape else ()
+        index = np.unravel_index(start + where[at], box.shape) if box.shape else ()
         self.merge(
             Difference(
                 len(where),
@@ -83,14 +93,11 @@ def _unequal(first: Values, second: Values, *, bitwise: bool) -> npt.NDArray[np.
     else:
         a, b = _wide(first).reshape(-1, 1), _wide(second).reshape(-1, 1)
         if a.dtype.kind == "c" or b.dtype.kind == "c":
-            a, b = _parts(a), _parts(b)
+            a, b = np.hstack((a.real, a.imag)), np.hstack((b.real, b.imag))
         differs = (a != b) & ~((a != a) & (b != b))
+        if "f" in a.dtype.kind + b.dtype.kind and a.dtype.kind != b.dtype.kind:
+            differs |= _distance(a, b) != 0  # `!=` rounds 64-bit integers to floats
     return np.asarray(differs.any(axis=1))
-
-
-def _parts(values: Values) -> Values:
-    whole = values.astype(np.complex128)
-    return whole.view(np.float64).reshape(-1, 2)
 
 
 def _wide(values: Values) -> Values:
@@ -105,31 +112,29 @@ def _wide(values: Values) -> Values:
 def _distances(a: Values, b: Values) -> tuple[Values, Values, npt.NDArray[np.bool_]]:
     """Return absolute and relative difference, and where one of two values is NaN."""
     a, b = _wide(a), _wide(b)
-    if a.dtype.kind in "iub" and b.dtype.kind in "iub":
-        distance, nan = _integer_distance(a, b), np.zeros(len(a), bool)
-    else:
-        kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-        a, b = a.astype(kind), b.astype(kind)
-        nan = np.isnan(a) | np.isnan(b)
-        distance = np.abs(a - b)
-        # Two infinities differ by infinity, not by NaN.
-        distance[np.isnan(distance) & ~nan] = math.inf
+    distance = _distance(a.real, b.real)
+    if "c" in a.dtype.kind + b.dtype.kind:
+        distance = np.hypot(distance, _distance(a.imag, b.imag))
+    nan = np.isnan(a) | np.isnan(b)
+    # Two infinities differ by infinity, not by NaN.
+    distance[np.isnan(distance) & ~nan] = math.inf
     scale = np.maximum(np.abs(a.astype(np.complex128)), np.abs(b.astype(np.complex128)))
     relative = np.where(distance > 0, distance / np.where(scale > 0, scale, 1.0), 0.0)
     relative[np.isnan(relative) & ~nan] = math.inf
     return distance, relative, nan
 
 
-def _integer_distance(a: Values, b: Values) -> Values:
-    """Return the difference, exact up to the rounding of the result even beyond 2**53."""
-    if a.dtype == b.dtype == np.uint64:
-        return np.where(a > b, a - b, b - a).astype(np.float64)
-    if np.uint64 in (a.dtype, b.dtype):
-        return np.abs(a.astype(np.float64) - b.astype(np.float64))
-    a, b = a.astype(np.int64), b.astype(np.int64)
-    # The difference of two int64 values fits in uint64; its subtraction wraps around to it.
-    high, low = np.maximum(a, b).view(np.uint64), np.minimum(a, b).view(np.uint64)
-    return (high - low).astype(np.float64)
+def _distance(a: Values, b: Values) -> Values:
+    """Return the absolute difference of real numbers, exact up to the rounding of the result."""
+    (high, low), (other_high, other_low) = _halves(a), _halves(b)
+    return np.asarray(np.abs((high - other_high) + (low - other_low)))
+
+
+def _halves(values: Values) -> tuple[Values, Values | float]:
+    """Return two parts of each number, both of which float64 holds exactly, even beyond 2**53."""
+    if values.dtype.itemsize < 8 or values.dtype.kind == "f":
+        return values.astype(np.float64), 0.0
+    return (values >> 32) * 2.0**32, (values & 0xFFFFFFFF).astype(np.float64)
 
 
 # ---------------------------------------------------------------------------- leaves, containers
@@ -149,15 +154,13 @@ def _kind(reader: LeafReader, leaf: int) -> str:
 def described(
     a: LeafReader, leaf: int, b: LeafReader, other: int, *, bitwise: bool
 ) -> LeafDifference | None:
-    """Return how two leaves of one path differ, without comparing the values of arrays."""
+    """Return how two leaves of one path differ, apart from the values of arrays."""
     path = a.paths[leaf]
     kinds = _kind(a, leaf), _kind(b, other)
     if kinds[0] != kinds[1]:
         return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
     first, second = a.specs[leaf], b.specs[other]
     if first is None or second is None:
-        if first is not second and stored_number(a, leaf, b, other) is not None:
-            return None  # the values are compared later
         # A long `bytes` value may be stored as an array, and a shorter one not.
         values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
         if first is second and _same_scalar(kinds[0], *values, bitwise=bitwise):
@@ -175,13 +178,16 @@ def stored_number(
 ) -> tuple[ArraySpec, Values] | None:
     """Return spec and value, as an array, of a number that only one checkpoint stores as an array.
 
-    Other libraries store all numbers as arrays. None if the dtype of the array cannot hold the
-    other's value exactly.
+    Other libraries store all numbers as arrays. None for other leaves, and if the dtype of the
+    array cannot hold the other's value exactly.
     """
     if a.specs[leaf] is None:
         a, leaf, b, other = b, other, a, leaf
-    spec, kind = a.specs[leaf], _kind(a, leaf)
-    if spec is None or b.specs[other] is not None or spec.shape or kind not in NUMBERS:
+    spec = a.specs[leaf]
+    if spec is None or b.specs[other] is not None or spec.shape:
+        return None
+    kind = _kind(a, leaf)
+    if kind not in NUMBERS or kind != _kind(b, other):
         return None
     try:
         number = decode_scalar(kind, b.opened.leaves.value[other])

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, LeafIndex, OpenCheckpoint
-from asyncckpt.convert.tiles import Part
+from asyncckpt.convert.tiles import Part, band_nbytes
 from asyncckpt.flow.arena import Arena
 from asyncckpt.options import MIB
 from asyncckpt.planning.restore import cells_overlapping, intersection
@@ -41,6 +41,9 @@ ALONE_NBYTES = 4 * MIB
 
 AHEAD_ROWS = 8192
 """Most chunks read together."""
+
+WHOLE_NBYTES = 8 * MIB
+"""Leaves up to this size fit into any cache: the order of their chunks does not matter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -233,6 +236,20 @@ class LeafReader:
     def parts(self, leaf: int) -> list[Part]:
         """Return offset and grid of each array of a leaf."""
         return [(p.offset, self.opened.storage(p.array).grid) for p in self.pieces[leaf]]
+
+    def is_banded(self, leaf: int) -> bool:
+        """Return whether reading the leaf in C order would need more chunks than the cache holds.
+
+        The leaf is an array.
+        """
+        spec = self.specs[leaf]
+        assert spec is not None
+        if spec.nbytes <= WHOLE_NBYTES:
+            return False
+        parts = self.parts(leaf)
+        # A single chunk of any size is read once in either order.
+        largest = max(grid.chunk_size for _, grid in parts) * spec.itemsize
+        return band_nbytes(parts, spec.itemsize) > max(largest, self.cache_nbytes // 2)
 
     # -- loading
 

@@ -24,7 +24,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from asyncckpt.checkpoint.payload import ArrayReader, gather
-from asyncckpt.convert.destination import Facts, Target, is_banded
+from asyncckpt.convert.destination import Facts, Target
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
 from asyncckpt.convert.tiles import tiles
@@ -95,7 +95,7 @@ def _plan(target: Target, reader: LeafReader, snapshot: Snapshot) -> FilesPlan:
     scattered = target.store.capabilities.positional_writes
     for number, leaf in enumerate(snapshot.array_leaf):
         source = snapshot.sources[number]
-        tiled.append(scattered and is_banded(reader, leaf, source.spec))
+        tiled.append(scattered and reader.is_banded(leaf))
         if number in snapshot.tied:
             specs.append(specs[snapshot.tied[number]])
             continue

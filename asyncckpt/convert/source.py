@@ -16,7 +16,6 @@ from asyncckpt.checkpoint.open import Verb, check_unchanged, open_any
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from asyncckpt.flow.shield import uninterrupted
-from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.options import default_budget_nbytes
@@ -51,9 +50,10 @@ class Runtimes:
                     await self._reading.engine.submit(check).wait()
             raise
         finally:
-            await uninterrupted(self._aclose())
+            await uninterrupted(self.aclose())
 
-    async def _aclose(self) -> None:
+    async def aclose(self) -> None:
+        """Close all files and end all threads. Idempotent."""
         try:
             await self.working.aclose()
         finally:
@@ -65,53 +65,65 @@ class Runtimes:
         storage_options: Mapping[str, Any] | None,
         cache_nbytes: int,
     ) -> LeafReader:
-        """Open a checkpoint on the reading engine; errors: as `open_source`."""
-        opening = partial(
-            open_source,
-            self._reading,
-            location,
-            storage_options,
-            cache_nbytes=cache_nbytes,
-            opening=self._sources.append,
-        )
+        """Open the checkpoint at a location, or the newest step of a run there.
+
+        `cache_nbytes` limits the decoded chunks that the reader may keep.
+
+        Raises:
+            CheckpointNotFoundError: there is neither.
+        """
+        opening = partial(self._open, location, storage_options, cache_nbytes)
         return await self._reading.engine.submit(opening).wait()
 
+    async def _open(
+        self,
+        location: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        cache_nbytes: int,
+    ) -> LeafReader:
+        runtime = self._reading
+        given: Any = {"direct_io": "auto", "storage_options": storage_options}
+        if is_bucket(location):
+            opened = await self._newest(runtime.store(location, **given))
+        else:
+            store, name = runtime.one(location, **given)
+            try:
+                self._sources.append(files := store.files(name))
+                opened = await open_any(files, runtime.engine.compute)
+            except CheckpointNotFoundError as missing:
+                opened = await self._newest(runtime.store(location, **given), missing)
+        # Report arrays that cannot be read before reading any.
+        wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
+        extents = await opened.read_extents(opened, wanted)
+        refuse_implied(opened, extents, wanted)
+        return LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
 
-async def open_source(
-    runtime: Runtime,
-    location: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    *,
-    cache_nbytes: int,
-    opening: Callable[[CheckpointFiles], None],
-) -> LeafReader:
-    """Open the checkpoint at a location, or the newest step of a run there.
+    async def _newest(
+        self, store: Store, missing: CheckpointNotFoundError | None = None
+    ) -> OpenCheckpoint:
+        """Open the newest step.
 
-    Closing the runtime closes its store. `cache_nbytes` limits the decoded chunks that the reader
-    may keep. `opening` is called with the files of every checkpoint that is about to be opened.
-
-    Raises:
-        CheckpointNotFoundError: there is neither.
-    """
-    compute = runtime.engine.compute
-    if is_bucket(location):
-        store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-        opened = await _newest(store, compute, opening)
-    else:
-        store, name = runtime.one(location, direct_io="auto", storage_options=storage_options)
-        try:
-            opening(files := store.files(name))
-            opened = await open_any(files, compute)
-        except CheckpointNotFoundError as missing:
-            if isinstance(location, tuple):  # a store and a name in it
-                raise
-            store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-            opened = await _newest(store, compute, opening, missing)
-    # Report arrays that cannot be read before reading any.
-    wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
-    extents = await opened.read_extents(opened, wanted)
-    refuse_implied(opened, extents, wanted)
-    return LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
+        Raises:
+            CheckpointNotFoundError: there is none; `missing` if given.
+        """
+        names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
+        names.sort(key=int, reverse=True)
+        # A run that has asyncckpt steps ignores those of other libraries.
+        for opener, name in itertools.product((open_checkpoint, open_any), names):
+            try:
+                self._sources.append(files := store.files(name))
+                return await opener(files, self._reading.engine.compute)
+            except CheckpointNotFoundError:
+                continue
+            except CorruptCheckpointError as damage:
+                # Without a valid record it is not a step; any other damage is an error.
+                if damage.file != RECORD_NAME:
+                    raise
+                if opener is open_checkpoint:
+                    logger.warning("%s; it is skipped, as if it did not exist", damage)
+        raise missing or CheckpointNotFoundError(
+            f"{store.url}: there is no checkpoint here", location=store.url
+        )
 
 
 def options_of(
@@ -130,37 +142,6 @@ def options_of(
 def is_bucket(location: object) -> bool:
     """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
     return is_url(location) and not parse_url(str(location)).parts
-
-
-async def _newest(
-    store: Store,
-    compute: Workers,
-    opening: Callable[[CheckpointFiles], None],
-    missing: CheckpointNotFoundError | None = None,
-) -> OpenCheckpoint:
-    """Open the newest step.
-
-    Raises:
-        CheckpointNotFoundError: there is none; `missing` if given.
-    """
-    names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
-    names.sort(key=int, reverse=True)
-    # A run that has asyncckpt steps ignores those of other libraries.
-    for opener, name in itertools.product((open_checkpoint, open_any), names):
-        try:
-            opening(files := store.files(name))
-            return await opener(files, compute)
-        except CheckpointNotFoundError:
-            continue
-        except CorruptCheckpointError as damage:
-            # Without a valid record it is not a step; any other damage is an error.
-            if damage.file != RECORD_NAME:
-                raise
-            if opener is open_checkpoint:
-                logger.warning("%s; it is skipped, as if it did not exist", damage)
-    raise missing or CheckpointNotFoundError(
-        f"{store.url}: there is no checkpoint here", location=store.url
-    )
 
 
 def shares(host_memory_nbytes: int | None, *, packing: bool = False) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from asyncckpt.planning.chunk_shape import divisors
-from asyncckpt.planning.overlap import boxes_of_run
+from asyncckpt.planning.overlap import runs
 from asyncckpt.spec import Box, ChunkGrid
 
 Part = tuple[tuple[int, ...], ChunkGrid]
@@ -32,17 +32,6 @@ def _band_nbytes(grid: ChunkGrid, itemsize: int) -> int:
     # C order returns to the same chunks along the axes after the first one with long chunks.
     first = next((i for i, c in enumerate(grid.chunk_shape) if c > 1), len(grid.shape))
     return grid.chunk_size * itemsize * math.prod(max(1, n) for n in grid.counts[first + 1 :])
-
-
-def runs(shape: tuple[int, ...], itemsize: int, target_nbytes: int) -> Iterator[Box]:
-    """Yield boxes that tile the array in C order, each at most about the target size."""
-    size = math.prod(shape)
-    step = max(1, target_nbytes // itemsize)
-    row = math.prod(shape[1:])
-    if row and step > row:
-        step -= step % row
-    for start in range(0, size, step):
-        yield from boxes_of_run(shape, start, min(size, start + step))
 
 
 def tiles(parts: Sequence[Part], itemsize: int, target_nbytes: int) -> Iterator[Box]:

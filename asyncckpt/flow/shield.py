@@ -14,7 +14,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError
+from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, SaveAbortedError
 from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.threads import finished, seen
 from asyncckpt.options import CLEANUP_S
@@ -133,13 +133,15 @@ async def within(
 
     The time counts from `begun`, by `perf_counter` (None: now). The error states the `failure` and
     the `option` that allows more time. The block's own `TimeoutError` propagates.
+
+    A save in the block may turn the cancellation into a `SaveAbortedError`.
     """
     spent_s = 0.0 if begun is None else time.perf_counter() - begun
     timeout = asyncio.timeout(None if seconds is None else seconds - spent_s)
     try:
         async with timeout:
             yield
-    except TimeoutError:
+    except (TimeoutError, SaveAbortedError):
         if not timeout.expired():
             raise
         text = f"{location}: {failure} within {seconds} s; raise {option}"

@@ -77,14 +77,14 @@ def _chunk_shapes(
     """Yield chunk shapes that subdivide `cell`, best first."""
     if limits.itemsize * math.prod(cell) <= limits.target:
         yield cell
-    axis, rows = _cut_axis(cell, limits.itemsize, limits.target, 0)
+    axis, rows = cut_axis(cell, limits.itemsize, limits.target)
     lead, tail = (1,) * axis, cell[axis + 1 :]
     shorter = ((*lead, length, *tail) for length in lengths(cell[axis], rows))
     # Each shape makes more chunks than the previous one.
     yield from itertools.takewhile(limits.few, shorter)
     if tail:
         # If a few large rows do not divide evenly, take all of them and cut along a later axis.
-        later, rows_later = _cut_axis(cell, limits.itemsize * cell[axis], limits.target, axis + 1)
+        later, rows_later = cut_axis(cell, limits.itemsize * cell[axis], limits.target, axis + 1)
         inner = (*lead, cell[axis], *((1,) * (later - axis - 1)))
         shorter = (
             (*inner, length, *cell[later + 1 :]) for length in lengths(cell[later], rows_later)
@@ -94,7 +94,7 @@ def _chunk_shapes(
         yield (*lead, length, *tail)
 
 
-def _cut_axis(cell: tuple[int, ...], unit: int, target: int, first: int) -> tuple[int, int]:
+def cut_axis(cell: tuple[int, ...], unit: int, target: int, first: int = 0) -> tuple[int, int]:
     """Return the first axis, from `first` on, whose rows fit `target` bytes, and how many fit."""
     for axis in range(first, len(cell)):
         row = unit * math.prod(cell[axis + 1 :])

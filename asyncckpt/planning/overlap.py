@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from asyncckpt.planning.chunk_shape import cut_axis
 from asyncckpt.planning.table import Column, expanded
 from asyncckpt.spec import Box, ChunkGrid
 
@@ -22,6 +24,7 @@ class BoxIndex:
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
         self._only = boxes[0] if len(boxes) == 1 else None
         if self._only is not None:
             return  # sorting would take longer than many queries
@@ -52,6 +55,19 @@ class BoxIndex:
         found: Column = self._order[first:last][meets & self._filled[first:last]]
         return found
 
+    def parts(self, box: Box) -> Iterator[tuple[int, Box, Any]]:
+        """Yield the number of each box that shares elements with `box`, and where they are.
+
+        The second value is their box relative to the numbered one, the third their index in an
+        array with the values of `box`, which always makes a view.
+        """
+        for number in self.meeting(box).tolist():
+            held = self._boxes[number]
+            common = held.intersect(box)
+            assert common is not None
+            index = (*common.relative_to(box.offset).slices(), ...)
+            yield number, common.relative_to(held.offset), index
+
 
 def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Yield at most 2 × rank boxes that hold elements `start` to `stop` of an array, in C order.
@@ -81,6 +97,21 @@ def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
     for box in boxes_of_run(shape[1:], start, stop):
         yield Box((index, *box.offset), (1, *box.shape))
+
+
+def runs(shape: tuple[int, ...], itemsize: int, target_nbytes: int) -> Iterator[Box]:
+    """Yield boxes that tile the array in C order, of the target size or less, in few shapes.
+
+    Every box is a run of consecutive elements; a single element may exceed the target size.
+    """
+    size = math.prod(shape)
+    if not shape or size * itemsize <= target_nbytes:
+        if size:
+            yield Box.whole(shape)
+        return
+    axis, rows = cut_axis(shape, itemsize, target_nbytes)
+    grid = ChunkGrid(shape, (*(1,) * axis, rows, *shape[axis + 1 :]))
+    yield from map(grid.box, grid.cells())
 
 
 def cells_between(grid: ChunkGrid, first: Column, counts: Column) -> tuple[Column, Column]:

@@ -52,10 +52,14 @@ async def collect_garbage(
     runtime = Runtime("asyncckpt-gc", host_memory_nbytes=MIN_BUDGET_NBYTES)
     # Deleting the records of fenced writers needs conditional deletion.
     options = fsspec_options(root, storage_options)
-    store = runtime.store(root, direct_io="auto", storage_options=options)
+    open_store = partial(runtime.store, root, direct_io="auto", storage_options=options)
+
+    async def collect() -> list[str]:
+        # Opening a client imports libraries: in a thread.
+        store = await runtime.engine.compute.run(open_store)
+        return list(await store.collect(float(older_than_s), dry_run=dry_run))
 
     try:
-        collect = partial(store.collect, float(older_than_s), dry_run=dry_run)
-        return list(await runtime.engine.submit(collect).wait())
+        return await runtime.engine.submit(collect).wait()
     finally:
         await uninterrupted(runtime.aclose())

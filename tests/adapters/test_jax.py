@@ -27,6 +27,7 @@ from asyncckpt.adapters.jax import JaxAdapter, JaxNodes
 from asyncckpt.flow.arena import Arena
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten, unflatten_like
+from tests import children
 
 adapter = JaxAdapter()
 SHAPES = [(), (0, 3), (1,), (3, 4), (2, 3, 5)]
@@ -216,6 +217,22 @@ def test_keys_are_restored_while_transfers_are_refused(worker: ThreadPoolExecuto
     with jax.transfer_guard("disallow_explicit"):
         target = adapter.target("p", keys, in_place=False)
     assert target.extra == {"prng_impl": "threefry2x32"}
+
+
+WITHOUT_CPU = """
+import os
+os.environ["JAX_PLATFORMS"] = "cuda"  # also where there is none: no backend is needed
+import jax
+from asyncckpt.adapters.jax import JaxAdapter
+
+keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl="rbg"), 3))
+target = JaxAdapter().target("p", keys, in_place=False)
+print(target.spec, target.extra)
+"""
+
+
+def test_keys_are_described_where_jax_has_no_cpu() -> None:
+    assert children.output(WITHOUT_CPU).strip() == "uint32[3,4] {'prng_impl': 'rbg'}"
 
 
 def test_describing_a_key_again_keeps_nothing() -> None:

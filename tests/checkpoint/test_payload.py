@@ -15,6 +15,7 @@ from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.checkpoint import payload
 from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import DtypeMismatchError
+from asyncckpt.options import CACHED_NBYTES
 from asyncckpt.ports import Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid, Shard
 
@@ -134,6 +135,17 @@ def test_an_array_of_rank_0_is_read(dtype: str) -> None:
         out = np.zeros((), DTYPES[dtype])
         ArrayReader(source, dtype, path="w").read(Box((), ()), out)
         assert out == 2.5
+
+
+def test_values_are_fetched_for_a_cast_a_few_at_a_time() -> None:
+    values = np.arange(3 * 1000 * 700).reshape(3, 1000, 700)
+    source, adapter = Source(ArraySpec(values.shape, "int64"), values, None), Device()
+    box = Box((1, 7, 0), (2, 900, 699))
+    out = np.zeros(box.shape, np.float32)
+    ArrayReader(source, adapter, "float32", path="w").read(box, out)
+    np.testing.assert_array_equal(out, values[box.slices()].astype(np.float32))
+    assert max(part.size * 8 for _, part in adapter.fetched) <= CACHED_NBYTES
+    assert len(adapter.fetched) <= 1 + box.size * 8 // (CACHED_NBYTES // 2)
 
 
 @pytest.mark.parametrize("kind", ["view", "device", "shards"])

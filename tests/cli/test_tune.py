@@ -68,6 +68,7 @@ def test_what_it_will_move_is_said_and_asked_first(run: Run, sim: Simulator) -> 
     [
         ("/data/run", (), "tune measures object stores"),
         ("s3://bucket/run", ("--memory", "much"), "--memory much"),
+        ("s3://bucket/run", ("--max-bytes", "0"), "--max-bytes 0"),
     ],
 )
 def test_nothing_is_asked_about_what_is_refused(
@@ -99,6 +100,15 @@ def test_json_parses_and_a_plot_is_saved(run: Run, tmp_path: Path) -> None:
     assert {point["direction"] for point in report["points"]} == {"put", "get"}
     assert report["best_nbytes_per_s"] >= report["nbytes_per_s"] > 0
     assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_plot_that_cannot_be_written_loses_no_results(run: Run, tmp_path: Path) -> None:
+    plot = tmp_path / "tune.png"
+    plot.mkdir()
+    done = run("--yes", "--plot", plot)
+    assert done.status == 1
+    assert "target_data_file_nbytes=" in done.out and "because " in done.out
+    assert f"{plot}: writing the plot failed: Is a directory" in done.err
 
 
 def test_json_does_not_ask(run: Run, sim: Simulator) -> None:

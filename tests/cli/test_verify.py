@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from asyncckpt import blocking
-from asyncckpt.cli import main, opening
+from asyncckpt.cli import main
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.record import seal
 from tests.cli.ran import closed, without_rights
@@ -54,13 +54,13 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Act]]:
     """Actions that run once, just before the verification of a step."""
     acts: dict[int, Act] = {}
-    verify_step = opening.verify_step
+    verify = blocking.Checkpointer.verify
 
-    def verified(root: str, step: int, *arguments: Any) -> Any:
+    def verified(self: blocking.Checkpointer, step: int, **arguments: Any) -> Any:
         acts.pop(step, lambda: None)()
-        return verify_step(root, step, *arguments)
+        return verify(self, step, **arguments)
 
-    monkeypatch.setattr(opening, "verify_step", verified)
+    monkeypatch.setattr(blocking.Checkpointer, "verify", verified)
     yield acts
     assert not acts
 

@@ -221,6 +221,17 @@ def test_integers_are_compared_exactly(tmp_path: Path) -> None:
     assert (unsigned.count, unsigned.largest) == (1, 3.0)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize("value", [2**53 + 1, -(2**53) - 1, 2**63 - 1], ids=str)
+def test_integers_that_a_float_holds_only_rounded_differ_from_it(
+    tmp_path: Path, dtype: type[Any], value: int
+) -> None:
+    whole = np.array([5, value], np.int64)
+    leaf = only(compared(tmp_path, {"w": whole}, {"w": whole.astype(dtype)}))
+    assert (leaf.what, leaf.count, leaf.nan_count, leaf.index) == ("dtype", 1, 0, (1,))
+    assert leaf.largest == 1.0
+
+
 def test_values_of_different_dtypes_are_compared_too(tmp_path: Path) -> None:
     exact = np.array([1, 2, 1.001], np.float32)
     leaf = only(compared(tmp_path, {"w": exact}, {"w": exact.astype(DTYPES["bfloat16"])}))

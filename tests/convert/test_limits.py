@@ -21,7 +21,7 @@ BUDGET_NBYTES = 64 * MIB
 EXTRA_NBYTES = 16 * MIB
 
 MEASURE = """
-import gc, json, resource, shutil, sys
+import dataclasses, gc, json, resource, shutil, sys
 from pathlib import Path
 import numpy as np
 from asyncckpt import LeafOptions, RestoreOptions, SaveOptions, blocking
@@ -53,6 +53,11 @@ def round_trip(place, options):
     yield "safetensors", lambda: blocking.convert(a, c, options=options)
     yield "back", lambda: blocking.convert(c, d, options=options)
     yield "diff", lambda: blocking.diff(a, d, options=reading).equal or sys.exit("they differ")
+    # Leaves of which every element is cast, and differs.
+    wide, cast, other = (place / name for name in ("wide", "cast", "other"))
+    to_int8 = dataclasses.replace(options, leaf_options=lambda *_: LeafOptions(dtype="int8"))
+    yield "cast", lambda: blocking.convert(wide, cast, options=to_int8)
+    yield "different", lambda: blocking.diff(cast, other, options=reading)
 
 def options_of(path, spec):
     return LeafOptions(chunk_shape=(rows, 256)) if path.startswith("columns") else None
@@ -64,6 +69,9 @@ tree |= {f"small{i}": np.full(1024, i) for i in range(500)}
 layout = SaveOptions(leaf_options=options_of)
 for place, part in (("warm", {"a": np.zeros(100), "b": np.zeros(3 * MIB)}), ("run", tree)):
     blocking.save(root / place / "a", part, options=layout if place == "run" else None)
+    size = sum(values.size for values in part.values()) // 2
+    blocking.save(root / place / "wide", {"w": np.zeros(size, np.complex128)})
+    blocking.save(root / place / "other", {"w": np.ones(size, np.int8)})
 tree.clear()
 del part
 
@@ -73,6 +81,7 @@ for _, call in round_trip(root / "warm", small):
 for name, call in round_trip(root / "run", small):
     found[name] = peak_of(call)
 assert blocking.inspect(root / "run/b")["columns1"].chunk_shape[0] == rows
+assert blocking.diff(root / "run/cast", root / "run/other").changed[0].count == size
 print(json.dumps(found))
 """
 
@@ -86,7 +95,7 @@ def measured(tmp_path: Path, nbytes: int) -> dict[str, int]:
 
 def check_budget(found: dict[str, int]) -> None:
     bound = 1.05 * BUDGET_NBYTES + 2 * KIB * found["leaves"] + EXTRA_NBYTES
-    for name in ("ours", "safetensors", "back", "diff"):
+    for name in ("ours", "safetensors", "back", "diff", "cast", "different"):
         assert found[name] <= bound, f"{name}: {found[name] / MIB:.1f} MiB"
 
 

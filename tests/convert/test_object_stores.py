@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +17,15 @@ import pytest
 from safetensors.numpy import load, save_file
 
 import asyncckpt
-from asyncckpt import SaveOptions, blocking
+from asyncckpt import LeafOptions, SaveOptions, blocking
 from asyncckpt.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
     StoreError,
     UsageError,
 )
+from asyncckpt.stores.objects.clients import opening
+from asyncckpt.stores.objects.clients.opening import open_client
 from tests.convert.trees import everything, numbers, same, saved
 from tests.simulator import Fault, Gate, Simulator, simulator
 from tests.stores.objects.stores import session
@@ -174,6 +178,39 @@ async def test_pieces_become_one_array_for_orbax(sim: Simulator, here: Place) ->
     assert "b/default/_METADATA" in here.objects(sim)
     restored = await asyncckpt.restore(f"{here.url}/b", storage_options=here.options)
     assert np.array_equal(restored["w"], values)
+
+
+async def test_a_cast_to_a_wider_dtype_keeps_chunks_within_the_limit_of_the_store(
+    sim: Simulator, here: Place, tmp_path: Path
+) -> None:
+    values = numbers(8192, 4096, dtype="float16")
+    columns = SaveOptions(leaf_options=lambda *_: LeafOptions(chunk_shape=(8192, 64)))
+    local = saved(tmp_path / "a", {"w": values}, options=columns)
+    options = dataclasses.replace(SMALL, leaf_options=lambda *_: LeafOptions(dtype="float32"))
+    url = f"{here.url}/b"
+    await asyncckpt.convert(local, url, options=options, storage_options=here.options)
+    found = await asyncckpt.restore(url, storage_options=here.options)
+    assert np.array_equal(found["w"], values.astype(np.float32))
+
+
+async def test_nothing_blocks_the_loop(
+    here: Place, source: Path, no_blocking: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In particular not opening a client, which imports libraries."""
+    threads: list[threading.Thread] = []
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return open_client(*arguments, **options)
+
+    monkeypatch.setattr(opening, "open_client", opened)
+    for name in ("b", "b.safetensors"):
+        url = f"{here.url}/{name}"
+        await asyncckpt.convert(source, url, options=SMALL, storage_options=here.options)
+        assert (await asyncckpt.diff(source, url, storage_options=here.options)).equal
+    assert await asyncckpt.collect_garbage(here.url, storage_options=here.options) == []
+    assert len(threads) >= 5 and threading.current_thread() not in threads
+    assert not no_blocking
 
 
 # ------------------------------------------------------------------------------- what is there

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from asyncckpt import CorruptCheckpointError, LeafOptions, SaveOptions, ShardedArray
 from asyncckpt.convert.reader import AHEAD_NBYTES, LeafReader
-from asyncckpt.convert.source import open_source, shares
+from asyncckpt.convert.source import Runtimes, shares
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.options import KIB, MIB
-from asyncckpt.runtime import Runtime
 from asyncckpt.spec import DTYPES, Box
 from tests.convert.trees import everything, numbers, saved
 
@@ -27,20 +26,16 @@ Open = Callable[..., LeafReader]
 @pytest.fixture
 def opened() -> Iterator[Open]:
     """Opens checkpoints for reading; everything is closed at the end."""
-    runtimes: list[Runtime] = []
+    used: list[Runtimes] = []
 
     def opened(path: Path, cache_nbytes: int = 64 * MIB) -> LeafReader:
-        runtime = Runtime("test-read", host_memory_nbytes=32 * MIB)
-        runtimes.append(runtime)
-        return runtime.engine.submit(
-            lambda: open_source(
-                runtime, path, None, cache_nbytes=cache_nbytes, opening=lambda files: None
-            )
-        ).result()
+        runtimes = Runtimes("compare", reading_nbytes=32 * MIB, working_nbytes=0)
+        used.append(runtimes)
+        return run_blocking(runtimes.open(path, None, cache_nbytes))
 
     yield opened
-    for runtime in runtimes:
-        run_blocking(runtime.aclose())
+    for runtimes in used:
+        run_blocking(runtimes.aclose())
 
 
 def whole(reader: LeafReader, leaf: int) -> np.ndarray[Any, Any]:

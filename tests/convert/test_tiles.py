@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.checkpoint.foreign.raw import raw_pieces
-from asyncckpt.convert.tiles import Part, band_nbytes, chunk_shape_for, runs, tile_shape, tiles
+from asyncckpt.convert.tiles import Part, band_nbytes, chunk_shape_for, tile_shape, tiles
+from asyncckpt.planning.overlap import runs
 from asyncckpt.planning.restore import cells_overlapping
 from asyncckpt.spec import Box, ChunkGrid
 

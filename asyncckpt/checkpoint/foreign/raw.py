@@ -23,6 +23,7 @@ from asyncckpt.format.foreign.torch.strided import Layout, codec_of
 from asyncckpt.format.record_values import ArrayTable, LeafTable, Piece
 from asyncckpt.format.scalars import JsonValue, Scalar, encode_scalar
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, INLINE_NBYTES
+from asyncckpt.planning.chunk_shape import cut_axis
 from asyncckpt.planning.table import Column
 from asyncckpt.reports import FileInfo
 from asyncckpt.spec import ITEMSIZES, ArraySpec, array_spec
@@ -58,9 +59,8 @@ def raw_pieces(shape: Sequence[int], itemsize: int, target_nbytes: int) -> list[
     if math.prod(shape) * itemsize <= max(target_nbytes, itemsize):
         chunk = tuple(max(1, n) for n in shape)
         return [_piece((0,) * len(shape), shape, chunk, strides)]
-    # The first axis whose rows fit into the target; a single element always does.
-    axis = next((i for i, stride in enumerate(strides) if stride <= target_nbytes), len(shape) - 1)
-    count = -(-shape[axis] // max(1, target_nbytes // strides[axis]))
+    axis, rows = cut_axis(shape, itemsize, target_nbytes)
+    count = -(-shape[axis] // rows)
     length = -(-shape[axis] // count)
     chunk = (*(1,) * axis, length, *shape[axis + 1 :])
     full = shape[axis] // length * length

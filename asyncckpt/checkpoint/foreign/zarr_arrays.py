@@ -129,14 +129,17 @@ def make_checkpoint(
     listings = {id(array.table.listing): array.table.listing for array in arrays}.values()
     if len(listings) > 1:  # of several trees, each in a directory of its own
         arrays = [replace(each, name=each.table.listing.path(each.name)) for each in arrays]
-    numbers: dict[tuple[ZarrArray, bool], int] = {}
+    numbers: dict[tuple[ZarrArray, bool, str], int] = {}
     storages: list[Storage] = []
+    specs: list[int] = []
     for array in arrays:
-        if (array.zarr, array.complete) not in numbers:
-            numbers[array.zarr, array.complete] = len(storages)
+        key = array.zarr, array.complete, _driver(array)
+        if key not in numbers:
+            numbers[key] = len(storages)
             with located(files):
                 storages.append(_storage(array))
-    table = ArrayTable([a.name for a in arrays], [numbers[a.zarr, a.complete] for a in arrays])
+        specs.append(numbers[key])
+    table = ArrayTable([a.name for a in arrays], specs)
     nbytes_of = {path: n for listing in listings for path, n in listing.nbytes_of.items()}
     stored_files = tuple(FileInfo(path, n, None) for path, n in sorted(nbytes_of.items()))
     _check_chunk_count(files, arrays, storages, table)
@@ -176,8 +179,11 @@ def _storage(array: FoundArray) -> Storage:
         more={"blosc": unpack_blosc},
         file=array.document,
     )
-    driver = "zarr" if array.document.endswith(".zarray") else "zarr3"
-    return Storage(zarr.spec, zarr.chunk_shape, codec, zarr.fill_value, driver)
+    return Storage(zarr.spec, zarr.chunk_shape, codec, zarr.fill_value, _driver(array))
+
+
+def _driver(array: FoundArray) -> str:
+    return "zarr" if array.document.endswith(zarr2.METADATA_NAME) else "zarr3"
 
 
 def _check_chunk_count(

@@ -176,6 +176,20 @@ async def test_every_encoding_of_keys_is_found(tmp_path: Path) -> None:
     assert_same(await asyncckpt.restore(tmp_path / "c"), saved)
 
 
+async def test_equal_arrays_of_both_versions_keep_their_drivers(tmp_path: Path) -> None:
+    """Those with the keys of version 2 differ only in their metadata documents."""
+    encoding = {"name": "v2", "configuration": {"separator": "."}}
+    value = random("int16")
+    plain = {"dtype": "<i2", "compressor": None, "fill_value": 0}
+    save(tmp_path / "c", "a/", value, "zarr", chunks=CHUNK, **plain)
+    save(tmp_path / "c", "b/", value, chunk_key_encoding=encoding, codecs=[LITTLE], chunks=CHUNK)
+    info = await asyncckpt.inspect(tmp_path / "c")
+    for name, driver in (("a", "zarr"), ("b", "zarr3")):
+        spec = info[name].tensorstore_spec()
+        assert spec["driver"] == driver
+        assert np.array_equal(ts.open(spec).result().read().result(), value)
+
+
 async def test_chunks_that_are_not_stored_are_the_fill_value(tmp_path: Path) -> None:
     saved = {
         "zero": np.zeros((9, 9), np.float32),
