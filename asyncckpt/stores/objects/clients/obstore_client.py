@@ -1,7 +1,7 @@
 """Client of obstore, a Rust library that makes requests in its own threads.
 
-It is the extra ``fast``. Bodies and responses are not copied; a request costs microseconds on the
-event loop.
+It is the extra ``fast``. Bodies and responses are not copied (except by a `MemoryStore`); a request
+costs microseconds on the event loop.
 """
 
 # Rule 1: one call is one request: obstore's own retries are off, and its timeout never expires.
@@ -195,9 +195,10 @@ class ObstoreClient(ObjectClient):
         name = type(store).__name__
         classes = {cls.__name__ for cls in type(store).__mro__}
         self._is_gcs, self._is_s3 = "GCSStore" in classes, "S3Store" in classes
+        self._is_memory = "MemoryStore" in classes
         self.traits = ClientTraits(
             name="obstore",
-            put_copies=0,
+            put_copies=int(self._is_memory),  # see `_put`
             # Measured, with hedged reads and its own receive buffers.
             get_copies=2,
             conditional_create=name != "HTTPStore",
@@ -343,8 +344,11 @@ class ObstoreClient(ObjectClient):
         held: list[weakref.ref[memoryview]] = []
 
         def put(store: Any) -> Any:
-            view = memoryview(bodies[0])  # collected when obstore has dropped it
-            held.append(weakref.ref(view))
+            if self._is_memory:  # it keeps the buffer that it is given, and the caller's may change
+                view = memoryview(bytes(bodies[0]))
+            else:
+                view = memoryview(bodies[0])  # collected when obstore has dropped it
+                held.append(weakref.ref(view))
             return self._api.put_async(store, path, view, mode=mode, use_multipart=False)
 
         try:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
+from asyncckpt import Checkpointer, SaveOptions, verify
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool, map_pages
 from asyncckpt.flow.threads import Workers
@@ -451,3 +452,16 @@ def test_obstore_used_before_a_fork_is_replaced_or_refused_in_the_child(sim: Sim
     )
     printed = children.output(FORKS, json.dumps(sim.s3_options()))
     assert printed.splitlines() == ["saved", refusal, refusal, refusal]
+
+
+async def test_a_save_to_a_memory_store_does_not_change_with_its_buffers() -> None:
+    """The store keeps what it is given, and the buffers of a save are filled again and again."""
+    rng = np.random.default_rng(0)
+    tree = {str(n): rng.integers(0, 256, MIB, np.uint8) for n in range(128)}
+    options = SaveOptions(host_memory_nbytes=64 * MIB, target_data_file_nbytes=8 * MIB)
+    location, given = "memory://root", {"client": MemoryStore()}
+    async with Checkpointer(location, storage_options=given, save_options=options) as ckpt:
+        await ckpt.save(1, tree)
+        found = await ckpt.restore(1)
+        assert all(np.array_equal(found[name], values) for name, values in tree.items())
+        assert (await verify(f"{location}/1", storage_options=given)).damages == ()
