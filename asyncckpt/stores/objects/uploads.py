@@ -168,6 +168,6 @@ class ExportFile(ObjectDataFile):
 async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
     """Abort every upload to these keys, even if its id was lost. Raises `RequestError`."""
     for prefix in sorted({posixpath.dirname(key) for key in keys}):
-        for pending in await requests.pending_parts(prefix):
+        for pending in await requests.pending_parts(prefix) or ():
             if pending.key in keys:
                 await requests.abort_parts(pending.key, pending.upload)

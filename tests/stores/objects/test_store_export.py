@@ -152,8 +152,8 @@ LOST = (
     ("s3fs", {"kind": "create_upload", "reset": True, "applied": True}),
     *((kind, {"kind": "put_part", "reset": True, "applied": True}) for kind in PARTS),
     *((kind, {"kind": "put_part", "number": 2, "status": 503}) for kind in PARTS),
-    ("s3fs", {"kind": "complete_upload", "reset": True, "applied": True}),
-    ("s3fs", {"kind": "complete_upload", "status": 500}),
+    *((kind, {"kind": "complete_upload", "reset": True, "applied": True}) for kind in PARTS),
+    *((kind, {"kind": "complete_upload", "status": 500}) for kind in PARTS),
 )
 
 
@@ -240,6 +240,28 @@ async def test_a_completion_whose_answer_was_lost_is_no_defeat(
         sim.faults.append(Fault(kind="complete_upload", reset=True, applied=True))
         await export_one(store, data, "a", overwrite=overwrite)
     assert sim.get("bucket", f"{ROOT}/{FILE}") == data.tobytes()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+async def test_a_completion_that_failed_before_another_export_succeeded_is_a_defeat(
+    sim: Simulator, kind: str
+) -> None:
+    """The retry finds an object, which is the other export's."""
+    nbytes, gate = 2 * SLOT_NBYTES + 5, Gate()
+    async with opened(kind, sim) as first, opened(kind, sim) as second:
+        winner = await first.begin_export(FILE, identity("a"))
+        loser = await second.begin_export(FILE, identity("b"))
+        await write(winner, FILE, pattern(nbytes, 0))
+        await write(loser, FILE, pattern(nbytes, 1))
+        sim.faults.append(Fault(kind="complete_upload", status=503, gate=gate))
+        losing = asyncio.ensure_future(loser.publish_files(FILE))
+        await gate.reached.wait()
+        await winner.publish_files(FILE)
+        gate.release()
+        with pytest.raises(CheckpointExistsError, match="created here meanwhile"):
+            await losing
+    assert sim.get("bucket", f"{ROOT}/{FILE}") == pattern(nbytes, 0).tobytes()
+    assert not sim.uploads
 
 
 async def test_a_collected_file_is_sent_from_where_it_is(

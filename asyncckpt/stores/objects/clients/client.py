@@ -291,9 +291,9 @@ class ObjectClient(Protocol):
         """Delete the upload and its parts. A missing upload is no error."""
         raise _lacking(self, "multipart uploads")
 
-    async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """Return open uploads below `prefix`; none if the client cannot list them."""
-        return []
+    async def pending_parts(self, prefix: str) -> Sequence[PendingParts] | None:
+        """Return open uploads below `prefix`; None if the client cannot list them."""
+        return None
 
     async def close(self) -> None:
         """Close sessions and connections. Idempotent."""
