@@ -12,8 +12,6 @@ one after the other once all are uploaded, and last the index, without which rea
 
 from __future__ import annotations
 
-import asyncio
-
 from asyncckpt.errors import CheckpointExistsError, UsageError
 from asyncckpt.flow.shield import cleaned_up, to_completion, together
 from asyncckpt.ports import RECORD_NAME
@@ -23,7 +21,7 @@ from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import check_key, join
-from asyncckpt.stores.objects.uploads import ExportFile, abort_pending
+from asyncckpt.stores.objects.uploads import ExportFile
 from asyncckpt.stores.paths import check_file
 
 ENTRIES_MAX = 100_000
@@ -155,16 +153,12 @@ class ObjectExport:
         )
 
     async def _abort(self) -> None:
-        failed: list[RequestError] = []
-        try:
-            async with asyncio.timeout(ABORT_S):
-                for file in self._files:
-                    try:
-                        await file.abort()
-                    except RequestError as error:  # abort the other uploads first
-                        failed.append(error)
-                await abort_pending(self._requests, self._sending.keys)
-                if failed:
-                    raise failed[0]
-        finally:
-            failed.clear()  # breaks the reference cycle of error and frame
+        refused: list[ExportFile] = []
+        async with self._requests.cleaning_up(ABORT_S):
+            for file in self._files:
+                try:
+                    await file.abort()
+                except RequestError:
+                    refused.append(file)  # abort the other uploads first
+            for file in refused:
+                await file.abort()

@@ -5,14 +5,13 @@ client has no multipart uploads, or the windows are no valid parts, the whole fi
 memory, up to `COLLECTED_MAX_NBYTES`.
 """
 
-# Rule: from before an upload begins until it was completed or aborted, the export knows its key,
-#   even if its id was lost with the response.
+# Rule: an upload that may have begun is completed or aborted, even if its id was lost with the
+#   response: then all uploads to its key are. Otherwise those of other exports are left alone.
 
 from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Collection
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from asyncckpt.options import MIB
 from asyncckpt.ports import Bytes
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, cut
-from asyncckpt.stores.objects.requests.requests import Requests
 
 COLLECTED_MAX_NBYTES = 512 * MIB
 """Maximum size of a file that is buffered, for clients that cannot send parts."""
@@ -66,7 +64,7 @@ class ExportFile(ObjectDataFile):
         self._missing = nbytes
         self._buffer = bytearray()
         self._upload: str | None = None
-        self._doubled = False
+        self._id_lost = False
         self._tags: dict[int, str] = {}
         self._begin = asyncio.Lock()
         self._turn = asyncio.Condition()
@@ -100,10 +98,14 @@ class ExportFile(ObjectDataFile):
             async with self._begin:
                 if self._upload is None:
                     self._sending.check()
-                    self._sending.keys.add(self._key)
-                    self._upload, self._doubled = await requests.begin_parts(
-                        self._key, create=self._new
-                    )
+                    try:
+                        self._upload, doubled = await requests.begin_parts(
+                            self._key, create=self._new
+                        )
+                        self._id_lost |= doubled
+                    except BaseException:
+                        self._id_lost = True
+                        raise
             async with self._turn:
                 if not requests.traits.parallel_parts:
                     # Windows are written in plan order, so an earlier part always finishes.
@@ -141,8 +143,7 @@ class ExportFile(ObjectDataFile):
                 tags = [self._tags[number] for number in sorted(self._tags)]
                 await requests.complete_parts(key, self._upload, tags, create=self._new)
                 self._upload = None
-                if self._doubled:
-                    await abort_pending(requests, [key])
+                await self.abort()
             elif not self._new:
                 await requests.replace(key, body)
             elif not await requests.create(key, body):
@@ -160,14 +161,12 @@ class ExportFile(ObjectDataFile):
             raise self._sending.failed(f"writing {self._nbytes} bytes", self._key, error) from error
 
     async def abort(self) -> None:
-        """Abort the upload, if one was begun. Raises `RequestError`."""
+        """Abort the uploads that were begun and not completed. Raises `RequestError`."""
+        requests, key = self._requests, self._key
         if self._upload is not None:
-            await self._requests.abort_parts(self._key, self._upload)
-
-
-async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
-    """Abort every upload to these keys, even if its id was lost. Raises `RequestError`."""
-    for prefix in sorted({posixpath.dirname(key) for key in keys}):
-        for pending in await requests.pending_parts(prefix) or ():
-            if pending.key in keys:
-                await requests.abort_parts(pending.key, pending.upload)
+            await requests.abort_parts(key, self._upload)
+            self._upload = None
+        if self._id_lost:
+            for pending in await requests.pending_parts(posixpath.dirname(key)) or ():
+                if pending.key == key:
+                    await requests.abort_parts(key, pending.upload)
