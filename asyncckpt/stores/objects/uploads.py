@@ -1,8 +1,7 @@
 """Open files of an export: multipart uploads, or buffers in memory.
 
-Every window is sent as a part of one upload; the object appears when that is completed. If the
-client has no multipart uploads, or the windows are no valid parts, the whole file is buffered in
-memory, up to `COLLECTED_MAX_NBYTES`.
+Every window is sent as a part of one upload; the object appears when that is completed. A file of
+one window, or of a client without multipart uploads, is buffered in memory until then.
 """
 
 # Rule: an upload that may have begun is completed or aborted, even if its id was lost with the
@@ -15,51 +14,35 @@ import posixpath
 
 import numpy as np
 
-from asyncckpt.errors import CheckpointExistsError, UsageError
-from asyncckpt.options import MIB
+from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.ports import Bytes
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, cut
 
-COLLECTED_MAX_NBYTES = 512 * MIB
-"""Maximum size of a file that is buffered, for clients that cannot send parts."""
-
-
 class ExportFile(ObjectDataFile):
     """An open file of an export, which appears when the export is published.
 
-    It is sent in windows if the client can do that, else whole. With `new`, the object must not
-    exist. Construction makes no request.
-
-    Raises:
-        UsageError: the client cannot send the windows as parts, and the file is too long to buffer.
+    With `in_parts` it is sent in windows, else whole. With `new`, the object must not exist.
+    Construction makes no request.
     """
 
     def __init__(
-        self, sending: Sending, path: str, key: str, nbytes: int, window_nbytes: int, *, new: bool
+        self,
+        sending: Sending,
+        path: str,
+        key: str,
+        nbytes: int,
+        window_nbytes: int,
+        *,
+        in_parts: bool,
+        new: bool,
     ) -> None:
         super().__init__(sending, path)
         self._requests = sending.context.requests
         self._key = key
         self._nbytes = nbytes
         self._window_nbytes = window_nbytes
-        traits = self._requests.traits
-        self._in_parts = nbytes > window_nbytes and (
-            traits.multipart
-            and window_nbytes >= traits.part_min_nbytes
-            and window_nbytes % traits.part_multiple_nbytes == 0
-            and -(-nbytes // window_nbytes) <= traits.part_max_count
-        )
-        if not self._in_parts and nbytes > COLLECTED_MAX_NBYTES:
-            location = f"{sending.location}/{path}"
-            raise UsageError(
-                f"{location}: {traits.name} cannot send {nbytes} bytes in parts of "
-                f"{window_nbytes}; export files of at most {COLLECTED_MAX_NBYTES} "
-                "(max_file_nbytes)",
-                location=location,
-                expected=COLLECTED_MAX_NBYTES,
-                found=nbytes,
-            )
+        self._in_parts = in_parts
         self._new = new
         self._missing = nbytes
         self._buffer = bytearray()

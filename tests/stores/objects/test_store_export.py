@@ -11,6 +11,7 @@ import pytest
 from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, StoreError, UsageError
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.ports import Bytes, ExportingStore
+from asyncckpt.stores.objects import export as export_module
 from asyncckpt.stores.objects.datafile import ABORT_S
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
@@ -315,6 +316,41 @@ async def test_a_collected_file_is_sent_from_where_it_is(
         held = file._buffer  # type: ignore[attr-defined]
         await export.publish_files(FILE)
         assert bodies[-1] is held and file._buffer == b""  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_collected_files_of_an_export_are_limited_together(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A file for which no memory is left is sent in parts, by a client that can."""
+    monkeypatch.setattr(export_module, "COLLECTED_MAX_NBYTES", 250)
+    async with opened(kind, sim) as store:
+        export = await store.begin_export("set", identity("a"))
+        for name in ("1.safetensors", "2.safetensors"):
+            await write(export, name, pattern(100))
+        if kind in PARTS:
+            await write(export, "3.safetensors", pattern(100, 3))
+            assert len(sim.uploads) == 1
+            await export.publish_files()
+            assert sim.get("bucket", f"{ROOT}/set/3.safetensors") == pattern(100, 3).tobytes()
+        else:
+            with pytest.raises(UsageError, match="obstore cannot send files in parts") as caught:
+                await write(export, "3.safetensors", pattern(100))
+            assert (caught.value.expected, caught.value.found) == (250, 300)
+            await export.abort()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+async def test_a_file_of_more_parts_than_the_store_takes_is_refused_with_its_limit(
+    sim: Simulator, kind: str
+) -> None:
+    async with opened(kind, sim) as store:
+        export = await store.begin_export(FILE, identity("a"))
+        limit = store._requests.traits.part_max_count * SLOT_NBYTES
+        with pytest.raises(UsageError, match=r"\(max_file_nbytes\)") as caught:
+            await export.create(FILE, nbytes=limit + 1, window_nbytes=SLOT_NBYTES)
+        assert (caught.value.expected, caught.value.found) == (limit, limit + 1)
+        await export.abort()
 
 
 @pytest.mark.parametrize("forget", [False, True])
