@@ -309,18 +309,21 @@ class ObstoreClient(ObjectClient):
     async def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
         """Return the answer of a call with the store; convert its errors to `RequestError`."""
         while True:
-            if self._store is None:
+            if (store := self._store) is None:
                 raise RequestError("invalid", "the client is closed")
             try:
-                answer = await call(self._store)
+                answer = await call(store)
                 self._region_known = True
                 return answer
             except Exception as error:
                 failure = obstore_error(error, self._hidden)
             if failure.kind in LOCATED and self._options is not None:
                 failure.detail += f" (endpoint {urlsplit(self._options.endpoint).netloc})"
-                # Servers may close the connection instead of answering a large PUT.
-                if failure.kind != "timeout" and await self._found_region():
+                # Servers may close the connection instead of answering a large PUT. Another request
+                # may have found the region while this one was in flight.
+                if failure.kind != "timeout" and (
+                    await self._found_region() or self._store is not store
+                ):
                     continue
             try:
                 raise failure
