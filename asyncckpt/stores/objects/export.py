@@ -23,7 +23,7 @@ from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import check_key, join
-from asyncckpt.stores.objects.uploads import ExportFile
+from asyncckpt.stores.objects.uploads import ExportFile, creating, put_whole
 from asyncckpt.stores.paths import check_file
 
 COLLECTED_MAX_NBYTES = 512 * MIB
@@ -137,7 +137,9 @@ class ObjectExport:
             await together(file.publish() for file in self._files)
             with reported("writing the index", self.location, stage="commit"):
                 for path, data in self._index.items():
-                    await self._requests.replace(join(self._name, path), data)
+                    key = join(self._name, path)
+                    with creating(self._requests.location(key)):
+                        await put_whole(self._requests, key, data, new=self._new)
                 await self._requests.delete(stale)
         except BaseException as error:
             await cleaned_up(self.abort(), error)

@@ -10,14 +10,17 @@ one window, or of a client without multipart uploads, is buffered in memory unti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import posixpath
+from collections.abc import Iterator
 
 import numpy as np
 
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.ports import Bytes
-from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, cut
+from asyncckpt.stores.objects.requests.requests import Requests
 
 class ExportFile(ObjectDataFile):
     """An open file of an export, which appears when the export is published.
@@ -122,25 +125,15 @@ class ExportFile(ObjectDataFile):
         body: bytes | bytearray = self._buffer
         self._buffer = bytearray()
         try:
-            if self._upload is not None:
-                tags = [self._tags[number] for number in sorted(self._tags)]
-                await requests.complete_parts(key, self._upload, tags, create=self._new)
-                self._upload = None
-                await self.abort()
-            elif not self._new:
-                await requests.replace(key, body)
-            elif not await requests.create(key, body):
-                # An earlier try, whose response was lost, may have created it.
-                if await requests.read(key, max_nbytes=len(body)) != body:
-                    raise RequestError("exists", "another object was created first", status=412)
+            with creating(requests.location(key)):
+                if self._upload is not None:
+                    tags = [self._tags[number] for number in sorted(self._tags)]
+                    await requests.complete_parts(key, self._upload, tags, create=self._new)
+                    self._upload = None
+                    await self.abort()
+                else:
+                    await put_whole(requests, key, body, new=self._new)
         except RequestError as error:
-            if self._new and error.kind == "exists":
-                location = self._requests.location(self._key)
-                raise CheckpointExistsError(
-                    f"{location}: an object was created here meanwhile; pass overwrite=True to "
-                    "replace it",
-                    location=location,
-                ) from error
             raise self._sending.failed(f"writing {self._nbytes} bytes", self._key, error) from error
 
     async def abort(self) -> None:
@@ -153,3 +146,27 @@ class ExportFile(ObjectDataFile):
             for pending in await requests.pending_parts(posixpath.dirname(key)) or ():
                 if pending.key == key:
                     await requests.abort_parts(key, pending.upload)
+
+
+async def put_whole(requests: Requests, key: str, body: Body, *, new: bool) -> None:
+    """Store an object by one request; with `new`, only if there is none. Raises `RequestError`."""
+    if not new:
+        await requests.replace(key, body)
+    elif not await requests.create(key, body):
+        # An earlier try, whose response was lost, may have created it.
+        if await requests.read(key, max_nbytes=len(body)) != body:
+            raise RequestError("exists", "another object was created first", status=412)
+
+
+@contextlib.contextmanager
+def creating(location: str) -> Iterator[None]:
+    """Convert the error of a creation in the block that found another object."""
+    try:
+        yield
+    except RequestError as error:
+        if error.kind != "exists":
+            raise
+        raise CheckpointExistsError(
+            f"{location}: an object was created here meanwhile; pass overwrite=True to replace it",
+            location=location,
+        ) from error

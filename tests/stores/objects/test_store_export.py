@@ -259,6 +259,30 @@ async def test_of_two_exports_to_one_name_exactly_one_succeeds(
         assert not sim.uploads
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_of_two_sets_of_different_files_only_one_gets_its_index(
+    sim: Simulator, kind: str
+) -> None:
+    """Also where the first one did not get the answer that says so."""
+    index = "model.safetensors.index.json"
+    async with opened(kind, sim) as store:
+        exports = []
+        for number in range(2):
+            export = await store.begin_export("set", identity(f"{number}"))
+            await write(export, f"{number}.safetensors", pattern(100))
+            await export.put(index, b"%d" % number)
+            export._replaced = nothing_there  # type: ignore[method-assign]
+            exports.append(export)
+        lost = Fault(kind="put_object", key=f"*/{index}", reset=True, applied=True)
+        sim.faults.append(lost)
+        await exports[0].publish_files()
+        assert lost.happened
+        with pytest.raises(CheckpointExistsError, match="created here meanwhile") as caught:
+            await exports[1].publish_files()
+        assert caught.value.location == f"{exports[1].location}/{index}"
+    assert sim.get("bucket", f"{ROOT}/set/{index}") == b"0"
+
+
 async def nothing_there(single: bool) -> list[str]:
     return []
 
