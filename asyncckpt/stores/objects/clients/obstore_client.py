@@ -75,7 +75,14 @@ NO_OBJECT = ".asyncckpt-no-object"
 REGION_TIMEOUT_S = 10.0
 """Timeout of a HEAD request without a body."""
 
-_SCHEMES = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az", "HTTPStore": "https"}
+_SCHEMES = {
+    "S3Store": "s3",
+    "GCSStore": "gs",
+    "AzureStore": "az",
+    "HTTPStore": "https",
+    "MemoryStore": "memory",
+    "LocalStore": "local",
+}
 _BUCKETS = {"S3Store": "bucket", "GCSStore": "bucket", "AzureStore": "container_name"}
 
 
@@ -97,7 +104,12 @@ def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
 def bucket_of(store: Backend) -> str:
     """Return the bucket of a store; empty if unknown."""
     config = getattr(store, "config", None) or {}
-    return str(config.get(_BUCKETS.get(type(store).__name__, ""), ""))
+    return str(config.get(_BUCKETS.get(_kind(store).__name__, ""), ""))
+
+
+def _kind(store: Any) -> Any:
+    """Return obstore's class of a store, which a user may have derived another from."""
+    return next((cls for cls in type(store).__mro__ if cls.__name__ in _SCHEMES), type(store))
 
 
 def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
@@ -106,13 +118,13 @@ def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
     The store keeps its options, except that retries are off and a default timeout is replaced. The
     client's URL contains only bucket and prefix, since the URL of an HTTPStore may hold a password.
     """
-    name = type(store).__name__
+    kind = _kind(store)
     prefix = prefix.strip("/")
     within = "/".join(part for part in (str(getattr(store, "prefix", None) or ""), prefix) if part)
-    scheme = _SCHEMES.get(name, name.removesuffix("Store").lower())
+    scheme = _SCHEMES.get(kind.__name__, "obstore")
     url = f"{scheme}://" + "/".join(part for part in (bucket_of(store), within.strip("/")) if part)
-    if name in ("S3Store", "GCSStore", "AzureStore"):
-        store = type(store)(
+    if kind.__name__ in ("S3Store", "GCSStore", "AzureStore"):
+        store = kind(
             prefix=store.prefix,
             config=store.config,
             client_options={"timeout": TIMEOUT, **(store.client_options or {})},
@@ -192,7 +204,6 @@ class ObstoreClient(ObjectClient):
                 location=url,
             )
         self.url = url
-        name = type(store).__name__
         classes = {cls.__name__ for cls in type(store).__mro__}
         self._is_gcs, self._is_s3 = "GCSStore" in classes, "S3Store" in classes
         self._is_memory = "MemoryStore" in classes
@@ -201,7 +212,7 @@ class ObstoreClient(ObjectClient):
             put_copies=int(self._is_memory),  # see `_put`
             # Measured, with hedged reads and its own receive buffers.
             get_copies=2,
-            conditional_create=name != "HTTPStore",
+            conditional_create="HTTPStore" not in classes,
             conditional_replace=self._is_gcs or self._is_s3,
         )
         self._api = obstore

@@ -350,6 +350,14 @@ def test_a_process_ends_while_requests_are_sent(how: str) -> None:
 # ---------------------------------------------------------------------------------- store objects
 
 
+class Derived(S3Store):
+    """A user's own class of stores."""
+
+
+class DerivedMemory(MemoryStore):
+    """Another one."""
+
+
 async def test_store_objects_are_named_by_bucket_and_prefix(tmp_path: Path) -> None:
     keys = {"access_key_id": "AKIAEXAMPLE", "secret_access_key": "a-secret", "region": "us-east-1"}
     azure = AzureStore("container", account_name="account", account_key="c2VjcmV0")
@@ -359,8 +367,10 @@ async def test_store_objects_are_named_by_bucket_and_prefix(tmp_path: Path) -> N
         (GCSStore("bucket", skip_signature=True), "runs", "gs://bucket/runs"),
         (azure, "runs", "az://container/runs"),
         (MemoryStore(), "runs", "memory://runs"),
+        (DerivedMemory(), "runs", "memory://runs"),
         (LocalStore(), "runs", "local://runs"),
         (HTTPStore.from_url("https://user:a-secret@host.invalid/x"), "runs", "https://runs"),
+        (Derived("bucket", **keys), "runs", "s3://bucket/runs"),
     ):
         client = obstore_client(store, prefix)
         assert client.url == url
@@ -369,9 +379,12 @@ async def test_store_objects_are_named_by_bucket_and_prefix(tmp_path: Path) -> N
         await client.close()
 
 
-async def test_a_store_object_keeps_its_options_but_not_its_retries(sim: Simulator) -> None:
+@pytest.mark.parametrize("kind", [S3Store, Derived])
+async def test_a_store_object_keeps_its_options_but_not_its_retries(
+    sim: Simulator, kind: type[S3Store]
+) -> None:
     sim.faults.append(Fault(number=0, status=503))
-    client = obstore_client(sim.obstore_s3("bucket", "own"), "below")
+    client = obstore_client(kind("bucket", prefix="own", **sim.obstore_s3_config()), "below")
     begun_s = time.monotonic()
     with pytest.raises(RequestError):
         await client.get("a", 0, 1)
