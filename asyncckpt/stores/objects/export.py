@@ -22,7 +22,7 @@ from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_m
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import check_key, join
+from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.uploads import ExportFile, creating, put_whole
 from asyncckpt.stores.paths import check_file
 
@@ -67,7 +67,6 @@ class ObjectExport:
         """
         self._sending.check()
         check_file(path, self.location)
-        check_key(self.location, path)
         key = self._name if path == self._name else join(self._name, path)
         in_parts = self._in_parts(path, nbytes, window_nbytes)
         file = ExportFile(
@@ -106,7 +105,6 @@ class ObjectExport:
         """Keep a small file until it is published, after all others."""
         self._sending.check()
         check_file(path, self.location)
-        check_key(self.location, path)
         self._index[path] = await self._context.owned(*blocks)
 
     async def publish_files(self, path: str = "") -> None:

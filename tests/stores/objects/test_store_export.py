@@ -105,6 +105,18 @@ async def test_a_set_replaces_a_set_and_nothing_else(sim: Simulator, kind: str) 
             await export.publish_files()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_long_name_of_a_file_counts_once(sim: Simulator, kind: str) -> None:
+    """Its key has 850 bytes, of the 1,024 that the store allows."""
+    root, name = "r" * 599, "n" * 238 + ".safetensors"
+    data = pattern(100)
+    async with opened(kind, sim, root=root) as store:
+        export = await store.begin_export(name, identity("a"))
+        await write(export, name, data)
+        await export.publish_files(name)
+    assert sim.get("bucket", f"{root}/{name}") == data.tobytes()
+
+
 async def test_an_export_that_fails_or_is_aborted_leaves_nothing(sim: Simulator) -> None:
     data = pattern(2 * SLOT_NBYTES)
     async with opened("s3fs", sim) as store:
