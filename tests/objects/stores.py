@@ -82,8 +82,7 @@ class Place:
         """A new store of the root, for one engine."""
         client = client or self.client()
         requests = Requests(client, policy=policy, rng=random.Random(1))
-        google = client.url.startswith("gs://")
-        return cls(Context(requests, self.workers, save_id_of, outline_of, epoch_of, google))
+        return cls(Context(requests, self.workers, save_id_of, outline_of, epoch_of))
 
     def keys(self, below: str = "") -> list[str]:
         """Keys below the root, without it."""
