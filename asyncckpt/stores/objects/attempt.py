@@ -154,7 +154,8 @@ class ObjectAttempt(ObjectShare):
         self._context.background.begin(self._finish(publication, replaced), naming=self._name)
         self._remove_later(
             self._exchanged | self._sending.orphans,
-            "the checkpoint is committed; orphaned data objects and files exchanged by its processes",
+            "the checkpoint is committed; orphaned data objects and files exchanged by its "
+            "processes",
         )
 
     async def _finish(self, publication: Publication, replaced: Record | None) -> None:

@@ -22,6 +22,7 @@ from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, cut
 from asyncckpt.stores.objects.requests.requests import Requests
 
+
 class ExportFile(ObjectDataFile):
     """An open file of an export, which appears when the export is published.
 
