@@ -101,11 +101,8 @@ class Runtime:
         from asyncckpt.stores.objects.store import ObjectStore
 
         client = open_client(root, storage_options=storage_options, workers=self.engine.io)
-        google = root.lower().startswith(("gs://", "gcs://"))
         workers = self.engine.compute
-        return ObjectStore(
-            Context(Requests(client), workers, save_id_of, outline_of, epoch_of, google)
-        )
+        return ObjectStore(Context(Requests(client), workers, save_id_of, outline_of, epoch_of))
 
     async def release(self) -> None:
         """Close stores and free staging memory; then raise errors of stores. On the engine."""

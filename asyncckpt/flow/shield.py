@@ -1,7 +1,7 @@
 """Awaits that end only when the work has ended, through repeated cancellations."""
 
-# Rule 1: the work is cancelled CLEANUP_S after its caller, and its waits for threads end after
-#   ABANDON_S, so a cancelled caller does not wait for an unresponsive mount.
+# Rule 1: the work is cancelled CLEANUP_S (or `grace_s`) after its caller, and its waits for threads
+#   end after ABANDON_S, so a cancelled caller does not wait for an unresponsive mount.
 #   (tests/cancellation/test_stuck_mount.py)
 # Rule 2: the work is never left running: the await ends only when its task has ended.
 
@@ -41,34 +41,36 @@ async def to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
+async def uninterrupted(
+    coroutine: Coroutine[Any, Any, T], *, grace_s: Callable[[], float] = lambda: CLEANUP_S
+) -> T:
     """Return the coroutine's result; raise a cancellation of the caller once it has ended.
 
     For clean-up on behalf of callers, whose cancellation must not be lost.
 
-    Cancellation: as `to_completion`, then raised.
+    Cancellation: waits for `grace_s()`, then cancels the coroutine, waits for its end and raises.
     """
     if blocks_here():
         return await coroutine
-    task, cancellation = await _shielded(coroutine)
-    if cancellation is not None:
-        seen(task)  # the caller gets the cancellation instead
-        try:
+    task, cancellation = await _shielded(coroutine, grace_s)
+    try:
+        if cancellation is not None:
+            seen(task)  # the caller gets the cancellation instead
             raise cancellation  # itself: by its message, a cancel scope of anyio knows its own
-        finally:
-            del cancellation
-    return task.result()
+        return task.result()
+    finally:
+        del task, cancellation  # breaks the reference cycle of error, traceback and frame
 
 
 async def _shielded(
-    coroutine: Coroutine[Any, Any, T],
+    coroutine: Coroutine[Any, Any, T], grace_s: Callable[[], float] = lambda: CLEANUP_S
 ) -> tuple[asyncio.Task[T], asyncio.CancelledError | None]:
     """Run the coroutine to its end; return its task and a cancellation of the caller."""
     task = asyncio.create_task(coroutine)
     try:
         await asyncio.wait((task,))
     except asyncio.CancelledError as cancellation:
-        if not await finished(task, timeout_s=CLEANUP_S):
+        if not await finished(task, timeout_s=grace_s()):
             task.cancel()
             await finished(task)
         return task, cancellation

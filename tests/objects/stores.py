@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -68,13 +67,10 @@ class Place:
         self.workers = workers
 
     def client(self, **more: Any) -> ObjectClient:
-        """A client whose parts may be as small as a window of an export."""
+        """A new client of the root."""
         scheme, options = options_of(self.kind, self.sim)
         url = f"{scheme}://bucket/{self.root}"
-        client = open_client(url, storage_options=options | more, workers=self.workers)
-        if client.traits.multipart and client.traits.parallel_parts:
-            client.traits = dataclasses.replace(client.traits, part_min_nbytes=WINDOW_NBYTES)
-        return client
+        return open_client(url, storage_options=options | more, workers=self.workers)
 
     def store(
         self,
@@ -86,8 +82,7 @@ class Place:
         """A new store of the root, for one engine."""
         client = client or self.client()
         requests = Requests(client, policy=policy, rng=random.Random(1))
-        google = client.url.startswith("gs://")
-        return cls(Context(requests, self.workers, save_id_of, outline_of, epoch_of, google))
+        return cls(Context(requests, self.workers, save_id_of, outline_of, epoch_of))
 
     def keys(self, below: str = "") -> list[str]:
         """Keys below the root, without it."""

@@ -153,7 +153,9 @@ class ObjectAttempt(ObjectShare):
         self._sending.ended = True
         self._context.background.begin(self._finish(publication, replaced), naming=self._name)
         self._remove_later(
-            self._exchanged, "the checkpoint is committed; files exchanged by its processes"
+            self._exchanged | self._sending.orphans,
+            "the checkpoint is committed; orphaned data objects and files exchanged by its "
+            "processes",
         )
 
     async def _finish(self, publication: Publication, replaced: Record | None) -> None:
@@ -161,7 +163,7 @@ class ObjectAttempt(ObjectShare):
         background = self._context.background
         background.unnamed.add(self._name)
         try:
-            if not await publication.finish(self._sending.orphans):
+            if not await publication.finish():
                 return
             background.unnamed.discard(self._name)
             if replaced is None:

@@ -71,7 +71,6 @@ class Context:
         save_id_of: `asyncckpt.format.record.save_id_of`, or the same for another format.
         outline_of: likewise; long records are parsed in `workers`.
         epoch_of: likewise.
-        google: write `commit_success.txt` last, which Orbax expects on Google's store.
         claims: decides which records count.
         probes: finds out which conditional requests work.
         background: background tasks.
@@ -82,7 +81,6 @@ class Context:
     save_id_of: Callable[[bytes], str | None]
     outline_of: Callable[..., Outline | None]
     epoch_of: Callable[[bytes], int | None]
-    google: bool = False
     claims: Claims = field(init=False)
     probes: Probes = field(init=False)
     background: Background = field(init=False, default_factory=Background)
@@ -90,6 +88,11 @@ class Context:
     def __post_init__(self) -> None:
         self.claims = Claims(self.requests)
         self.probes = Probes(self.requests, google=self.google)
+
+    @property
+    def google(self) -> bool:
+        """Whether to write `commit_success.txt` last, which Orbax expects on Google's store."""
+        return self.requests.url.startswith("gs://")
 
     async def read_record(self, name: str, *, max_nbytes: int = MAX_RECORD_NBYTES) -> Record | None:
         """Return the object at the record's key, or None. Raises `RequestError`.

@@ -5,26 +5,29 @@ one after the other once all are uploaded, and last the index, without which rea
 """
 
 # Rule 1: nothing is visible before `publish_files`: files are sent as parts of open uploads, or
-#   buffered in memory if they are short or the client has no multipart uploads.
+#   buffered in memory if they are short or the client has no multipart uploads, up to
+#   `COLLECTED_MAX_NBYTES` in all.
 # Rule 2: an object is replaced only with `overwrite`, and only by one of its kind. Without it, each
 #   object (also by completing an upload) is created conditionally, if the store supports that.
 # Rule 3: an abort ends uploads and deletes nothing: other programs use these names too.
 
 from __future__ import annotations
 
-import asyncio
-
 from asyncckpt.errors import CheckpointExistsError, UsageError
 from asyncckpt.flow.shield import cleaned_up, to_completion, together
+from asyncckpt.options import MIB
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.local.export import IRREPLACEABLE, REPLACEABLE_SUFFIXES
 from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import check_key, join
-from asyncckpt.stores.objects.uploads import ExportFile, abort_pending
+from asyncckpt.stores.objects.layout import join
+from asyncckpt.stores.objects.uploads import ExportFile, creating, put_whole
 from asyncckpt.stores.paths import check_file
+
+COLLECTED_MAX_NBYTES = 512 * MIB
+"""Maximum size of all buffered files together, which no byte budget covers."""
 
 ENTRIES_MAX = 100_000
 """Maximum number of entries in a directory that a set may replace."""
@@ -48,6 +51,7 @@ class ObjectExport:
         self._new = conditional and not overwrite
         self._sending = Sending(context, name)
         self._files: list[ExportFile] = []
+        self._collected_nbytes = 0
         self._index: dict[str, bytes] = {}
 
     def __repr__(self) -> str:
@@ -59,21 +63,48 @@ class ObjectExport:
         A file whose path is the export's name becomes that object itself, the only one.
 
         Raises:
-            UsageError: the path is refused, or the client cannot send such a file.
+            UsageError: the path is refused, or the file is too long.
         """
         self._sending.check()
         check_file(path, self.location)
-        check_key(self.location, path)
         key = self._name if path == self._name else join(self._name, path)
-        file = ExportFile(self._sending, path, key, nbytes, window_nbytes, new=self._new)
+        in_parts = self._in_parts(path, nbytes, window_nbytes)
+        file = ExportFile(
+            self._sending, path, key, nbytes, window_nbytes, in_parts=in_parts, new=self._new
+        )
         self._files.append(file)
         return file
+
+    def _in_parts(self, path: str, nbytes: int, window_nbytes: int) -> bool:
+        """Return whether to send a new file in parts, else count it as collected."""
+        traits = self._requests.traits
+        collected = self._collected_nbytes + nbytes
+        if traits.multipart and (nbytes > window_nbytes or collected > COLLECTED_MAX_NBYTES):
+            if nbytes > (limit := traits.part_max_count * window_nbytes):
+                why = (
+                    f"{traits.name} sends files of at most {limit} bytes, and this one has "
+                    f"{nbytes}; export smaller ones (max_file_nbytes)"
+                )
+                raise self._too_long(path, why, limit, nbytes)
+            return True
+        if collected > COLLECTED_MAX_NBYTES:
+            why = (
+                f"{traits.name} cannot send files in parts, so all of an export are collected in "
+                f"memory, at most {COLLECTED_MAX_NBYTES} bytes, and with this one they have "
+                f"{collected}; use s3fs or gcsfs, or export to a directory and copy it"
+            )
+            raise self._too_long(path, why, COLLECTED_MAX_NBYTES, collected)
+        self._collected_nbytes = collected
+        return False
+
+    def _too_long(self, path: str, why: str, limit: int, found: int) -> UsageError:
+        location = f"{self.location}/{path}"
+        return UsageError(f"{location}: {why}", location=location, expected=limit, found=found)
 
     async def put(self, path: str, *blocks: Body, in_record: bool = False) -> None:
         """Keep a small file until it is published, after all others."""
         self._sending.check()
         check_file(path, self.location)
-        check_key(self.location, path)
         self._index[path] = await self._context.owned(*blocks)
 
     async def publish_files(self, path: str = "") -> None:
@@ -104,7 +135,9 @@ class ObjectExport:
             await together(file.publish() for file in self._files)
             with reported("writing the index", self.location, stage="commit"):
                 for path, data in self._index.items():
-                    await self._requests.replace(join(self._name, path), data)
+                    key = join(self._name, path)
+                    with creating(self._requests.location(key)):
+                        await put_whole(self._requests, key, data, new=self._new)
                 await self._requests.delete(stale)
         except BaseException as error:
             await cleaned_up(self.abort(), error)
@@ -155,16 +188,12 @@ class ObjectExport:
         )
 
     async def _abort(self) -> None:
-        failed: list[RequestError] = []
-        try:
-            async with asyncio.timeout(ABORT_S):
-                for file in self._files:
-                    try:
-                        await file.abort()
-                    except RequestError as error:  # abort the other uploads first
-                        failed.append(error)
-                await abort_pending(self._requests, self._sending.keys)
-                if failed:
-                    raise failed[0]
-        finally:
-            failed.clear()  # breaks the reference cycle of error and frame
+        refused: list[ExportFile] = []
+        async with self._requests.cleaning_up(ABORT_S):
+            for file in self._files:
+                try:
+                    await file.abort()
+                except RequestError:
+                    refused.append(file)  # abort the other uploads first
+            for file in refused:
+                await file.abort()

@@ -51,8 +51,8 @@ _CREDENTIALS = {
 }
 
 _RIGHTS = {
-    "s3": "allow s3:ListBucket on the bucket and s3:GetObject, s3:PutObject, s3:DeleteObject and "
-    "s3:AbortMultipartUpload on its objects",
+    "s3": "allow s3:ListBucket and, for exports, s3:ListBucketMultipartUploads on the bucket, and "
+    "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:AbortMultipartUpload on its objects",
     "gs": "give the account the role Storage Object User (roles/storage.objectUser) on the bucket",
 }
 

@@ -65,13 +65,10 @@ def check_save_id(save_id: str) -> None:
         )
 
 
-def check_key(url: str, path: str = "") -> None:
-    """Raise `UsageError` if the key of `path` below `url` is too long for the store.
-
-    By default, of the longest path that the library writes below a checkpoint.
-    """
+def check_key(url: str) -> None:
+    """Raise `UsageError` if the keys of our own paths below `url` are too long for the store."""
     scheme, _, rest = url.partition("://")
-    nbytes = len(rest.partition("/")[2].encode()) + (len(path.encode()) or KEY_TAIL_NBYTES)
+    nbytes = len(rest.partition("/")[2].encode()) + KEY_TAIL_NBYTES
     if scheme.lower() in ("s3", "s3a", "gs", "gcs") and nbytes > KEY_MAX_NBYTES:
         raise UsageError(
             f"{url}: keys below it would have up to {nbytes} bytes, and the store allows "

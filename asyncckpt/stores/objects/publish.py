@@ -71,7 +71,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
-from asyncckpt.flow.shield import together
 from asyncckpt.log import logger
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import RequestError
@@ -389,8 +388,8 @@ class Publication:
 
     # ------------------------------------------------------------------------------ second round
 
-    async def finish(self, orphans: set[str]) -> bool:
-        """Write the fixed names and remove `orphans`; return whether both succeeded.
+    async def finish(self) -> bool:
+        """Write the fixed names, then Orbax's marks; return whether all were written.
 
         Logs failures of the store: the checkpoint is committed.
         """
@@ -399,12 +398,7 @@ class Publication:
             "the checkpoint is committed, but files for other programs could not be written: %s; "
             "the next save, or Checkpointer on this root, will try again",
         ):
-            await together(
-                (
-                    write_fixed(self.context, self.name, self.fixed),
-                    self._requests.delete(sorted(orphans)),
-                )
-            )
+            await write_fixed(self.context, self.name, self.fixed)
             await write_marks(self.context, self.name, self.fixed)
             return True
         return False

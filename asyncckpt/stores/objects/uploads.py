@@ -1,72 +1,57 @@
 """Open files of an export: multipart uploads, or buffers in memory.
 
-Every window is sent as a part of one upload; the object appears when that is completed. If the
-client has no multipart uploads, or the windows are no valid parts, the whole file is buffered in
-memory, up to `COLLECTED_MAX_NBYTES`.
+Every window is sent as a part of one upload; the object appears when that is completed. A file of
+one window, or of a client without multipart uploads, is buffered in memory until then.
 """
 
-# Rule: from before an upload begins until it was completed or aborted, the export knows its key,
-#   even if its id was lost with the response.
+# Rule: an upload that may have begun is completed or aborted, even if its id was lost with the
+#   response: then all uploads to its key are. Otherwise those of other exports are left alone.
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import posixpath
-from collections.abc import Collection
+from collections.abc import Iterator
 
 import numpy as np
 
-from asyncckpt.errors import CheckpointExistsError, UsageError
-from asyncckpt.options import MIB
+from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.ports import Bytes
-from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, cut
 from asyncckpt.stores.objects.requests.requests import Requests
-
-COLLECTED_MAX_NBYTES = 512 * MIB
-"""Maximum size of a file that is buffered, for clients that cannot send parts."""
 
 
 class ExportFile(ObjectDataFile):
     """An open file of an export, which appears when the export is published.
 
-    It is sent in windows if the client can do that, else whole. With `new`, the object must not
-    exist. Construction makes no request.
-
-    Raises:
-        UsageError: the client cannot send the windows as parts, and the file is too long to buffer.
+    With `in_parts` it is sent in windows, else whole. With `new`, the object must not exist.
+    Construction makes no request.
     """
 
     def __init__(
-        self, sending: Sending, path: str, key: str, nbytes: int, window_nbytes: int, *, new: bool
+        self,
+        sending: Sending,
+        path: str,
+        key: str,
+        nbytes: int,
+        window_nbytes: int,
+        *,
+        in_parts: bool,
+        new: bool,
     ) -> None:
         super().__init__(sending, path)
         self._requests = sending.context.requests
         self._key = key
         self._nbytes = nbytes
         self._window_nbytes = window_nbytes
-        traits = self._requests.traits
-        self._in_parts = nbytes > window_nbytes and (
-            traits.multipart
-            and window_nbytes >= traits.part_min_nbytes
-            and window_nbytes % traits.part_multiple_nbytes == 0
-            and -(-nbytes // window_nbytes) <= traits.part_max_count
-        )
-        if not self._in_parts and nbytes > COLLECTED_MAX_NBYTES:
-            location = f"{sending.location}/{path}"
-            raise UsageError(
-                f"{location}: {traits.name} cannot send {nbytes} bytes in parts of "
-                f"{window_nbytes}; export files of at most {COLLECTED_MAX_NBYTES} "
-                "(max_file_nbytes)",
-                location=location,
-                expected=COLLECTED_MAX_NBYTES,
-                found=nbytes,
-            )
+        self._in_parts = in_parts
         self._new = new
         self._missing = nbytes
         self._buffer = bytearray()
         self._upload: str | None = None
-        self._doubled = False
+        self._id_lost = False
         self._tags: dict[int, str] = {}
         self._begin = asyncio.Lock()
         self._turn = asyncio.Condition()
@@ -100,10 +85,14 @@ class ExportFile(ObjectDataFile):
             async with self._begin:
                 if self._upload is None:
                     self._sending.check()
-                    self._sending.keys.add(self._key)
-                    self._upload, self._doubled = await requests.begin_parts(
-                        self._key, create=self._new
-                    )
+                    try:
+                        self._upload, doubled = await requests.begin_parts(
+                            self._key, create=self._new
+                        )
+                        self._id_lost |= doubled
+                    except BaseException:
+                        self._id_lost = True
+                        raise
             async with self._turn:
                 if not requests.traits.parallel_parts:
                     # Windows are written in plan order, so an earlier part always finishes.
@@ -137,37 +126,48 @@ class ExportFile(ObjectDataFile):
         body: bytes | bytearray = self._buffer
         self._buffer = bytearray()
         try:
-            if self._upload is not None:
-                tags = [self._tags[number] for number in sorted(self._tags)]
-                await requests.complete_parts(key, self._upload, tags, create=self._new)
-                self._upload = None
-                if self._doubled:
-                    await abort_pending(requests, [key])
-            elif not self._new:
-                await requests.replace(key, body)
-            elif not await requests.create(key, body):
-                # An earlier try, whose response was lost, may have created it.
-                if await requests.read(key, max_nbytes=len(body)) != body:
-                    raise RequestError("exists", "another object was created first", status=412)
+            with creating(requests.location(key)):
+                if self._upload is not None:
+                    tags = [self._tags[number] for number in sorted(self._tags)]
+                    await requests.complete_parts(key, self._upload, tags, create=self._new)
+                    self._upload = None
+                    await self.abort()
+                else:
+                    await put_whole(requests, key, body, new=self._new)
         except RequestError as error:
-            if self._new and error.kind == "exists":
-                location = self._requests.location(self._key)
-                raise CheckpointExistsError(
-                    f"{location}: an object was created here meanwhile; pass overwrite=True to "
-                    "replace it",
-                    location=location,
-                ) from error
             raise self._sending.failed(f"writing {self._nbytes} bytes", self._key, error) from error
 
     async def abort(self) -> None:
-        """Abort the upload, if one was begun. Raises `RequestError`."""
+        """Abort the uploads that were begun and not completed. Raises `RequestError`."""
+        requests, key = self._requests, self._key
         if self._upload is not None:
-            await self._requests.abort_parts(self._key, self._upload)
+            await requests.abort_parts(key, self._upload)
+            self._upload = None
+        if self._id_lost:
+            for pending in await requests.pending_parts(posixpath.dirname(key)) or ():
+                if pending.key == key:
+                    await requests.abort_parts(key, pending.upload)
 
 
-async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
-    """Abort every upload to these keys, even if its id was lost. Raises `RequestError`."""
-    for prefix in sorted({posixpath.dirname(key) for key in keys}):
-        for pending in await requests.pending_parts(prefix):
-            if pending.key in keys:
-                await requests.abort_parts(pending.key, pending.upload)
+async def put_whole(requests: Requests, key: str, body: Body, *, new: bool) -> None:
+    """Store an object by one request; with `new`, only if there is none. Raises `RequestError`."""
+    if not new:
+        await requests.replace(key, body)
+    elif not await requests.create(key, body):
+        # An earlier try, whose response was lost, may have created it.
+        if await requests.read(key, max_nbytes=len(body)) != body:
+            raise RequestError("exists", "another object was created first", status=412)
+
+
+@contextlib.contextmanager
+def creating(location: str) -> Iterator[None]:
+    """Convert the error of a creation in the block that found another object."""
+    try:
+        yield
+    except RequestError as error:
+        if error.kind != "exists":
+            raise
+        raise CheckpointExistsError(
+            f"{location}: an object was created here meanwhile; pass overwrite=True to replace it",
+            location=location,
+        ) from error

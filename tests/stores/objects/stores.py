@@ -76,8 +76,8 @@ async def opened_at(url: str, options: dict[str, Any], **more: Any) -> AsyncIter
 
 def store_of(client: ObjectClient, workers: Workers, policy: RequestPolicy = HASTY) -> ObjectStore:
     """A store over a client, impatient with servers that fail on purpose."""
-    requests, google = Requests(client, policy=policy), client.url.startswith("gs://")
-    return ObjectStore(Context(requests, workers, save_id_of, outline_of, epoch_of, google))
+    requests = Requests(client, policy=policy)
+    return ObjectStore(Context(requests, workers, save_id_of, outline_of, epoch_of))
 
 
 def new_root() -> str:

@@ -36,9 +36,9 @@ MESSAGES: dict[Kind, str] = {
     "credentials": "the store does not accept the credentials, or there are none (412, said so); "
     "give key, secret and, for temporary ones, token in storage_options=, or what the AWS tools "
     "use (environment, profile, instance role); renew them if they have expired",
-    "forbidden": "these credentials may not do that (412, said so); allow s3:ListBucket on the "
-    "bucket and s3:GetObject, s3:PutObject, s3:DeleteObject and s3:AbortMultipartUpload on its "
-    "objects",
+    "forbidden": "these credentials may not do that (412, said so); allow s3:ListBucket and, "
+    "for exports, s3:ListBucketMultipartUploads on the bucket, and s3:GetObject, s3:PutObject, "
+    "s3:DeleteObject and s3:AbortMultipartUpload on its objects",
     "endpoint": "the bucket is not at this endpoint or in this region (412, said so); give the "
     "bucket's own endpoint and region in storage_options=",
     "quota": "the account or the bucket is full, or its billing is off (412, said so); remove "

@@ -11,7 +11,10 @@ import pytest
 from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, StoreError, UsageError
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.ports import Bytes, ExportingStore
+from asyncckpt.stores.objects import export as export_module
+from asyncckpt.stores.objects.datafile import ABORT_S
 from asyncckpt.stores.objects.export import ObjectExport
+from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import identity, pattern, save
 from tests.objects import controls
@@ -102,6 +105,18 @@ async def test_a_set_replaces_a_set_and_nothing_else(sim: Simulator, kind: str) 
             await export.publish_files()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_long_name_of_a_file_counts_once(sim: Simulator, kind: str) -> None:
+    """Its key has 850 bytes, of the 1,024 that the store allows."""
+    root, name = "r" * 599, "n" * 238 + ".safetensors"
+    data = pattern(100)
+    async with opened(kind, sim, root=root) as store:
+        export = await store.begin_export(name, identity("a"))
+        await write(export, name, data)
+        await export.publish_files(name)
+    assert sim.get("bucket", f"{root}/{name}") == data.tobytes()
+
+
 async def test_an_export_that_fails_or_is_aborted_leaves_nothing(sim: Simulator) -> None:
     data = pattern(2 * SLOT_NBYTES)
     async with opened("s3fs", sim) as store:
@@ -122,11 +137,12 @@ async def test_an_export_that_fails_or_is_aborted_leaves_nothing(sim: Simulator)
             await export.create("x", nbytes=1, window_nbytes=SLOT_NBYTES)
 
 
+@pytest.mark.parametrize("times", (1, 2))
 @pytest.mark.parametrize("kind", ("s3fs", "gcsfs"))
 async def test_an_abort_that_is_refused_leaves_no_other_upload_open(
-    sim: Simulator, kind: str
+    sim: Simulator, kind: str, times: int
 ) -> None:
-    """Where uploads cannot be listed, that one stays; where they can, it is tried once more."""
+    """It is tried once more after the others."""
     data = pattern(2 * SLOT_NBYTES)
     async with opened(kind, sim) as store:
         export = await store.begin_export("set", identity("a"))
@@ -134,13 +150,42 @@ async def test_an_abort_that_is_refused_leaves_no_other_upload_open(
             await write(export, name, data)
         assert len(sim.uploads) == 3
         first = next(upload.key for upload in sim.uploads)
-        sim.faults.append(Fault(kind="abort_upload", number=1, status=403))
-        with pytest.raises(StoreError, match="aborting uploads"):
+        fault = Fault(kind="abort_upload", key=first, times=times, status=403)
+        sim.faults.append(fault)
+        with suppress(StoreError) if times == 1 else pytest.raises(StoreError, match="aborting"):
             await export.abort()
-        assert sim.faults[0].happened
-        left = [upload.key for upload in sim.uploads]
-        assert left == ([] if kind == "s3fs" else [first])
+        assert fault.happened == times
+        assert [upload.key for upload in sim.uploads] == [first] * (times - 1)
         assert keys(sim) == set()
+        sim.clear()
+
+
+async def test_aborting_an_export_spares_the_upload_of_another_to_the_same_name(
+    sim: Simulator,
+) -> None:
+    data = pattern(2 * SLOT_NBYTES)
+    async with opened("s3fs", sim) as first, opened("s3fs", sim) as second:
+        export = await first.begin_export(FILE, identity("a"))
+        other = await second.begin_export(FILE, identity("b"))
+        await write(export, FILE, data)
+        await write(other, FILE, pattern(2 * SLOT_NBYTES, 1))
+        await other.abort()
+        await export.publish_files(FILE)
+    assert sim.get("bucket", f"{ROOT}/{FILE}") == data.tobytes()
+    assert not sim.uploads
+
+
+async def test_aborting_an_export_does_not_wait_for_a_store_that_is_silent(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncckpt.stores.objects.requests.sending.SILENT_S", 0.1)
+    async with opened("s3fs", sim, policy=RequestPolicy()) as store:
+        export = await store.begin_export(FILE, identity("a"))
+        await write(export, FILE, pattern(2 * SLOT_NBYTES))
+        sim.faults.append(Fault(kind=("abort_upload", "list_uploads"), number=0, hang=True))
+        async with asyncio.timeout(ABORT_S / 2):
+            with pytest.raises(StoreError, match="the store stopped answering"):
+                await export.abort()
         sim.clear()
 
 
@@ -152,8 +197,8 @@ LOST = (
     ("s3fs", {"kind": "create_upload", "reset": True, "applied": True}),
     *((kind, {"kind": "put_part", "reset": True, "applied": True}) for kind in PARTS),
     *((kind, {"kind": "put_part", "number": 2, "status": 503}) for kind in PARTS),
-    ("s3fs", {"kind": "complete_upload", "reset": True, "applied": True}),
-    ("s3fs", {"kind": "complete_upload", "status": 500}),
+    *((kind, {"kind": "complete_upload", "reset": True, "applied": True}) for kind in PARTS),
+    *((kind, {"kind": "complete_upload", "status": 500}) for kind in PARTS),
 )
 
 
@@ -226,6 +271,30 @@ async def test_of_two_exports_to_one_name_exactly_one_succeeds(
         assert not sim.uploads
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_of_two_sets_of_different_files_only_one_gets_its_index(
+    sim: Simulator, kind: str
+) -> None:
+    """Also where the first one did not get the answer that says so."""
+    index = "model.safetensors.index.json"
+    async with opened(kind, sim) as store:
+        exports = []
+        for number in range(2):
+            export = await store.begin_export("set", identity(f"{number}"))
+            await write(export, f"{number}.safetensors", pattern(100))
+            await export.put(index, b"%d" % number)
+            export._replaced = nothing_there  # type: ignore[method-assign]
+            exports.append(export)
+        lost = Fault(kind="put_object", key=f"*/{index}", reset=True, applied=True)
+        sim.faults.append(lost)
+        await exports[0].publish_files()
+        assert lost.happened
+        with pytest.raises(CheckpointExistsError, match="created here meanwhile") as caught:
+            await exports[1].publish_files()
+        assert caught.value.location == f"{exports[1].location}/{index}"
+    assert sim.get("bucket", f"{ROOT}/set/{index}") == b"0"
+
+
 async def nothing_there(single: bool) -> list[str]:
     return []
 
@@ -240,6 +309,28 @@ async def test_a_completion_whose_answer_was_lost_is_no_defeat(
         sim.faults.append(Fault(kind="complete_upload", reset=True, applied=True))
         await export_one(store, data, "a", overwrite=overwrite)
     assert sim.get("bucket", f"{ROOT}/{FILE}") == data.tobytes()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+async def test_a_completion_that_failed_before_another_export_succeeded_is_a_defeat(
+    sim: Simulator, kind: str
+) -> None:
+    """The retry finds an object, which is the other export's."""
+    nbytes, gate = 2 * SLOT_NBYTES + 5, Gate()
+    async with opened(kind, sim) as first, opened(kind, sim) as second:
+        winner = await first.begin_export(FILE, identity("a"))
+        loser = await second.begin_export(FILE, identity("b"))
+        await write(winner, FILE, pattern(nbytes, 0))
+        await write(loser, FILE, pattern(nbytes, 1))
+        sim.faults.append(Fault(kind="complete_upload", status=503, gate=gate))
+        losing = asyncio.ensure_future(loser.publish_files(FILE))
+        await gate.reached.wait()
+        await winner.publish_files(FILE)
+        gate.release()
+        with pytest.raises(CheckpointExistsError, match="created here meanwhile"):
+            await losing
+    assert sim.get("bucket", f"{ROOT}/{FILE}") == pattern(nbytes, 0).tobytes()
+    assert not sim.uploads
 
 
 async def test_a_collected_file_is_sent_from_where_it_is(
@@ -261,6 +352,41 @@ async def test_a_collected_file_is_sent_from_where_it_is(
         held = file._buffer  # type: ignore[attr-defined]
         await export.publish_files(FILE)
         assert bodies[-1] is held and file._buffer == b""  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_collected_files_of_an_export_are_limited_together(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A file for which no memory is left is sent in parts, by a client that can."""
+    monkeypatch.setattr(export_module, "COLLECTED_MAX_NBYTES", 250)
+    async with opened(kind, sim) as store:
+        export = await store.begin_export("set", identity("a"))
+        for name in ("1.safetensors", "2.safetensors"):
+            await write(export, name, pattern(100))
+        if kind in PARTS:
+            await write(export, "3.safetensors", pattern(100, 3))
+            assert len(sim.uploads) == 1
+            await export.publish_files()
+            assert sim.get("bucket", f"{ROOT}/set/3.safetensors") == pattern(100, 3).tobytes()
+        else:
+            with pytest.raises(UsageError, match="obstore cannot send files in parts") as caught:
+                await write(export, "3.safetensors", pattern(100))
+            assert (caught.value.expected, caught.value.found) == (250, 300)
+            await export.abort()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+async def test_a_file_of_more_parts_than_the_store_takes_is_refused_with_its_limit(
+    sim: Simulator, kind: str
+) -> None:
+    async with opened(kind, sim) as store:
+        export = await store.begin_export(FILE, identity("a"))
+        limit = store._requests.traits.part_max_count * SLOT_NBYTES
+        with pytest.raises(UsageError, match=r"\(max_file_nbytes\)") as caught:
+            await export.create(FILE, nbytes=limit + 1, window_nbytes=SLOT_NBYTES)
+        assert (caught.value.expected, caught.value.found) == (limit, limit + 1)
+        await export.abort()
 
 
 @pytest.mark.parametrize("forget", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from asyncckpt.errors import UsageError
@@ -17,7 +19,7 @@ from asyncckpt.testing.checkpoints import (
     put,
     record_of,
 )
-from tests.simulator import Fault, Simulator
+from tests.simulator import Fault, Gate, Request, Simulator
 from tests.stores.objects.stores import KINDS, UNRACED, names, opened, whole, writes
 from tests.watch import no_blocking_calls
 
@@ -54,8 +56,35 @@ async def test_a_data_file_whose_answer_was_lost_gets_another_name(
         small = {"default/small": b"small 0"}
         await attempt.publish(await put(attempt, identity("a"), small, 0, path))
         await whole(sim, store, "1", 0)
-        # The orphan is gone, or was gone already when the answer was lost.
-        assert [key for key in names(sim) if "/d/" in key] == [f"1/{path}"]
+    # The orphan is gone, or was gone already when the answer was lost.
+    assert [key for key in names(sim) if "/d/" in key] == [f"1/{path}"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_orphan_that_cannot_be_removed_keeps_no_fixed_name_from_being_written(
+    sim: Simulator, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    gate = Gate()
+
+    def release(_: Request) -> None:
+        gate.release()
+
+    deletion = {"kind": ("delete_object", "delete_objects"), "number": 0, "hook": release}
+    sim.faults.append(Fault(kind="put_object", key="*-data", reset=True, applied=True))
+    sim.faults.append(Fault(kind="put_object", key="*/default/small", gate=gate))
+    sim.faults.append(Fault(**deletion, status=403))
+    async with opened(kind, sim, policy=UNRACED) as store:
+        attempt = await store.begin("1", identity("a"))
+        path, nbytes = data_path(identity("a")), PAGE + 1
+        file = await attempt.create(path, nbytes=nbytes, window_nbytes=2 * PAGE)
+        await file.write(0, pattern(nbytes))
+        await file.seal(nbytes)
+        with caplog.at_level(logging.WARNING, "asyncckpt"):
+            small = {"default/small": b"small 0"}
+            await attempt.publish(await put(attempt, identity("a"), small, 0, file.path))
+            await whole(sim, store, "1", 0)
+    assert ("1/commit_success.txt" in names(sim)) == (kind == "gcsfs")
+    assert "orphaned data objects" in caplog.text and "other programs" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ("memory", "s3fs", "gcsfs"))

@@ -127,8 +127,6 @@ class ClientTraits:
             conditional PUT may have been written.
         multipart: the client can send objects in parts.
         parallel_parts: parts may be sent in any order and concurrently.
-        part_min_nbytes: minimum size of all parts but the last; parts are multiples of
-            `part_multiple_nbytes`.
         part_max_count: maximum number of parts of an object.
     """
 
@@ -139,8 +137,6 @@ class ClientTraits:
     conditional_create: bool = False
     multipart: bool = False
     parallel_parts: bool = False
-    part_min_nbytes: int = 5 * MIB
-    part_multiple_nbytes: int = 1
     part_max_count: int = 9_000
     conditional_replace: bool = False
     conditional_delete: bool = False
@@ -291,9 +287,9 @@ class ObjectClient(Protocol):
         """Delete the upload and its parts. A missing upload is no error."""
         raise _lacking(self, "multipart uploads")
 
-    async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """Return open uploads below `prefix`; none if the client cannot list them."""
-        return []
+    async def pending_parts(self, prefix: str) -> Sequence[PendingParts] | None:
+        """Return open uploads below `prefix`; None if the client cannot list them."""
+        return None
 
     async def close(self) -> None:
         """Close sessions and connections. Idempotent."""

@@ -452,8 +452,6 @@ class GcsClient(FsspecClient):
             conditional_replace=True,
             conditional_delete=True,
             multipart=True,
-            part_min_nbytes=PART_UNIT_NBYTES,
-            part_multiple_nbytes=PART_UNIT_NBYTES,
             part_max_count=1_000_000,
         )
         super().__init__(session, url, root, traits=traits, **more)

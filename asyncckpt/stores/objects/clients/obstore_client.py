@@ -1,7 +1,7 @@
 """Client of obstore, a Rust library that makes requests in its own threads.
 
-It is the extra ``fast``. Bodies and responses are not copied; a request costs microseconds on the
-event loop.
+It is the extra ``fast``. Bodies and responses are not copied (except by a `MemoryStore`); a request
+costs microseconds on the event loop.
 """
 
 # Rule 1: one call is one request: obstore's own retries are off, and its timeout never expires.
@@ -75,7 +75,14 @@ NO_OBJECT = ".asyncckpt-no-object"
 REGION_TIMEOUT_S = 10.0
 """Timeout of a HEAD request without a body."""
 
-_SCHEMES = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az", "HTTPStore": "https"}
+_SCHEMES = {
+    "S3Store": "s3",
+    "GCSStore": "gs",
+    "AzureStore": "az",
+    "HTTPStore": "https",
+    "MemoryStore": "memory",
+    "LocalStore": "local",
+}
 _BUCKETS = {"S3Store": "bucket", "GCSStore": "bucket", "AzureStore": "container_name"}
 
 
@@ -97,7 +104,12 @@ def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
 def bucket_of(store: Backend) -> str:
     """Return the bucket of a store; empty if unknown."""
     config = getattr(store, "config", None) or {}
-    return str(config.get(_BUCKETS.get(type(store).__name__, ""), ""))
+    return str(config.get(_BUCKETS.get(_kind(store).__name__, ""), ""))
+
+
+def _kind(store: Any) -> Any:
+    """Return obstore's class of a store, which a user may have derived another from."""
+    return next((cls for cls in type(store).__mro__ if cls.__name__ in _SCHEMES), type(store))
 
 
 def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
@@ -106,13 +118,13 @@ def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
     The store keeps its options, except that retries are off and a default timeout is replaced. The
     client's URL contains only bucket and prefix, since the URL of an HTTPStore may hold a password.
     """
-    name = type(store).__name__
+    kind = _kind(store)
     prefix = prefix.strip("/")
     within = "/".join(part for part in (str(getattr(store, "prefix", None) or ""), prefix) if part)
-    scheme = _SCHEMES.get(name, name.removesuffix("Store").lower())
+    scheme = _SCHEMES.get(kind.__name__, "obstore")
     url = f"{scheme}://" + "/".join(part for part in (bucket_of(store), within.strip("/")) if part)
-    if name in ("S3Store", "GCSStore", "AzureStore"):
-        store = type(store)(
+    if kind.__name__ in ("S3Store", "GCSStore", "AzureStore"):
+        store = kind(
             prefix=store.prefix,
             config=store.config,
             client_options={"timeout": TIMEOUT, **(store.client_options or {})},
@@ -192,15 +204,15 @@ class ObstoreClient(ObjectClient):
                 location=url,
             )
         self.url = url
-        name = type(store).__name__
         classes = {cls.__name__ for cls in type(store).__mro__}
         self._is_gcs, self._is_s3 = "GCSStore" in classes, "S3Store" in classes
+        self._is_memory = "MemoryStore" in classes
         self.traits = ClientTraits(
             name="obstore",
-            put_copies=0,
+            put_copies=int(self._is_memory),  # see `_put`
             # Measured, with hedged reads and its own receive buffers.
             get_copies=2,
-            conditional_create=name != "HTTPStore",
+            conditional_create="HTTPStore" not in classes,
             conditional_replace=self._is_gcs or self._is_s3,
         )
         self._api = obstore
@@ -308,18 +320,21 @@ class ObstoreClient(ObjectClient):
     async def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
         """Return the answer of a call with the store; convert its errors to `RequestError`."""
         while True:
-            if self._store is None:
+            if (store := self._store) is None:
                 raise RequestError("invalid", "the client is closed")
             try:
-                answer = await call(self._store)
+                answer = await call(store)
                 self._region_known = True
                 return answer
             except Exception as error:
                 failure = obstore_error(error, self._hidden)
             if failure.kind in LOCATED and self._options is not None:
                 failure.detail += f" (endpoint {urlsplit(self._options.endpoint).netloc})"
-                # Servers may close the connection instead of answering a large PUT.
-                if failure.kind != "timeout" and await self._found_region():
+                # Servers may close the connection instead of answering a large PUT. Another request
+                # may have found the region while this one was in flight.
+                if failure.kind != "timeout" and (
+                    await self._found_region() or self._store is not store
+                ):
                     continue
             try:
                 raise failure
@@ -343,8 +358,11 @@ class ObstoreClient(ObjectClient):
         held: list[weakref.ref[memoryview]] = []
 
         def put(store: Any) -> Any:
-            view = memoryview(bodies[0])  # collected when obstore has dropped it
-            held.append(weakref.ref(view))
+            if self._is_memory:  # it keeps the buffer that it is given, and the caller's may change
+                view = memoryview(bytes(bodies[0]))
+            else:
+                view = memoryview(bodies[0])  # collected when obstore has dropped it
+                held.append(weakref.ref(view))
             return self._api.put_async(store, path, view, mode=mode, use_multipart=False)
 
         try:

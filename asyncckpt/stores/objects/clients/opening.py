@@ -4,7 +4,7 @@ Two keys of `storage_options` are our own; all others are arguments of the fsspe
 
 - ``"client"``: ``"auto"`` (the default: obstore for `s3://` and `gs://` where it is installed, the
   other options are simple, and it was not used before a fork of this process; else fsspec),
-  ``"fsspec"``, ``"obstore"``, or an object: a store of obstore, or an `ObjectClient`.
+  ``"fsspec"``, ``"obstore"``, or a store of obstore.
 - ``"filesystem"``: an fsspec filesystem, used as it is and not closed.
 """
 
@@ -109,23 +109,19 @@ def _chosen(url: Url, options: dict[str, Any]) -> Any:
     """
     value = options.get("client")
     named = isinstance(value, str)
-    if value is None or (value in CLIENTS if named else _is_ours(value) or _is_obstore(value)):
+    if value is None or (value in CLIENTS if named else _is_obstore(value)):
         options.pop("client", None)
         return "auto" if value is None else value
     if not named and url.scheme not in LIBRARIES:
         return "auto"
     raise UsageError(
         f'{url}: storage_options={{"client": …}} takes '
-        f"{', '.join(repr(name) for name in CLIENTS)}, a store of obstore or an ObjectClient, not "
+        f"{', '.join(repr(name) for name in CLIENTS)}, or a store of obstore, not "
         f'this {type(value).__name__}. Leave it out, or pass a filesystem as "filesystem"',
         location=str(url),
         expected=CLIENTS,
         found=type(value),
     )
-
-
-def _is_ours(value: object) -> bool:
-    return all(hasattr(value, name) for name in ("put", "get", "list", "traits"))
 
 
 def _is_obstore(value: object) -> bool:
@@ -134,18 +130,15 @@ def _is_obstore(value: object) -> bool:
     return not modules.isdisjoint(("obstore", "_obstore"))
 
 
-def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
+def _given(url: Url, store: Any, options: Mapping[str, Any]) -> ObjectClient:
     if options:
         raise UsageError(
-            f"{url}: a client object has its own options; leave the other storage_options out",
+            f"{url}: a store of obstore has its own options; leave the other storage_options out",
             location=str(url),
         )
-    if _is_ours(client):
-        given: ObjectClient = client
-        return given
-    found = obstore_client(client, "/".join(url.parts))
+    found = obstore_client(store, "/".join(url.parts))
     scheme = found.url.partition("://")[0]
-    elsewhere = scheme != url.scheme or bucket_of(client) not in ("", url.host)
+    elsewhere = scheme != url.scheme or bucket_of(store) not in ("", url.host)
     if elsewhere and {scheme, url.scheme} <= LIBRARIES.keys():
         raise UsageError(
             f'{url}: the store passed as "client" is for {found.url}; pass the URL of its bucket',

@@ -1,7 +1,4 @@
-"""Hedged requests: a second request races a slow one, and neither is left running.
-
-A cancelled request gets time for its body to land.
-"""
+"""Hedged requests: a second request races a slow one, and neither is left running."""
 
 # Rule: both tasks have ended when `race` returns or raises, even if it is cancelled repeatedly.
 
@@ -11,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from asyncckpt.flow.threads import finished, seen
+from asyncckpt.flow.threads import seen
 
 T = TypeVar("T")
 
@@ -49,24 +46,6 @@ async def race(
     finally:
         await _end(tasks)
         tasks.clear()  # breaks the reference cycle of error, traceback and frame
-
-
-async def landed(sending: Coroutine[Any, Any, T], cancelled: Callable[[], float]) -> T:
-    """Return the coroutine's result; if the caller is cancelled, give it some time to finish.
-
-    Cancellation: waits for `cancelled()` seconds, then cancels the coroutine and waits for its end.
-    """
-    task = asyncio.create_task(sending)
-    try:
-        await asyncio.wait((task,))
-        return task.result()
-    except asyncio.CancelledError:
-        if not await finished(task, timeout_s=cancelled()):
-            await _end((task,))
-        seen(task)  # the caller gets the cancellation instead
-        raise
-    finally:
-        del task  # breaks the reference cycle of error, traceback and frame
 
 
 def _succeeded(task: asyncio.Task[Any]) -> bool:

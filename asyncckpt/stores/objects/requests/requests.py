@@ -354,8 +354,10 @@ class Requests(Sender):
                     raise
                 if create and error.kind == "exists":
                     pending = await self.client.pending_parts(key.rpartition("/")[0])
-                    if upload not in [found.upload for found in pending]:
-                        return  # an upload whose completion was refused stays open
+                    # An upload whose completion was refused stays open. Where uploads cannot be
+                    # listed (GCS), the retry of a completion that had succeeded is not refused.
+                    if pending is not None and upload not in [found.upload for found in pending]:
+                        return
                 if error.kind != "missing":
                     raise
                 try:
@@ -371,8 +373,8 @@ class Requests(Sender):
         """Abort the upload and delete its parts."""
         await self.send(partial(self.client.abort_parts, key, upload))
 
-    async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """List unfinished uploads below `prefix`."""
+    async def pending_parts(self, prefix: str) -> Sequence[PendingParts] | None:
+        """List unfinished uploads below `prefix`; None if the client cannot."""
         return await self.send(
             partial(self.client.pending_parts, prefix), deadline_s=self.policy.list_timeout_s
         )

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from asyncckpt.flow.limiter import Limiter, Permit
+from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.log import logger
 from asyncckpt.stores.objects.clients.client import RETRYABLE, Kind, RequestError
 from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
-from asyncckpt.stores.objects.requests.hedge import landed, race
+from asyncckpt.stores.objects.requests.hedge import race
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 
 T = TypeVar("T")
@@ -236,7 +237,7 @@ class Sender:
                 this.unwanted = True
                 return landing.left_s()
 
-            return await landed(sending, cancelled)
+            return await uninterrupted(sending, grace_s=cancelled)
 
     async def _raced(self, this: Try[T], permit: Permit, controller: ConcurrencyController) -> T:
         """Send one try of a transfer, hedged if it is slow and a hedge is allowed."""

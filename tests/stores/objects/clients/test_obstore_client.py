@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
+from asyncckpt import Checkpointer, SaveOptions, verify
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool, map_pages
 from asyncckpt.flow.threads import Workers
@@ -349,6 +350,14 @@ def test_a_process_ends_while_requests_are_sent(how: str) -> None:
 # ---------------------------------------------------------------------------------- store objects
 
 
+class Derived(S3Store):
+    """A user's own class of stores."""
+
+
+class DerivedMemory(MemoryStore):
+    """Another one."""
+
+
 async def test_store_objects_are_named_by_bucket_and_prefix(tmp_path: Path) -> None:
     keys = {"access_key_id": "AKIAEXAMPLE", "secret_access_key": "a-secret", "region": "us-east-1"}
     azure = AzureStore("container", account_name="account", account_key="c2VjcmV0")
@@ -358,8 +367,10 @@ async def test_store_objects_are_named_by_bucket_and_prefix(tmp_path: Path) -> N
         (GCSStore("bucket", skip_signature=True), "runs", "gs://bucket/runs"),
         (azure, "runs", "az://container/runs"),
         (MemoryStore(), "runs", "memory://runs"),
+        (DerivedMemory(), "runs", "memory://runs"),
         (LocalStore(), "runs", "local://runs"),
         (HTTPStore.from_url("https://user:a-secret@host.invalid/x"), "runs", "https://runs"),
+        (Derived("bucket", **keys), "runs", "s3://bucket/runs"),
     ):
         client = obstore_client(store, prefix)
         assert client.url == url
@@ -368,9 +379,12 @@ async def test_store_objects_are_named_by_bucket_and_prefix(tmp_path: Path) -> N
         await client.close()
 
 
-async def test_a_store_object_keeps_its_options_but_not_its_retries(sim: Simulator) -> None:
+@pytest.mark.parametrize("kind", [S3Store, Derived])
+async def test_a_store_object_keeps_its_options_but_not_its_retries(
+    sim: Simulator, kind: type[S3Store]
+) -> None:
     sim.faults.append(Fault(number=0, status=503))
-    client = obstore_client(sim.obstore_s3("bucket", "own"), "below")
+    client = obstore_client(kind("bucket", prefix="own", **sim.obstore_s3_config()), "below")
     begun_s = time.monotonic()
     with pytest.raises(RequestError):
         await client.get("a", 0, 1)
@@ -451,3 +465,16 @@ def test_obstore_used_before_a_fork_is_replaced_or_refused_in_the_child(sim: Sim
     )
     printed = children.output(FORKS, json.dumps(sim.s3_options()))
     assert printed.splitlines() == ["saved", refusal, refusal, refusal]
+
+
+async def test_a_save_to_a_memory_store_does_not_change_with_its_buffers() -> None:
+    """The store keeps what it is given, and the buffers of a save are filled again and again."""
+    rng = np.random.default_rng(0)
+    tree = {str(n): rng.integers(0, 256, MIB, np.uint8) for n in range(128)}
+    options = SaveOptions(host_memory_nbytes=64 * MIB, target_data_file_nbytes=8 * MIB)
+    location, given = "memory://root", {"client": MemoryStore()}
+    async with Checkpointer(location, storage_options=given, save_options=options) as ckpt:
+        await ckpt.save(1, tree)
+        found = await ckpt.restore(1)
+        assert all(np.array_equal(found[name], values) for name, values in tree.items())
+        assert (await verify(f"{location}/1", storage_options=given)).damages == ()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
-from asyncckpt.stores.objects.clients import obstore_client as obstore_module
 from asyncckpt.stores.objects.clients.obstore_client import (
     ObstoreClient,
     obstore_client,
@@ -83,9 +82,7 @@ class TestObstoreOnGcs(ClientConformance):
 
 class TestObstoreInMemory(ClientConformance):
     @pytest.fixture(autouse=True)
-    def store(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # It keeps the bodies, which deletions and `close` would wait for.
-        monkeypatch.setattr(obstore_module, "DROP_WAIT_S", obstore_module.DROP_POLL_S)
+    def store(self) -> None:
         self.memory = MemoryStore()
 
     def opened(self, prefix: str) -> AbstractAsyncContextManager[ObstoreClient]:
