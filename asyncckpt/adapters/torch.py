@@ -138,7 +138,7 @@ class TorchAdapter:
             target.fill = True
             if leaf.numel():
                 place = (leaf.data_ptr(), target.spec.shape, leaf.stride(), name)
-                target.identity = (str(leaf.device), *place)
+                target.identity = (str(leaf.device), *place, leaf.is_conj(), leaf.is_neg())
         return target
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:

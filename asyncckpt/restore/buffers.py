@@ -233,7 +233,8 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
     filled = [leaf.target for leaf in described if leaf.target is not None]
     owners = [target.buffer for target in filled if target.buffer is not None]
     owners += [arrays.targets.leaves[arrays.number[place]] for place in arrays.ordinary()]
-    if len(set(map(id, owners))) == len(owners) and not any(t.span or t.buffers for t in filled):
+    shared = any(t.span or t.buffers or t.identity for t in filled)
+    if len(set(map(id, owners))) == len(owners) and not shared:
         return {}  # each has memory of its own
     leaves, twins = matching.leaves, dict[int, int]()
     places: list[tuple[int, tuple[int, int], Any]] = []  # leaf, byte span, array that it fills
@@ -243,7 +244,10 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
             key = number if identity is None else (identity, span)
             first = leaves[same.setdefault(key, number)]
             if first is leaf or not (_tied(first, leaf, first_rows) or _alike(first, leaf)):
-                places.append((number, span, memory))
+                if memory is not None:
+                    places.append((number, span, memory))
+                elif first is not leaf:
+                    raise _overlap(first, leaf)
             elif not _tied(first, leaf, first_rows):
                 twins[number] = same[key]
     spans = [span for _, span, _ in places]
@@ -256,12 +260,7 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
         (number, _, memory), (other_number, _, other_memory) = places[place], places[other_place]
         leaf, other = leaves[number], leaves[other_number]
         if leaf.target is not other.target and may_share_memory(memory, other_memory):
-            raise UsageError(
-                f"{leaf.path} and {other.path}: these targets overlap in memory but are different "
-                "arrays in the checkpoint; pass a copy of one of them, or leave it out with "
-                "include=",
-                path=other.path,
-            )
+            raise _overlap(leaf, other)
     return twins
 
 
@@ -300,8 +299,20 @@ def _tied(one: LeafRestore, other: LeafRestore, first_rows: Sequence[int]) -> bo
     return [first_rows[a] for a in one.arrays()] == [first_rows[a] for a in other.arrays()]
 
 
+def _overlap(one: LeafRestore, other: LeafRestore) -> UsageError:
+    return UsageError(
+        f"{one.path} and {other.path}: these targets overlap in memory but are different arrays in "
+        "the checkpoint; pass a copy of one of them, or leave it out with include=",
+        path=other.path,
+    )
+
+
 def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]]:
-    """Return byte span, identity and memory of each filled part of a target."""
+    """Return byte span, identity and memory of each filled part of a target.
+
+    Without a span and memory (None) for arrays that are not in plain host memory: of these, only
+    equal ones are found.
+    """
     name = target.spec.dtype
     if target.buffers:
         return [(host_place(b, name)[0], target.identity, b) for b in target.buffers]
@@ -309,5 +320,6 @@ def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]
         memory = target.leaf if target.buffer is None else target.buffer
         return [(target.span, target.identity, memory)]
     if target.buffer is None:
-        return []
+        is_filled = target.identity is not None and target.boxes != ()
+        return [((0, 0), target.identity, None)] if is_filled else []
     return [(*host_place(target.buffer, name), target.buffer)]
