@@ -157,8 +157,8 @@ class _Verify:
             if len(self._damages) > DAMAGES_MAX:
                 break
             place = entry.path, int(self._index.offset[row])
-            for leaf in self._leaves_of([row]):
-                self._damage(leaf, *place, "the chunk's CRC-32C differs")
+            for path in self._leaves_of([row]):
+                self._damage(path, *place, "the chunk's CRC-32C differs")
         if unread:
             lost = [n for n in rows if self._index.offset[n] + self._index.nbytes[n] > offset]
             leaves: Sequence[str | None] = self._leaves_of(lost)
