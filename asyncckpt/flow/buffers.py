@@ -321,7 +321,8 @@ class SlotPool(Account):
         """
         self._collection = None
         if self.discarded > 0:
-            with contextlib.suppress(RuntimeError):  # the engine is ending
+            # The engine is ending, or no thread can start now.
+            with contextlib.suppress(RuntimeError, ResourceError):
                 self._workers.submit(gc.collect)
             self._collect_within(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
 
