@@ -17,7 +17,7 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
-from asyncckpt.restore.exchange.exchanger import WORTH_NBYTES, Exchanger
+from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
 from asyncckpt.restore.match import match
 from asyncckpt.restore.pipeline import RestorePipeline
@@ -100,15 +100,7 @@ async def run_restore(
     exchanger = None
     metadata = files
     if agreement is not None and agreement.exchange is not None:
-        concurrency = request.options.concurrency
-        exchanger = Exchanger(
-            agreement,
-            agreement.exchange,
-            files,
-            compute,
-            reads=files.reads(None if concurrency == "auto" else concurrency),
-            least_nbytes=WORTH_NBYTES if request.options.broadcast == "auto" else 0,
-        )
+        exchanger = Exchanger(agreement, agreement.exchange, files, compute, request.options)
         metadata = SharedMetadataFiles(files, exchanger)
     opened = await open_any(metadata, compute)
     if metadata is not files:
