@@ -14,7 +14,7 @@ from asyncckpt.checkpoint.metadata import LeafIndex, OpenCheckpoint
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena, Recycled
 from asyncckpt.flow.buffers import allocating
-from asyncckpt.ports import Bytes, Target
+from asyncckpt.ports import Target
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore, MatchedArrays, Matching
 from asyncckpt.restore.plan import Destinations, flat_target
 from asyncckpt.spec import DTYPES, Box
@@ -77,7 +77,7 @@ def allocate(
     stored dtype are used, except those of `twins`.
     """
     memory = _memory(opened, arrays, framework, recycled, twins, in_place=in_place)
-    values_of, boxes_of, flats, nbytes = memory
+    values_of, boxes_of, nbytes = memory
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
     # Chunks of tied arrays are read once into memory that their targets share.
@@ -89,12 +89,12 @@ def allocate(
     destinations.array += map(arrays.arrays().__getitem__, owners)
     destinations.box += [None] * len(owners)
     destinations.values += map(values_of.__getitem__, owners)
-    destinations.flat += map(flats.__getitem__, owners)
+    destinations.flat += [None] * len(owners)
     sharers: dict[int, list[int]] = {}
     for number, leaf in arrays.described.items():
         boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
-            destinations.add(leaf.path, leaf.array, None, values_of[number], flats[number])
+            destinations.add(leaf.path, leaf.array, None, values_of[number], None)
             owners.append(number)
             continue
         assert leaf.spec is not None
@@ -135,17 +135,13 @@ def _memory(
     twins: Collection[int],
     *,
     in_place: bool,
-) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], list[Bytes | None], int]:
-    """Return `Buffers.values` and `boxes`: the buffers of targets, or new memory.
-
-    Also returns new memory of large leaves as bytes, and the number of all bytes.
-    """
+) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], int]:
+    """Return `Buffers.values`, `boxes` and `nbytes`: the buffers of targets, or new memory."""
     specs = [storage.spec for storage in opened.storages]
     kinds = list(map(opened.arrays.spec.__getitem__, arrays.arrays()))
     nbytes_of = list(map([spec.nbytes for spec in specs].__getitem__, kinds))
     values: list[Memory | None] = [None] * len(arrays)
     boxes: dict[int, Sequence[Memory]] = {}
-    flats: list[Bytes | None] = [None] * len(arrays)
     own: list[int] = []
     if in_place and arrays.targets is not None:
         for number in arrays.ordinary():
@@ -190,10 +186,10 @@ def _memory(
             elif nbytes_of[number] < SMALL_NBYTES:
                 values[number] = np.empty(spec.shape, DTYPES[spec.dtype])
             else:
-                flats[number] = flat = arena.take(nbytes_of[number])
+                flat = arena.take(nbytes_of[number])
                 values[number] = flat.view(DTYPES[spec.dtype]).reshape(spec.shape)
     arena.close()
-    return values, boxes, flats, sum(nbytes_of)
+    return values, boxes, sum(nbytes_of)
 
 
 def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
