@@ -31,7 +31,6 @@ from asyncckpt.restore.mismatch import (
     USE_RESTORE_INTO,
     Mismatches,
     check_array,
-    shape_text,
 )
 from asyncckpt.restore.request import RestoreRequest, Wanted, below, enclosing
 from asyncckpt.spec import ArraySpec, numeric_class
@@ -390,7 +389,7 @@ class _Matcher:
                 ShapeMismatchError,
                 want.path,
                 f"the checkpoint holds a {type(value).__name__}, the target wants shape "
-                f"{shape_text(spec.shape)}",
+                f"{spec.shape}",
                 expected=spec.shape,
                 found=(),
             )
