@@ -24,7 +24,7 @@ from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import selection
 from asyncckpt.adapters.meshes import Mesh, coordinates_of
 from asyncckpt.adapters.placements import Layout
-from asyncckpt.adapters.torch import TorchAdapter, of_kind, tensor_view, waited
+from asyncckpt.adapters.torch import TorchAdapter, copy_into, of_kind, tensor_view, waited
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.tiling import grid_boxes
 from asyncckpt.ports import Source, Target
@@ -107,6 +107,7 @@ class DTensorAdapter:
             boxes=tuple([shard.box for shard in division.shards]),
             path=path,
             fill=local.fill or not division.shards,
+            stream=local.stream,
             division=division,
             shape=tuple(tensor.shape),
             device=_device(leaf.device_mesh) if tensor.is_meta else tensor.device,
@@ -125,7 +126,7 @@ class DTensorAdapter:
         if target.memory is None:
             return _made(target, parts)
         if target.fill:
-            _fill(target.memory, target.division, parts)
+            _fill(target.memory, target.division, parts, target.stream)
         else:
             torch.autograd.graph.increment_version(target.memory)
         torch.autograd.graph.increment_version(like)
@@ -278,10 +279,14 @@ def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
     return of_kind(made, like)
 
 
-def _fill(tensor: torch.Tensor, division: Division, parts: Sequence[npt.NDArray[Any]]) -> None:
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        for box, values in zip(division.local, parts, strict=True):
-            tensor[selection(box)].copy_(tensor_view(values))
+def _fill(
+    tensor: torch.Tensor,
+    division: Division,
+    parts: Sequence[npt.NDArray[Any]],
+    event: torch.cuda.Event | None = None,
+) -> None:
+    for box, values in zip(division.local, parts, strict=True):
+        copy_into(tensor.detach()[selection(box)], tensor_view(values), event)
 
 
 def _text(placements: Sequence[Placement]) -> str:

@@ -100,6 +100,7 @@ def memory_identity(array: npt.NDArray[Any]) -> Hashable | None:
     facts = (array.shape, array.strides, array.dtype)
     if (
         type(root) is np.ndarray
+        and root.base is None
         and (root.shape, root.strides, root.dtype) == facts
         and root.__array_interface__["data"][0] == pointer
     ):

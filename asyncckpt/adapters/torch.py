@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,19 +96,13 @@ class TorchAdapter:
         return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        part = source.leaf.detach()[(*box.slices(), ...)].resolve_conj().resolve_neg()
+        part = source.leaf.detach()[(*box.slices(), ...)]
         if source.captured is None:
-            np.copyto(out, numpy_view(part.cpu()), casting="no")
+            np.copyto(out, numpy_view(part.resolve_conj().resolve_neg().cpu()), casting="no")
             return
         host = tensor_view(out)
-        # Use a new stream, so that copies of several threads overlap and the caller's stream is not
-        # delayed. Synchronize before returning: afterwards `leaf` and `out` may be reused.
-        with torch.cuda.device(part.device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                stream.wait_event(source.captured)
-                host.copy_(part, non_blocking=True)
-            stream.synchronize()
+        with _after(source.captured, part.device):
+            host.copy_(part.resolve_conj().resolve_neg(), non_blocking=True)
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         leaf = waited(leaf)
@@ -135,9 +130,11 @@ class TorchAdapter:
             target.span, target.identity = host_place(target.buffer, name, leaf.data_ptr())
         else:
             target.fill = True
+            if leaf.is_cuda:
+                target.stream = torch.cuda.current_stream(leaf.device).record_event()
             if leaf.numel():
                 place = (leaf.data_ptr(), target.spec.shape, leaf.stride(), name)
-                target.identity = (str(leaf.device), *place)
+                target.identity = (str(leaf.device), *place, leaf.is_conj(), leaf.is_neg())
         return target
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
@@ -148,8 +145,7 @@ class TorchAdapter:
             return like
         tensor = tensor_view(values)
         if target.fill:
-            with torch.inference_mode(like.is_inference()), torch.no_grad():
-                like.copy_(tensor)
+            copy_into(like, tensor, target.stream)
             return like
         if not like.is_cpu and not like.is_meta:
             tensor = tensor.to(like.device)
@@ -170,6 +166,33 @@ class TorchAdapter:
         if fault := self.refuses(path, DTYPE_NAMES[values.dtype]):
             raise fault
         return tensor_view(values)
+
+
+def copy_into(
+    tensor: torch.Tensor, values: torch.Tensor, event: torch.cuda.Event | None = None
+) -> None:
+    """Write to a tensor, invisible to autograd and, with an event, after the work before that."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if event is None:
+            tensor.copy_(values)
+            return
+        with _after(event, tensor.device):
+            tensor.copy_(values)
+
+
+@contextlib.contextmanager
+def _after(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
+    """Run the block's kernels after the event, and wait for them: their memory may be reused then.
+
+    They run on a new stream, so that copies of several threads overlap and the caller's stream is
+    not delayed.
+    """
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            stream.wait_event(event)
+            yield
+        stream.synchronize()
 
 
 class _Memory:

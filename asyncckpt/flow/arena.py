@@ -57,9 +57,6 @@ class Recycled(Account):
         self._pid = os.getpid()
         budget.accounts.insert(0, self)  # freed before idle staging memory
 
-    def __repr__(self) -> str:
-        return f"Recycled({self._idle_nbytes} bytes)"
-
     @property
     def idle_nbytes(self) -> int:
         """Bytes of the kept pages."""

@@ -89,11 +89,9 @@ class ByteBudget:
         """Number of callers in line."""
         return len(self._waiters)
 
-    def try_acquire(
-        self, nbytes: int, *, limit: int | None = None, account: Account | None = None
-    ) -> bool:
+    def try_acquire(self, nbytes: int, *, account: Account | None = None) -> bool:
         """Take `nbytes` if they are free and no waiter could be served first; return whether."""
-        return self._try(_Request(nbytes, limit, account))
+        return self._try(_Request(nbytes, None, account))
 
     async def acquire(
         self,

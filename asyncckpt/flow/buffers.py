@@ -167,7 +167,6 @@ class SlotPool(Account):
         self._memory = memory
         self._free: list[Slot] = []
         self._allocated = 0
-        self._quarantined: set[Slot] = set()
         self.discarded = 0
         self._collection: asyncio.TimerHandle | None = None
         self._arrivals: list[asyncio.Future[None]] = []
@@ -321,7 +320,8 @@ class SlotPool(Account):
         """
         self._collection = None
         if self.discarded > 0:
-            with contextlib.suppress(RuntimeError):  # the engine is ending
+            # The engine is ending, or no thread can start now.
+            with contextlib.suppress(RuntimeError, ResourceError):
                 self._workers.submit(gc.collect)
             self._collect_within(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
 
@@ -399,11 +399,9 @@ class SlotPool(Account):
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
         # Its bytes of the budget stay in use, because the thread may still write to it.
         loop = asyncio.get_running_loop()
-        self._quarantined.add(slot)
         self.keep(1)
 
         def ended() -> None:
-            self._quarantined.discard(slot)
             self.keep(-1)
             self._return(slot)
 

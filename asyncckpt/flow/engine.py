@@ -236,7 +236,7 @@ class Engine:
         self._jobs: dict[Future[Any], Job[Any]] = {}  # unfinished jobs
         self._closed = False
         self._died = False
-        self._ending = False
+        self._in_teardown = False
         self.abandoned = False
         self.drain_deadline_s = 0.0
         self.io = Workers(IO_THREADS, f"{name}-io")
@@ -428,7 +428,7 @@ class Engine:
             raise thread_error(self._name, error) from error
 
     def _stop(self) -> None:
-        if not self._ending:  # close() must not stop the clean-up after a death
+        if not self._in_teardown:  # close() must not stop the clean-up after a death
             asyncio.get_running_loop().stop()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -443,7 +443,7 @@ class Engine:
         except BaseException:
             logger.exception("%s: the engine's loop failed", self._name)
         finally:
-            self._ending = True
+            self._in_teardown = True
             with self._lock:
                 self._died = not self._closed
             try:

@@ -138,7 +138,8 @@ class ReadRange(PickledByName):
         file: path in the checkpoint.
         offset: first byte of the range.
         nbytes: length of the range: chunks, and gaps between them.
-        items: reasons for the read; a chunk that several boxes want has several items.
+        items: reasons for the read; a chunk that several boxes want has several items. None of what
+            processes that exchange bytes read for all of them.
     """
 
     file: str
@@ -152,11 +153,11 @@ class ReadRange(PickledByName):
         return sum(item.wanted_nbytes for item in self.items)
 
     def __str__(self) -> str:
-        return (
-            f"{self.file} {self.offset}:{self.offset + self.nbytes}, "
-            f"{nbytes_text(self.nbytes)} for {nbytes_text(self.wanted_nbytes)}: "
-            f"{'; '.join(map(str, self.items))}"
-        )
+        purpose = "all processes that want it"
+        if self.items:
+            purpose = f"{nbytes_text(self.wanted_nbytes)}: {'; '.join(map(str, self.items))}"
+        place = f"{self.file} {self.offset}:{self.offset + self.nbytes}"
+        return f"{place}, {nbytes_text(self.nbytes)} for {purpose}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from asyncckpt.checkpoint.metadata import LeafIndex, OpenCheckpoint
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena, Recycled
 from asyncckpt.flow.buffers import allocating
-from asyncckpt.ports import Bytes, Target
+from asyncckpt.ports import Target
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore, MatchedArrays, Matching
 from asyncckpt.restore.plan import Destinations, flat_target
 from asyncckpt.spec import DTYPES, Box
@@ -77,7 +77,7 @@ def allocate(
     stored dtype are used, except those of `twins`.
     """
     memory = _memory(opened, arrays, framework, recycled, twins, in_place=in_place)
-    values_of, boxes_of, flats, nbytes = memory
+    values_of, boxes_of, nbytes = memory
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
     # Chunks of tied arrays are read once into memory that their targets share.
@@ -89,12 +89,12 @@ def allocate(
     destinations.array += map(arrays.arrays().__getitem__, owners)
     destinations.box += [None] * len(owners)
     destinations.values += map(values_of.__getitem__, owners)
-    destinations.flat += map(flats.__getitem__, owners)
+    destinations.flat += [None] * len(owners)
     sharers: dict[int, list[int]] = {}
     for number, leaf in arrays.described.items():
         boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
-            destinations.add(leaf.path, leaf.array, None, values_of[number], flats[number])
+            destinations.add(leaf.path, leaf.array, None, values_of[number], None)
             owners.append(number)
             continue
         assert leaf.spec is not None
@@ -135,17 +135,13 @@ def _memory(
     twins: Collection[int],
     *,
     in_place: bool,
-) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], list[Bytes | None], int]:
-    """Return `Buffers.values` and `boxes`: the buffers of targets, or new memory.
-
-    Also returns new memory of large leaves as bytes, and the number of all bytes.
-    """
+) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], int]:
+    """Return `Buffers.values`, `boxes` and `nbytes`: the buffers of targets, or new memory."""
     specs = [storage.spec for storage in opened.storages]
     kinds = list(map(opened.arrays.spec.__getitem__, arrays.arrays()))
     nbytes_of = list(map([spec.nbytes for spec in specs].__getitem__, kinds))
     values: list[Memory | None] = [None] * len(arrays)
     boxes: dict[int, Sequence[Memory]] = {}
-    flats: list[Bytes | None] = [None] * len(arrays)
     own: list[int] = []
     if in_place and arrays.targets is not None:
         for number in arrays.ordinary():
@@ -190,10 +186,10 @@ def _memory(
             elif nbytes_of[number] < SMALL_NBYTES:
                 values[number] = np.empty(spec.shape, DTYPES[spec.dtype])
             else:
-                flats[number] = flat = arena.take(nbytes_of[number])
+                flat = arena.take(nbytes_of[number])
                 values[number] = flat.view(DTYPES[spec.dtype]).reshape(spec.shape)
     arena.close()
-    return values, boxes, flats, sum(nbytes_of)
+    return values, boxes, sum(nbytes_of)
 
 
 def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
@@ -233,7 +229,8 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
     filled = [leaf.target for leaf in described if leaf.target is not None]
     owners = [target.buffer for target in filled if target.buffer is not None]
     owners += [arrays.targets.leaves[arrays.number[place]] for place in arrays.ordinary()]
-    if len(set(map(id, owners))) == len(owners) and not any(t.span or t.buffers for t in filled):
+    shared = any(t.span or t.buffers or t.identity for t in filled)
+    if len(set(map(id, owners))) == len(owners) and not shared:
         return {}  # each has memory of its own
     leaves, twins = matching.leaves, dict[int, int]()
     places: list[tuple[int, tuple[int, int], Any]] = []  # leaf, byte span, array that it fills
@@ -243,7 +240,10 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
             key = number if identity is None else (identity, span)
             first = leaves[same.setdefault(key, number)]
             if first is leaf or not (_tied(first, leaf, first_rows) or _alike(first, leaf)):
-                places.append((number, span, memory))
+                if memory is not None:
+                    places.append((number, span, memory))
+                elif first is not leaf:
+                    raise _overlap(first, leaf)
             elif not _tied(first, leaf, first_rows):
                 twins[number] = same[key]
     spans = [span for _, span, _ in places]
@@ -256,12 +256,7 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
         (number, _, memory), (other_number, _, other_memory) = places[place], places[other_place]
         leaf, other = leaves[number], leaves[other_number]
         if leaf.target is not other.target and may_share_memory(memory, other_memory):
-            raise UsageError(
-                f"{leaf.path} and {other.path}: these targets overlap in memory but are different "
-                "arrays in the checkpoint; pass a copy of one of them, or leave it out with "
-                "include=",
-                path=other.path,
-            )
+            raise _overlap(leaf, other)
     return twins
 
 
@@ -300,8 +295,20 @@ def _tied(one: LeafRestore, other: LeafRestore, first_rows: Sequence[int]) -> bo
     return [first_rows[a] for a in one.arrays()] == [first_rows[a] for a in other.arrays()]
 
 
+def _overlap(one: LeafRestore, other: LeafRestore) -> UsageError:
+    return UsageError(
+        f"{one.path} and {other.path}: these targets overlap in memory but are different arrays in "
+        "the checkpoint; pass a copy of one of them, or leave it out with include=",
+        path=other.path,
+    )
+
+
 def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]]:
-    """Return byte span, identity and memory of each filled part of a target."""
+    """Return byte span, identity and memory of each filled part of a target.
+
+    Without a span and memory (None) for arrays that are not in plain host memory: of these, only
+    equal ones are found.
+    """
     name = target.spec.dtype
     if target.buffers:
         return [(host_place(b, name)[0], target.identity, b) for b in target.buffers]
@@ -309,5 +316,6 @@ def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]
         memory = target.leaf if target.buffer is None else target.buffer
         return [(target.span, target.identity, memory)]
     if target.buffer is None:
-        return []
+        is_filled = target.identity is not None and target.boxes != ()
+        return [((0, 0), target.identity, None)] if is_filled else []
     return [(*host_place(target.buffer, name), target.buffer)]

@@ -15,8 +15,8 @@ from asyncckpt.spec import Box
 
 def explained(
     fetch: Fetch, leaves: Sequence[LeafRestore], owners: Sequence[int]
-) -> tuple[ReadRange, ...]:
-    """Return the ranges read, by file and offset. Blocking: a few microseconds per item.
+) -> list[ReadRange]:
+    """Return the ranges read. Blocking: a few microseconds per item.
 
     `owners` has the number of the leaf for each destination.
     """
@@ -42,7 +42,7 @@ def explained(
                 wanted_nbytes=math.prod(shape) * storage.spec.itemsize,
             )
 
-    ranges = [
+    return [
         ReadRange(
             file=opened.stored_files[read.batches[0].file].path,
             offset=read.batches[0].offset,
@@ -51,4 +51,3 @@ def explained(
         )
         for read in fetch.calls
     ]
-    return tuple(sorted(ranges, key=lambda one: (one.file, one.offset)))

@@ -31,7 +31,6 @@ from asyncckpt.restore.mismatch import (
     USE_RESTORE_INTO,
     Mismatches,
     check_array,
-    shape_text,
 )
 from asyncckpt.restore.place import array_from_scalar
 from asyncckpt.restore.request import RestoreRequest, Wanted, below, enclosing
@@ -190,7 +189,7 @@ class _Matcher:
         self._match_wanted(absent)
         some_wanted = bool(self._found or self._scalars)
         self._match_rest()
-        self._check_required()
+        self._check_required(absent)
         if request.strict:
             self._refuse_missing(absent)
         self._mismatches.raise_any(self.opened.location)
@@ -391,7 +390,7 @@ class _Matcher:
                 ShapeMismatchError,
                 want.path,
                 f"the checkpoint holds a {type(value).__name__}, the target wants shape "
-                f"{shape_text(spec.shape)}",
+                f"{spec.shape}",
                 expected=spec.shape,
                 found=(),
             )
@@ -461,17 +460,20 @@ class _Matcher:
                 found=patterns,
             )
 
-    def _check_required(self) -> None:
+    def _check_required(self, absent: Collection[str]) -> None:
         """Check that both states of each object have the same required keys."""
         if not any([target.required for target in self._stateful.values()]):
             return
         wanted = self._required_keys(self._wanted_in, self.request.wanted.paths, None)
         saved = self._required_keys(self._saved_in, self.paths, self.selected)
-        for root, held in saved.items():
+        selected = self._selected_objects()
+        for root in dict.fromkeys([*saved, *wanted]):
+            if root in absent or root not in selected:
+                continue
             lenient = self._stateful[root].takes_strict
             if lenient and not self.request.strict:
                 continue  # `load_state_dict(strict=False)` returns the keys that differ
-            need = wanted.get(root, {})
+            held, need = saved.get(root, {}), wanted.get(root, {})
             advice = "" if lenient else OTHER_STATE
             if {_WRAPPER.sub("", key) for key in need} == {_WRAPPER.sub("", key) for key in held}:
                 advice = UNWRAP
@@ -479,6 +481,14 @@ class _Matcher:
             for key in [*(need.keys() - held.keys()), *more]:
                 path, having = f"{root}/{key}" if root else key, key in need
                 self._note(path, "a key", having, advice)
+
+    def _selected_objects(self) -> Collection[str | None]:
+        """Return the objects that `include` selects: by their saved leaves, or by path if none."""
+        if self.request.include is None:
+            return self._stateful
+        bare = [*self._stateful.keys() - set(self._saved_in)]
+        found = set(map(bare.__getitem__, match_glob(bare, self.request.include)[0]))
+        return found | {self._saved_in[leaf] for leaf in self.selected or ()}
 
     def _required_keys(
         self, roots: Sequence[str | None], paths: Sequence[str], selected: Collection[int] | None
@@ -505,8 +515,8 @@ class _Matcher:
         if self.request.process_count > 1:
             return  # other processes may want the rest
         for path in self._unexpected:
-            below = bool(fresh) and enclosing(path, fresh) is not None
-            self._note(path, "a leaf", False, USE_RESTORE_INTO if below else "")
+            in_object = bool(fresh) and enclosing(path, fresh) is not None
+            self._note(path, "a leaf", False, USE_RESTORE_INTO if in_object else "")
 
     def _note(self, path: str, what: str, in_target: bool, advice: str = "") -> None:
         """Note a path that only the target or only the checkpoint has."""

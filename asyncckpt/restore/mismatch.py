@@ -121,10 +121,7 @@ def check_array(
         message = f"the checkpoint holds PRNG keys of {have}, the target wants {want}"
     elif wanted.shape != saved.shape:
         kind, expected, found = ShapeMismatchError, wanted.shape, saved.shape
-        message = (
-            f"the checkpoint holds shape {shape_text(found)}, the target wants "
-            f"{shape_text(expected)}"
-        )
+        message = f"the checkpoint holds shape {found}, the target wants {expected}"
     elif wanted.dtype != saved.dtype and not cast:
         expected, found = wanted.dtype, saved.dtype
         message = f"the checkpoint holds {found}, the target wants {expected}; cast=True converts"
@@ -135,8 +132,3 @@ def check_array(
     else:
         message = f"the checkpoint holds an array, the target wants PRNG keys ({want})"
     mismatches.add(kind, path, message, expected=expected, found=found)
-
-
-def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a shape as Python writes it."""
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

@@ -24,7 +24,6 @@ from asyncckpt.flow.shield import leading_error
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, allocate, find_shared, find_twins, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
-from asyncckpt.restore.exchange.shared_reads import share_reads
 from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.matched import Matching
@@ -124,7 +123,7 @@ class RestorePipeline:
         self._arrived.set()
         shared = None
         if self.exchanger is not None and opened.record is not None:
-            shared = await share_reads(self.exchanger, reads, self._plan)
+            shared = await self.exchanger.share(reads, self._plan)
         options = self.request.options
         fetch = partial(
             Fetch,
@@ -149,14 +148,14 @@ class RestorePipeline:
                 for each in fetches:
                     fetching.create_task(each.run())
             await placing
-        self.read_nbytes = fetches[0].read_nbytes
+        for_all: Sequence[ReadRange] = ()
         if self.exchanger is not None:
-            self.read_nbytes += self.exchanger.read_nbytes
-            self.received_nbytes = self.exchanger.received_nbytes
+            for_all, self.received_nbytes = self.exchanger.ranges, self.exchanger.received_nbytes
+        self.read_nbytes = fetches[0].read_nbytes + sum(one.nbytes for one in for_all)
         if options.explain:
             owners = self._buffers.owners
-            for each in fetches:
-                self.reads += await compute.run(explained, each, self._arrays, owners)
+            own = await compute.run(explained, fetches[0], self._arrays, owners)
+            self.reads = tuple(sorted([*own, *for_all], key=lambda one: (one.file, one.offset)))
 
     def _count_down(self, destinations: Sequence[int]) -> None:
         """Count down the chunks of the leaves in these destinations."""

@@ -17,9 +17,10 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
-from asyncckpt.restore.exchange.exchanger import WORTH_NBYTES, Exchanger
+from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
 from asyncckpt.restore.match import match
+from asyncckpt.restore.matched import Matching
 from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.restore.request import Holder, RestoreRequest
 from asyncckpt.runtime import Runtime
@@ -100,15 +101,7 @@ async def run_restore(
     exchanger = None
     metadata = files
     if agreement is not None and agreement.exchange is not None:
-        concurrency = request.options.concurrency
-        exchanger = Exchanger(
-            agreement,
-            agreement.exchange,
-            files,
-            compute,
-            reads=files.reads(None if concurrency == "auto" else concurrency),
-            least_nbytes=WORTH_NBYTES if request.options.broadcast == "auto" else 0,
-        )
+        exchanger = Exchanger(agreement, agreement.exchange, files, compute, request.options)
         metadata = SharedMetadataFiles(files, exchanger)
     opened = await open_any(metadata, compute)
     if metadata is not files:
@@ -160,7 +153,18 @@ async def run_restore(
         reads=pipeline.reads,
         timeline=recorder.timeline(),
     )
-    arrays, scalars, results = matching.arrays, matching.scalars, pipeline.results
+    saved, wanted, replaced = _results(matching, pipeline.results, request)
+    filled = pipeline.written() if replaced or request.stateful else []
+    return RestoreOutcome(
+        request, matching.structure, opened.format, saved, wanted, replaced, filled, report
+    )
+
+
+def _results(
+    matching: Matching, results: Sequence[Any], request: RestoreRequest
+) -> tuple[dict[int, Any], dict[int, Any], list[tuple[str, Holder, Any]]]:
+    """Return `RestoreOutcome.saved`, `wanted` and `replaced`."""
+    arrays, scalars = matching.arrays, matching.scalars
     saved: dict[int, Any] = {}
     wanted: dict[int, Any] = {}
     if request.mode == "saved" or request.stateful:
@@ -176,7 +180,4 @@ async def run_restore(
                 wanted[leaf.number] = results[place]
             elif leaf.want.holder is not None:
                 replaced.append((leaf.path, leaf.want.holder, results[place]))
-    filled = pipeline.written() if replaced or request.stateful else []
-    return RestoreOutcome(
-        request, matching.structure, opened.format, saved, wanted, replaced, filled, report
-    )
+    return saved, wanted, replaced

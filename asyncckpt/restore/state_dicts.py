@@ -25,7 +25,7 @@ def with_present_keys(saved: Any, present: Any) -> Any:
     if isinstance(restored, dict) and isinstance(present, dict):
         for key, value in present.items():
             if key not in restored and isinstance(value, (dict, list)):
-                restored[key] = type(value)() if type(value) in (dict, list) else {}
+                restored[key] = [] if isinstance(value, list) else {}
     return restored
 
 

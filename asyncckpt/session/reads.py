@@ -232,7 +232,10 @@ class Reads:
             except CheckpointNotFoundError as error:
                 if step is None or error.found in ("deleted", "replaced"):
                     raise
-                raise await self._without(step, files, error) from error
+                other = await self._without(step, files, error)
+                if other is error:
+                    raise
+                raise other from error
             except CorruptCheckpointError as error:
                 await check_unchanged(files, verb, error)
                 raise

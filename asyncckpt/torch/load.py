@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from asyncckpt.adapters.arrays import Place, overlapping
 from asyncckpt.adapters.tensor_boxes import BoxesAdapter, TensorBoxes
+from asyncckpt.adapters.torch import copy_into
 from asyncckpt.errors import AsyncCheckpointError, ShapeMismatchError, TreeMismatchError
 from asyncckpt.planning.tiling import box_text
 from asyncckpt.restore.request import Holder, Wanted
@@ -75,8 +76,7 @@ def rounds(items: Items) -> Iterator[list[Wanted]]:
     yield [_wanted(copy) for copy in copies]
     for number, copy in zip(sharing, copies, strict=True):
         for one, read in zip(held[number], copy, strict=True):
-            with torch.inference_mode(one.tensor.is_inference()), torch.no_grad():
-                one.tensor.copy_(read.tensor)
+            copy_into(one.tensor, read.tensor)
 
 
 def commit(items: Items, planner: LoadPlanner, read: Mapping[str, bytes]) -> None:

@@ -127,7 +127,7 @@ class _Verify:
         entry = self.record.files[number]
         pool = self.runtime.pool
         checker = _FileChecker(rows, self._index)
-        offset = 0
+        offset, unread = 0, ""
         copies = self.opened.files.capabilities.copied_nbytes(pool.slot_nbytes)
         copies = min(copies, pool.budget.capacity - pool.held_nbytes)
         slots = await pool.take(1, grow=False, extra=copies)
@@ -149,11 +149,7 @@ class _Verify:
                 )
         except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
             raise_unless_damage(error)
-            lost = [n for n in rows if self._index.offset[n] + self._index.nbytes[n] > offset]
-            leaves: Sequence[str | None] = self._leaves_of(lost)
-            for leaf in leaves or [None]:
-                self._damage(leaf, entry.path, offset, str(error))
-            return
+            unread = str(error)
         finally:
             pool.release(slots, sys.exception())
             pool.budget.release(copies)
@@ -161,9 +157,14 @@ class _Verify:
             if len(self._damages) > DAMAGES_MAX:
                 break
             place = entry.path, int(self._index.offset[row])
-            for leaf in self._leaves_of([row]):
-                self._damage(leaf, *place, "the chunk's CRC-32C differs")
-        if checker.crc != entry.crc32c and not checker.bad:
+            for path in self._leaves_of([row]):
+                self._damage(path, *place, "the chunk's CRC-32C differs")
+        if unread:
+            lost = [n for n in rows if self._index.offset[n] + self._index.nbytes[n] > offset]
+            leaves: Sequence[str | None] = self._leaves_of(lost)
+            for leaf in leaves or [None]:
+                self._damage(leaf, entry.path, offset, unread)
+        elif checker.crc != entry.crc32c and not checker.bad:
             self._damage(
                 None,
                 entry.path,

@@ -31,6 +31,7 @@ from asyncckpt.adapters import adapters_for_loaded_frameworks, dtensor
 from asyncckpt.adapters.dtensor import DTensorAdapter
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box, Partition
+from tests.adapters.cuda import Cuda
 from tests.adapters.fetching import fetch_box
 
 adapter = DTensorAdapter()
@@ -219,6 +220,24 @@ def test_parts_are_filled_where_memory_cannot_be_shown_to_numpy() -> None:
         out = np.empty(3, np.complex64)
         worker.submit(fetch_box, adapter, source, Box((1,), (3,)), out).result()
         np.testing.assert_array_equal(out[1:], values[2:])
+
+
+def test_a_local_cuda_tensor_is_filled_after_the_work_queued_by_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rank_of(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.zeros(2)
+        leaf = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((4,)), stride=(1,))
+        with Cuda(monkeypatch) as cuda:
+            target = adapter.target("p", leaf, in_place=True)
+            assert adapter.place(target, [np.ones(2, np.float32)]) is leaf
+    assert local.tolist() == [1, 1]
+    assert cuda.calls == [
+        "own stream waits for event on caller's stream",
+        "copy_ on own stream",
+        "wait for own stream",
+    ]
 
 
 def test_a_tensor_kept_off_the_devices_of_its_mesh_is_restored_where_it_is() -> None:

@@ -239,6 +239,9 @@ def test_leaves_are_tied_only_when_they_are_one_box_of_one_memory() -> None:
     identities = [adapter.source("p", leaf).identity for leaf in [base, *other]]
     assert len(set(identities)) == len(identities)
     assert adapter.source("p", np.zeros((0, 3))).identity is None
+    borrowed = np.frombuffer(bytearray(32))
+    same = [borrowed, borrowed[:], borrowed[:][:]]
+    assert len({adapter.source("p", leaf).identity for leaf in same}) == 1
 
 
 def test_targets_say_which_bytes_they_cover() -> None:

@@ -15,6 +15,7 @@ from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.torch import PinnedMemory, TorchAdapter, numpy_view, tensor_view
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten_like
+from tests.adapters.cuda import Cuda
 
 adapter = TorchAdapter()
 MISSING = ("int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
@@ -349,6 +350,54 @@ def test_pinned_memory_is_locked_until_it_is_freed(monkeypatch: pytest.MonkeyPat
     runtime.code = 2
     with pytest.raises(errors.StagingError, match=r"cudaHostRegister of 4096 bytes .* error 2"):
         PinnedMemory().allocate(4096)
+
+
+def test_cuda_tensors_are_read_after_the_work_queued_by_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaf = torch.tensor([1j, 2j]).conj()
+    with Cuda(monkeypatch) as cuda:
+        source = adapter.source("p", leaf)
+        adapter.fetch(source, 0, Box((0,), (2,)), out := np.zeros(2, np.complex64))
+    assert out.tolist() == [-1j, -2j]
+    assert cuda.calls == [
+        "own stream waits for event on caller's stream",
+        "clone on own stream",  # resolves the conjugation
+        "copy_ on own stream",
+        "wait for own stream",
+    ]
+
+
+def test_cuda_tensors_are_filled_after_the_work_queued_by_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaf = torch.zeros(2)
+    with Cuda(monkeypatch) as cuda:
+        target = adapter.target("p", leaf, in_place=True)
+        assert adapter.place(target, [np.ones(2, np.float32)]) is leaf
+    assert leaf.tolist() == [1, 1]
+    assert cuda.calls == [
+        "own stream waits for event on caller's stream",
+        "copy_ on own stream",
+        "wait for own stream",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_queued_before_a_cuda_tensor_is_filled_does_not_overwrite_it(
+    worker: ThreadPoolExecutor,
+) -> None:
+    leaf = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1 << 28)
+        leaf.add_(7)
+        target = adapter.target("p", leaf, in_place=True)
+    worker.submit(adapter.place, target, [np.ones(1 << 20, np.float32)]).result()
+    stream.synchronize()
+    assert (leaf == 1).all()
 
 
 @pytest.mark.gpu

@@ -189,7 +189,7 @@ class Quiet:
         runtime = self._session.runtime
         assert runtime.budget.in_use == 0
         assert runtime.budget.waiting == 0
-        assert not runtime.pool._quarantined
+        assert not runtime.pool.kept
         assert len(runtime.pool._free) == runtime.pool._allocated
 
     async def _held(self) -> tuple[object, ...]:

@@ -112,7 +112,7 @@ async def test_a_save_with_a_stuck_thread_ends_names_it_and_spares_its_memory(
         while budget.in_use:
             await ckpt.latest_step()
         pool = core.runtime.pool
-        assert not pool._quarantined and len(pool._free) == pool._allocated
+        assert not pool.kept and len(pool._free) == pool._allocated
 
 
 async def test_a_restore_with_a_stuck_thread_ends_and_spares_its_memory(

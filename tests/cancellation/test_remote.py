@@ -153,7 +153,7 @@ class Remote:
         assert runtime.budget.waiting == 0
         for pool in slot_pools(runtime.budget):
             assert pool.discarded == 0
-            assert not pool._quarantined
+            assert not pool.kept
             assert len(pool._free) == pool._allocated
 
     async def _settled(self) -> None:

@@ -381,6 +381,26 @@ async def test_memory_discarded_late_is_looked_for_as_soon_as_the_first(
     del held
 
 
+async def test_a_collection_that_no_thread_can_make_is_made_later(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = client_pool(1, workers)
+    (slot,) = await pool.take()
+    held = slot.body(SLOT)
+    pool.discard([slot])
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool._workers = Workers(1, "none")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool._collect(1.0)
+    assert pool._collection is not None
+    assert pool._collection.when() > asyncio.get_running_loop().time()
+    pool._collection.cancel()
+    del held
+
+
 async def test_a_slot_takes_the_bytes_of_what_its_client_copies(workers: Workers) -> None:
     pool = client_pool(6, workers, held=3)
     assert pool.capacity == 2

@@ -258,7 +258,7 @@ class Matrix:
             self._wrong(point, f"{runtime.budget!r} is not free")
             gc.collect()  # so that it is not held against the points that follow
         for pool in pools:
-            if pool._quarantined or pool.discarded or len(pool._free) != pool._allocated:
+            if pool.kept or pool.discarded or len(pool._free) != pool._allocated:
                 self._wrong(point, f"{pool!r} misses slots; {pool.discarded} are discarded")
         if self._generations() != self._intact:
             self._wrong(point, "objects of step 0 were written or removed")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncckpt import ShardedArray
 from asyncckpt.errors import UsageError
 from asyncckpt.restore.buffers import allocate, find_twins
 from asyncckpt.restore.match import match
@@ -97,6 +98,13 @@ def test_targets_may_overlap_only_where_they_are_one_array() -> None:
     strided = {"a": memory[0::2], "b": memory[1::2]}
     apart = opened({"a": np.ones(5), "b": np.ones(5)})
     assert find_twins(match(apart, request("into", strided)), apart.first_rows) == {}
+
+
+def test_targets_without_elements_of_this_process_are_not_one_array() -> None:
+    checkpoint = opened({"a": np.ones(3), "b": np.ones(3, np.float32)})
+    target = {name: ShardedArray((3,), "float64", []) for name in "ab"}
+    matching = match(checkpoint, request("into", target, cast=True))
+    assert find_twins(matching, checkpoint.first_rows) == {}
 
 
 def test_scalars_are_tied_to_nothing() -> None:

@@ -336,6 +336,30 @@ async def test_one_target_of_two_saved_arrays_that_differ_is_an_error(
     assert not atomic or (memory == 7).all()
 
 
+async def test_one_target_outside_host_memory_is_not_filled_with_two_saved_arrays(
+    tmp_path: Path,
+) -> None:
+    """As with a model with tied weights on a device; a conjugated view behaves like one here."""
+    values = torch.tensor([1 + 1j, 2, 3j])
+    alike = await saved(tmp_path / "1", {"a": values, "b": values.clone()})
+    other = await saved(tmp_path / "2", {"a": values, "b": values + 1})
+    unlike = await saved(tmp_path / "3", {"a": values, "b": values.to(torch.complex128)})
+    memory = torch.zeros(3, dtype=torch.complex64)
+    target = {"a": memory.conj(), "b": memory.conj()}
+    await asyncckpt.restore_into(alike, target)
+    assert torch.equal(memory, values.conj())
+    with pytest.raises(MismatchError, match="a and b: the checkpoint holds different values for"):
+        await asyncckpt.restore_into(other, target)
+    memory.zero_()
+    with pytest.raises(UsageError, match="a and b: these targets overlap in memory"):
+        await asyncckpt.restore_into(unlike, target, cast=True)
+    assert not memory.any()
+    # One memory, but not one value.
+    negated = await saved(tmp_path / "4", {"a": values, "b": -values})
+    await asyncckpt.restore_into(negated, {"a": memory.conj(), "b": torch._neg_view(memory.conj())})
+    assert torch.equal(memory, values.conj())
+
+
 async def test_a_model_with_tied_weights_takes_a_checkpoint_that_holds_them_twice(
     tmp_path: Path,
 ) -> None:

@@ -65,6 +65,17 @@ def test_what_was_not_saved_does_not_stay() -> None:
     assert with_present_keys(through_dcp(state), present) == state
 
 
+def test_an_emptied_list_of_a_class_of_its_own_stays_a_list() -> None:
+    class Ring(list[int]):
+        pass
+
+    assert with_present_keys({"n": 1}, {"n": 0, "ring": Ring([1]), "seen": Counter()}) == {
+        "n": 1,
+        "ring": [],
+        "seen": {},
+    }
+
+
 def test_a_state_that_is_no_dict_stays_as_it_is() -> None:
     assert with_present_keys([1, {"0": 2}], None) == [1, {"0": 2}]
     assert with_present_keys({"0": 2}, None) == {"0": 2}

@@ -455,6 +455,18 @@ async def test_a_module_whose_keys_differ_is_an_error_before_anything_is_read(
         assert script.count("read_into") == 0 and first.loads == 0 and not w.any()
 
 
+async def test_a_module_saved_without_any_key_is_an_error_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    place = await saved(tmp_path, {"model": torch.nn.Identity(), "w": np.ones(2)})
+    model, w = Net(7), np.zeros(2)
+    with pytest.raises(TreeMismatchError, match=r"model/body\.weight: the target has this key"):
+        await asyncckpt.restore_into(place, {"model": model, "w": w})
+    assert not w.any()
+    await asyncckpt.restore_into(place, {"model": model, "w": w}, include="w")
+    assert w.all() and model.fills() == {7}
+
+
 class Wrapper(torch.nn.Module):
     """Has the names of a compiled module, or of one in DistributedDataParallel."""
 

@@ -58,8 +58,9 @@ async def test_the_error_for_a_missing_step_lists_the_steps_that_have_records(
             with pytest.raises(CheckpointNotFoundError, match=r"the steps are 1$") as caught:
                 await call(5)
             assert caught.value.found == await ckpt.steps() == [1]
-            with pytest.raises(CheckpointNotFoundError, match=f"^{tmp_path}/9: "):
+            with pytest.raises(CheckpointNotFoundError, match=f"^{tmp_path}/9: ") as caught:
                 await call(9)
+            assert caught.value.__cause__ is not caught.value
 
 
 async def test_the_error_for_a_missing_step_names_the_steps_of_other_libraries(

@@ -14,6 +14,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt.errors import StoreError
+from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.failures import store_error
 from asyncckpt.tree import Structure
 from asyncckpt.verify import verify as verification
@@ -113,6 +114,24 @@ async def test_every_damage_names_its_leaf_and_place(tmp_path: Path) -> None:
         for leaf in leaves & {f"k{i:02}" for i in range(LEAVES)}:
             stored = np.frombuffer(data, np.float64, 1000, offset)
             assert (stored == float(leaf[1:])).sum() > 500
+
+
+@pytest.mark.parametrize("change", ["truncated", "longer"])
+async def test_damage_before_the_place_where_reading_ends_is_reported(
+    tmp_path: Path, change: str
+) -> None:
+    names, size = ("a", "b", "c"), SLOT_NBYTES // 8
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {name: np.ones(size) for name in names})
+        path = data_file(tmp_path)
+        with path.open("r+b") as file:
+            file.seek(SLOT_NBYTES // 2)
+            file.write(b"damage")
+            file.truncate(2 * SLOT_NBYTES if change == "truncated" else path.stat().st_size + 1)
+        report = await ckpt.verify(1)
+    reasons = {found.leaf: found.reason for found in report.damages}
+    assert reasons.pop("a") == "the chunk's CRC-32C differs"
+    assert set(reasons) == ({"b", "c"} if change == "truncated" else {None})
 
 
 async def test_leaves_behind_more_damages_than_are_told_are_not_looked_for(

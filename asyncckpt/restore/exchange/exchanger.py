@@ -8,19 +8,27 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncckpt.errors import StoreError
-from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.checkpoint.metadata import missing
+from asyncckpt.errors import CheckpointNotFoundError, StoreError
+from asyncckpt.flow.shield import together, uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.planning.streams import Stream, piece_nbytes
+from asyncckpt.format.record import RECORD_NAME
+from asyncckpt.options import RestoreOptions
+from asyncckpt.planning.streams import Sharing, Stream, piece_nbytes, streams
 from asyncckpt.ports import Bytes, CheckpointFiles, Exchange
+from asyncckpt.reports import FileInfo, ReadRange
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
-from asyncckpt.restore.exchange.streams import Incoming
+from asyncckpt.restore.exchange.streams import Incoming, StreamFiles
+from asyncckpt.restore.plan import PlannedReads
 
 WORTH_NBYTES = 64 << 20
 """Least payload that ``broadcast="auto"`` exchanges: reading less costs less than the agreement."""
@@ -38,6 +46,24 @@ MARGIN_S = 5.0
 """Time beyond `silence_s` for which a failed collective waits for the reason to be found."""
 
 
+Plan = partial[PlannedReads]
+"""`plan_reads` with the sizes of the restore."""
+
+
+class SharedReads(NamedTuple):
+    """The reads of a restore in two parts.
+
+    Attributes:
+        own: reads of the chunks that no other process wants.
+        streamed: reads of the exchanged chunks from streams.
+        exchange: fills the streams.
+    """
+
+    own: PlannedReads
+    streamed: PlannedReads
+    exchange: Callable[[], Coroutine[Any, Any, None]]
+
+
 @dataclass(eq=False, repr=False)
 class Exchanger:
     """One process' side of the exchange in a restore.
@@ -45,13 +71,11 @@ class Exchanger:
     Attributes:
         agreement: agreements with the other processes.
         exchange: their collectives.
-        reads: reads in flight.
-        least_nbytes: least bytes wanted by several processes that are exchanged.
         process: index of this process.
         batch_nbytes: bytes of a batch, equal on all processes.
         next_batch: number of the next batch, equal on all processes.
-        read_nbytes: bytes that this process has read for all.
-        received_nbytes: bytes received by exchange, including this process' own.
+        ranges: the ranges of data files that this process has read for all.
+        received_nbytes: bytes of data files received by exchange, including this process' own.
     """
 
     batch_nbytes = BATCH_NBYTES
@@ -60,17 +84,67 @@ class Exchanger:
     exchange: Exchange
     files: CheckpointFiles
     compute: Workers
-    _: KW_ONLY
-    reads: int
-    least_nbytes: int
+    options: RestoreOptions
 
     def __post_init__(self) -> None:
-        self._limit = asyncio.Semaphore(self.reads)
+        concurrency = self.options.concurrency
+        reads = self.files.reads(None if concurrency == "auto" else concurrency)
+        self._limit = asyncio.Semaphore(reads)
         self.process = self.agreement.round.group.process_index
         self._idle: list[Bytes] = []  # buffers of exchanged pieces, for reuse
         self.next_batch = 0
-        self.read_nbytes = 0
+        self.ranges: list[ReadRange] = []
         self.received_nbytes = 0
+
+    async def share(self, reads: PlannedReads, plan: Plan) -> SharedReads | None:
+        """Split the reads of this process as agreed with all others; None if all are its own."""
+        sharing = await self.agreement.shared(
+            reads.plan.rows,
+            reads.extents.nbytes,
+            least_nbytes=WORTH_NBYTES if self.options.broadcast == "auto" else 0,
+            compute=self.compute,
+        )
+        self.ranges, self.received_nbytes = [], 0  # reports do not count metadata
+        if not sharing.members:
+            return None
+        return await self.compute.run(self._split, sharing, reads, plan)
+
+    def _split(self, sharing: Sharing, reads: PlannedReads, plan: Plan) -> SharedReads:
+        """Plan the reads from streams, and the others."""
+        opened, extents, destinations = reads.opened, reads.extents, reads.destinations
+        found = streams(
+            sharing,
+            file=extents.file,
+            offset=extents.offset,
+            nbytes=extents.nbytes,
+            first_batch=self.next_batch,
+            batch_nbytes=self.batch_nbytes,
+        )
+        mine = [n for n, stream in enumerate(found) if self.process in stream.members]
+        mine.sort(key=lambda number: found[number].first_batch)
+        file, offset = extents.file.copy(), extents.offset.copy()
+        is_shared = np.zeros(len(extents), bool)
+        stored_files = list(opened.stored_files)
+        incoming: dict[int, Incoming] = {}
+        paths: dict[str, Incoming] = {}
+        for number in mine:
+            stream, path = found[number], f"stream-{number}"
+            incoming[number] = paths[path] = Incoming()
+            file[stream.rows], offset[stream.rows] = len(stored_files), stream.begin[:-1]
+            is_shared[stream.rows] = True
+            stored_files.append(FileInfo(path, stream.nbytes, None))
+        streamed = dataclasses.replace(extents, file=file, offset=offset, origin=extents)
+        return SharedReads(
+            own=plan(opened, extents, destinations, only=~is_shared),
+            streamed=plan(
+                dataclasses.replace(opened, stored_files=stored_files),
+                streamed,
+                destinations,
+                files=StreamFiles(paths, self.compute),
+                only=is_shared,
+            ),
+            exchange=partial(self.run, found, [file.path for file in stored_files], incoming),
+        )
 
     async def run(
         self, streams: Sequence[Stream], paths: Sequence[str], incoming: Mapping[int, Incoming]
@@ -162,12 +236,17 @@ class Exchanger:
                             buffers.append(np.empty(gap, np.uint8))
                         start += run
                     tasks.create_task(self._read(paths[each.file], each.offset, buffers))
-        self.read_nbytes += end - begin
         return piece
 
     async def _read(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
-        async with self._limit:
-            await self.files.read_into(path, offset, buffers)
+        try:
+            async with self._limit:
+                await self.files.read_into(path, offset, buffers)
+        except CheckpointNotFoundError as error:
+            if path == RECORD_NAME:
+                raise  # without it, there is no checkpoint
+            raise missing(self.files.location, path) from error
+        self.ranges.append(ReadRange(path, offset, sum(map(len, buffers)), ()))
 
     async def read(self, path: str, offset: int, nbytes: int) -> Bytes:
         """Return a range of a file; all processes call this for the same range."""
@@ -183,7 +262,6 @@ class Exchanger:
         )
         incoming = Incoming()
         data = np.empty(nbytes, np.uint8)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.run([stream], [path], {0: incoming}))
-            tasks.create_task(incoming.read_into(0, [data], self.compute))
+        reading = incoming.read_into(0, [data], self.compute)
+        await together((self.run([stream], [path], {0: incoming}), reading))
         return data

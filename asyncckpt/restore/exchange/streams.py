@@ -17,9 +17,6 @@ from asyncckpt.ports import ORDINARY, Bytes, Reading, StoreCapabilities
 READS = 4
 """Reads in flight: each copies only a few megabytes, or the rest of a batch."""
 
-INLINE_NBYTES = 64 << 10
-"""Largest copy made on the event loop."""
-
 
 class Incoming:
     """A stream that this process receives, batch after batch."""
@@ -46,10 +43,7 @@ class Incoming:
                 await self._changed.wait()
             here = self._data[offset - self._begin :]
             nbytes = min(len(here), sum(map(len, wanted)))
-            if nbytes > INLINE_NBYTES:
-                wanted = await workers.run(_copy, here, wanted)
-            else:
-                wanted = _copy(here, wanted)
+            wanted = await workers.run(_copy, here, wanted)
             offset += nbytes
             self._left -= nbytes
             if not self._left:
