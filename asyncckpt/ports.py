@@ -576,7 +576,7 @@ class Target:
         path: path of the leaf, for the errors of `place`.
         fill: `place` copies into the leaf's own memory, which cannot be a `buffer` (on a device, or
             in another byte order), or this process has no element to fill.
-        stream: state captured by the adapter in the caller's thread to write the leaf later.
+        captured: state captured by the adapter in the caller's thread to write the leaf later.
     """
 
     spec: ArraySpec
@@ -589,7 +589,7 @@ class Target:
     extra: Mapping[str, Any] | None = None
     path: str = ""
     fill: bool = False
-    stream: Any = None
+    captured: Any = None
 
 
 class ArrayAdapter(Protocol):

@@ -107,7 +107,7 @@ class DTensorAdapter:
             boxes=tuple([shard.box for shard in division.shards]),
             path=path,
             fill=local.fill or not division.shards,
-            stream=local.stream,
+            captured=local.captured,
             division=division,
             shape=tuple(tensor.shape),
             device=_device(leaf.device_mesh) if tensor.is_meta else tensor.device,
@@ -126,7 +126,7 @@ class DTensorAdapter:
         if target.memory is None:
             return _made(target, parts)
         if target.fill:
-            _fill(target.memory, target.division, parts, target.stream)
+            _fill(target.memory, target.division, parts, target.captured)
         else:
             torch.autograd.graph.increment_version(target.memory)
         torch.autograd.graph.increment_version(like)

@@ -131,7 +131,7 @@ class TorchAdapter:
         else:
             target.fill = True
             if leaf.is_cuda:
-                target.stream = torch.cuda.current_stream(leaf.device).record_event()
+                target.captured = torch.cuda.current_stream(leaf.device).record_event()
             if leaf.numel():
                 place = (leaf.data_ptr(), target.spec.shape, leaf.stride(), name)
                 target.identity = (str(leaf.device), *place, leaf.is_conj(), leaf.is_neg())
@@ -145,7 +145,7 @@ class TorchAdapter:
             return like
         tensor = tensor_view(values)
         if target.fill:
-            copy_into(like, tensor, target.stream)
+            copy_into(like, tensor, target.captured)
             return like
         if not like.is_cpu and not like.is_meta:
             tensor = tensor.to(like.device)
