@@ -139,8 +139,8 @@ class OpenRun:
         with self._session.reporting("save"):
             number = step_number(step)
             given = completed(StepSaveArguments, arguments)
-        if self._session.preemption is not None:
-            await self._session.preemption.reached(number)
+            if self._session.preemption is not None:
+                await self._session.preemption.reached(number)
         return self._session.start_save(
             self._pending, number, tree, stall_first=stall_first, **given
         )
@@ -303,7 +303,7 @@ class Checkpointer(OpenRun):
             MismatchError: lists every leaf that does not fit; nothing was read.
             CorruptCheckpointError: names leaf, file and offset; nothing is returned.
         """
-        return await _tree(self._session, step, like, **completed(RestoreArguments, arguments))
+        return await _tree(self._session, step, like, arguments)
 
     @documented
     async def restore_into(
@@ -326,9 +326,7 @@ class Checkpointer(OpenRun):
             RestoreError: an object refused its state dict.
             AsyncCheckpointError: `written` lists the targets whose contents are now undefined.
         """
-        return await _into(
-            self._session, step, target, **completed(RestoreIntoArguments, arguments)
-        )
+        return await _into(self._session, step, target, arguments)
 
     async def prepare(self, tree: Any) -> int:
         """Allocate and touch staging memory for this tree, as far as the budget allows.
@@ -466,7 +464,7 @@ async def restore(
     """
     given = completed(LocationRestoreArguments, arguments)
     async with _opened(location, given, restore_options=given["options"]) as session:
-        return await _tree(session, None, like, **given)
+        return await _tree(session, None, like, given)
 
 
 @documented
@@ -479,7 +477,7 @@ async def restore_into(
     """
     given = completed(LocationRestoreIntoArguments, arguments)
     async with _opened(location, given, restore_options=given["options"]) as session:
-        return await _into(session, None, target, **given)
+        return await _into(session, None, target, given)
 
 
 async def inspect(
@@ -517,18 +515,21 @@ def _opened(location: Place, arguments: dict[str, Any], **options: Any) -> Sessi
     )
 
 
-async def _tree(session: Session, step: SupportsIndex | None, like: Any, **arguments: Any) -> Any:
+async def _tree(
+    session: Session, step: SupportsIndex | None, like: Any, arguments: Mapping[str, Any]
+) -> Any:
     with session.reporting("call", "restore"):
+        given = completed(RestoreArguments, arguments)
         number = None if step is None else step_number(step)
-        on_report = arguments.pop("on_report")
+        on_report = given.pop("on_report")
         check_function("on_report", on_report, "one RestoreReport")
         mode: Literal["saved", "like"] = "saved" if like is None else "like"
-        if like is not None and arguments["leaves"] != "numpy":
+        if like is not None and given["leaves"] != "numpy":
             raise UsageError(
-                f"leaves={arguments['leaves']!r} with like=: the result has the leaves of `like`; "
+                f"leaves={given['leaves']!r} with like=: the result has the leaves of `like`; "
                 "leave out one of the two"
             )
-        request, flat, adapters = session.restore_request(mode, like, **arguments)
+        request, flat, adapters = session.restore_request(mode, like, **given)
     outcome = await session.restore(number, request).wait()
     tree = finish_tree(outcome, flat, adapters)
     if on_report is not None:
@@ -537,13 +538,12 @@ async def _tree(session: Session, step: SupportsIndex | None, like: Any, **argum
 
 
 async def _into(
-    session: Session, step: SupportsIndex | None, target: Any, **arguments: Any
+    session: Session, step: SupportsIndex | None, target: Any, arguments: Mapping[str, Any]
 ) -> RestoreReport:
     with session.reporting("call", "restore"):
+        given = completed(RestoreIntoArguments, arguments)
         number = None if step is None else step_number(step)
-        request, flat, adapters = session.restore_request(
-            "into", target, leaves="numpy", **arguments
-        )
+        request, flat, adapters = session.restore_request("into", target, leaves="numpy", **given)
     outcome = await session.restore(number, request).wait()
     assert flat is not None
     return finish_into(outcome, flat, adapters)

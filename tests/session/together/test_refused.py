@@ -44,6 +44,8 @@ RESTORES: dict[str, Call] = {
     "an unsupported leaf": restores(like={"w": object()}),
     "another step": restores(step=-1),
     "a callback": restores(on_report=7),
+    "a switch": restores(cast="x"),
+    "a switch in place": lambda ckpt: ckpt.restore_into(state(), strict="x"),  # type: ignore[arg-type]
     "leaves with like": restores(like=state(), leaves="torch"),
     "no collectives": restores(like=state(), options=RestoreOptions(broadcast=True)),
 }
