@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
@@ -151,7 +152,7 @@ class Session:
     def call(
         self,
         function: Callable[[], Coroutine[Any, Any, T]],
-        at_end: Callable[[], object] | None = None,
+        at_end: Callable[[Future[Any]], object] | None = None,
     ) -> Job[T]:
         """Run the coroutine on the engine, with the store open; `at_end`: as `Engine.submit`.
 
@@ -188,7 +189,7 @@ class Session:
         kind: str,
         name: str,
         function: Callable[[int], Coroutine[Any, Any, T]],
-        at_end: Callable[[], object] | None = None,
+        at_end: Callable[[Future[Any]], object] | None = None,
     ) -> Job[T]:
         """Run this process's part of a call by all processes; `function` gets its number.
 
@@ -202,16 +203,15 @@ class Session:
             begun = True
             return await function(number)
 
-        def end() -> None:
+        def end(future: Future[Any]) -> None:
             if at_end is not None:
-                at_end()
+                at_end(future)
             # A call that never begins was cancelled, or the store cannot be opened.
-            error = None if begun else job.future.exception()
+            error = None if begun else future.exception()
             if error is not None:
                 self._refuse(kind, number, name, error)
 
-        job = self.call(begin, end)
-        return job
+        return self.call(begin, end)
 
     def start_save(
         self,
@@ -296,7 +296,10 @@ class Session:
         """Hand the save to the engine."""
         state = SaveState()
         # The end of the job, for whatever reason, ends the wait for staging.
-        release = partial(state.release_leaves, ended=True)
+
+        def release(_: object) -> None:
+            state.release_leaves(ended=True)
+
         if self.processes.alone:
             job = self.call(partial(self._save, request, state), release)
         else:
