@@ -43,8 +43,6 @@ Place = Location | tuple[Store, str]
 class OpenRun:
     """Base of the async and the blocking `Checkpointer`."""
 
-    _pending: type[PendingSave] = PendingSave
-
     @documented
     def __init__(self, root: Location | Store, **arguments: Unpack[RunArguments]) -> None:
         self._session = Session(root, **completed(RunArguments, arguments))
@@ -134,16 +132,14 @@ class OpenRun:
 
     async def _begin_save(
         self, step: SupportsIndex, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
-    ) -> Any:
+    ) -> PendingSave:
         check_loop()
         with self._session.reporting("save"):
             number = step_number(step)
             given = completed(StepSaveArguments, arguments)
             if self._session.preemption is not None:
                 await self._session.preemption.reached(number)
-        return self._session.start_save(
-            self._pending, number, tree, stall_first=stall_first, **given
-        )
+        return self._session.start_save(number, tree, stall_first=stall_first, **given)
 
 
 class Checkpointer(OpenRun):
@@ -212,7 +208,7 @@ class Checkpointer(OpenRun):
             UnsupportedLeafError: names the path of a leaf that cannot be saved.
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """
-        pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=False)
+        pending = await self._begin_save(step, tree, arguments, stall_first=False)
         report = await pending._wait_owned()
         await self._session.settled()
         return report
@@ -230,7 +226,7 @@ class Checkpointer(OpenRun):
 
         Cancellation: aborts the save, waits for its clean-up, then raises.
         """
-        pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=True)
+        pending = await self._begin_save(step, tree, arguments, stall_first=True)
         await pending._wait_staged()
         return pending
 
@@ -436,9 +432,7 @@ async def save(
     """
     given = completed(LocationSaveArguments, arguments)
     async with _opened(location, given, save_options=given["options"]) as session:
-        pending: PendingSave = session.start_save(
-            PendingSave, None, tree, metrics=None, stall_first=False, **given
-        )
+        pending = session.start_save(None, tree, metrics=None, stall_first=False, **given)
         return await pending._wait_owned()
 
 

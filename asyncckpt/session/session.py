@@ -215,15 +215,14 @@ class Session:
 
     def start_save(
         self,
-        kind: type[PendingSave],
         step: int | None,
         tree: Any,
         *,
         stall_first: bool,
         consent: Consent | None = None,
         **arguments: Unpack[StepSaveArguments],
-    ) -> Any:
-        """Begin a save of the tree as it is now; return it as a `kind`.
+    ) -> PendingSave:
+        """Begin a save of the tree as it is now.
 
         Raises:
             UsageError: arguments or leaves are wrong; no save has begun.
@@ -242,7 +241,7 @@ class Session:
             engine.check()
             self.saves.raise_unseen(options)
             if alone and stall_first and not self.saves.admits(options, location):
-                return skipped(kind, engine, self._noted(skipped_report(location, step)))
+                return skipped(engine, self._noted(skipped_report(location, step)))
             process = processes.coordinator.process_index
             snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
             if alone:
@@ -260,7 +259,7 @@ class Session:
                 consent=consent,
                 begun=begun,
             )
-        pending = self._submit(kind, request, location, call)
+        pending = self._submit(request, location, call)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
@@ -290,9 +289,7 @@ class Session:
         with contextlib.suppress(AsyncCheckpointError):
             self._refusals.append(self.runtime.engine.submit(refuse).future)
 
-    def _submit(
-        self, kind: type[PendingSave], request: SaveRequest, location: str, call: str
-    ) -> PendingSave:
+    def _submit(self, request: SaveRequest, location: str, call: str) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
         # The end of the job, for whatever reason, ends the wait for staging.
@@ -309,7 +306,7 @@ class Session:
             save = partial(self._save_together, request, state, call, busy)
             job = self._call_together("save", call, save, release)
         job.drained = True
-        return kind(job, state, location=location, step=request.step)
+        return PendingSave(job, state, location=location, step=request.step)
 
     def _check_shared(self, options: SaveOptions) -> None:
         """Check that the options of a save do not differ from those of the session that it shares.
