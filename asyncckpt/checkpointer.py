@@ -121,7 +121,6 @@ class OpenRun:
         try:
             try:
                 for save in pending:
-                    save.cancel()
                     await save._job.abort()
             finally:
                 await uninterrupted(session.aclose())

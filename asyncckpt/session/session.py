@@ -119,7 +119,7 @@ class Session:
             silence_s=shared.silence_s,
             owned=owns_coordinator,
         )
-        self.claims = Claiming(self.root, self.processes, one_shot=one_shot, takeover=takeover)
+        self.claims = Claiming(self.root, self.processes, takeover=takeover)
         self.steps = Steps(self.root, self.claims)
         self.reads = Reads(self.runtime, self.root, self.steps, self.processes)
         self.saves = InFlight()
