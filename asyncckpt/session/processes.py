@@ -81,12 +81,6 @@ class Processes:
         self._meeting = asyncio.Lock()
         self._beats: Beats | None = None
 
-    def __repr__(self) -> str:
-        if self._chosen is None:
-            return f"Processes({self._given!r})"
-        chosen = self._chosen
-        return f"Processes({chosen.name}, {chosen.process_index} of {chosen.process_count})"
-
     # -- in the caller's thread
 
     @property
