@@ -292,9 +292,9 @@ class Session:
     def _submit(self, request: SaveRequest, location: str, call: str) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
-        # The end of the job, for whatever reason, ends the wait for staging.
 
         def release(_: object) -> None:
+            # The end of the job, for whatever reason, ends the wait for staging.
             state.release_leaves(ended=True)
 
         if self.processes.alone:
