@@ -23,7 +23,7 @@ from asyncckpt.convert import convert as _convert
 from asyncckpt.convert import diff as _diff
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.session import gc as _gc
-from asyncckpt.session.pending import BlockingPendingSave
+from asyncckpt.session.pending import PendingSave
 from asyncckpt.tune import measure as _tune
 
 __all__ = [
@@ -66,24 +66,12 @@ def _method(
     return _blocking(function)
 
 
-def _returning(
-    kind: type[R], function: Callable[Concatenate[Any, P], Coroutine[Any, Any, Any]]
-) -> Callable[Concatenate[Any, P], R]:
-    """Derive a blocking method whose result is of another class, too."""
-    return _blocking(function)
-
-
-PendingSave = BlockingPendingSave
-
-
 class Checkpointer(_async.OpenRun):
     """The checkpoints of one training run; `asyncckpt.Checkpointer` for callers without a loop.
 
     Arguments, results and errors of all methods are those of `asyncckpt.Checkpointer`. Leaving a
     `with` block waits for saves in flight and raises their errors; without a block, `close` does.
     """
-
-    _pending = BlockingPendingSave
 
     def __repr__(self) -> str:
         return f"blocking.{super().__repr__()}"
@@ -101,7 +89,7 @@ class Checkpointer(_async.OpenRun):
         run_blocking(self._leave(error))
 
     save = _method(_async.Checkpointer.save)
-    start_save = _returning(BlockingPendingSave, _async.Checkpointer.start_save)
+    start_save = _method(_async.Checkpointer.start_save)
     reached = _method(_async.Checkpointer.reached)
     restore = _method(_async.Checkpointer.restore)
     restore_into = _method(_async.Checkpointer.restore_into)

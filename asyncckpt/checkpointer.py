@@ -43,8 +43,6 @@ Place = Location | tuple[Store, str]
 class OpenRun:
     """Base of the async and the blocking `Checkpointer`."""
 
-    _pending: type[PendingSave] = PendingSave
-
     @documented
     def __init__(self, root: Location | Store, **arguments: Unpack[RunArguments]) -> None:
         self._session = Session(root, **completed(RunArguments, arguments))
@@ -123,7 +121,6 @@ class OpenRun:
         try:
             try:
                 for save in pending:
-                    save.cancel()
                     await save._job.abort()
             finally:
                 await uninterrupted(session.aclose())
@@ -134,16 +131,14 @@ class OpenRun:
 
     async def _begin_save(
         self, step: SupportsIndex, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
-    ) -> Any:
+    ) -> PendingSave:
         check_loop()
         with self._session.reporting("save"):
             number = step_number(step)
             given = completed(StepSaveArguments, arguments)
-        if self._session.preemption is not None:
-            await self._session.preemption.reached(number)
-        return self._session.start_save(
-            self._pending, number, tree, stall_first=stall_first, **given
-        )
+            if self._session.preemption is not None:
+                await self._session.preemption.reached(number)
+        return self._session.start_save(number, tree, stall_first=stall_first, **given)
 
 
 class Checkpointer(OpenRun):
@@ -212,7 +207,7 @@ class Checkpointer(OpenRun):
             UnsupportedLeafError: names the path of a leaf that cannot be saved.
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """
-        pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=False)
+        pending = await self._begin_save(step, tree, arguments, stall_first=False)
         report = await pending._wait_owned()
         await self._session.settled()
         return report
@@ -230,7 +225,7 @@ class Checkpointer(OpenRun):
 
         Cancellation: aborts the save, waits for its clean-up, then raises.
         """
-        pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=True)
+        pending = await self._begin_save(step, tree, arguments, stall_first=True)
         await pending._wait_staged()
         return pending
 
@@ -303,7 +298,7 @@ class Checkpointer(OpenRun):
             MismatchError: lists every leaf that does not fit; nothing was read.
             CorruptCheckpointError: names leaf, file and offset; nothing is returned.
         """
-        return await _tree(self._session, step, like, **completed(RestoreArguments, arguments))
+        return await _tree(self._session, step, like, arguments)
 
     @documented
     async def restore_into(
@@ -326,9 +321,7 @@ class Checkpointer(OpenRun):
             RestoreError: an object refused its state dict.
             AsyncCheckpointError: `written` lists the targets whose contents are now undefined.
         """
-        return await _into(
-            self._session, step, target, **completed(RestoreIntoArguments, arguments)
-        )
+        return await _into(self._session, step, target, arguments)
 
     async def prepare(self, tree: Any) -> int:
         """Allocate and touch staging memory for this tree, as far as the budget allows.
@@ -438,9 +431,7 @@ async def save(
     """
     given = completed(LocationSaveArguments, arguments)
     async with _opened(location, given, save_options=given["options"]) as session:
-        pending: PendingSave = session.start_save(
-            PendingSave, None, tree, metrics=None, stall_first=False, **given
-        )
+        pending = session.start_save(None, tree, metrics=None, stall_first=False, **given)
         return await pending._wait_owned()
 
 
@@ -466,7 +457,7 @@ async def restore(
     """
     given = completed(LocationRestoreArguments, arguments)
     async with _opened(location, given, restore_options=given["options"]) as session:
-        return await _tree(session, None, like, **given)
+        return await _tree(session, None, like, given)
 
 
 @documented
@@ -479,7 +470,7 @@ async def restore_into(
     """
     given = completed(LocationRestoreIntoArguments, arguments)
     async with _opened(location, given, restore_options=given["options"]) as session:
-        return await _into(session, None, target, **given)
+        return await _into(session, None, target, given)
 
 
 async def inspect(
@@ -517,18 +508,21 @@ def _opened(location: Place, arguments: dict[str, Any], **options: Any) -> Sessi
     )
 
 
-async def _tree(session: Session, step: SupportsIndex | None, like: Any, **arguments: Any) -> Any:
+async def _tree(
+    session: Session, step: SupportsIndex | None, like: Any, arguments: Mapping[str, Any]
+) -> Any:
     with session.reporting("call", "restore"):
+        given = completed(RestoreArguments, arguments)
         number = None if step is None else step_number(step)
-        on_report = arguments.pop("on_report")
+        on_report = given.pop("on_report")
         check_function("on_report", on_report, "one RestoreReport")
         mode: Literal["saved", "like"] = "saved" if like is None else "like"
-        if like is not None and arguments["leaves"] != "numpy":
+        if like is not None and given["leaves"] != "numpy":
             raise UsageError(
-                f"leaves={arguments['leaves']!r} with like=: the result has the leaves of `like`; "
+                f"leaves={given['leaves']!r} with like=: the result has the leaves of `like`; "
                 "leave out one of the two"
             )
-        request, flat, adapters = session.restore_request(mode, like, **arguments)
+        request, flat, adapters = session.restore_request(mode, like, **given)
     outcome = await session.restore(number, request).wait()
     tree = finish_tree(outcome, flat, adapters)
     if on_report is not None:
@@ -537,13 +531,12 @@ async def _tree(session: Session, step: SupportsIndex | None, like: Any, **argum
 
 
 async def _into(
-    session: Session, step: SupportsIndex | None, target: Any, **arguments: Any
+    session: Session, step: SupportsIndex | None, target: Any, arguments: Mapping[str, Any]
 ) -> RestoreReport:
     with session.reporting("call", "restore"):
+        given = completed(RestoreIntoArguments, arguments)
         number = None if step is None else step_number(step)
-        request, flat, adapters = session.restore_request(
-            "into", target, leaves="numpy", **arguments
-        )
+        request, flat, adapters = session.restore_request("into", target, leaves="numpy", **given)
     outcome = await session.restore(number, request).wait()
     assert flat is not None
     return finish_into(outcome, flat, adapters)

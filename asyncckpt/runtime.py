@@ -40,9 +40,6 @@ class Runtime:
         self._window_pool: SlotPool | None = None
         self._stores: list[Store] = []
 
-    def __repr__(self) -> str:
-        return f"Runtime({self.engine!r}, {self.pool!r})"
-
     def share_host(self, processes: int) -> None:
         """Divide the default budget and the threads among the processes of this host.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -183,16 +184,8 @@ def saturation(dtype: str) -> float | None:
     return float(ml_dtypes.finfo(kind).max)  # type: ignore[no-untyped-call]
 
 
+@functools.lru_cache(maxsize=64)
 def numeric_class(dtype: str) -> str:
     """Return `bool`, `int`, `float` or `complex` for a dtype or Python type, else its name."""
-    for prefix, kind in (
-        ("bool", "bool"),
-        ("uint", "int"),
-        ("int", "int"),
-        ("bfloat", "float"),
-        ("float", "float"),
-        ("complex", "complex"),
-    ):
-        if dtype.startswith(prefix):
-            return kind
-    return dtype
+    found = re.match(r"(bool)|u?(int)|b?(float)|(complex)", dtype)
+    return dtype if found is None else found[found.lastindex or 0]

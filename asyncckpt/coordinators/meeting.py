@@ -131,10 +131,19 @@ class Meeting:
         )
 
     def twice(self, process: int, one: Hello, other: Hello) -> UsageError:
-        """Return the error for two operating-system processes with the same index."""
+        """Return the error for two handshakes with the same index, of one or two programs."""
+        if (one.pid, one.host) == (other.pid, other.host):
+            what = (
+                f"({one}) has opened it twice at once. Finish the first call of one Checkpointer "
+                "or function before that of the next one, in the same order on all processes"
+            )
+        else:
+            what = (
+                f"runs twice: {one}, and {other}. Give every process its own index, and end the "
+                "processes of earlier runs"
+            )
         return UsageError(
-            f"{self.root}: process {process} of {self.count} runs twice: {one}, and {other}. Give "
-            "every process its own index, and end the processes of earlier runs",
+            f"{self.root}: process {process} of {self.count} {what}",
             location=self.root,
             expected=str(one),
             found=str(other),

@@ -118,9 +118,6 @@ class Round:
         self.result: bytes | None = None
         self.leads = self.group.process_index == 0
 
-    def __repr__(self) -> str:
-        return f"Round({self._prefix!r}, process {self.group.process_index})"
-
     # -- every process
 
     async def post(self, what: str, message: bytes) -> None:

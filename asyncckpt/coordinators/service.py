@@ -20,15 +20,18 @@ calls in a daemon thread with its own connection, which can be abandoned and rep
 # Rule 5: at the end of the process, all threads end first, if they do so in time. The interpreter
 #   would unwind a thread that returns from a call, and torch's C++ code would abort the process.
 #   (test_a_process_ends_well_whose_thread_makes_calls_to_the_end)
+# Rule 6: the thread does not refer to its coordinator, and ends with it. The garbage collector may
+#   drop a coordinator inside any call of any thread, so ending a caller takes no lock.
+#   (test_a_caller_may_be_ended_at_any_instruction_of_its_calls)
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
@@ -53,7 +56,7 @@ STOPPED_S = 0.2
 CLOSE_S = 1.0
 """How long `close` waits for its thread, and the end of the process for all threads."""
 
-CALL, WAIT, END = range(3)  # priorities, highest first
+CALL, WAIT = range(2)  # priorities, highest first
 
 
 class Service(Protocol):
@@ -206,6 +209,7 @@ class ServiceCoordinator(Generic[S]):
             number = f"-{self._started}" if self._started > 1 else ""
             name = f"asyncckpt-{self.name}-coordinator{number}"
             self._caller = _Caller(name, self._connect)
+            weakref.finalize(self, self._caller.end).atexit = False  # dropped without `close`
         return self._caller
 
     def _abandon(self, caller: _Caller[S], what: str) -> StoreError:
@@ -229,14 +233,16 @@ class ServiceCoordinator(Generic[S]):
         )
 
 
+_Call = tuple[Future[Any], Callable[[Any], Any]]
+
+
 class _Caller(Generic[S]):
     """A thread with a connection that makes one call after the other."""
 
     def __init__(self, name: str, connect: Callable[[], S]) -> None:
         self._connect = connect
-        self._queue: queue.PriorityQueue[tuple[int, int, Future[Any], Callable[[S], Any]]]
-        self._queue = queue.PriorityQueue()
-        self._numbers = itertools.count()
+        self._queues: tuple[deque[_Call], deque[_Call]] = deque(), deque()  # by turn
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each call, and the end
         self._busy_since: float | None = None
         self._ended = False
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -251,7 +257,8 @@ class _Caller(Generic[S]):
         future: Future[T] = Future()
         if lasting:
             future.set_running_or_notify_cancel()
-        self._queue.put((turn, next(self._numbers), future, function))
+        self._queues[turn].append((future, function))
+        self._wake.put(None)
         return future
 
     def time_left_s(self) -> float:
@@ -261,21 +268,23 @@ class _Caller(Generic[S]):
         return limit_s if since is None else since + limit_s - time.monotonic()
 
     def end(self) -> None:
-        """Let the thread end after its current call; queued calls are refused."""
+        """Let the thread end after its current call; queued calls are refused. Idempotent."""
         self._ended = True
-        self.submit(lambda service: None, END)  # behind all other calls
+        self._wake.put(None)
 
     def _serve(self) -> None:
         service: S | None = None
         while True:
-            turn, _, future, function = self._queue.get()
+            self._wake.get()
+            calls = self._queues[CALL] or self._queues[WAIT]
+            if not calls:  # ended, and all calls were refused
+                return
+            future, function = calls.popleft()
             # A `lasting` call is marked as running; another may have been cancelled.
             if not (future.running() or future.set_running_or_notify_cancel()):
                 continue
             if self._ended:
                 future.set_exception(ClosedError("the coordinator was closed"))
-                if turn == END:
-                    return
                 continue
             self._busy_since = time.monotonic()
             try:

@@ -76,10 +76,12 @@ class Job(Generic[T]):
 
     Args:
         engine: runs the job.
-        at_end: called on the engine once the future is resolved.
+        at_end: called on the engine with the future once it is resolved.
     """
 
-    def __init__(self, engine: Engine, at_end: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, at_end: Callable[[Future[Any]], object] | None = None
+    ) -> None:
         self.future: Outcome[T] = Outcome()
         self.caller: CallerThread | None = None
         self.drained = False
@@ -275,14 +277,15 @@ class Engine:
     def submit(
         self,
         function: Callable[[], Coroutine[Any, Any, T]],
-        at_end: Callable[[], object] | None = None,
+        at_end: Callable[[Future[Any]], object] | None = None,
         *,
         aborts: bool = False,
     ) -> Job[T]:
         """Run the coroutine that `function` returns on the engine's loop. From any thread.
 
-        `at_end` is called on the engine after the job, whatever its outcome. With `aborts`, the job
-        ends before an exception leaves the blocking call that begins it.
+        `at_end` is called on the engine with the job's future once it is resolved, maybe before
+        this returns. With `aborts`, the job ends before an exception leaves the blocking call that
+        begins it.
 
         Raises:
             ClosedError: the engine was closed, or this is a forked child.
@@ -308,7 +311,7 @@ class Engine:
         if job.caller is not None:
             job.caller.poke()
         if job._at_end is not None:
-            job._at_end()
+            job._at_end(future)
 
     def post(self, call: Callable[[], None]) -> None:
         """Call a function on the engine's loop soon; do nothing once the loop has ended."""

@@ -39,16 +39,14 @@ class Claiming:
     """The right of a session to write below its root.
 
     Args:
-        root: the root to claim.
+        root: the root to claim; a single checkpoint needs no claim.
         processes: jobs of several processes always make a claim.
-        one_shot: a single checkpoint needs no claim.
         takeover: a single process also makes a claim.
     """
 
-    def __init__(self, root: Root, processes: Processes, *, one_shot: bool, takeover: bool) -> None:
+    def __init__(self, root: Root, processes: Processes, *, takeover: bool) -> None:
         self._root = root
         self._processes = processes
-        self._one_shot = one_shot
         self._takeover = takeover
         self._lock = asyncio.Lock()
         self._epoch: int | None = None
@@ -71,7 +69,7 @@ class Claiming:
                 other writers out.
             StoreError: the claim could not be made.
         """
-        if self._one_shot:
+        if self._root.name:
             return 0
         if self._lost is not None:
             # A copy each time: an error raised again would become its own context.

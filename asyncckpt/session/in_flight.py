@@ -94,10 +94,10 @@ def skipped_report(location: str, step: int | None) -> SaveReport:
     return SaveReport(location, step, skipped=True, notes=("another save was in flight",))
 
 
-def skipped(kind: type[PendingSave], engine: Engine, report: SaveReport) -> PendingSave:
+def skipped(engine: Engine, report: SaveReport) -> PendingSave:
     """Return a save that was skipped because another one was in flight."""
     job: Job[SaveReport] = Job(engine)
     job.future.set_result(report)
     state = SaveState()
     state.release_leaves()
-    return kind(job, state, location=report.location, step=report.step)
+    return PendingSave(job, state, location=report.location, step=report.step)

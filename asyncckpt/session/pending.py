@@ -46,6 +46,7 @@ class PendingSave:
         self._listeners: set[object] = set()
         self.location = location
         self.step = step
+        self._blocks = blocks_here()
         self._seen = False
         _alive.add(self)
 
@@ -115,15 +116,27 @@ class PendingSave:
         return asyncio.ensure_future(self._wait())  # noqa: TID251 - owned by the caller
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
-        """Refuse to block: `await` this save, or use `asyncckpt.blocking`.
+        """Wait until the checkpoint is durable, and return the report. Blocking.
+
+        Only for saves that `asyncckpt.blocking` has begun. Ctrl-C only stops the waiting; `cancel`
+        aborts the save.
 
         Raises:
-            UsageError: always; the save continues.
+            TimeoutError: the save is not done after `timeout_s` seconds; it continues.
+            UsageError: the save was begun in an event loop, or this is the engine's own thread,
+                which makes callbacks; the save continues.
+            SaveError, StoreError, …: the save failed.
         """
-        raise UsageError(
-            f"{self!r}: result() would block the event loop; write `report = await pending`, or "
-            "use asyncckpt.blocking, whose PendingSave has result()"
-        )
+        if not self._blocks:
+            raise UsageError(
+                f"{self!r}: result() would block the event loop; write `report = await pending`, "
+                "or use asyncckpt.blocking, whose PendingSave has result()"
+            )
+        with self._listening():
+            if not wait_quietly(self._job.future, timeout_s):
+                raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it continues")
+            self._seen = True
+        return self._job.future.result()
 
     async def _wait(self) -> SaveReport:
         with self._listening():
@@ -206,23 +219,3 @@ def _warn_at_exit() -> None:
 
 
 call_at_exit(_warn_at_exit)
-
-
-class BlockingPendingSave(PendingSave):
-    """A `PendingSave` for callers without an event loop."""
-
-    def result(self, timeout_s: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable, and return the report. Blocking.
-
-        Ctrl-C only stops the waiting; `cancel` aborts the save.
-
-        Raises:
-            TimeoutError: the save is not done after `timeout_s` seconds; it continues.
-            UsageError: called from a callback, on the engine's own thread; the save continues.
-            SaveError, StoreError, …: the save failed.
-        """
-        with self._listening():
-            if not wait_quietly(self._job.future, timeout_s):
-                raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it continues")
-            self._seen = True
-        return self._job.future.result()

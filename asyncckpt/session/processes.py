@@ -8,16 +8,17 @@
 # Rule 2: a call that fails before its round exists ends that round on all processes, which would
 #   otherwise wait.
 # Rule 3: a call that ends before the processes have met does not count: processes that come later
-#   do not know of it. (test_a_call_that_ends_before_the_processes_have_met_does_not_count)
+#   do not know of it. Earlier calls that still wait for them keep their numbers.
+#   (test_a_call_that_ends_before_the_processes_have_met_does_not_count,
+#   test_calls_that_wait_for_the_processes_keep_their_numbers_when_another_one_ends)
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 from asyncckpt.coordinators.beats import BEAT_S, Beats
@@ -74,19 +75,11 @@ class Processes:
         self._silence_s = silence_s
         self._lock = threading.RLock()  # reentrant: for calls of signal handlers
         self._chosen: Coordinator | SingleProcess | None = None
-        self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self.lost: set[int] = set()
-        self._missed: Counter[str] = Counter()  # less the skipped calls
-        self._orders: defaultdict[str, CallOrder] = defaultdict(CallOrder)
+        self._orders = {kind: CallOrder() for kind in ("save", "preemption", "call")}
         self._numbering = asyncio.Lock()
         self._meeting = asyncio.Lock()
         self._beats: Beats | None = None
-
-    def __repr__(self) -> str:
-        if self._chosen is None:
-            return f"Processes({self._given!r})"
-        chosen = self._chosen
-        return f"Processes({chosen.name}, {chosen.process_index} of {chosen.process_count})"
 
     # -- in the caller's thread
 
@@ -151,8 +144,7 @@ class Processes:
 
     def count(self, kind: str) -> int:
         """Return the number of this call among the calls of its kind."""
-        with self._lock:
-            return next(self._counts[kind])
+        return self._orders[kind].count()
 
     # -- on the engine
 
@@ -177,17 +169,18 @@ class Processes:
                 process made another call.
         """
         failure = f"not all processes came to {name}"
+        order = self._orders[kind]
 
         def numbered() -> Round:
             assert self._beats is not None
             return Round(
                 self._beats,
                 kind,
-                number + self._missed[kind],
+                order.numbered(number),
                 name=name,
                 arrival_s=self._arrival_s,
                 silence_s=self._silence_s,
-                order=self._orders[kind],
+                order=order,
             )
 
         skipped = False
@@ -195,17 +188,16 @@ class Processes:
             async with within(deadline_s, self._root, failure, "deadline_s"):
                 group = await self.group()
                 async with self._numbering:  # one by one: the next call counts what this one finds
-                    if skipped := self._orders[kind].skips(name):
-                        self._missed[kind] -= 1
+                    if skipped := order.skips(name):
                         raise behind_error(group, name)
                     while await (round_ := numbered()).missed():
-                        self._missed[kind] += 1
+                        order.missed()
                         if kind == "save":
                             self.lost.add(round_.number)
                     return round_
         except BaseException as error:
             if self._beats is None:
-                self._missed[kind] -= 1  # Rule 3
+                order.uncount(number)  # Rule 3
             elif not skipped:  # the others would wait
                 round_ = numbered()
                 if kind == "save":

@@ -71,9 +71,6 @@ class Root:
             self.store = open_store()
             self.url = self.store.url
 
-    def __repr__(self) -> str:
-        return f"Root({self.url!r}, name={self.name!r})"
-
     def location(self, name: object) -> str:
         """Return the path or URL of a checkpoint."""
         return below(self.url, f"{name}")

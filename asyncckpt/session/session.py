@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
@@ -118,7 +119,7 @@ class Session:
             silence_s=shared.silence_s,
             owned=owns_coordinator,
         )
-        self.claims = Claiming(self.root, self.processes, one_shot=one_shot, takeover=takeover)
+        self.claims = Claiming(self.root, self.processes, takeover=takeover)
         self.steps = Steps(self.root, self.claims)
         self.reads = Reads(self.runtime, self.root, self.steps, self.processes)
         self.saves = InFlight()
@@ -151,7 +152,7 @@ class Session:
     def call(
         self,
         function: Callable[[], Coroutine[Any, Any, T]],
-        at_end: Callable[[], object] | None = None,
+        at_end: Callable[[Future[Any]], object] | None = None,
     ) -> Job[T]:
         """Run the coroutine on the engine, with the store open; `at_end`: as `Engine.submit`.
 
@@ -188,7 +189,7 @@ class Session:
         kind: str,
         name: str,
         function: Callable[[int], Coroutine[Any, Any, T]],
-        at_end: Callable[[], object] | None = None,
+        at_end: Callable[[Future[Any]], object] | None = None,
     ) -> Job[T]:
         """Run this process's part of a call by all processes; `function` gets its number.
 
@@ -202,28 +203,26 @@ class Session:
             begun = True
             return await function(number)
 
-        def end() -> None:
+        def end(future: Future[Any]) -> None:
             if at_end is not None:
-                at_end()
+                at_end(future)
             # A call that never begins was cancelled, or the store cannot be opened.
-            error = None if begun else job.future.exception()
+            error = None if begun else future.exception()
             if error is not None:
                 self._refuse(kind, number, name, error)
 
-        job = self.call(begin, end)
-        return job
+        return self.call(begin, end)
 
     def start_save(
         self,
-        kind: type[PendingSave],
         step: int | None,
         tree: Any,
         *,
         stall_first: bool,
         consent: Consent | None = None,
         **arguments: Unpack[StepSaveArguments],
-    ) -> Any:
-        """Begin a save of the tree as it is now; return it as a `kind`.
+    ) -> PendingSave:
+        """Begin a save of the tree as it is now.
 
         Raises:
             UsageError: arguments or leaves are wrong; no save has begun.
@@ -242,7 +241,7 @@ class Session:
             engine.check()
             self.saves.raise_unseen(options)
             if alone and stall_first and not self.saves.admits(options, location):
-                return skipped(kind, engine, self._noted(skipped_report(location, step)))
+                return skipped(engine, self._noted(skipped_report(location, step)))
             process = processes.coordinator.process_index
             snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
             if alone:
@@ -260,7 +259,7 @@ class Session:
                 consent=consent,
                 begun=begun,
             )
-        pending = self._submit(kind, request, location, call)
+        pending = self._submit(request, location, call)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
@@ -290,13 +289,14 @@ class Session:
         with contextlib.suppress(AsyncCheckpointError):
             self._refusals.append(self.runtime.engine.submit(refuse).future)
 
-    def _submit(
-        self, kind: type[PendingSave], request: SaveRequest, location: str, call: str
-    ) -> PendingSave:
+    def _submit(self, request: SaveRequest, location: str, call: str) -> PendingSave:
         """Hand the save to the engine."""
         state = SaveState()
-        # The end of the job, for whatever reason, ends the wait for staging.
-        release = partial(state.release_leaves, ended=True)
+
+        def release(_: object) -> None:
+            # The end of the job, for whatever reason, ends the wait for staging.
+            state.release_leaves(ended=True)
+
         if self.processes.alone:
             job = self.call(partial(self._save, request, state), release)
         else:
@@ -306,7 +306,7 @@ class Session:
             save = partial(self._save_together, request, state, call, busy)
             job = self._call_together("save", call, save, release)
         job.drained = True
-        return kind(job, state, location=location, step=request.step)
+        return PendingSave(job, state, location=location, step=request.step)
 
     def _check_shared(self, options: SaveOptions) -> None:
         """Check that the options of a save do not differ from those of the session that it shares.

@@ -46,10 +46,6 @@ class SigtermHandler:
         _listening.add(self)
         signal.signal(signal.SIGTERM, self)
 
-    def __repr__(self) -> str:
-        state = "closed" if self not in _listening else "noticed" if self.noticed else "listening"
-        return f"SigtermHandler({state})"
-
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the signal and call the previous handler, but suppress the default action."""
         listens = any(handler._pid == os.getpid() for handler in tuple(_listening))

@@ -43,9 +43,6 @@ class PeekedFiles:
         self._files = files
         self._record: bytes | None = record
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._files!r})"
-
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Read a small file, the record at first from memory."""
         record = self._record

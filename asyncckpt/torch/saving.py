@@ -34,7 +34,7 @@ from asyncckpt.options import SaveOptions
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.plan_cache import LayoutCache
 from asyncckpt.save.snapshot import Consent
-from asyncckpt.session.pending import BlockingPendingSave
+from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.session import Session
 
 FINISH_S = 10.0
@@ -76,7 +76,7 @@ class Saving:
         )
         self._written: Outcome[None] = Outcome()
         self._consent: Outcome[Mapping[str, Any]] = Outcome()
-        self._pending: BlockingPendingSave | None = None
+        self._pending: PendingSave | None = None
 
     def write(self, tree: dict[str, Any], *, overwrite: bool) -> None:
         """Write this rank's part; on return it is written, but not visible.
@@ -88,8 +88,7 @@ class Saving:
         """
         session = self._session
         try:
-            pending: BlockingPendingSave = session.start_save(
-                BlockingPendingSave,
+            pending = session.start_save(
                 None,
                 tree,
                 metadata=None,
@@ -105,7 +104,7 @@ class Saving:
             session.runtime.engine.post(partial(pending._job.future.add_done_callback, self._end))
             wait_quietly(self._written)
             if pending.done():
-                pending.result()
+                run_blocking(pending._wait())
         except BaseException:
             self.abandon()
             raise
@@ -120,7 +119,7 @@ class Saving:
         if not self._consent.done():
             self._consent.set_result(metadata)
         try:
-            return self._pending.result()
+            return run_blocking(self._pending._wait())
         except KeyboardInterrupt:
             self.abandon()
             raise

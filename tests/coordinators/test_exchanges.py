@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from asyncckpt.coordinators.collectives.jax import Gathers, JaxExchange
+from asyncckpt.coordinators.jax import Gathers, JaxExchange
 from asyncckpt.errors import ResourceError, StoreError
 
 PIECE = np.arange(1000, dtype=np.uint8)

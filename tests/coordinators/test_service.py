@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import queue
+import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -105,6 +110,60 @@ async def test_one_thread_serves_until_close(server: Server) -> None:
     assert not server.connected
     with pytest.raises(ClosedError, match=r"look\(a\) after close"):
         await coordinator.look("a")
+
+
+async def test_a_coordinator_dropped_without_close_ends_its_thread_and_connection(
+    server: Server,
+) -> None:
+    coordinator = ServiceCoordinator("test", 1, 2, server.connect)
+    await coordinator.put("a", b"x")
+    assert len(names()) == len(server.connected) == 1
+    (thread,) = (thread for thread in threading.enumerate() if thread.name in names())
+    del coordinator
+    gc.collect()
+    await asyncio.to_thread(thread.join, 20)
+    assert not thread.is_alive() and not server.connected
+
+
+def test_a_caller_may_be_ended_at_any_instruction_of_its_calls(server: Server) -> None:
+    """The garbage collector may drop a coordinator in the middle of a call of the same thread."""
+
+    def ended_at(number: int) -> bool:
+        caller, left = service._Caller("asyncckpt-test-ended", server.connect), number
+
+        def trace(frame: FrameType, what: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename not in (service.__file__, queue.__file__):
+                return None
+            frame.f_trace_opcodes = True
+            if what == "opcode":
+                left -= 1
+                if left == 0:
+                    caller.end()
+            return trace
+
+        def call() -> None:
+            sys.settrace(trace)
+            caller.submit(lambda connection: connection.look("a"), service.CALL)
+            sys.settrace(None)
+
+        in_time(call)
+        happened = left <= 0
+        caller.end()
+        in_time(caller.thread.join)
+        return happened
+
+    number = 1
+    while ended_at(number) or number == 1:  # Python 3.12 traces instructions from the second time
+        number += 1
+    assert number > 10
+
+
+def in_time(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it hangs"
 
 
 async def test_cancelling_returns_while_the_server_is_stopped(server: Server) -> None:

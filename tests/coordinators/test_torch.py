@@ -146,7 +146,7 @@ def test_a_process_ends_well_whose_thread_makes_calls_to_the_end() -> None:
         begun = threading.Event()
         def calls():
             while True:  # as if answers came late: the thread is always in a call
-                if caller._queue.qsize() < 100:
+                if len(caller._queues[0]) < 100:
                     caller.submit(lambda service: service.look("key"), 0)
                 else:
                     begun.set()

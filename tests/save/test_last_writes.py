@@ -114,8 +114,7 @@ async def test_consent_is_asked_for_when_everything_is_written(
 
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         session = small_slots(ckpt, monkeypatch)
-        pending: PendingSave = session.start_save(
-            PendingSave,
+        pending = session.start_save(
             1,
             STATE,
             metadata=None,

@@ -17,7 +17,7 @@ from asyncckpt.reports import SaveReport
 from asyncckpt.save.save import SaveState
 from asyncckpt.session import in_flight
 from asyncckpt.session.in_flight import InFlight
-from asyncckpt.session.pending import BlockingPendingSave, PendingSave
+from asyncckpt.session.pending import PendingSave
 from tests.script import in_thread
 
 ENGINE = Engine("not started")
@@ -26,6 +26,10 @@ ENGINE = Engine("not started")
 def running(step: int) -> PendingSave:
     job: Job[SaveReport] = Job(ENGINE)
     return PendingSave(job, SaveState(), location="here", step=step)
+
+
+async def begun() -> PendingSave:
+    return running(1)
 
 
 def fail(pending: PendingSave) -> None:
@@ -146,14 +150,14 @@ async def test_a_failure_is_left_to_others_by_those_who_give_up_waiting() -> Non
 
 @pytest.mark.parametrize(
     "wait",
-    [BlockingPendingSave.result, lambda pending: run_blocking(pending._wait_staged())],
+    [PendingSave.result, lambda pending: run_blocking(pending._wait_staged())],
     ids=["result", "staged"],
 )
 async def test_a_failure_that_a_thread_waits_for_is_raised_by_nobody_else(
-    wait: Callable[[BlockingPendingSave], object],
+    wait: Callable[[PendingSave], object],
 ) -> None:
     saves = InFlight()
-    pending = BlockingPendingSave(Job(ENGINE), SaveState(), location="here", step=1)
+    pending = run_blocking(begun())
     saves.add(pending)
     waiting = in_thread(lambda: wait(pending))
     while not pending._listeners:
@@ -169,7 +173,7 @@ async def test_a_failure_that_a_thread_waits_for_is_raised_by_nobody_else(
 
 def test_a_failure_is_left_to_others_by_a_thread_whose_time_is_up() -> None:
     saves = InFlight()
-    pending = BlockingPendingSave(Job(ENGINE), SaveState(), location="here", step=1)
+    pending = run_blocking(begun())
     saves.add(pending)
     with pytest.raises(TimeoutError):
         pending.result(0.0)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from asyncckpt import Checkpointer, SaveOptions, blocking
-from asyncckpt.errors import ClosedError, UsageError
+from asyncckpt.errors import ClosedError, SaveAbortedError, UsageError
 from asyncckpt.session.preemption import WATCH_S, Agreement, SyncPoint
 from tests import children
 from tests.script import in_thread
@@ -455,6 +455,30 @@ def test_a_process_that_ends_while_the_others_agree_still_answers(job: Job) -> N
         return None if process == 3 else await ckpt.reached(6)
 
     assert play(job, part) == [True, True, True, None]
+
+
+def test_a_save_that_is_cancelled_while_the_processes_agree_fails_on_all(job: Job) -> None:
+    cancelled = threading.Event()
+
+    async def part(ckpt: Checkpointer, process: int, sigterm: Callable[[], None]) -> Any:
+        assert not await ckpt.reached(4)
+        if process == 3:
+            sigterm()
+            while not agreement(ckpt)._held:
+                await asyncio.sleep(0.001)
+            saving = asyncio.create_task(ckpt.save(5, {"step": 5}))
+            await asyncio.sleep(0)  # it waits for the others, whose engines have not agreed
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            cancelled.set()
+        else:
+            assert await asyncio.to_thread(cancelled.wait, 20)
+            with pytest.raises(SaveAbortedError, match="the call was cancelled there"):
+                await ckpt.save(5, {"step": 5})
+        return (await ckpt.save(6, {"step": 6})).step
+
+    assert play(job, part) == [6] * job.count
 
 
 def test_a_process_that_has_closed_before_is_named(job: Job) -> None:

@@ -140,6 +140,36 @@ def test_a_call_that_ends_before_the_processes_have_met_does_not_count(
     assert time.monotonic() - begun < OPTIONS.arrival_s
 
 
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("late", [1, 2])
+def test_calls_that_wait_for_the_processes_keep_their_numbers_when_another_one_ends(
+    job: Job, early: int, late: int
+) -> None:
+    ended = threading.Event()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        assert await ckpt.steps() == [], "the engine runs"
+        if this != early:
+            assert await asyncio.to_thread(ended.wait, 20)
+            await ckpt.save(3 - late, state())
+        else:
+            options = [SaveOptions(deadline_s=0.5) if step == late else None for step in (1, 2)]
+            saves = [
+                asyncio.create_task(ckpt.save(step, state(), options=of))
+                for step, of in enumerate(options, 1)
+            ]
+            with pytest.raises(DeadlineExceededError):
+                await saves[late - 1]
+            ended.set()
+            await saves[2 - late]
+        await ckpt.save(3, state())
+        return await ckpt.steps()
+
+    begun = time.monotonic()
+    assert job.play(part, save_options=OPTIONS) == [[3 - late, 3]] * job.count
+    assert time.monotonic() - begun < OPTIONS.arrival_s
+
+
 def test_a_call_that_is_left_out_says_why(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
         await ckpt.save(0, state())

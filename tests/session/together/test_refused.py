@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     DeadlineExceededError,
     SaveAbortedError,
+    StoreError,
     UsageError,
 )
 from tests.session.together.job import Job, equal, state
@@ -44,6 +46,8 @@ RESTORES: dict[str, Call] = {
     "an unsupported leaf": restores(like={"w": object()}),
     "another step": restores(step=-1),
     "a callback": restores(on_report=7),
+    "a switch": restores(cast="x"),
+    "a switch in place": lambda ckpt: ckpt.restore_into(state(), strict="x"),  # type: ignore[arg-type]
     "leaves with like": restores(like=state(), leaves="torch"),
     "no collectives": restores(like=state(), options=RestoreOptions(broadcast=True)),
 }
@@ -178,6 +182,41 @@ def test_a_call_that_is_cancelled_before_it_begins_fails_on_all(
         return await ckpt.latest_step()
 
     assert job.play(part) == [3] * job.count
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_call_whose_store_cannot_be_opened_fails_on_all_however_soon_that_is_known(
+    job: Job, process: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may have ended before the call that submits it has returned."""
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        engine = ckpt._session.runtime.engine
+        submit = engine.submit
+
+        async def unopened(_: Any) -> Any:
+            raise StoreError("no such store")
+
+        def submitted(*args: Any, **keywords: Any) -> Any:
+            made = submit(*args, **keywords)
+            while made.future in engine._jobs and not engine.runs_here:  # until its end is known
+                time.sleep(0.001)
+            return made
+
+        if this == process:
+            with monkeypatch.context() as patched:
+                patched.setattr(ckpt._session.root, "opened", unopened)
+                patched.setattr(engine, "submit", submitted)
+                calling = ckpt._session.call_once("latest_step()", ckpt._session.steps.latest)
+            call = calling.wait()
+        else:
+            call = ckpt.latest_step()
+        with pytest.raises(StoreError, match="no such store"):
+            await call
+        return await ckpt.latest_step()
+
+    assert job.play(part) == [1] * job.count
 
 
 @pytest.mark.parametrize("process", [0, 1])
