@@ -321,6 +321,23 @@ def test_the_options_that_a_layout_does_not_depend_on_are_known() -> None:
 
 
 @on_eight_devices
+def test_local_shards_are_divided_among_all_processes_and_compared() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    values = np.zeros((64, 1024), np.float32)
+    for leaf in (ShardedArray.tiles(values, (8, 1)), jax.device_put(values, sharding)):
+        terms = Terms(SaveOptions(), GIB, SIZES, process_count=2)
+        plans = [
+            make_layout(taken({"w": leaf}), terms._replace(process=process)).plan
+            for process in range(2)
+        ]
+        assert plans[0].row_shared.tolist() == [True] * 8
+        assert set(plans[0].row_writer.tolist()) == {0, 1}
+        for column in ("row_chunk", "row_writer", "row_shared"):
+            np.testing.assert_array_equal(getattr(plans[0], column), getattr(plans[1], column))
+
+
+@on_eight_devices
 async def test_the_device_of_a_typed_key_is_part_of_the_key(tmp_path: Path) -> None:
     # Orbax's files name it.
     tmp_path = Path(tmp_path)

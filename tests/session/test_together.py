@@ -180,6 +180,14 @@ def test_replicas_that_differ(job: Job, name: str) -> None:
     fails(job, on(1, other), MismatchError, f"params/{name}", "process 0", "process 1")
 
 
+def test_replicas_in_several_local_shards_that_differ(job: Job) -> None:
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        values = np.full((64, 1024), process, np.float32)
+        return await ckpt.save(1, {"w": ShardedArray.tiles(values, (2, 1))})
+
+    fails(job, part, MismatchError, "w: ", "process 0", "process 1")
+
+
 def replicated_shards(process: int, values: list[int]) -> dict[str, Any]:
     """A leaf of 8 numbers in two shards: processes 0 and 2 hold one, 1 and 3 the other."""
     offset = 4 * (process % 2)
