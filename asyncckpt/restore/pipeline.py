@@ -21,7 +21,7 @@ from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, refuse_implie
 from asyncckpt.errors import MismatchError
 from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.flow.recorder import Recorder
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import raise_leading
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, allocate, find_shared, find_twins, tied_key
@@ -112,7 +112,7 @@ class RestorePipeline:
             else:
                 await self.runtime.engine.compute.run(self._check)
         except BaseExceptionGroup as failures:
-            raise leading_error(failures) from None
+            raise_leading(failures)
 
     async def finish(self) -> None:
         """Write the targets of an atomic restore, and make the leaves that are left."""

@@ -35,15 +35,16 @@ from typing import TypeVar
 from asyncckpt.coordinators.messages import encode_error
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import (
+    AsyncCheckpointError,
     CheckpointNotFoundError,
-    DeadlineExceededError,
     SaveAbortedError,
     SaveOutcomeUnknownError,
     StoreError,
     UsageError,
 )
-from asyncckpt.flow.shield import leading_error, to_completion
+from asyncckpt.flow.shield import to_completion
 from asyncckpt.format.record import save_id_of
+from asyncckpt.log import logger
 from asyncckpt.ports import AttemptFiles, JoinedAttempt, NotingStore
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
@@ -286,7 +287,11 @@ class SharedSave(Save):
             if self.request.consent is not None:
                 self.request.consent.asked()
             await self._outcome()
-        await share.leave()
+        # The checkpoint is committed, whatever happens to the share.
+        try:
+            await to_completion(share.leave())
+        except (AsyncCheckpointError, asyncio.CancelledError) as error:
+            logger.warning("%s: leaving the committed save failed: %s", self._location, error)
         totals = json.loads(self.round_.result or b"{}")
         return replace(
             made,
@@ -338,18 +343,3 @@ class SharedSave(Save):
         if aborted or self.round_.failed:
             self._kept = False
         return aborted is not False
-
-    def _reason(self, error: BaseException) -> BaseException:
-        if isinstance(error, BaseExceptionGroup):
-            error = leading_error(error)
-        if not isinstance(error, asyncio.CancelledError):
-            return error
-        if self._timeout is not None and self._timeout.expired():
-            return DeadlineExceededError(
-                f"{self._location}: the save did not finish within "
-                f"{self.request.options.deadline_s} s",
-                location=self._location,
-            )
-        return SaveAbortedError(
-            f"{self._location}: the save was cancelled", location=self._location
-        )

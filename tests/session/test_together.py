@@ -465,6 +465,31 @@ def test_a_deadline_that_passes(job: Job) -> None:
     fails(job, part, DeadlineExceededError)
 
 
+def test_a_save_stays_committed_if_a_process_cannot_end_its_share(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        Script(ckpt).fail("leave", StoreError("disk on fire"))
+        return [(await ckpt.save(step, state())).plan_cached for step in (1, 2)]
+
+    assert job.play(part) == [[False, True]] * job.count
+    assert "disk on fire" in caplog.text
+    assert asyncio.run(asyncckpt.verify(job.root / "1")).ok
+
+
+def test_a_save_cancelled_after_its_success_is_no_failure(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        leave = Script(ckpt).hold("leave")
+        pending = await ckpt.start_save(1, state())
+        if this == 1:
+            await leave.reached()
+            pending.cancel()
+            leave.go()
+        return (await pending).step
+
+    assert job.play(part) == [1] * job.count
+
+
 def test_another_step_on_one_process(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
         return await ckpt.save(1 + this, state())
