@@ -237,6 +237,7 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
     return [
         *tree_key(snapshot),
         snapshot.held,
+        snapshot.uneven,
         scalars,
         key_devices(snapshot),
         (process, process_count),

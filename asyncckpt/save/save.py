@@ -254,6 +254,7 @@ class Save:
                     compute = self.runtime.engine.compute
                     await compute.run(untie, request.snapshot, request.options)
                 layout = await self._plan(terms)
+            request = self.request  # with the tree of all processes, if trees differ
             plan, cached = layout.plan, self.layouts.hits > hits
             unplaced = np.array((*plan.compressed, *plan.inline), np.int64)
             state.total_nbytes = sum(plan.file_nbytes) + int(plan.row_payload[unplaced].sum())

@@ -201,9 +201,11 @@ def key_with(
     processes: int = 1,
     sizes: Sizes = SIZES,
     held: dict[int, OwnPart] | None = None,
+    uneven: bool = False,
 ) -> list[object]:
     found = taken(value)
     found.held = held or {}
+    found.uneven = uneven
     if holders is not None:
         for source in found.sources:
             if source.shards is not None:
@@ -238,6 +240,7 @@ def test_every_part_of_the_key_is_changed_by_something() -> None:
     compare(base, key_with(tree(), processes=2))
     compare(base, key_with(tree(), process=1))
     compare(base, key_with(tree(), held={0: OwnPart(None, None, (0, 2))}))
+    compare(base, key_with(tree(), uneven=True))
     for sizes in (
         Sizes(2 * GIB, SLOT_NBYTES, 6),
         Sizes(GIB, 2 * SLOT_NBYTES, 6),

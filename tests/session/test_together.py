@@ -1035,7 +1035,10 @@ def test_each_process_may_have_leaves_of_its_own(job: Job) -> None:
 
     async def part(ckpt: Checkpointer, process: int) -> Any:
         for seed in (0, 1):
-            await ckpt.save(seed, tree(process, seed), options=SaveOptions(tree="union"))
+            options = SaveOptions(tree="union")
+            report = await ckpt.save(seed, tree(process, seed), options=options)
+            info = await ckpt.inspect(seed)
+            assert (report.leaf_count, report.nbytes) == (len(info.leaves), info.nbytes)
         with pytest.raises(TreeMismatchError, match="stages"):
             await ckpt.save(3, tree(process), options=SaveOptions(tree="same"))
         back = await ckpt.restore(1, like=tree(process, 5))
@@ -1047,6 +1050,23 @@ def test_each_process_may_have_leaves_of_its_own(job: Job) -> None:
     for process in range(job.count):
         assert equal(whole["stages"][str(process)], tree(process, 1)["stages"][str(process)])
     assert asyncio.run(asyncckpt.verify(job.root / "1")).ok
+
+
+@pytest.mark.parametrize("job", [2], indirect=True)
+def test_scalars_may_disappear_from_one_process(job: Job) -> None:
+    """Arrays and their parts stay as they were, but the scalars are no longer stored as arrays."""
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        half = np.full((32, 1024), process, np.float32)
+        w = ShardedArray((64, 1024), "float32", [((32 * process, 0), half)])
+        tree = {"w": w, "lr": 0.1, "step": 3}
+        options = SaveOptions(tree="union")
+        reports = [await ckpt.save(1, tree, options=options)]
+        reports.append(await ckpt.save(2, tree if process == 0 else {"w": w}, options=options))
+        return [report.orbax for report in reports if process == 0]
+
+    assert job.play(part) == [[True, False], []]
+    assert asyncio.run(asyncckpt.verify(job.root / "2")).ok
 
 
 def test_two_stages_that_number_their_state_alike_are_noticed(job: Job) -> None:
