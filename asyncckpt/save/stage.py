@@ -271,9 +271,10 @@ class Staging:
         they would take more than half of it or leave too little for the largest window or chunk.
         """
         plan = self.plan
-        inline = set(plan.arrays.inline.tolist())
-        held = {*np.unique(plan.row_array).tolist(), *(part.array for part in plan.parts)}
-        owned = {self._leaf_of[array] for array in held - inline}
+        # Inline values, parts, and checksums of what others write have been taken by now.
+        written = plan.row_array[plan.row_writer == self.recorder.process]
+        held = set(written.tolist()) - set(plan.arrays.inline.tolist())
+        owned = set(map(self._leaf_of.__getitem__, held))
         nbytes_of = {leaf: held_nbytes(self.sources[leaf]) for leaf in sorted(owned)}
         mutable = [
             leaf for leaf in nbytes_of if self.sources[leaf].framework not in IMMUTABLE_FRAMEWORKS

@@ -64,6 +64,17 @@ async def test_windows_that_hold_the_whole_budget_are_not_kept_back(workers: Wor
     assert staged.budget.in_use == 0 and not staged.staging.held
 
 
+async def test_only_leaves_that_this_process_writes_are_copied_beside_references(
+    workers: Workers,
+) -> None:
+    tree = {name: noise(48 * KIB, seed) for seed, name in enumerate("abcd")}
+    staged = Staged(tree, workers, process_count=4)
+    assert await staged.staging.hold_immutable()
+    assert staged.budget.in_use == 48 * KIB
+    staged.staging.release_all()
+    assert staged.budget.in_use == 0
+
+
 async def test_chunks_take_their_slots_and_room_for_the_compressor_at_once(
     workers: Workers,
 ) -> None:
