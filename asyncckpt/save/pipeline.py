@@ -160,9 +160,9 @@ class Pipeline:
     # -- stage
 
     async def _stage(self) -> None:
-        staging = self.staging
-        inline = await staging.inline() if self._plan.inline else None
-        self._parts = await staging.parts()
+        staging, plan, run = self.staging, self._plan, self._compute.run
+        inline = await run(staging.inline) if plan.inline else None
+        self._parts = await run(staging.parts) if plan.parts else []
         await self._check_replicas()
         held = self.reference and await staging.hold_immutable()
         if held:

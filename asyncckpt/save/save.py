@@ -111,11 +111,6 @@ async def exists(store: Store, name: str) -> bool:
         await files.close()
 
 
-async def no_claim() -> int:
-    """Return 0, the epoch of saves without a claim."""
-    return 0
-
-
 class Retaining(Protocol):
     """Deletion of older checkpoints after a save."""
 
@@ -141,7 +136,7 @@ class Save:
         layouts: layouts of earlier saves.
         request: what to save.
         state: updated as the save proceeds.
-        claim: returns the epoch of the session's claim, which the first save makes.
+        claim: returns the epoch of the session's claim, which the first save makes; None for 0.
         retaining: deletes older checkpoints; None without retention.
     """
 
@@ -150,7 +145,7 @@ class Save:
     layouts: LayoutCache
     request: SaveRequest
     state: SaveState
-    claim: Callable[[], Coroutine[Any, Any, int]] = no_claim
+    claim: Callable[[], Coroutine[Any, Any, int]] | None = None
     retaining: Retaining | None = None
 
     shared: ClassVar[bool] = False
@@ -241,7 +236,8 @@ class Save:
     async def _run(self) -> SaveReport:
         request, store, state = self.request, self.store, self.state
         positional = store.capabilities.positional_writes
-        self._epoch = await self.claim()
+        if self.claim is not None:
+            self._epoch = await self.claim()
         if positional and not request.overwrite:
             await self._refuse_existing()
         terms = terms_for(self.runtime, store, request.snapshot.nbytes, request.options)

@@ -50,7 +50,7 @@ from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.merge import SharedCommit
 from asyncckpt.save.plan_cache import Layout, Terms
-from asyncckpt.save.save import Save, no_claim, record_of
+from asyncckpt.save.save import Save, record_of
 from asyncckpt.save.shared_plan import KNOWN, VISIBLE_S, SharedPlan
 
 T = TypeVar("T")
@@ -93,8 +93,6 @@ class SharedSave(Save):
         self._posted = False
         self._known = False  # the plan of an earlier save is reused without comparing it
         self._kept = False  # files of this process may be part of a checkpoint
-        if not self.round_.leads:
-            self.claim = no_claim  # only process 0 claims
 
     async def run(self, turn: asyncio.Lock) -> SaveReport:
         """Take part in committing the checkpoint; as `Save.run`.

@@ -53,9 +53,6 @@ GROUP_NBYTES = 64 * MIB
 CALLS_PER_THREAD = 4
 """Minimum number of copy calls per thread, if there are enough windows."""
 
-IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
-"""Frameworks with immutable arrays: a reference is as good as a copy until the array is donated."""
-
 GROUPED_NBYTES = 1 * MIB
 """Largest group of small chunks that are compressed together: alone, each would hop between threads
 four times, for half a millisecond, and hold two slots."""
@@ -136,16 +133,6 @@ class Staging:
         self.referenced_nbytes = 0
         self._copies_nbytes = 0
 
-    async def inline(self) -> bytearray:
-        """Copy the chunks of `plan.inline` in order, each followed by room for its trailer.
-
-        Cancellation: waits for the copy.
-
-        Raises:
-            StagingError: names the leaf.
-        """
-        return await self.compute.run(self._copy_inline)
-
     async def windows(self, emit: Callable[[StagedWindow], None], seal: Seal | None = None) -> None:
         """Stage every window, and hand them to `emit` in plan order.
 
@@ -178,7 +165,8 @@ class Staging:
                 if not slots and running:
                     # The consumer may need the windows of a running copy before it can free a
                     # slot: waiting for a slot first could deadlock.
-                    await _emit_oldest(running, receive)
+                    for item in await running.popleft():
+                        receive(item)
                     continue
                 if not slots:
                     while kept:
@@ -190,9 +178,11 @@ class Staging:
                 copy = self.use(slots, self._copy_windows, part, slots, seal)
                 running.append(group.create_task(copy))
                 if len(running) > self.compute.count:
-                    await _emit_oldest(running, receive)
+                    for item in await running.popleft():
+                        receive(item)
             while running:
-                await _emit_oldest(running, receive)
+                for item in await running.popleft():
+                    receive(item)
         while kept:
             emit(kept.popleft())
 
@@ -256,13 +246,6 @@ class Staging:
         self.release(slots)
         return found
 
-    async def parts(self) -> list[tuple[HeldBox, bytes]]:
-        """Copy this process's boxes of small leaves that no process holds whole.
-
-        Cancellation, errors: as `windows`.
-        """
-        return await self.compute.run(self._copy_parts) if self.plan.parts else []
-
     async def hold_immutable(self) -> bool:
         """Hold immutable leaves by reference and copy the others; return whether there was room.
 
@@ -276,9 +259,8 @@ class Staging:
         held = set(written.tolist()) - set(plan.arrays.inline.tolist())
         owned = set(map(self._leaf_of.__getitem__, held))
         nbytes_of = {leaf: held_nbytes(self.sources[leaf]) for leaf in sorted(owned)}
-        mutable = [
-            leaf for leaf in nbytes_of if self.sources[leaf].framework not in IMMUTABLE_FRAMEWORKS
-        ]
+        # A reference to a `jax.Array` is as good as a copy until the array is donated.
+        mutable = [leaf for leaf in nbytes_of if self.sources[leaf].framework != "jax"]
         nbytes = sum(nbytes_of[leaf] for leaf in mutable)
         budget = self.pool.budget
         # Slots for packing compressed chunks are kept just as long.
@@ -444,7 +426,11 @@ class Staging:
         except Exception as error:
             raise self._failed(self._leaf_of[array], error) from error
 
-    def _copy_inline(self) -> bytearray:
+    def inline(self) -> bytearray:
+        """Copy the chunks of `plan.inline` in order, each followed by room for its trailer.
+
+        Errors: as `windows`.
+        """
         arrays, inline = self.plan.arrays, self.plan.inline
         owners = self.plan.row_array[list(inline)]
         leaves = arrays.leaf[owners].tolist()
@@ -477,7 +463,8 @@ class Staging:
         self.recorder.add("stage", since, len(data))
         return data
 
-    def _copy_parts(self) -> list[tuple[HeldBox, bytes]]:
+    def parts(self) -> list[tuple[HeldBox, bytes]]:
+        """Copy the boxes of `plan.parts`. Errors: as `windows`."""
         copies: list[tuple[HeldBox, bytes]] = []
         for part in self.plan.parts:
             out = np.empty(part.box.shape, DTYPES[self.plan.arrays.of(part.array).spec.dtype])
@@ -515,18 +502,6 @@ class Staging:
             path=path,
             stage="stage",
         )
-
-
-async def _emit_oldest(
-    running: deque[asyncio.Task[list[StagedWindow]]], emit: Callable[[StagedWindow], None]
-) -> None:
-    """Wait for the oldest copy, and emit its windows unless it has failed."""
-    task = running[0]
-    await asyncio.wait((task,))
-    running.popleft()
-    if not task.cancelled() and task.exception() is None:
-        for item in task.result():
-            emit(item)
 
 
 def _copied(arena: Arena, source: Source, adapter: ArrayAdapter, shard: int) -> npt.NDArray[Any]:

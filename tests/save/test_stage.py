@@ -182,7 +182,7 @@ async def test_small_arrays_are_copied_one_after_the_other_with_room_for_trailer
             expected["cast"] = np.arange(4, dtype=np.float32).tobytes()
             expected["padded"] += bytes(12)
         gap = bytes(CRC_NBYTES)
-        data = await staged.staging.inline()
+        data = await workers.run(staged.staging.inline)
         assert data == b"".join(value + gap for value in expected.values())
         for leaf in leaves.values():
             leaf[...] = 0  # it was copied
@@ -200,30 +200,4 @@ async def test_a_small_array_that_cannot_be_copied_is_named(workers: Workers) ->
 
     staged.snapshot.sources.adapters[1] = Failing()
     with pytest.raises(StagingError, match=r"bad: copying float64\[3\] to host memory"):
-        await staged.staging.inline()
-
-
-async def test_a_cancelled_copy_of_small_arrays_ends_first(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged = Staged({"a": np.arange(3)}, workers)
-    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
-    copy = staged.staging._copy_inline
-
-    def slow() -> bytearray:
-        begun.set()
-        go.wait(30)
-        data = copy()
-        ended.set()
-        return data
-
-    monkeypatch.setattr(staged.staging, "_copy_inline", slow)
-    task = asyncio.create_task(staged.staging.inline())
-    await asyncio.to_thread(begun.wait, 30)
-    task.cancel()
-    await asyncio.sleep(0.01)
-    assert not task.done()
-    go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()
+        await workers.run(staged.staging.inline)
