@@ -41,9 +41,6 @@ class Pipeline:
     """Stage, serialize and upload of one save, followed by the index.
 
     Attributes:
-        staging: copies leaves into slots.
-        commit: writes the index, or passes on this process's entries.
-        files: data files of the attempt.
         sizes: sizes of files and windows, and the number of concurrent writes.
         reference: hold immutable leaves instead of copying them.
         staged: called when every leaf may be mutated.

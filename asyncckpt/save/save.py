@@ -131,10 +131,7 @@ class Save:
     """One save, run on the engine.
 
     Attributes:
-        runtime: engine, budget and pools.
-        store: destination of the checkpoint.
         layouts: layouts of earlier saves.
-        request: what to save.
         state: updated as the save proceeds.
         claim: returns the epoch of the session's claim, which the first save makes; None for 0.
         retaining: deletes older checkpoints; None without retention.

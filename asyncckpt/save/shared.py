@@ -72,7 +72,6 @@ class SharedSave(Save):
     Attributes:
         round_: messages of the processes about this save.
         lost: numbers of failed rounds whose plans are not dropped yet.
-        Others: as `Save`.
     """
 
     shared = True

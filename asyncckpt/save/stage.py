@@ -66,13 +66,7 @@ INLINE_ARRAYS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWindow:
-    """A window whose payloads are in `slot`.
-
-    Attributes:
-        window: the planned window.
-        slot: the slot with its payloads.
-        sums: its checksums; None until they are computed.
-    """
+    """A planned window whose payloads are in `slot`; `sums` is None until they are computed."""
 
     window: Window
     slot: Slot
@@ -103,13 +97,9 @@ class Staging:
     """Staging of one save: copies its leaves into slots.
 
     Attributes:
-        plan: places of all chunks.
-        snapshot: the leaves.
         pool: slots for chunks to compress.
         window_pool: slots for windows.
-        compute: threads that copy.
         grow: allocate up to the whole budget, because the caller waits for the copies.
-        recorder: records the spans of copies.
         held: slots that are not released yet.
         extra_nbytes: bytes of the budget held besides slots.
         referenced_nbytes: bytes of leaves that are held instead of copied.
