@@ -13,6 +13,7 @@ Arguments travel as JSON, paths as strings.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -71,8 +72,8 @@ def eight_devices() -> Iterator[EightDevices]:
     child.close()
 
 
-def on_eight_devices(body: Callable[..., None]) -> Callable[..., None]:
-    """A test that runs `body` in the child."""
+def on_eight_devices(body: Callable[..., Any]) -> Callable[..., None]:
+    """A test that runs `body`, a function or a coroutine function, in the child."""
     path = Path(inspect.getfile(body)).relative_to(children.REPOSITORY)
     module = ".".join(path.with_suffix("").parts)
 
@@ -99,7 +100,9 @@ def serve() -> None:
         fault = None
         with contextlib.redirect_stdout(sys.stderr):
             try:
-                getattr(importlib.import_module(module), name).body(**arguments)
+                running = getattr(importlib.import_module(module), name).body(**arguments)
+                if running is not None:
+                    asyncio.run(running)
             except BaseException:
                 fault = traceback.format_exc()
         print(json.dumps(fault), file=answers, flush=True)

@@ -29,7 +29,7 @@ from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
 from asyncckpt.convert.tiles import tiles
 from asyncckpt.flow.buffers import Slot, SlotPool
-from asyncckpt.flow.shield import cleaned_up, leading_error, to_completion, together
+from asyncckpt.flow.shield import cleaned_up, raise_leading, to_completion, together
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
 from asyncckpt.ports import Bytes, DataFile, Export, ExportingStore, ScatteredFile, Sizes
@@ -154,7 +154,7 @@ class FilesWriter:
                     await self._each(partial(self._tile, file), self._tiles(number))
                     sealing.create_task(file.seal(plan.file_nbytes[number]))
         except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+            raise_leading(errors)
         if plan.index is not None:
             await self.attempt.put(*plan.index)
 

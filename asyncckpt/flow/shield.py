@@ -12,7 +12,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, SaveAbortedError
 from asyncckpt.flow.driver import blocks_here
@@ -83,7 +83,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
+        raise_leading(errors)
     return [task.result() for task in tasks]
 
 
@@ -167,6 +167,12 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     for note in notes:
         add_note(first, note)
     return first
+
+
+def raise_leading(group: BaseExceptionGroup[BaseException]) -> NoReturn:
+    """Raise the leading error of a task group, with its own cause instead of the group."""
+    first = leading_error(group)
+    raise first from first.__cause__
 
 
 def forget_frames(error: BaseException) -> None:

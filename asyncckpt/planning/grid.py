@@ -28,6 +28,7 @@ from asyncckpt.planning.chunk_shape import (
     dense_cell,
 )
 from asyncckpt.planning.tiling import grid_boxes, tiling_fault
+from asyncckpt.reports.texts import few
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Partition, Shard
 
 PADDED_NBYTES = 1 * MIB
@@ -163,8 +164,8 @@ def _check_cuts(spec: ArraySpec, chunk_shape: tuple[int, ...], cuts: _Cuts) -> N
         if any(start % c for start in starts[1 : 2 if isinstance(starts, range) else None]):
             raise UsageError(
                 f"chunk_shape={chunk_shape} for {spec}: along axis {axis} the shards end at "
-                f"{list(starts[1:])}, so chunks of {c} would be split between two processes; "
-                "pass a length that divides these, or leave chunk_shape out",
+                f"{few([*map(str, starts[1:])])}, so chunks of {c} would be split between two "
+                "processes; pass a length that divides these, or leave chunk_shape out",
                 expected=list(starts[1:]),
                 found=c,
             )

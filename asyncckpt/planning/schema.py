@@ -22,10 +22,8 @@ from asyncckpt.options import LeafOptions
 from asyncckpt.spec import ITEMSIZES, ArraySpec, Box, Partition, array_spec
 from asyncckpt.tree import Structure
 
-SCHEMA_VERSION = 3
-
-PLANNER_VERSION = 3
-"""Increase it when equal schemas give another plan than before."""
+SCHEMA_VERSION = 4
+"""Increase it when the encoding changes, or equal schemas give another plan than before."""
 
 MAX_SCHEMA_NBYTES = 256 << 20
 """Longest schema that is parsed; one of 100,000 distinct leaves has 25 MiB."""
@@ -98,7 +96,6 @@ def encode_schema(schema: Schema) -> bytes:
         numbers.append(kinds.setdefault(leaf, len(kinds)))
     document = {
         "version": SCHEMA_VERSION,
-        "planner": PLANNER_VERSION,
         "options": dict(schema.options),
         "tree": schema.structure.to_json(),
         "leaves": numbers,
@@ -144,9 +141,9 @@ def _schema(document: Any) -> Schema:
     """
     if not isinstance(document, dict):
         raise TypeError("it is not an object")
-    for name, expected in (("version", SCHEMA_VERSION), ("planner", PLANNER_VERSION)):
-        if document[name] != expected:
-            raise ValueError(f"{name} is {document[name]!r:.40}, this library's is {expected}")
+    version = document["version"]
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"version is {version!r:.40}, this library's is {SCHEMA_VERSION}")
     kinds = [_leaf(**item) for item in document["kinds"]]
     leaves = [kinds[number] for number in _lengths(document["leaves"])]
     for number, source in map(_lengths, document["tied"]):

@@ -19,7 +19,7 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.buffers import Slot, SlotPool, spans
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.recorder import Recorder
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import raise_leading
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch
 from asyncckpt.ports import FRESH, Bytes, Reading
@@ -99,7 +99,7 @@ class Fetch:
                     # A task that is cancelled before its first step never runs its `finally`.
                     task.add_done_callback(partial(self._free, stream, slots, extra))
         except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+            raise_leading(errors)
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one, because it needs no slot."""

@@ -20,7 +20,7 @@ from asyncckpt.adapters.arrays import bits
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, refuse_implied
 from asyncckpt.errors import MismatchError
 from asyncckpt.flow.recorder import Recorder
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import raise_leading
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, allocate, find_shared, find_twins, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
@@ -103,7 +103,7 @@ class RestorePipeline:
             else:
                 await self.runtime.engine.compute.run(self._check)
         except BaseExceptionGroup as failures:
-            raise leading_error(failures) from None
+            raise_leading(failures)
 
     async def finish(self) -> None:
         """Write the targets of an atomic restore, and make the leaves that are left."""

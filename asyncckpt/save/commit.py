@@ -72,10 +72,7 @@ class Commit:
 
     Attributes:
         attempt: the attempt; None if another process writes these files.
-        layout: plan, catalog and Orbax's files.
-        request: the tree, and the caller's metadata.
         save_id: identity of the save, 32 hex digits.
-        compute: threads that encode.
         epoch: the claim under which the processes save.
         writers: number of processes that save together.
         after_data: with positional writes, `put_index` is called only once the data are durable, so

@@ -119,12 +119,7 @@ class Index:
 
 
 class InlineChunks(NamedTuple):
-    """Stored chunks of small arrays.
-
-    Attributes:
-        data: their bytes, concatenated.
-        nbytes: length of each.
-    """
+    """Stored chunks of small arrays, concatenated, and the length of each."""
 
     data: bytes | bytearray
     nbytes: npt.NDArray[np.int64]

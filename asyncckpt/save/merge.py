@@ -54,11 +54,10 @@ class SharedCommit(Commit):
 
     Attributes:
         round_: messages of the processes about this save.
-        files: returns the files of this process's attempt, once it is open.
         state: has the time until all was staged.
         layouts: learns that the trees of the processes may differ.
-        Others: as `Commit`; `after_data` is always set for processes other than 0, because their
-            entries say when their files were durable.
+        after_data: always set for processes other than 0, because their entries say when their
+            files were durable.
     """
 
     _: KW_ONLY

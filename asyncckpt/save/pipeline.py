@@ -41,9 +41,6 @@ class Pipeline:
     """Stage, serialize and upload of one save, followed by the index.
 
     Attributes:
-        staging: copies leaves into slots.
-        commit: writes the index, or passes on this process's entries.
-        files: data files of the attempt.
         sizes: sizes of files and windows, and the number of concurrent writes.
         reference: hold immutable leaves instead of copying them.
         staged: called when every leaf may be mutated.
@@ -160,9 +157,9 @@ class Pipeline:
     # -- stage
 
     async def _stage(self) -> None:
-        staging = self.staging
-        inline = await staging.inline() if self._plan.inline else None
-        self._parts = await staging.parts()
+        staging, plan, run = self.staging, self._plan, self._compute.run
+        inline = await run(staging.inline) if plan.inline else None
+        self._parts = await run(staging.parts) if plan.parts else []
         await self._check_replicas()
         held = self.reference and await staging.hold_immutable()
         if held:

@@ -237,6 +237,7 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
     return [
         *tree_key(snapshot),
         snapshot.held,
+        snapshot.uneven,
         scalars,
         key_devices(snapshot),
         (process, process_count),
@@ -397,6 +398,8 @@ def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> lis
     sources, opened = snapshot.sources, snapshot.sources.opened
     whole = OwnPart(None, None, None)
     alike: dict[int, LeafLayout] = {}
+    everyone = tuple(range(terms.process_count))
+    replicated: dict[int, tuple[Shard, ...]] = {}  # by `id`, as `Holders` and `plan_arrays` do
     for number, (leaf, spec) in enumerate(zip(snapshot.array_leaf, sources.specs, strict=True)):
         name = names[leaf]
         first = snapshot.tied.get(number)
@@ -412,7 +415,12 @@ def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> lis
             source = opened.get(number)
             held = whole
             if source is not None and (source.shards is not None or source.partition is not None):
-                held = OwnPart(source.shards, source.partition, None)
+                shards = source.shards
+                if shards and source.partition is None:  # every process holds the whole array
+                    if id(shards) not in replicated:
+                        replicated[id(shards)] = tuple([Shard(s.box, everyone) for s in shards])
+                    shards = replicated[id(shards)]
+                held = OwnPart(shards, source.partition, None)
         if own is None and held is whole:
             known = alike.get(id(spec))
             if known is None:

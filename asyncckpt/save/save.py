@@ -55,6 +55,10 @@ ABORT_S = 30.0
 """Limit for the clean-up of an aborted save: an unresponsive store would delay a deadline error by
 minutes. `asyncckpt gc` removes the rest."""
 
+UNFINISHED_RETENTION = (
+    "deleting older checkpoints was cancelled before it ended; the next save continues it"
+)
+
 
 @dataclass(slots=True, eq=False)
 class SaveState:
@@ -107,11 +111,6 @@ async def exists(store: Store, name: str) -> bool:
         await files.close()
 
 
-async def no_claim() -> int:
-    """Return 0, the epoch of saves without a claim."""
-    return 0
-
-
 class Retaining(Protocol):
     """Deletion of older checkpoints after a save."""
 
@@ -132,12 +131,9 @@ class Save:
     """One save, run on the engine.
 
     Attributes:
-        runtime: engine, budget and pools.
-        store: destination of the checkpoint.
         layouts: layouts of earlier saves.
-        request: what to save.
         state: updated as the save proceeds.
-        claim: returns the epoch of the session's claim, which the first save makes.
+        claim: returns the epoch of the session's claim, which the first save makes; None for 0.
         retaining: deletes older checkpoints; None without retention.
     """
 
@@ -146,7 +142,7 @@ class Save:
     layouts: LayoutCache
     request: SaveRequest
     state: SaveState
-    claim: Callable[[], Coroutine[Any, Any, int]] = no_claim
+    claim: Callable[[], Coroutine[Any, Any, int]] | None = None
     retaining: Retaining | None = None
 
     shared: ClassVar[bool] = False
@@ -177,56 +173,68 @@ class Save:
             SaveAbortedError: cancelled; nothing is left.
             SaveError, StoreError: names stage, leaf or file; nothing is left.
         """
-        deadline_s, state = self.request.options.deadline_s, self.state
+        deadline_s = self.request.options.deadline_s
         left_s = deadline_s and deadline_s - (time.perf_counter() - self.request.begun)
         recorder = self._recorder
         recorder.add("snapshot", recorder.begun, until=self.request.snapshot_done)
         try:
-            try:
-                self._timeout = asyncio.timeout(left_s)
-                async with self._timeout, turn:
-                    recorder.add("wait", self.request.snapshot_done)
-                    report = await self._run()
-                    logger.info("%s", report)
-                    # The checkpoint stays committed even if retention fails.
-                    if self.retaining is None:
-                        return report
-                    with recorder.span("retain"):
+            self._timeout = asyncio.timeout(left_s)
+            async with self._timeout, turn:
+                recorder.add("wait", self.request.snapshot_done)
+                report = await self._run()
+                logger.info("%s", report)
+                if self.retaining is None:
+                    return report
+                # The checkpoint stays committed even if retention fails or is cancelled.
+                with recorder.span("retain"):
+                    try:
                         retained = self.retaining.retain(report, self._record)
                         report = await to_completion(retained)
-                    return replace(report, timeline=self._timeline())
-            except TimeoutError:
-                if self._timeout is None or not self._timeout.expired():
-                    raise  # raised by a user's function
-                share = f", at {state.progress.fraction:.0%}" if state.total_nbytes else ""
-                raise DeadlineExceededError(
-                    f"{self._location}: the save did not finish within {deadline_s} s (it was in "
-                    f"{state.stage}{share}) and was aborted; earlier checkpoints are intact. Raise "
-                    "SaveOptions.deadline_s or save less",
-                    stage=state.stage,
-                    location=self._location,
-                ) from None
-            except asyncio.CancelledError:
-                raise SaveAbortedError(
-                    f"{self._location}: the save was cancelled in {state.stage} and cleaned up; "
-                    "earlier checkpoints are intact",
-                    stage=state.stage,
-                    location=self._location,
-                ) from None
-            except BaseExceptionGroup as group:
-                raise leading_error(group) from None
-        except BaseException as error:
+                    except asyncio.CancelledError:
+                        report = replace(report, notes=(*report.notes, UNFINISHED_RETENTION))
+                return replace(report, timeline=self._timeline())
+        except BaseException as raised:
+            error = self._reason(raised)
             for note in self._clean_up_notes:
                 add_note(error, note)
             logger.info("gave up saving %s: %s", self._location, error)
             # A stored error must not keep staging memory alive.
-            forget_frames(error)
-            raise
+            forget_frames(raised)
+            if error is raised:
+                raise
+            raise error from error.__cause__
+
+    def _reason(self, error: BaseException) -> BaseException:
+        """Return the error that a save raises instead of this one."""
+        if isinstance(error, BaseExceptionGroup):
+            error = leading_error(error)
+        # A user's function may raise a `TimeoutError`, too.
+        expired = self._timeout is not None and self._timeout.expired()
+        state = self.state
+        if isinstance(error, (TimeoutError, asyncio.CancelledError)) and expired:
+            share = f", at {state.progress.fraction:.0%}" if state.total_nbytes else ""
+            return DeadlineExceededError(
+                f"{self._location}: the save did not finish within "
+                f"{self.request.options.deadline_s} s (it was in {state.stage}{share}) and was "
+                "aborted; earlier checkpoints are intact. Raise SaveOptions.deadline_s or save "
+                "less",
+                stage=state.stage,
+                location=self._location,
+            )
+        if isinstance(error, asyncio.CancelledError):
+            return SaveAbortedError(
+                f"{self._location}: the save was cancelled in {state.stage} and cleaned up; "
+                "earlier checkpoints are intact",
+                stage=state.stage,
+                location=self._location,
+            )
+        return error
 
     async def _run(self) -> SaveReport:
         request, store, state = self.request, self.store, self.state
         positional = store.capabilities.positional_writes
-        self._epoch = await self.claim()
+        if self.claim is not None:
+            self._epoch = await self.claim()
         if positional and not request.overwrite:
             await self._refuse_existing()
         terms = terms_for(self.runtime, store, request.snapshot.nbytes, request.options)
@@ -239,6 +247,7 @@ class Save:
                     compute = self.runtime.engine.compute
                     await compute.run(untie, request.snapshot, request.options)
                 layout = await self._plan(terms)
+            request = self.request  # with the tree of all processes, if trees differ
             plan, cached = layout.plan, self.layouts.hits > hits
             unplaced = np.array((*plan.compressed, *plan.inline), np.int64)
             state.total_nbytes = sum(plan.file_nbytes) + int(plan.row_payload[unplaced].sum())

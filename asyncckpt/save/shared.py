@@ -35,21 +35,22 @@ from typing import TypeVar
 from asyncckpt.coordinators.messages import encode_error
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import (
+    AsyncCheckpointError,
     CheckpointNotFoundError,
-    DeadlineExceededError,
     SaveAbortedError,
     SaveOutcomeUnknownError,
     StoreError,
     UsageError,
 )
-from asyncckpt.flow.shield import leading_error, to_completion
+from asyncckpt.flow.shield import to_completion
 from asyncckpt.format.record import save_id_of
+from asyncckpt.log import logger
 from asyncckpt.ports import AttemptFiles, JoinedAttempt
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.merge import SharedCommit
 from asyncckpt.save.plan_cache import Layout, Terms
-from asyncckpt.save.save import Save, no_claim, record_of
+from asyncckpt.save.save import Save, record_of
 from asyncckpt.save.shared_plan import KNOWN, VISIBLE_S, SharedPlan
 
 T = TypeVar("T")
@@ -71,7 +72,6 @@ class SharedSave(Save):
     Attributes:
         round_: messages of the processes about this save.
         lost: numbers of failed rounds whose plans are not dropped yet.
-        Others: as `Save`.
     """
 
     shared = True
@@ -92,8 +92,6 @@ class SharedSave(Save):
         self._posted = False
         self._known = False  # the plan of an earlier save is reused without comparing it
         self._kept = False  # files of this process may be part of a checkpoint
-        if not self.round_.leads:
-            self.claim = no_claim  # only process 0 claims
 
     async def run(self, turn: asyncio.Lock) -> SaveReport:
         """Take part in committing the checkpoint; as `Save.run`.
@@ -286,7 +284,11 @@ class SharedSave(Save):
             if self.request.consent is not None:
                 self.request.consent.asked()
             await self._outcome()
-        await share.leave()
+        # The checkpoint is committed, whatever happens to the share.
+        try:
+            await to_completion(share.leave())
+        except (AsyncCheckpointError, asyncio.CancelledError) as error:
+            logger.warning("%s: leaving the committed save failed: %s", self._location, error)
         totals = json.loads(self.round_.result or b"{}")
         return replace(
             made,
@@ -338,18 +340,3 @@ class SharedSave(Save):
         if aborted or self.round_.failed:
             self._kept = False
         return aborted is not False
-
-    def _reason(self, error: BaseException) -> BaseException:
-        if isinstance(error, BaseExceptionGroup):
-            error = leading_error(error)
-        if not isinstance(error, asyncio.CancelledError):
-            return error
-        if self._timeout is not None and self._timeout.expired():
-            return DeadlineExceededError(
-                f"{self._location}: the save did not finish within "
-                f"{self.request.options.deadline_s} s",
-                location=self._location,
-            )
-        return SaveAbortedError(
-            f"{self._location}: the save was cancelled", location=self._location
-        )

@@ -53,9 +53,6 @@ GROUP_NBYTES = 64 * MIB
 CALLS_PER_THREAD = 4
 """Minimum number of copy calls per thread, if there are enough windows."""
 
-IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
-"""Frameworks with immutable arrays: a reference is as good as a copy until the array is donated."""
-
 GROUPED_NBYTES = 1 * MIB
 """Largest group of small chunks that are compressed together: alone, each would hop between threads
 four times, for half a millisecond, and hold two slots."""
@@ -72,13 +69,7 @@ INLINE_ARRAYS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWindow:
-    """A window whose payloads are in `slot`.
-
-    Attributes:
-        window: the planned window.
-        slot: the slot with its payloads.
-        sums: its checksums; None until they are computed.
-    """
+    """A planned window whose payloads are in `slot`; `sums` is None until they are computed."""
 
     window: Window
     slot: Slot
@@ -109,13 +100,9 @@ class Staging:
     """Staging of one save: copies its leaves into slots.
 
     Attributes:
-        plan: places of all chunks.
-        snapshot: the leaves.
         pool: slots for chunks to compress.
         window_pool: slots for windows.
-        compute: threads that copy.
         grow: allocate up to the whole budget, because the caller waits for the copies.
-        recorder: records the spans of copies.
         held: slots that are not released yet.
         extra_nbytes: bytes of the budget held besides slots.
         referenced_nbytes: bytes of leaves that are held instead of copied.
@@ -138,16 +125,6 @@ class Staging:
         self.extra_nbytes = 0
         self.referenced_nbytes = 0
         self._copies_nbytes = 0
-
-    async def inline(self) -> bytearray:
-        """Copy the chunks of `plan.inline` in order, each followed by room for its trailer.
-
-        Cancellation: waits for the copy.
-
-        Raises:
-            StagingError: names the leaf.
-        """
-        return await self.compute.run(self._copy_inline)
 
     async def windows(self, emit: Callable[[StagedWindow], None], seal: Seal | None = None) -> None:
         """Stage every window, and hand them to `emit` in plan order.
@@ -181,7 +158,8 @@ class Staging:
                 if not slots and running:
                     # The consumer may need the windows of a running copy before it can free a
                     # slot: waiting for a slot first could deadlock.
-                    await _emit_oldest(running, receive)
+                    for item in await running.popleft():
+                        receive(item)
                     continue
                 if not slots:
                     while kept:
@@ -193,9 +171,11 @@ class Staging:
                 copy = self.use(slots, self._copy_windows, part, slots, seal)
                 running.append(group.create_task(copy))
                 if len(running) > self.compute.count:
-                    await _emit_oldest(running, receive)
+                    for item in await running.popleft():
+                        receive(item)
             while running:
-                await _emit_oldest(running, receive)
+                for item in await running.popleft():
+                    receive(item)
         while kept:
             emit(kept.popleft())
 
@@ -259,13 +239,6 @@ class Staging:
         self.release(slots)
         return found
 
-    async def parts(self) -> list[tuple[HeldBox, bytes]]:
-        """Copy this process's boxes of small leaves that no process holds whole.
-
-        Cancellation, errors: as `windows`.
-        """
-        return await self.compute.run(self._copy_parts) if self.plan.parts else []
-
     async def hold_immutable(self) -> bool:
         """Hold immutable leaves by reference and copy the others; return whether there was room.
 
@@ -274,13 +247,13 @@ class Staging:
         they would take more than half of it or leave too little for the largest window or chunk.
         """
         plan = self.plan
-        inline = set(plan.arrays.inline.tolist())
-        held = {*np.unique(plan.row_array).tolist(), *(part.array for part in plan.parts)}
-        owned = {self._leaf_of[array] for array in held - inline}
+        # Inline values, parts, and checksums of what others write have been taken by now.
+        written = plan.row_array[plan.row_writer == self.recorder.process]
+        held = set(written.tolist()) - set(plan.arrays.inline.tolist())
+        owned = set(map(self._leaf_of.__getitem__, held))
         nbytes_of = {leaf: held_nbytes(self.sources[leaf]) for leaf in sorted(owned)}
-        mutable = [
-            leaf for leaf in nbytes_of if self.sources[leaf].framework not in IMMUTABLE_FRAMEWORKS
-        ]
+        # A reference to a `jax.Array` is as good as a copy until the array is donated.
+        mutable = [leaf for leaf in nbytes_of if self.sources[leaf].framework != "jax"]
         nbytes = sum(nbytes_of[leaf] for leaf in mutable)
         budget = self.pool.budget
         # Slots for packing compressed chunks are kept just as long.
@@ -494,7 +467,11 @@ class Staging:
         except Exception as error:
             raise self._failed(self._leaf_of[array], error) from error
 
-    def _copy_inline(self) -> bytearray:
+    def inline(self) -> bytearray:
+        """Copy the chunks of `plan.inline` in order, each followed by room for its trailer.
+
+        Errors: as `windows`.
+        """
         arrays, inline = self.plan.arrays, self.plan.inline
         owners = self.plan.row_array[list(inline)]
         leaves = arrays.leaf[owners].tolist()
@@ -527,7 +504,8 @@ class Staging:
         self.recorder.add("stage", since, len(data))
         return data
 
-    def _copy_parts(self) -> list[tuple[HeldBox, bytes]]:
+    def parts(self) -> list[tuple[HeldBox, bytes]]:
+        """Copy the boxes of `plan.parts`. Errors: as `windows`."""
         copies: list[tuple[HeldBox, bytes]] = []
         for part in self.plan.parts:
             out = np.empty(part.box.shape, DTYPES[self.plan.arrays.of(part.array).spec.dtype])
@@ -562,18 +540,6 @@ class Staging:
             path=path,
             stage="stage",
         )
-
-
-async def _emit_oldest(
-    running: deque[asyncio.Task[list[StagedWindow]]], emit: Callable[[StagedWindow], None]
-) -> None:
-    """Wait for the oldest copy, and emit its windows unless it has failed."""
-    task = running[0]
-    await asyncio.wait((task,))
-    running.popleft()
-    if not task.cancelled() and task.exception() is None:
-        for item in task.result():
-            emit(item)
 
 
 def _copied(arena: Arena, source: Source, shard: int) -> npt.NDArray[Any]:

@@ -35,10 +35,6 @@ class FileWindow:
     """A window of a data file whose bytes are final.
 
     Attributes:
-        file: number of the file.
-        offset: offset of the window in the file.
-        nbytes: its length.
-        slot: the slot with its bytes.
         counted_nbytes: bytes reported as progress once it is written.
         done: called once with the slot.
     """
@@ -64,11 +60,9 @@ class DataFiles:
     """Data files of one attempt, written window by window and sealed at their full length.
 
     Attributes:
-        attempt: returns the attempt once it is open.
         stem: prefix of the file names; contains the save id.
         nbytes: length of each file: final before its last window is written, and without
             positional writes before the first.
-        crcs: CRC-32C of each file.
         window_nbytes: size of all windows of a file except the last.
         written: called with the progress in bytes after each write.
         positional: the store has `StoreCapabilities.positional_writes`; otherwise each window is
@@ -144,11 +138,8 @@ class ChunkPacker:
     A file ends before the chunk that would exceed its size; a larger chunk gets its own file.
 
     Args:
-        files: data files of the attempt.
         target_nbytes: largest size of a file; without positional writes, files also fit one slot,
             so that their length is known when they are opened.
-        pool: the pool of slots, one per window.
-        compute: threads that copy.
         emit: receives each full window, and the last one of each file.
     """
 

@@ -358,8 +358,9 @@ class Session:
     async def _save(
         self, request: SaveRequest, state: SaveState, round_: Round | None = None
     ) -> SaveReport:
-        pruner = self._pruner if self.processes.leads else None
-        claim = self.claims.epoch
+        # Only process 0 claims and deletes.
+        leads = self.processes.leads
+        claim, pruner = (self.claims.epoch, self._pruner) if leads else (None, None)
         given = (self.runtime, self.root.store, self._layouts, request, state, claim, pruner)
         if round_ is None:
             save = Save(*given)

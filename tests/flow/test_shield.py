@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asyncckpt.errors import StoreError
-from asyncckpt.flow.shield import add_note, leading_error, to_completion, uninterrupted
+from asyncckpt.flow.shield import add_note, leading_error, to_completion, together, uninterrupted
 
 
 async def test_to_completion_ends_with_the_work_through_repeated_cancellations() -> None:
@@ -109,6 +109,17 @@ def test_the_leading_error_is_no_cancellation_and_the_others_are_its_notes() -> 
     )
     assert leading_error(group) is first
     assert first.__notes__ == ["at the same time: ValueError: bad"]
+
+
+async def test_the_leading_error_keeps_its_cause() -> None:
+    reason = OSError("no space left on device")
+
+    async def work() -> None:
+        raise StoreError("disk full") from reason
+
+    with pytest.raises(StoreError, match="disk full") as caught:
+        await together([work(), work()])
+    assert caught.value.__cause__ is reason
 
 
 def test_a_reason_is_stated_once() -> None:

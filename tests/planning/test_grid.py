@@ -213,6 +213,13 @@ def test_an_explicit_chunk_never_straddles_processes() -> None:
     choose_grid(spec, together, chunk_nbytes=1, chunk_shape=(300, 100))
 
 
+def test_an_error_about_the_ends_of_many_shards_lists_a_few() -> None:
+    spec = ArraySpec((3000, 100), "float32")
+    shards = tuple(Shard(Box((3 * i, 0), (3, 100)), (i,)) for i in range(1000))
+    with pytest.raises(UsageError, match=r"end at 3, 6, .* 24 and 991 more, so chunks of 2"):
+        choose_grid(spec, shards, chunk_nbytes=1, chunk_shape=(2, 100))
+
+
 # ------------------------------------------------------------------------------------- shards
 
 

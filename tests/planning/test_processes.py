@@ -236,7 +236,7 @@ def test_a_chunk_shape_across_the_cuts_of_a_partition_is_refused() -> None:
     spec = ArraySpec((1000, 100), "float32")
     rows = Partition((250, 100), "rows")
     choose_grid(spec, rows, chunk_nbytes=1, chunk_shape=(125, 100))
-    with pytest.raises(UsageError, match=r"\[250, 500, 750\], so chunks of 300"):
+    with pytest.raises(UsageError, match=r"end at 250, 500, 750, so chunks of 300"):
         choose_grid(spec, rows, chunk_nbytes=1, chunk_shape=(300, 100))
 
 

@@ -136,7 +136,7 @@ LEAF_OPTIONS = DOCUMENT["kinds"][0]["options"]
 WRONG = {
     "no object": [],
     "another version": {**DOCUMENT, "version": 1},
-    "another planner": {**DOCUMENT, "planner": 1},
+    "no version": {key: value for key, value in DOCUMENT.items() if key != "version"},
     "no tree": {key: value for key, value in DOCUMENT.items() if key != "tree"},
     "fewer leaves than the tree": {**DOCUMENT, "leaves": DOCUMENT["leaves"][:-1]},
     "a tie forward": {**DOCUMENT, "tied": [[0, 3]]},

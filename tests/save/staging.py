@@ -34,6 +34,7 @@ class Staged:
         workers: Workers,
         *,
         slots: int = 16,
+        process_count: int = 1,
         leaf_options: Callable[[str, ArraySpec], LeafOptions | None] | None = None,
     ) -> None:
         options = SaveOptions(chunk_nbytes=48 * KIB, leaf_options=leaf_options)
@@ -41,7 +42,8 @@ class Staged:
         self.pool = SlotPool(self.budget, workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.snapshot: Snapshot = take_snapshot(tree)
         sizes = Sizes(1 << 20, SLOT, 2)
-        self.layout: Layout = make_layout(self.snapshot, Terms(options, slots * SLOT, sizes))
+        terms = Terms(options, slots * SLOT, sizes, process_count=process_count)
+        self.layout: Layout = make_layout(self.snapshot, terms)
         self.plan = self.layout.plan
         self.staging = Staging(
             self.plan,

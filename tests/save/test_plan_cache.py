@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,9 +201,11 @@ def key_with(
     processes: int = 1,
     sizes: Sizes = SIZES,
     held: dict[int, OwnPart] | None = None,
+    uneven: bool = False,
 ) -> list[object]:
     found = taken(value)
     found.held = held or {}
+    found.uneven = uneven
     if holders is not None:
         for source in found.sources:
             if source.shards is not None:
@@ -237,6 +240,7 @@ def test_every_part_of_the_key_is_changed_by_something() -> None:
     compare(base, key_with(tree(), processes=2))
     compare(base, key_with(tree(), process=1))
     compare(base, key_with(tree(), held={0: OwnPart(None, None, (0, 2))}))
+    compare(base, key_with(tree(), uneven=True))
     for sizes in (
         Sizes(2 * GIB, SLOT_NBYTES, 6),
         Sizes(GIB, 2 * SLOT_NBYTES, 6),
@@ -321,6 +325,23 @@ def test_the_options_that_a_layout_does_not_depend_on_are_known() -> None:
 
 
 @on_eight_devices
+def test_local_shards_are_divided_among_all_processes_and_compared() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    values = np.zeros((64, 1024), np.float32)
+    for leaf in (ShardedArray.tiles(values, (8, 1)), jax.device_put(values, sharding)):
+        terms = Terms(SaveOptions(), GIB, SIZES, process_count=2)
+        plans = [
+            make_layout(taken({"w": leaf}), terms._replace(process=process)).plan
+            for process in range(2)
+        ]
+        assert plans[0].row_shared.tolist() == [True] * 8
+        assert set(plans[0].row_writer.tolist()) == {0, 1}
+        for column in ("row_chunk", "row_writer", "row_shared"):
+            np.testing.assert_array_equal(getattr(plans[0], column), getattr(plans[1], column))
+
+
+@on_eight_devices
 async def test_the_device_of_a_typed_key_is_part_of_the_key(tmp_path: Path) -> None:
     # Orbax's files name it.
     tmp_path = Path(tmp_path)
@@ -347,7 +368,9 @@ async def test_sharded_typed_keys_are_stored_as_one_array_that_orbax_restores(
     keys = jax.device_put(jax.random.split(jax.random.key(0), 16), sharding)
     report = await asyncckpt.save(Path(tmp_path) / "x", {"keys": keys})
     assert report.orbax
-    found = ocp.PyTreeCheckpointer().restore(Path(tmp_path) / "x" / "default")["keys"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sharding info not provided when restoring")
+        found = ocp.PyTreeCheckpointer().restore(Path(tmp_path) / "x" / "default")["keys"]
     assert jax.random.key_impl(found) == jax.random.key_impl(keys)
     wanted = np.asarray(jax.random.key_data(keys))
     np.testing.assert_array_equal(np.asarray(jax.random.key_data(found)), wanted)

@@ -285,6 +285,7 @@ async def test_a_leaf_that_cannot_be_copied_is_named_and_the_save_is_undone(
             ) as caught:
                 await call()
             assert (caught.value.path, caught.value.stage) == ("layer/w", "stage")
+            assert isinstance(caught.value.__cause__, RuntimeError)
         assert await ckpt.steps() == []
     assert list(tmp_path.iterdir()) == []
 

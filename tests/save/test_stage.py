@@ -64,6 +64,17 @@ async def test_windows_that_hold_the_whole_budget_are_not_kept_back(workers: Wor
     assert staged.budget.in_use == 0 and not staged.staging.held
 
 
+async def test_only_leaves_that_this_process_writes_are_copied_beside_references(
+    workers: Workers,
+) -> None:
+    tree = {name: noise(48 * KIB, seed) for seed, name in enumerate("abcd")}
+    staged = Staged(tree, workers, process_count=4)
+    assert await staged.staging.hold_immutable()
+    assert staged.budget.in_use == 48 * KIB
+    staged.staging.release_all()
+    assert staged.budget.in_use == 0
+
+
 async def test_chunks_take_their_slots_and_room_for_the_compressor_at_once(
     workers: Workers,
 ) -> None:
@@ -171,7 +182,7 @@ async def test_small_arrays_are_copied_one_after_the_other_with_room_for_trailer
             expected["cast"] = np.arange(4, dtype=np.float32).tobytes()
             expected["padded"] += bytes(12)
         gap = bytes(CRC_NBYTES)
-        data = await staged.staging.inline()
+        data = await workers.run(staged.staging.inline)
         assert data == b"".join(value + gap for value in expected.values())
         for leaf in leaves.values():
             leaf[...] = 0  # it was copied
@@ -188,30 +199,4 @@ async def test_a_small_array_that_cannot_be_copied_is_named(workers: Workers) ->
     source = staged.snapshot.sources[1]
     source.view, source.adapter = None, Failing()
     with pytest.raises(StagingError, match=r"bad: copying float64\[3\] to host memory"):
-        await staged.staging.inline()
-
-
-async def test_a_cancelled_copy_of_small_arrays_ends_first(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged = Staged({"a": np.arange(3)}, workers)
-    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
-    copy = staged.staging._copy_inline
-
-    def slow() -> bytearray:
-        begun.set()
-        go.wait(30)
-        data = copy()
-        ended.set()
-        return data
-
-    monkeypatch.setattr(staged.staging, "_copy_inline", slow)
-    task = asyncio.create_task(staged.staging.inline())
-    await asyncio.to_thread(begun.wait, 30)
-    task.cancel()
-    await asyncio.sleep(0.01)
-    assert not task.done()
-    go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()
+        await workers.run(staged.staging.inline)

@@ -18,6 +18,7 @@ import pytest
 import asyncckpt
 from asyncckpt import KeepBest, KeepEvery, KeepLast
 from asyncckpt.errors import StoreError
+from asyncckpt.flow import shield
 from asyncckpt.format.record import seal
 from tests.script import Script
 from tests.simulator import simulator
@@ -209,6 +210,25 @@ async def test_a_save_that_fails_ends_the_listing_of_steps(tmp_path: Path) -> No
         tasks = asyncio.all_tasks(ckpt._session.runtime.engine._loop)
         assert not [task for task in tasks if "candidates" in repr(task)]
         assert (await save(ckpt, 3)).deleted_steps == (1,)
+
+
+async def test_a_save_cancelled_during_retention_stays_committed_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shield, "CLEANUP_S", 0.05)
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await save(ckpt, 1)
+        unlist = Script(ckpt).hold("unlist")
+        pending = await ckpt.start_save(2, tree(2))
+        await unlist.reached()
+        assert pending.cancel()
+        report = await pending
+        assert report.step == 2
+        assert report.deleted_steps == ()
+        (note,) = report.notes
+        assert note.startswith("deleting older checkpoints was cancelled")
+        assert await ckpt.steps() == [1, 2]
+        assert (await save(ckpt, 3)).deleted_steps == (1, 2)
 
 
 async def test_a_failed_listing_deletes_nothing_and_is_told(tmp_path: Path) -> None:

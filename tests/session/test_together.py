@@ -180,6 +180,14 @@ def test_replicas_that_differ(job: Job, name: str) -> None:
     fails(job, on(1, other), MismatchError, f"params/{name}", "process 0", "process 1")
 
 
+def test_replicas_in_several_local_shards_that_differ(job: Job) -> None:
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        values = np.full((64, 1024), process, np.float32)
+        return await ckpt.save(1, {"w": ShardedArray.tiles(values, (2, 1))})
+
+    fails(job, part, MismatchError, "w: ", "process 0", "process 1")
+
+
 def replicated_shards(process: int, values: list[int]) -> dict[str, Any]:
     """A leaf of 8 numbers in two shards: processes 0 and 2 hold one, 1 and 3 the other."""
     offset = 4 * (process % 2)
@@ -455,6 +463,31 @@ def test_a_deadline_that_passes(job: Job) -> None:
         return await ckpt.save(1, state(), options=SaveOptions(deadline_s=1.0))
 
     fails(job, part, DeadlineExceededError)
+
+
+def test_a_save_stays_committed_if_a_process_cannot_end_its_share(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        Script(ckpt).fail("leave", StoreError("disk on fire"))
+        return [(await ckpt.save(step, state())).plan_cached for step in (1, 2)]
+
+    assert job.play(part) == [[False, True]] * job.count
+    assert "disk on fire" in caplog.text
+    assert asyncio.run(asyncckpt.verify(job.root / "1")).ok
+
+
+def test_a_save_cancelled_after_its_success_is_no_failure(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        leave = Script(ckpt).hold("leave")
+        pending = await ckpt.start_save(1, state())
+        if this == 1:
+            await leave.reached()
+            pending.cancel()
+            leave.go()
+        return (await pending).step
+
+    assert job.play(part) == [1] * job.count
 
 
 def test_another_step_on_one_process(job: Job) -> None:
@@ -1002,7 +1035,10 @@ def test_each_process_may_have_leaves_of_its_own(job: Job) -> None:
 
     async def part(ckpt: Checkpointer, process: int) -> Any:
         for seed in (0, 1):
-            await ckpt.save(seed, tree(process, seed), options=SaveOptions(tree="union"))
+            options = SaveOptions(tree="union")
+            report = await ckpt.save(seed, tree(process, seed), options=options)
+            info = await ckpt.inspect(seed)
+            assert (report.leaf_count, report.nbytes) == (len(info.leaves), info.nbytes)
         with pytest.raises(TreeMismatchError, match="stages"):
             await ckpt.save(3, tree(process), options=SaveOptions(tree="same"))
         back = await ckpt.restore(1, like=tree(process, 5))
@@ -1014,6 +1050,23 @@ def test_each_process_may_have_leaves_of_its_own(job: Job) -> None:
     for process in range(job.count):
         assert equal(whole["stages"][str(process)], tree(process, 1)["stages"][str(process)])
     assert asyncio.run(asyncckpt.verify(job.root / "1")).ok
+
+
+@pytest.mark.parametrize("job", [2], indirect=True)
+def test_scalars_may_disappear_from_one_process(job: Job) -> None:
+    """Arrays and their parts stay as they were, but the scalars are no longer stored as arrays."""
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        half = np.full((32, 1024), process, np.float32)
+        w = ShardedArray((64, 1024), "float32", [((32 * process, 0), half)])
+        tree = {"w": w, "lr": 0.1, "step": 3}
+        options = SaveOptions(tree="union")
+        reports = [await ckpt.save(1, tree, options=options)]
+        reports.append(await ckpt.save(2, tree if process == 0 else {"w": w}, options=options))
+        return [report.orbax for report in reports if process == 0]
+
+    assert job.play(part) == [[True, False], []]
+    assert asyncio.run(asyncckpt.verify(job.root / "2")).ok
 
 
 def test_two_stages_that_number_their_state_alike_are_noticed(job: Job) -> None:
