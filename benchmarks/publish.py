@@ -33,6 +33,7 @@ COMMANDS = {
 FORMS = {
     SHORT: ("short.md", "Local disk, short form"),
     FULL: ("full.md", "Local disk, full form"),
+    "full-2": ("full-2.md", "Local disk, full form: experts, trainings, budgets and processes"),
     "resharding": ("resharding.md", "Restores of what others saved, and onto other shardings"),
     REMOTE: ("remote.md", "Object stores"),
     "remote-save": ("remote-save.md", "Object stores, full form: saves"),

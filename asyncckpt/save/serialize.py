@@ -68,9 +68,9 @@ class WindowChecksums:
     def seal(self, window: Window, buffer: Bytes, filling: Filling | None = None) -> WindowSums:
         """Checksum the payloads of a window, and write their trailers. Blocking.
 
-        The payloads, zeroed trailers and zeros between them are in `buffer`, or arrive there with
-        `filling`. `fold` writes the trailer of a chunk that began in an earlier window. Called in
-        any order, from any thread.
+        The payloads and the zeros between them are in `buffer`, or arrive there with `filling`.
+        `fold` writes the trailer of a chunk that began in an earlier window. Called in any order,
+        from any thread.
         """
         data = memoryview(buffer)
         head = rest = tail = 0

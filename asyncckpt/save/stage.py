@@ -366,7 +366,7 @@ class Staging:
         return staged
 
     def _fill(self, window: Window, buffer: Bytes, step_nbytes: int) -> Filling:
-        """Copy the pieces of a window, room for their trailers, and zeros between them.
+        """Copy the pieces of a window, with room for their trailers, and zeros between them.
 
         Yields the position that is reached about every `step_nbytes`. One call copies all pieces of
         a step: between two calls, another thread may take the GIL, and getting it back takes longer
@@ -394,15 +394,13 @@ class Staging:
 
         for piece in window.pieces:
             pad(piece.position)
-            payload_end = end + piece.stop - piece.start
-            stop = payload_end + TRAILER_NBYTES * piece.last
+            payload = buffer[end : end + piece.stop - piece.start]
+            stop = end + payload.size + TRAILER_NBYTES * piece.last
             data = self._bytes_of(piece.array, piece.row)
             if data is None:  # gathered, or fetched from a device, as a whole
                 if parts:
                     yield copy()
-                out = buffer[end:payload_end]
-                self._copy(piece.array, piece.row, piece.start, piece.stop, out)
-                buffer[payload_end:stop] = 0
+                self._copy(piece.array, piece.row, piece.start, piece.stop, payload)
                 begin = end = stop
                 yield end
                 continue
