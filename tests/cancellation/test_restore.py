@@ -13,7 +13,6 @@ import pytest
 
 import asyncckpt
 from asyncckpt.options import KIB
-from asyncckpt.restore import pipeline as filling
 from asyncckpt.restore import ranges as runs
 from asyncckpt.restore.decode import Decode
 from asyncckpt.restore.fetch import Fetch
@@ -112,7 +111,6 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @contextlib.asynccontextmanager
 async def restoring(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Restores]:
     await warm_up()
-    monkeypatch.setattr(filling, "ALIGNED_CHUNK_NBYTES", 64 * KIB)
     monkeypatch.setattr(runs, "LOCAL_RUN_NBYTES", 128 * KIB)  # each chunk is read by itself
     monkeypatch.setattr(runs, "ASIDE_NBYTES", 64 * KIB)
     taken = ways_taken(monkeypatch)

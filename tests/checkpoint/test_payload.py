@@ -139,10 +139,11 @@ def test_an_array_of_rank_0_is_read(dtype: str) -> None:
 
 def test_values_are_fetched_for_a_cast_a_few_at_a_time() -> None:
     values = np.arange(3 * 1000 * 700).reshape(3, 1000, 700)
-    source, adapter = Source(ArraySpec(values.shape, "int64"), values, None), Device()
+    adapter = Device()
+    source = Source(ArraySpec(values.shape, "int64"), values, None, adapter=adapter)
     box = Box((1, 7, 0), (2, 900, 699))
     out = np.zeros(box.shape, np.float32)
-    ArrayReader(source, adapter, "float32", path="w").read(box, out)
+    ArrayReader(source, "float32", path="w").read(box, out)
     np.testing.assert_array_equal(out, values[box.slices()].astype(np.float32))
     assert max(part.size * 8 for _, part in adapter.fetched) <= CACHED_NBYTES
     assert len(adapter.fetched) <= 1 + box.size * 8 // (CACHED_NBYTES // 2)

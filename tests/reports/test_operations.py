@@ -154,7 +154,7 @@ async def test_a_stage_that_fails_ends_the_save_and_its_recorder(
         await ckpt.save(1, TREE)
         before = recorders()
         with monkeypatch.context() as patch, pytest.raises(StagingError, match="no copy"):
-            patch.setattr(Staging, "_copy", fail)
+            patch.setattr(Staging, "_fill", fail)
             await ckpt.save(2, TREE)
         await ckpt.save(2, TREE)
         assert recorders() == before

@@ -347,16 +347,24 @@ class LocalFiles:
                     location=self.location,
                 )
             if self._anchor is None:
-                # O_NONBLOCK: opening a FIFO would wait for a writer.
-                fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK)
+                try:
+                    # O_NONBLOCK: opening a FIFO would wait for a writer.
+                    fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK)
+                except NotADirectoryError as error:  # what is above it is a file
+                    if not is_directory:
+                        raise
+                    raise self._no_directory() from error
                 self._anchor = Descriptor(fd)
                 self._is_directory = stat.S_ISDIR(os.fstat(fd).st_mode)
             if is_directory and not self._is_directory:
-                raise CheckpointNotFoundError(
-                    f"{self.location}: expected a checkpoint directory, found a file",
-                    location=self.location,
-                )
+                raise self._no_directory()
             return self._anchor
+
+    def _no_directory(self) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"{self.location}: expected a checkpoint directory, found a file",
+            location=self.location,
+        )
 
     def _full(self, path: str) -> str:
         return posixpath.join(self.location, path) if path else self.location
