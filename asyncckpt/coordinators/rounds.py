@@ -247,7 +247,7 @@ class Round:
             except BaseException as raised:
                 error = leading_error(raised) if isinstance(raised, BaseExceptionGroup) else raised
                 await to_completion(briefly(self.abort(error)))
-                raise error from None
+                raise error from error.__cause__
         return result
 
     @contextlib.asynccontextmanager

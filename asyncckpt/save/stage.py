@@ -368,52 +368,31 @@ class Staging:
     def _fill(self, window: Window, buffer: Bytes, step_nbytes: int) -> Filling:
         """Copy the pieces of a window, with room for their trailers, and zeros between them.
 
-        Yields the position that is reached about every `step_nbytes`. One call copies all pieces of
-        a step: between two calls, another thread may take the GIL, and getting it back takes longer
-        than copying 100 KB.
+        Yields the position that is reached about every `step_nbytes`.
         """
-        parts: list[Bytes] = []
-        begin = end = 0  # of the parts in the window
-
-        def add(part: Bytes) -> None:
-            nonlocal end
-            parts.append(part)
-            end += part.size
-
-        def pad(stop: int) -> None:
-            if stop > end:
-                gap = stop - end
-                add(ZEROS[:gap] if gap <= ZEROS.size else np.zeros(gap, np.uint8))
-
-        def copy() -> int:
-            nonlocal begin
-            np.concatenate(parts, out=buffer[begin:end])
-            parts.clear()
-            begin = end
-            return end
-
+        group = _Group(buffer)
         for piece in window.pieces:
-            pad(piece.position)
-            payload = buffer[end : end + piece.stop - piece.start]
-            stop = end + payload.size + TRAILER_NBYTES * piece.last
+            group.pad(piece.position)
+            payload = buffer[piece.position : piece.position + piece.stop - piece.start]
+            stop = piece.position + payload.size + TRAILER_NBYTES * piece.last
             data = self._bytes_of(piece.array, piece.row)
             if data is None:  # gathered, or fetched from a device, as a whole
-                if parts:
-                    yield copy()
+                if group.parts:
+                    yield group.copy()
                 self._copy(piece.array, piece.row, piece.start, piece.stop, payload)
-                begin = end = stop
-                yield end
+                group.begin = group.end = stop
+                yield stop
                 continue
             data = data[piece.start : piece.stop]
             for start in range(0, data.size, step_nbytes):
                 part = data[start : start + step_nbytes]
-                if parts and end + part.size - begin > step_nbytes:
-                    yield copy()
-                add(part)
-            pad(stop)
-        pad(-(-window.nbytes // PAGE_NBYTES) * PAGE_NBYTES)
-        if parts:
-            yield copy()
+                if group.parts and group.end + part.size - group.begin > step_nbytes:
+                    yield group.copy()
+                group.add(part)
+            group.pad(stop)
+        group.pad(-(-window.nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        if group.parts:
+            yield group.copy()
 
     def _copy_chunks(self, chunks: StagedChunks) -> None:
         since = time.perf_counter()
@@ -538,6 +517,38 @@ class Staging:
             path=path,
             stage="stage",
         )
+
+
+class _Group:
+    """Arrays that one call copies to bytes `begin` to `end` of a buffer, one behind the other.
+
+    Between two calls, another thread may take the GIL, and getting it back takes longer than
+    copying 100 KB.
+    """
+
+    __slots__ = ("begin", "buffer", "end", "parts")
+
+    def __init__(self, buffer: Bytes) -> None:
+        self.buffer = buffer
+        self.parts: list[Bytes] = []
+        self.begin = self.end = 0
+
+    def add(self, part: Bytes) -> None:
+        self.parts.append(part)
+        self.end += part.size
+
+    def pad(self, stop: int) -> None:
+        """Add zeros up to a position."""
+        gap = stop - self.end
+        if gap > 0:
+            self.add(ZEROS[:gap] if gap <= ZEROS.size else np.zeros(gap, np.uint8))
+
+    def copy(self) -> int:
+        """Copy the arrays, and return the position behind them, where the next group begins."""
+        np.concatenate(self.parts, out=self.buffer[self.begin : self.end])
+        self.parts.clear()
+        self.begin = self.end
+        return self.end
 
 
 def _copied(arena: Arena, source: Source, shard: int) -> npt.NDArray[Any]:
