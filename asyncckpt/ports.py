@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -502,6 +502,11 @@ class NotingStore(Protocol):
 
     async def take_notes(self) -> Sequence[bytes]:
         """Remove and return the notes of all processes and earlier jobs, in no order."""
+
+
+def keeps_notes(store: object) -> TypeGuard[NotingStore]:
+    """Return whether a store is a `NotingStore`, or a wrapper that passes its methods on."""
+    return all(hasattr(store, name) for name in ("keep_note", "take_notes"))
 
 
 @runtime_checkable

@@ -91,6 +91,8 @@ class Runtimes:
                 self._sources.append(files := store.files(name))
                 opened = await open_any(files, runtime.engine.compute)
             except CheckpointNotFoundError as missing:
+                if missing.found in ("deleted", "replaced"):
+                    raise
                 opened = await self._newest(runtime.store(location, **given), missing)
         # Report arrays that cannot be read before reading any.
         wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]

@@ -135,7 +135,8 @@ class Meeting:
         if (one.pid, one.host) == (other.pid, other.host):
             what = (
                 f"({one}) has opened it twice at once. Finish the first call of one Checkpointer "
-                "or function before that of the next one, in the same order on all processes"
+                "or function before that of the next one, in the same order on all processes. If "
+                "these are two programs, in two containers of one name, give each its own index"
             )
         else:
             what = (

@@ -208,8 +208,10 @@ class ServiceCoordinator(Generic[S]):
             self._started += 1
             number = f"-{self._started}" if self._started > 1 else ""
             name = f"asyncckpt-{self.name}-coordinator{number}"
-            self._caller = _Caller(name, self._connect)
-            weakref.finalize(self, self._caller.end).atexit = False  # dropped without `close`
+            self._caller = caller = _Caller(name, self._connect)
+            # Dropped without `close`. The registry must not keep abandoned callers.
+            caller.dropped = weakref.finalize(self, caller.end)
+            caller.dropped.atexit = False
         return self._caller
 
     def _abandon(self, caller: _Caller[S], what: str) -> StoreError:
@@ -245,6 +247,7 @@ class _Caller(Generic[S]):
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each call, and the end
         self._busy_since: float | None = None
         self._ended = False
+        self.dropped: weakref.finalize[..., Any] | None = None  # ends it with its coordinator
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:
             self.thread.start()
@@ -270,6 +273,8 @@ class _Caller(Generic[S]):
     def end(self) -> None:
         """Let the thread end after its current call; queued calls are refused. Idempotent."""
         self._ended = True
+        if self.dropped is not None:
+            self.dropped.detach()
         self._wake.put(None)
 
     def _serve(self) -> None:

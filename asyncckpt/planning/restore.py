@@ -23,6 +23,10 @@ from asyncckpt.spec import Box, ChunkGrid
 TAIL_NBYTES = 1 << 20
 """Longest padding and trailer that are read together with a payload that goes to its target."""
 
+ALONE_NBYTES = 1 << 20
+"""Rows of this length are batches of their own: the chunks of a batch are decoded one after the
+other, in one thread."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
@@ -128,7 +132,8 @@ def plan_restore(
     """Plan the reads that serve all requests.
 
     A row of `direct_nbytes` or more that can be read directly into its target is a batch of its
-    own. Other rows of one file share batches, and go through a buffer.
+    own, as is every row of `ALONE_NBYTES`. Other rows of one file share batches. All that are not
+    read directly go through a buffer.
 
     Args:
         arrays: the stored arrays.
@@ -166,14 +171,15 @@ def plan_restore(
     stored = files[wanted] >= 0
 
     part_edges = np.append(leads, len(row))
-    alone = stored & (np.diff(part_edges) == 1) & (direct[leads] >= 0)
-    alone &= (lengths[wanted] >= direct_nbytes) & (lengths[wanted] - nbytes[leads] <= TAIL_NBYTES)
-    is_direct = alone[np.cumsum(fresh) - 1]
+    into = stored & (np.diff(part_edges) == 1) & (direct[leads] >= 0)
+    into &= (lengths[wanted] >= direct_nbytes) & (lengths[wanted] - nbytes[leads] <= TAIL_NBYTES)
+    is_direct = into[np.cumsum(fresh) - 1]
     parts = (row, request, np.where(is_direct, direct, -1), np.where(is_direct, nbytes, -1))
 
     inline = int(np.count_nonzero(~stored))
-    wanted, alone, part_edges = wanted[inline:], alone[inline:], part_edges[inline:]
+    wanted, into, part_edges = wanted[inline:], into[inline:], part_edges[inline:]
     file, offset, length = files[wanted], offsets[wanted], lengths[wanted]
+    alone = into | (length >= ALONE_NBYTES)
     starts = alone.copy()
     starts[1:] |= alone[:-1] | (file[1:] != file[:-1])
     groups = coalesce(
@@ -184,7 +190,7 @@ def plan_restore(
     edges = part_edges[np.append(groups, len(wanted))]
     first = Table(Part, [column[edges[:-1]] for column in parts], 0, len(groups))
     batches: list[ReadBatch] = []
-    columns = (file[groups], begins, sizes, edges[:-1], edges[1:], alone[groups])
+    columns = (file[groups], begins, sizes, edges[:-1], edges[1:], into[groups])
     rows = zip(*[column.tolist() for column in columns], first, strict=True)
     for f, o, n, i, j, one, part in rows:
         batches.append(ReadBatch(f, o, n, Table(Part, parts, i, j), part if one else None))

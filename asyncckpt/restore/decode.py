@@ -203,6 +203,7 @@ class Decode:
                     if crc != crcs[number]:
                         self.expect(batch, row, crc, data[stop : stop + CRC_NBYTES])
                     if any_encoded:
+                        elements = None  # one decoded chunk at a time is counted in the budget
                         storage = self._opened.storage(self._destinations.array[request])
                         target = self._target(row, request)
                         elements = self._elements(batch, row, storage, [data[start:stop]], target)
@@ -247,7 +248,7 @@ class Decode:
                     payload = stored
                     self.check_length(batch, row, storage, payload.nbytes)
                 else:
-                    target = self._target(row, request)
+                    target, payload = self._target(row, request), data[:0]
                     payload = self._payload(batch, batch.parts[number], [stored], target)
                     if payload is target:
                         continue

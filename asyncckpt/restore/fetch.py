@@ -120,15 +120,15 @@ class Fetch:
     async def _lease(self, read: Read) -> tuple[list[Slot], int]:
         """Acquire the slots of a read, and extra bytes of the budget; return both.
 
-        The extra bytes are for copies that the client makes, small chunks between direct ones, and
-        decoded elements of compressed chunks. They are limited to the capacity: a read that needs
+        The extra bytes are for copies that the client makes, what is between direct payloads
+        (small chunks, trailers, gaps), and decoded elements of compressed chunks. They are limited to the capacity: a read that needs
         more than the budget runs alone.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = self._copied_nbytes(read)
         if read.together:
-            aside = sum(batch.nbytes for batch in read.batches if batch.direct is None)
-            extra = min(copies + aside, capacity)
+            direct = sum([batch.direct.nbytes for batch in read.batches if batch.direct])
+            extra = min(copies + span(read.batches) - direct, capacity)
             if extra:
                 await self.pool.acquire(extra)
             return [], extra

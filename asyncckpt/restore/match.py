@@ -483,11 +483,12 @@ class _Matcher:
                 self._note(path, "a key", having, advice)
 
     def _selected_objects(self) -> Collection[str | None]:
-        """Return the objects that `include` selects: by their saved leaves, or by path if none."""
+        """Return the objects that `include` selects: by path, or by a saved or wanted leaf."""
         if self.request.include is None:
             return self._stateful
         bare = [*self._stateful.keys() - set(self._saved_in)]
         found = set(map(bare.__getitem__, match_glob(bare, self.request.include)[0]))
+        found |= {self._wanted_in[number] for number in self._included}
         return found | {self._saved_in[leaf] for leaf in self.selected or ()}
 
     def _required_keys(

@@ -55,10 +55,6 @@ ABORT_S = 30.0
 """Limit for the clean-up of an aborted save: an unresponsive store would delay a deadline error by
 minutes. `asyncckpt gc` removes the rest."""
 
-UNFINISHED_RETENTION = (
-    "deleting older checkpoints was cancelled before it ended; the next save continues it"
-)
-
 
 @dataclass(slots=True, eq=False)
 class SaveState:
@@ -122,7 +118,10 @@ class Retaining(Protocol):
         ...
 
     async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
-        """Delete older checkpoints after a save with this commit record; must not raise."""
+        """Delete older checkpoints after a save with this commit record; must not raise.
+
+        Cancellation: ends with a note in the report.
+        """
         ...
 
 
@@ -187,11 +186,8 @@ class Save:
                     return report
                 # The checkpoint stays committed even if retention fails or is cancelled.
                 with recorder.span("retain"):
-                    try:
-                        retained = self.retaining.retain(report, self._record)
-                        report = await to_completion(retained)
-                    except asyncio.CancelledError:
-                        report = replace(report, notes=(*report.notes, UNFINISHED_RETENTION))
+                    retained = self.retaining.retain(report, self._record)
+                    report = await to_completion(retained)
                 return replace(report, timeline=self._timeline())
         except BaseException as raised:
             error = self._reason(raised)

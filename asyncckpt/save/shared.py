@@ -45,7 +45,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.shield import to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.log import logger
-from asyncckpt.ports import AttemptFiles, JoinedAttempt
+from asyncckpt.ports import AttemptFiles, JoinedAttempt, keeps_notes
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.merge import SharedCommit
@@ -118,7 +118,7 @@ class SharedSave(Save):
         Each process notes only its own errors. One-shot saves leave no notes, because no job
         continues them.
         """
-        if self.request.step is None or not hasattr(self.store, "keep_note"):
+        if self.request.step is None or not keeps_notes(self.store):
             return
         note = None
         if error is not None:
@@ -287,8 +287,8 @@ class SharedSave(Save):
         # The checkpoint is committed, whatever happens to the share.
         try:
             await to_completion(share.leave())
-        except (AsyncCheckpointError, asyncio.CancelledError) as error:
-            logger.warning("%s: leaving the committed save failed: %s", self._location, error)
+        except (Exception, asyncio.CancelledError) as error:  # also of a user's store
+            logger.warning("%s: leaving the committed save failed: %r", self._location, error)
         totals = json.loads(self.round_.result or b"{}")
         return replace(
             made,

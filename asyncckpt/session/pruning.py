@@ -92,8 +92,8 @@ class Pruner:
     async def retain(self, report: SaveReport, record: bytes) -> SaveReport:
         """Delete the steps that the policy does not keep after a save; never raises.
 
-        Returns the report of the save with the deleted steps and notes; `record` is its commit
-        record.
+        Returns the report of the save with the deleted steps and notes, also if it is cancelled;
+        `record` is its commit record.
         """
         saved = report.step
         if saved is None:
@@ -109,6 +109,8 @@ class Pruner:
             steps, reasons = await self._decide(saved)
             notes += reasons
             await self._unlist(steps, deleted, notes)
+        except asyncio.CancelledError:
+            notes.append("deleting older checkpoints was cancelled; the next save continues it")
         except Exception as error:
             # Includes errors of third-party stores: the save itself is durable.
             notes.append(f"no step was deleted: {error}")

@@ -13,7 +13,7 @@ from asyncckpt.coordinators.messages import decode_error
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.log import logger
-from asyncckpt.ports import Store
+from asyncckpt.ports import Store, keeps_notes
 from asyncckpt.runtime import Runtime, place_of
 from asyncckpt.stores.objects.clients.urls import check_options, check_scheme, is_url, parse_url
 from asyncckpt.stores.paths import below
@@ -120,7 +120,7 @@ class Root:
 
     async def log_notes(self) -> None:
         """Log the last errors of the processes of earlier jobs, and remove them from the store."""
-        if not hasattr(self.store, "take_notes"):  # a `NotingStore`, or a wrapper of one
+        if not keeps_notes(self.store):
             return
         try:
             notes = await self.store.take_notes()

@@ -350,8 +350,9 @@ class LocalFiles:
                 try:
                     # O_NONBLOCK: opening a FIFO would wait for a writer.
                     fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK)
-                except NotADirectoryError as error:  # what is above it is a file
-                    if not is_directory:
+                except OSError as error:
+                    # What is above it is a file, or it is a socket.
+                    if not is_directory or error.errno not in (errno.ENOTDIR, errno.ENXIO):
                         raise
                     raise self._no_directory() from error
                 self._anchor = Descriptor(fd)

@@ -333,12 +333,12 @@ class Publication:
             name = errno.errorcode.get(error.errno or 0, "OSError")
             state = "the rename was undone and nothing of this save is visible"
             if visible:
-                state = "the checkpoint is visible but may not survive power loss"
+                state = "it is visible but may not survive power loss"
             elif not undone:
                 state = "another process has replaced or deleted this checkpoint meanwhile"
             raise SaveError(
                 f"{self._target}: flushing the directory after the rename failed: "
-                f"{error.strerror} ({name}); {state}. Check the disk, then save again",
+                f"{error.strerror} ({name}); {state}. Check the disk, then try again",
                 visible=visible,
                 durable=False,
                 location=self._target,

@@ -193,18 +193,26 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     """
     with reported("collecting leftovers", layout.control):
         found = collect_notes(layout, older_than_s, dry_run=dry_run)
-        old = (p for p in _leftovers(layout) if time.time() - _written_s(p) >= older_than_s)
-        _clear(layout, old, found, partial(_lock_old, layout, dry_run=dry_run), dry_run=dry_run)
+        is_dead = partial(_lock_old, layout, older_than_s, dry_run=dry_run)
+        _clear(layout, _leftovers(layout), found, is_dead, dry_run=dry_run)
     return found
 
 
 def _lock_old(
-    layout: Layout, path: str, held: contextlib.ExitStack, alone: bool, *, dry_run: bool
+    layout: Layout,
+    older_than_s: float,
+    path: str,
+    held: contextlib.ExitStack,
+    alone: bool,
+    *,
+    dry_run: bool,
 ) -> bool:
-    """Lock a leftover until `held` is closed; return whether it may be removed.
+    """Lock an old leftover until `held` is closed; return whether it may be removed.
 
     A replaced checkpoint whose successor never arrived is put back.
     """
+    if time.time() - _written_s(path) < older_than_s:
+        return False
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:

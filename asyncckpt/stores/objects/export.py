@@ -88,17 +88,19 @@ class ObjectExport:
                 raise self._too_long(path, why, limit, nbytes)
             return True
         if collected > COLLECTED_MAX_NBYTES:
+            scheme = self.location.partition("://")[0]
+            advice = {"s3": "use s3fs, or ", "gs": "use gcsfs, or "}.get(scheme, "")
             why = (
                 f"{traits.name} cannot send files in parts, so all of an export are collected in "
                 f"memory, at most {COLLECTED_MAX_NBYTES} bytes, and with this one they have "
-                f"{collected}; use s3fs or gcsfs, or export to a directory and copy it"
+                f"{collected}; {advice}export to a directory and copy it"
             )
             raise self._too_long(path, why, COLLECTED_MAX_NBYTES, collected)
         self._collected_nbytes = collected
         return False
 
     def _too_long(self, path: str, why: str, limit: int, found: int) -> UsageError:
-        location = f"{self.location}/{path}"
+        location = self.location if path == self._name else f"{self.location}/{path}"
         return UsageError(f"{location}: {why}", location=location, expected=limit, found=found)
 
     async def put(self, path: str, *blocks: Body, in_record: bool = False) -> None:
