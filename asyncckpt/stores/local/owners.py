@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import RECORD_NAME
@@ -53,10 +52,28 @@ EXCHANGE = f"{CONTROL}-exchange"
 _PROCESS = re.compile(rf"(.+){re.escape(OWNER_SUFFIX)}-[0-9]{{1,9}}", re.DOTALL)
 
 
-def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) -> ExitStack | None:
-    """Make and lock the owner file of a process; return None if it was swept meanwhile.
+class OwnerFile:
+    """The locked owner file of this process. Made by `make_owner_file`."""
 
-    Closing the stack removes the file, unless another file has its name, and unlocks it.
+    def __init__(self, path: str, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    def drop(self) -> None:
+        """Remove the owner file unless another file has its name. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            if leads_to(self._path, fd):
+                remove_file(self._path)
+        finally:
+            unlock(fd)
+            os.close(fd)
+
+
+def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) -> OwnerFile | None:
+    """Make and lock the owner file of a process; return None if it was swept meanwhile.
 
     Raises:
         UsageError: this process already has one.
@@ -72,19 +89,16 @@ def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) 
             location=path,
             found=process,
         ) from None
-    with ExitStack() as held:
-        held.callback(os.close, fd)
-        held.callback(unlock, fd)
-        held.callback(_remove_own, path, fd)
-        if try_lock(fd) is False or not leads_to(path, fd):
-            return None
-        fill_owner(fd, machine, terms)
-        return held.pop_all()
-
-
-def _remove_own(path: str, fd: int) -> None:
-    if leads_to(path, fd):
-        remove_file(path)
+    owner_file = OwnerFile(path, fd)
+    alive = False
+    try:
+        if try_lock(fd) is not False and leads_to(path, fd):
+            fill_owner(fd, machine, terms)
+            alive = True
+    finally:
+        if not alive:
+            owner_file.drop()
+    return owner_file if alive else None
 
 
 def owned_by_process(path: str) -> str | None:

@@ -28,6 +28,7 @@ from asyncckpt.stores.local.failures import Guard, reported
 from asyncckpt.stores.local.locks import Machine, Terms, leads_to, unlock
 from asyncckpt.stores.local.owners import (
     EXCHANGE,
+    OwnerFile,
     is_abandoned,
     read_exchange,
     remove_attempt,
@@ -68,7 +69,7 @@ class AttemptTree:
         self._guard = Guard(self.location, context.workers)
         self._path = ""
         self._directory: Descriptor | None = None
-        self._owner_file: contextlib.ExitStack | None = None
+        self._owner_file: OwnerFile | None = None
         self._files: list[LocalDataFile] = []
         self._own: list[str] = []
         self._directories: set[str] = set()
@@ -250,7 +251,7 @@ class AttemptTree:
                     for path in sorted(self._own, key=lambda path: path != RECORD_NAME):
                         remove_file(os.path.join(self._path, path))
             finally:
-                self._owner_file.close()
+                self._owner_file.drop()
                 unlock(directory)  # of process 0
             machine, root = self._context.machine(), self._context.layout.root
             if leads_to(self._path, directory) and is_abandoned(
@@ -261,7 +262,7 @@ class AttemptTree:
     def _release(self) -> None:
         if self._owner_file is not None:
             with contextlib.suppress(OSError):
-                self._owner_file.close()
+                self._owner_file.drop()
         if self._directory is not None:
             with contextlib.suppress(OSError), self._directory.use() as fd:
                 unlock(fd)

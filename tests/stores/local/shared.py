@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ def die(attempt: Any) -> None:
     """Simulate the death of the share's process: close its descriptors, remove nothing."""
     attempt._guard.ended = True
     attempt._directory.close()
-    attempt._owner_file._exit_callbacks.pop()  # would remove the file
-    attempt._owner_file.close()
+    os.close(attempt._owner_file._fd)
+    attempt._owner_file._fd = -1
 
 
 def files_of(directory: Path) -> list[str]:
