@@ -121,8 +121,8 @@ class Fetch:
         """Acquire the slots of a read, and extra bytes of the budget; return both.
 
         The extra bytes are for copies that the client makes, what is between direct payloads
-        (small chunks, trailers, gaps), and decoded elements of compressed chunks. They are limited to the capacity: a read that needs
-        more than the budget runs alone.
+        (small chunks, trailers, gaps), and decoded elements of compressed chunks. They are limited
+        to the capacity: a read that needs more than the budget runs alone.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = self._copied_nbytes(read)

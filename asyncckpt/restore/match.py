@@ -487,7 +487,9 @@ class _Matcher:
         if self.request.include is None:
             return self._stateful
         bare = [*self._stateful.keys() - set(self._saved_in)]
-        found = set(map(bare.__getitem__, match_glob(bare, self.request.include)[0]))
+        found: set[str | None] = set(
+            map(bare.__getitem__, match_glob(bare, self.request.include)[0])
+        )
         found |= {self._wanted_in[number] for number in self._included}
         return found | {self._saved_in[leaf] for leaf in self.selected or ()}
 

@@ -35,7 +35,6 @@ from typing import TypeVar
 from asyncckpt.coordinators.messages import encode_error
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import (
-    AsyncCheckpointError,
     CheckpointNotFoundError,
     SaveAbortedError,
     SaveOutcomeUnknownError,

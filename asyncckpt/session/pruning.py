@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
