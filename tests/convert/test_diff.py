@@ -232,6 +232,15 @@ def test_integers_that_a_float_holds_only_rounded_differ_from_it(
     assert leaf.largest == 1.0
 
 
+def test_distances_of_small_integers_from_floats_are_exact(tmp_path: Path) -> None:
+    whole = np.array([-1, -3, 7, -(2**40)], np.int64)
+    near = whole + np.array([-1e-9, 0.25, -0.5, 2**-10])
+    leaf = only(compared(tmp_path, {"w": whole[:1]}, {"w": near[:1]}))
+    assert leaf.largest == float(-1 - near[0])
+    leaf = only(compared(tmp_path, {"w": whole}, {"w": near}))
+    assert (leaf.count, leaf.largest, leaf.index) == (4, 0.5, (2,))
+
+
 def test_values_of_different_dtypes_are_compared_too(tmp_path: Path) -> None:
     exact = np.array([1, 2, 1.001], np.float32)
     leaf = only(compared(tmp_path, {"w": exact}, {"w": exact.astype(DTYPES["bfloat16"])}))

@@ -115,6 +115,29 @@ async def test_small_arrays_between_large_ones_are_read_with_them(
     assert all(np.array_equal(into[key], value) for key, value in tree.items())
     assert report.reads is not None
     assert len(report.reads) == (1 if layers == 1 else 4)
-    small = 2 * (60 * KIB + 4) * layers
-    alone = sum(read.nbytes for read in report.reads if read.nbytes < 2 * MIB)
-    assert sum(acquired) == pytest.approx(small - alone, abs=64 * layers)  # padding
+    large = [sum(i.wanted_nbytes for i in r.items if i.wanted_nbytes > MIB) for r in report.reads]
+    together = [(read.nbytes, into) for read, into in zip(report.reads, large, strict=True) if into]
+    assert sum(acquired) == sum(nbytes - into for nbytes, into in together)
+
+
+async def test_what_is_not_wanted_between_arrays_counts_in_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquired: list[int] = []
+    acquire = SlotPool.acquire
+
+    async def noted(self: SlotPool, nbytes: int) -> None:
+        acquired.append(nbytes)
+        await acquire(self, nbytes)
+
+    monkeypatch.setattr(SlotPool, "acquire", noted)
+    tree = {f"{n:02}{kind}": np.full(64 * KIB, n, np.uint8) for n in range(20) for kind in "ab"}
+    await asyncckpt.save(tmp_path / "x", tree)
+    reports: list[RestoreReport] = []
+    found = await asyncckpt.restore(
+        tmp_path / "x", include="*a", options=EXPLAIN, on_report=reports.append
+    )
+    assert [int(values[0]) for values in found.values()] == list(range(20))
+    (read,) = reports[0].reads
+    assert read.nbytes > 39 * 64 * KIB
+    assert acquired == [read.nbytes - 20 * 64 * KIB]

@@ -463,6 +463,9 @@ async def test_a_module_saved_without_any_key_is_an_error_before_anything_is_rea
     with pytest.raises(TreeMismatchError, match=r"model/body\.weight: the target has this key"):
         await asyncckpt.restore_into(place, {"model": model, "w": w})
     assert not w.any()
+    with pytest.raises(TreeMismatchError, match=r"model/body\.weight: the target has this key"):
+        await asyncckpt.restore_into(place, {"model": model, "w": w}, include=["w", "*/*"])
+    assert not w.any()
     await asyncckpt.restore_into(place, {"model": model, "w": w}, include="w")
     assert w.all() and model.fills() == {7}
 

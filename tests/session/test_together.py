@@ -465,11 +465,12 @@ def test_a_deadline_that_passes(job: Job) -> None:
     fails(job, part, DeadlineExceededError)
 
 
+@pytest.mark.parametrize("kind", [StoreError, RuntimeError])
 def test_a_save_stays_committed_if_a_process_cannot_end_its_share(
-    job: Job, caplog: pytest.LogCaptureFixture
+    kind: type[Exception], job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
-        Script(ckpt).fail("leave", StoreError("disk on fire"))
+        Script(ckpt).fail("leave", kind("disk on fire"))
         return [(await ckpt.save(step, state())).plan_cached for step in (1, 2)]
 
     assert job.play(part) == [[False, True]] * job.count
