@@ -89,19 +89,25 @@ async def test_nothing_is_computed_unless_it_is_asked_for(
     assert reports[0].reads == ()
 
 
-@pytest.mark.parametrize("layers", (1, 12))
-async def test_small_arrays_between_large_ones_are_read_with_them(
-    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in layers of a model; what they need beside their destinations counts in the budget."""
-    acquired: list[int] = []
+@pytest.fixture
+def acquired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the budget that are acquired outside of slots."""
+    found: list[int] = []
     acquire = SlotPool.acquire
 
     async def noted(self: SlotPool, nbytes: int) -> None:
-        acquired.append(nbytes)
+        found.append(nbytes)
         await acquire(self, nbytes)
 
     monkeypatch.setattr(SlotPool, "acquire", noted)
+    return found
+
+
+@pytest.mark.parametrize("layers", (1, 12))
+async def test_small_arrays_between_large_ones_are_read_with_them(
+    layers: int, tmp_path: Path, acquired: list[int]
+) -> None:
+    """As in layers of a model; what they need beside their destinations counts in the budget."""
     rng = np.random.default_rng(0)
     sizes = {"a": 1408 * KIB, "b": 1408 * KIB, "c": 60 * KIB, "d": 60 * KIB}
     tree = {
@@ -121,16 +127,8 @@ async def test_small_arrays_between_large_ones_are_read_with_them(
 
 
 async def test_what_is_not_wanted_between_arrays_counts_in_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, acquired: list[int]
 ) -> None:
-    acquired: list[int] = []
-    acquire = SlotPool.acquire
-
-    async def noted(self: SlotPool, nbytes: int) -> None:
-        acquired.append(nbytes)
-        await acquire(self, nbytes)
-
-    monkeypatch.setattr(SlotPool, "acquire", noted)
     tree = {
         f"{n:02}{k}": np.full(s * KIB, n, np.uint8)
         for n in range(20)
