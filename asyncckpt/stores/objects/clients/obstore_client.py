@@ -222,6 +222,7 @@ class ObstoreClient(ObjectClient):
         self._options = options
         self._is_store = not (self._is_gcs or self._is_s3)
         self._region_known = not self._is_s3 or options is None
+        self._regions = 1  # tried so far
         self._workers = workers
         self._make_other = other
         self._other: ObjectClient | None = None
@@ -320,10 +321,11 @@ class ObstoreClient(ObjectClient):
     async def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
         """Return the answer of a call with the store; convert its errors to `RequestError`."""
         while True:
-            if (store := self._store) is None:
+            if self._store is None:
                 raise RequestError("invalid", "the client is closed")
+            regions = self._regions  # a reference to the store would keep its connections open
             try:
-                answer = await call(store)
+                answer = await call(self._store)
                 self._region_known = True
                 return answer
             except Exception as error:
@@ -333,7 +335,7 @@ class ObstoreClient(ObjectClient):
                 # Servers may close the connection instead of answering a large PUT. Another request
                 # may have found the region while this one was in flight.
                 if failure.kind != "timeout" and (
-                    await self._found_region() or self._store is not store
+                    await self._found_region() or self._regions != regions
                 ):
                     continue
             try:
@@ -351,6 +353,7 @@ class ObstoreClient(ObjectClient):
         if self._store is None or region in (None, options.config["region"]):
             return False
         self._store = made_store(options, region=region)
+        self._regions += 1
         return True
 
     async def _put(self, key: str, body: Body, mode: Any) -> None:
