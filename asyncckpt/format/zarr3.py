@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from asyncckpt.format.zarr import MAX_CODECS, Chain, ChunkKeys, Document, Shards, ZarrArray
@@ -25,6 +26,8 @@ METADATA_NAME = "zarr.json"
 _ZEROS = {"bool": False, "int": 0, "float": 0.0, "complex": [0.0, 0.0]}
 
 
+# A state has few combinations of spec, chunk shape and level.
+@lru_cache(maxsize=8192)
 def encode_metadata(
     spec: ArraySpec, chunk_shape: tuple[int, ...], zstd_level: int | None = None
 ) -> bytes:
