@@ -23,7 +23,7 @@ from asyncckpt.spec import Box, ChunkGrid
 TAIL_NBYTES = 1 << 20
 """Longest padding and trailer that are read together with a payload that goes to its target."""
 
-ALONE_NBYTES = 1 << 20
+OWN_BATCH_NBYTES = 1 << 20
 """Rows of this length are batches of their own: the chunks of a batch are decoded one after the
 other, in one thread."""
 
@@ -132,8 +132,8 @@ def plan_restore(
     """Plan the reads that serve all requests.
 
     A row of `direct_nbytes` or more that can be read directly into its target is a batch of its
-    own, as is every row of `ALONE_NBYTES`. Other rows of one file share batches. All that are not
-    read directly go through a buffer.
+    own, as is every row of `OWN_BATCH_NBYTES`. Other rows of one file share batches. All rows that
+    are not read directly go through a buffer.
 
     Args:
         arrays: the stored arrays.
@@ -179,7 +179,7 @@ def plan_restore(
     inline = int(np.count_nonzero(~stored))
     wanted, into, part_edges = wanted[inline:], into[inline:], part_edges[inline:]
     file, offset, length = files[wanted], offsets[wanted], lengths[wanted]
-    alone = into | (length >= ALONE_NBYTES)
+    alone = into | (length >= OWN_BATCH_NBYTES)
     starts = alone.copy()
     starts[1:] |= alone[:-1] | (file[1:] != file[:-1])
     groups = coalesce(

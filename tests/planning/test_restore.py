@@ -321,6 +321,19 @@ def test_chunks_that_are_not_wanted_as_they_are_go_through_a_buffer(
     assert [p for b in plan.batches for p in b.parts] == [Part(0, 0, -1, -1)]
 
 
+def test_long_rows_that_are_decoded_are_batches_of_their_own() -> None:
+    """Chunks of one batch are decoded one after the other, in one thread."""
+    plan = plan_restore(
+        [StoredArray(ChunkGrid((4, 4 * MIB), (1, 4 * MIB)), 1, True, 0)],
+        [Request(0, None, True)],
+        row_file=[0] * 4,
+        row_offset=[0, MIB, 2 * MIB, 3 * MIB - 1],
+        row_nbytes=[MIB, MIB, MIB - 1, MIB - 1],
+        **SIZES,
+    )
+    assert [[part.row for part in batch.parts] for batch in plan.batches] == [[0], [1], [2, 3]]
+
+
 def test_a_row_that_two_requests_want_is_read_once_through_a_buffer() -> None:
     plan = plan_restore(
         [StoredArray(ChunkGrid((MIB,), (MIB,)), 4, False, 0)],

@@ -224,6 +224,21 @@ def test_large_compressed_chunks_take_no_memory_of_their_own(way: str, foreign: 
     assert peak < 256 << 10
 
 
+@pytest.mark.parametrize("foreign", (False, True))
+def test_chunks_that_are_decoded_into_new_memory_take_it_one_at_a_time(foreign: bool) -> None:
+    values = np.zeros((4, 1 << 18), np.float32)
+    checkpoint, extents, data = compressed(values, (1, 1 << 18), foreign=foreign)
+    wide = np.ones((4, 2 << 18), np.float32)
+    tracemalloc.start()
+    try:
+        decode_all(destinations({"a": wide[:, ::2]}), checkpoint, extents, data, "together")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert not wide[:, ::2].any() and wide[:, 1::2].all()
+    assert peak < 1536 << 10  # of 1 MiB each
+
+
 @WAYS
 @pytest.mark.parametrize("chunk_shape", [(7, 5), (3, 5), (2, 5), (7, 2), (2, 3), (8, 8)])
 def test_decoding_into_destinations_touches_only_what_is_wanted(
