@@ -35,8 +35,10 @@ class Types:
 
     def all_leaves(self, values: Sequence[Any]) -> bool:
         """Return whether no value is a container."""
-        one_of_each = dict(zip(map(type, values), values, strict=True)).values()
-        return set(map(self.kind, one_of_each)) <= {LEAF}
+        found = set(map(self.kinds.get, set(map(type, values))))
+        if None in found:
+            found = set(map(self.kind, values))
+        return found <= {LEAF}
 
     def kind(self, value: Any) -> str:
         """Return the container kind of a value, or `LEAF`."""
