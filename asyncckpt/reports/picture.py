@@ -83,7 +83,7 @@ def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0)
     axes.grid(visible=True, axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.set_xlabel(f"{unit} since the call" + (f"      (and {short})" if short else ""))
-    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_title(title, fontsize=11, loc="left", parse_math=False)  # a path may contain "$"
     figure.savefig(path, format=suffix[1:], dpi=110)
 
 

@@ -100,6 +100,12 @@ async def test_reports_write_traces_and_pictures(tmp_path: Path) -> None:
     assert (tmp_path / "restore.png").read_bytes().startswith(b"\x89PNG")
 
 
+async def test_dollars_in_a_location_are_drawn_as_they_are(tmp_path: Path) -> None:
+    report = await asyncckpt.save(tmp_path / "$lr_{$", TREE)  # no formula of matplotlib
+    report.plot(tmp_path / "save.svg")
+    assert "$lr_{$" in (tmp_path / "save.svg").read_text()
+
+
 def test_the_blocking_facade_has_the_same_timelines(tmp_path: Path) -> None:
     with blocking.Checkpointer(tmp_path) as ckpt:
         report = ckpt.start_save(1, TREE).result()
