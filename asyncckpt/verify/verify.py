@@ -128,12 +128,15 @@ class _Verify:
         pool = self.runtime.pool
         checker = _FileChecker(rows, self._index)
         offset, unread = 0, ""
+        size = self._sizes.get(entry.path, entry.nbytes)
         copies = self.opened.files.capabilities.copied_nbytes(pool.slot_nbytes)
         copies = min(copies, pool.budget.capacity - pool.held_nbytes)
         slots = await pool.take(1, grow=False, extra=copies)
         try:
             while offset < entry.nbytes:
-                nbytes = min(pool.slot_nbytes, entry.nbytes - offset)
+                # The chunks before the end of a truncated file may be intact.
+                end = min(size, entry.nbytes) if offset < size else entry.nbytes
+                nbytes = min(pool.slot_nbytes, end - offset)
                 data = slots[0].buffer[:nbytes]
                 await self.opened.files.read_into(entry.path, offset, [data])
                 await self.runtime.engine.compute.run(checker.feed, data)
@@ -143,7 +146,7 @@ class _Verify:
                 self._read_nbytes += nbytes
                 if self.progress is not None:
                     self.progress(Progress("verify", self._read_nbytes, self._total_nbytes))
-            if self._sizes.get(entry.path, 0) > entry.nbytes:
+            if size > entry.nbytes:
                 raise CorruptCheckpointError(
                     f"it is longer than the {entry.nbytes} bytes of the record"
                 )

@@ -134,6 +134,16 @@ async def test_damage_before_the_place_where_reading_ends_is_reported(
     assert set(reasons) == ({"b", "c"} if change == "truncated" else {None})
 
 
+async def test_leaves_before_the_end_of_a_truncated_file_are_not_damaged(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {name: np.ones(SLOT_NBYTES // 32) for name in ("a", "b", "c")})
+        os.truncate(data_file(tmp_path), SLOT_NBYTES // 2)
+        report = await ckpt.verify(1)
+        await ckpt.restore(1, include="a")
+    assert [found.leaf for found in report.damages] == ["b", "c"]
+    assert {found.offset for found in report.damages} == {SLOT_NBYTES // 2}
+
+
 async def test_leaves_behind_more_damages_than_are_told_are_not_looked_for(
     tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
