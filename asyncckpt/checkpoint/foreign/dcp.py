@@ -13,7 +13,6 @@ from asyncckpt.checkpoint.foreign.archives import Archives
 from asyncckpt.checkpoint.foreign.listing import Listing, list_some, named
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
-from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, nest, structure_of
 from asyncckpt.format.foreign.torch.dcp import (
@@ -55,9 +54,7 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     with named(files, METADATA_NAME) as shown:
         source = PickleSource(data, "the metadata of torch.distributed.checkpoint", shown)
         unpickler = Unpickler(source, metadata_names(), allowance)
-        while True:
-            if unpickler.step(OPCODES_PER_TURN):
-                break
+        while not unpickler.step(OPCODES_PER_TURN):
             await asyncio.sleep(0)
         entries = decode_entries(unpickler.value, file=shown)
         check_tiling(entries, file=shown)
@@ -88,7 +85,12 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
         elif not isinstance(leaf, ForeignLeaf):
             tables.add_scalar(leaf)
         elif leaf.array in archives.faults:
-            _add_refused(tables, entries[leaf.array], archives.faults[leaf.array], listing)
+            entry = entries[leaf.array]
+            nbytes = entry.items[0].nbytes
+            spec = array_spec((nbytes,), "uint8")
+            if entry.shape is not None and entry.dtype in DTYPES:
+                spec = array_spec(entry.shape, entry.dtype)
+            tables.add_refused("torch", spec, archives.faults[leaf.array], nbytes)
         else:
             number, entry = leaf.array, entries[leaf.array]
             assert entry.shape is not None
@@ -126,22 +128,3 @@ def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
                 f"{reason}",
                 file=file,
             )
-
-
-def _add_refused(
-    tables: RunTables, entry: Entry, fault: AsyncCheckpointError, listing: Listing
-) -> None:
-    """Add an unreadable entry as the next leaf."""
-    item = entry.items[0]
-    size = listing.nbytes_of[item.file]
-    start = min(item.offset, size)
-    tables.add_refused(
-        "torch",
-        array_spec((item.nbytes,), "uint8")
-        if entry.shape is None or entry.dtype not in DTYPES
-        else array_spec(entry.shape, entry.dtype),
-        fault,
-        file=list(listing.nbytes_of).index(item.file),
-        start=start,
-        nbytes=min(item.nbytes, size - start),
-    )
