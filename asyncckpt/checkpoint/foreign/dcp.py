@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from asyncckpt.checkpoint.foreign.archives import Archives
-from asyncckpt.checkpoint.foreign.listing import Listing, list_some, named
+from asyncckpt.checkpoint.foreign.listing import list_some, named
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.format.damage import corrupt
@@ -54,7 +54,9 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     with named(files, METADATA_NAME) as shown:
         source = PickleSource(data, "the metadata of torch.distributed.checkpoint", shown)
         unpickler = Unpickler(source, metadata_names(), allowance)
-        while not unpickler.step(OPCODES_PER_TURN):
+        while True:
+            if unpickler.step(OPCODES_PER_TURN):
+                break
             await asyncio.sleep(0)
         entries = decode_entries(unpickler.value, file=shown)
         check_tiling(entries, file=shown)
