@@ -112,10 +112,10 @@ def test_a_shard_that_does_not_fit_is_named(shards: Any, text: str) -> None:
 
 
 def test_shapes_and_dtypes_that_cannot_be_are_refused() -> None:
-    for shape in ((-1,), (2.5,), (True,), 3, None):
+    for shape in ((-1,), (2.5,), (True,), 3, None, (1 << 63,)):
         with pytest.raises(UsageError, match=r"shape is .* non-negative ints"):
             ShardedArray(shape, "float32", [])  # type: ignore[arg-type]
-    for dtype in (None, "float31", object, ">f4", "M8[s]", ml_dtypes.uint4):
+    for dtype in (None, "float31", object, ">f4", "M8[s]", ml_dtypes.uint4, "f4,,", "\ud800"):
         with pytest.raises(UsageError, match=r"dtype .* cannot be stored; use one of"):
             ShardedArray((1,), dtype, [])
 
