@@ -244,7 +244,7 @@ def test_a_tensor_whose_storage_was_freed_is_named_and_can_be_a_like_leaf() -> N
         lambda: adapter.source("a/w", tensor),
         lambda: adapter.target("a/w", tensor, in_place=True),
     ):
-        with pytest.raises(errors.UnsupportedLeafError, match=r"a/w: the memory .* was freed") as refused:
+        with pytest.raises(errors.UnsupportedLeafError, match=r"a/w: .* was freed") as refused:
             described()
         assert refused.value.path == "a/w" and "state_dict()" in str(refused.value)
     target = adapter.target("a/w", tensor, in_place=False)

@@ -137,7 +137,7 @@ def test_paths_that_have_one_key_in_dcp_are_an_error_that_names_the_checkpoint(
 ) -> None:
     path = str(tmp_path / "1")
     blocking.save(path, {"a": {"b": torch.ones(3)}, "a.b": 1})
-    with pytest.raises(errors.UnsupportedFormatError, match=r"duplicated flatten key a\.b") as failed:
+    with pytest.raises(errors.UnsupportedFormatError, match="duplicated flatten") as failed:
         StorageReader(path).read_metadata()
     assert failed.value.location == path and "asyncckpt.restore" in str(failed.value)
 
