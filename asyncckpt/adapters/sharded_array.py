@@ -145,7 +145,7 @@ class ShardedArray:
             UsageError: an argument is invalid.
         """
         whole: Memory | None = None
-        if isinstance(values, np.ndarray):
+        if isinstance(values, np.ndarray) and not is_masked(values):
             whole, shape = values, values.shape
         else:
             shape = _lengths("shape", values)
