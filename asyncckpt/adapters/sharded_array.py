@@ -144,8 +144,15 @@ class ShardedArray:
         Raises:
             UsageError: an argument is invalid.
         """
+        if is_masked(values):
+            raise UsageError(
+                "ShardedArray.tiles: masked arrays cannot be stored; pass x.data and x.mask, one "
+                "array each",
+                expected="numpy.ndarray",
+                found=type(values).__name__,
+            )
         whole: Memory | None = None
-        if isinstance(values, np.ndarray) and not is_masked(values):
+        if isinstance(values, np.ndarray):
             whole, shape = values, values.shape
         else:
             shape = _lengths("shape", values)
