@@ -372,7 +372,9 @@ class Session:
             self.claims.note(error)
             raise
         self.steps.saved(report.step)
-        with contextlib.suppress(ClosedError):
+        with contextlib.suppress(
+            AsyncCheckpointError
+        ):  # the engine has ended; the save has not failed
             self._settling = self.runtime.engine.submit(self._settle)
             self._settling.drained = True
         return self._noted(report)
