@@ -140,7 +140,9 @@ class SharedSave(Save):
                 self._tasks = tasks
                 self._watching = tasks.create_task(self._watch())
                 report = await super()._run()
+                # The save has succeeded: a cancellation that comes now must not hide that.
                 self._watching.cancel()
+                await to_completion(asyncio.wait((self._watching,)))
         except BaseException:
             if not self.round_.skipped:
                 self.layouts.forget()

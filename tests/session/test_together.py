@@ -36,6 +36,8 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
+from asyncckpt.save.commit import Committable
+from asyncckpt.save.shared import SharedSave
 from asyncckpt.session.root import Root
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
@@ -488,6 +490,31 @@ def test_a_save_cancelled_after_its_success_is_no_failure(job: Job) -> None:
             leave.go()
         return (await pending).step
 
+    assert job.play(part) == [1] * job.count
+
+
+def test_a_save_cancelled_as_process_0_ends_it_is_no_failure(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, conclude = Round.watch, SharedSave._conclude
+
+    async def watching(self: Round) -> None:
+        await watch(self)
+        if self.leads:
+            await asyncio.Event().wait()  # as in a long pause between two polls
+
+    async def concluded(self: SharedSave, made: Committable) -> Committable:
+        made = await conclude(self, made)
+        task = asyncio.current_task()
+        if self.round_.leads and task is not None:
+            task.cancel()
+        return made
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return (await ckpt.save(1, state())).step
+
+    monkeypatch.setattr(Round, "watch", watching)
+    monkeypatch.setattr(SharedSave, "_conclude", concluded)
     assert job.play(part) == [1] * job.count
 
 
