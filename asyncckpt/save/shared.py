@@ -175,20 +175,21 @@ class SharedSave(Save):
 
     async def _is_committed(self) -> bool:
         """Return whether the record appears within another `silence_s`."""
-        files = self.store.files(self.request.name)
         end = time.monotonic() + self.round_.silence_s
-        try:
-            while True:
+        while True:
+            # Opened anew: files that are open stay those of the checkpoint that is replaced.
+            files = self.store.files(self.request.name)
+            try:
+                record = await record_of(files)
+            except StoreError:  # the network may be lost
                 record = None
-                with contextlib.suppress(StoreError):  # the network may be lost
-                    record = await record_of(files)
-                if record is not None and save_id_of(record) == self._save_id:
-                    return True
-                if time.monotonic() > end:
-                    return False
-                await asyncio.sleep(LOOK_S)
-        finally:
-            await files.close()
+            finally:
+                await files.close()
+            if record is not None and save_id_of(record) == self._save_id:
+                return True
+            if time.monotonic() > end:
+                return False
+            await asyncio.sleep(LOOK_S)
 
     # -- stages
 
