@@ -36,6 +36,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
+from asyncckpt.save import shared_plan
 from asyncckpt.save.commit import Committable
 from asyncckpt.save.shared import SharedSave
 from asyncckpt.session.root import Root
@@ -1081,6 +1082,25 @@ def test_each_process_may_have_leaves_of_its_own(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [2], indirect=True)
+def test_schemas_of_all_processes_do_not_block_the_engine(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be one per process, and each takes milliseconds."""
+    threads: set[str] = set()
+    decode = shared_plan.decode_schema
+
+    def decoding(*args: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return decode(*args, **options)
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return (await ckpt.save(1, {f"w{this}": np.ones(3)})).step
+
+    monkeypatch.setattr(shared_plan, "decode_schema", decoding)
+    assert job.play(part) == [1] * job.count
+    assert threads and "asyncckpt" not in threads, "an engine's own thread"
+
+
 def test_scalars_may_disappear_from_one_process(job: Job) -> None:
     """Arrays and their parts stay as they were, but the scalars are no longer stored as arrays."""
 
