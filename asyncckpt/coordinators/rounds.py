@@ -176,7 +176,7 @@ class Round:
         if not self.leads or self.result is not None:
             return False
         # Only process 0 knows that publishing failed after its decision to commit.
-        await self._coordinator.put(f"{self._prefix}/outcome", failure)
+        await self.answer("outcome", failure)
         self.failed = True
         return True
 
@@ -191,7 +191,7 @@ class Round:
         """Record a decision against the round; process 0 tells the others."""
         self._note(failure)
         if self.leads:
-            await self._coordinator.put(f"{self._prefix}/outcome", failure)
+            await self.answer("outcome", failure)
 
     def _note(self, failure: bytes) -> None:
         """Record a decision or outcome against the round."""
@@ -354,7 +354,7 @@ class Round:
 
     async def finish(self, message: bytes = b"") -> None:
         """Tell all other processes that the round has succeeded, after `commit`."""
-        await self._coordinator.put(f"{self._prefix}/outcome", COMMIT + message)
+        await self.answer("outcome", COMMIT + message)
         self._end(message)
 
     # -- the others
