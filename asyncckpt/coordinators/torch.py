@@ -111,7 +111,7 @@ class TorchService:
         self._store = store.clone()
         # Only this store reads many values at once; its own timeout would be minutes.
         tcp = bare(self._store)
-        self._batches = isinstance(tcp, distributed_c10d.TCPStore)
+        self._batches = hasattr(tcp, "host")  # a TCPStore
         if self._batches:
             tcp.set_timeout(timedelta(seconds=MULTI_GET_S))
 
