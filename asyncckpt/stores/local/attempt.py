@@ -28,7 +28,6 @@ from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.export import FilesPublication
-from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unlock, write_owner
 from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_exchange
 from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
@@ -59,7 +58,7 @@ class LocalAttempt(AttemptTree):
         layout, terms = self._context.layout, self._terms
         epoch = terms.epoch
         base = layout.attempt(epoch, terms.name, terms.save_id)
-        with reported("beginning a save", self.location), writing(layout, epoch, self.location):
+        with writing(layout, epoch, self.location):
             if not exports:
                 # `publish` checks again under the lock; this fails before anything is staged.
                 check_place(self.location, overwrite=terms.overwrite)
