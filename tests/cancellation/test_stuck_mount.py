@@ -174,6 +174,25 @@ async def test_a_publication_that_does_not_answer_ends_too_and_says_what_is_unkn
     mount.answers.set()
 
 
+async def test_a_removal_of_what_was_replaced_that_does_not_answer_fails_no_save(
+    tmp_path: Path, mount: Mount
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        ckpt = asyncckpt.Checkpointer(tmp_path)
+        impatient(ckpt)
+        await ckpt.save(1, {"w": np.zeros(3)})
+        mount.at = "rmdir"  # of the replaced checkpoint
+        pending = await ckpt.start_save(1, TREE, overwrite=True)
+        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        pending.cancel()
+        assert (await pending).step == 1
+        with pytest.raises(ThreadAbandonedError):
+            await ckpt.close()
+    mount.answers.set()
+    await settled(tmp_path)
+    assert np.array_equal((await asyncckpt.restore(tmp_path / "1"))["w"], TREE["w"])
+
+
 async def test_an_attempt_whose_record_was_not_written_is_removed_by_one_thread(
     tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ import os
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.shield import cleaned_up
 from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.log import logger
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.local.epochs import fenced, writing
@@ -178,18 +179,21 @@ class LocalAttempt(AttemptTree):
         cancelling = task.cancelling() if task is not None else 0
         try:
             await workers.run(self._rename, publication)
-        except asyncio.CancelledError:
-            # `run` has waited for the thread: if it started, the outcome is known.
-            if not publication.started:
+        except (asyncio.CancelledError, ThreadAbandonedError) as error:
+            # `run` has waited for the thread: if it started and is not stuck, the outcome is known.
+            if not publication.done and publication.error is None:
+                if publication.started:
+                    error.add_note(
+                        "it is not known whether the checkpoint was published: see steps()"
+                    )
                 raise
             while task is not None and task.cancelling() > cancelling:
                 task.uncancel()
             if publication.error is not None:
                 raise publication.error from None
-        except ThreadAbandonedError as error:
-            if publication.started:
-                error.add_note("it is not known whether the checkpoint was published: see steps()")
-            raise
+            if isinstance(error, ThreadAbandonedError):
+                logger.warning("%s: removing the replaced checkpoint: %s", self.location, error)
+            self._guard.ended = True
 
     def _end_exchange(self) -> None:
         with self._step("removing passed-on files", EXCHANGE) as directory:
