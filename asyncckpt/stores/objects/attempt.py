@@ -183,8 +183,8 @@ class ObjectAttempt(ObjectShare):
         except (StoreError, asyncio.CancelledError) as error:
             raise SaveOutcomeUnknownError(
                 f"{self.location}: the record is written, but whether another process took over "
-                f"the run before that is unknown: {str(error) or 'the save was cancelled'}. Look at "
-                "latest_step(): if it is this step, it is saved",
+                f"the run before that is unknown: {str(error) or 'the save was cancelled'}. Look "
+                "at latest_step(): if it is this step, it is saved",
                 stage="commit",
                 location=self.location,
             ) from error

@@ -257,7 +257,7 @@ async def test_a_refusal_after_a_lost_response_leaves_the_outcome_unknown(
             sim.faults.append(Fault(key="*/1/checkpoint.json", number=0, status=403))
 
         sim.faults.append(Fault(**RECORD_PUT, reset=True, applied=True, hook=expire))
-        with pytest.raises(SaveError, match="whether the checkpoint is .* visible .* is unknown"):
+        with pytest.raises(SaveError, match=r"whether the checkpoint is .* visible .* is unknown"):
             await attempt.publish(record)
         sim.faults.clear()
         await store.sweep()
