@@ -70,12 +70,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from asyncckpt.errors import (
-    CheckpointExistsError,
-    CorruptCheckpointError,
-    SaveError,
-    StoreError,
-)
+from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError, StoreError
 from asyncckpt.log import logger
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import RequestError
