@@ -279,7 +279,7 @@ async def test_a_save_that_is_committed_while_the_engine_dies_has_not_failed(
             engine.post(die)
             assert dying.wait(20)
             while not engine._died:
-                threading.Event().wait(0.001)
+                os.sched_yield()
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)

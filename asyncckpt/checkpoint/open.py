@@ -160,7 +160,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
 
 
 def _format_named(names: Set[str], directories: Set[str]) -> str | None:
-    """Return the format of a directory with known names; `directories` are those of directories."""
+    """Return the format that names in a directory show, or None; directories are in both sets."""
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
     if ".metadata" in names:

@@ -504,21 +504,23 @@ def test_waits_of_many_processes_mostly_pause_as_long_as_they_may(
 
 
 def test_a_service_that_fails_after_the_decision_does_not_end_the_round(engine: Engine) -> None:
-    decided = asyncio.Event()
+    listing, decided = asyncio.Event(), asyncio.Event()
 
     class Failing(MemoryCoordinator):
         async def list(self, prefix: str) -> Mapping[str, bytes]:
             if prefix.endswith("/bye"):
+                listing.set()
                 await decided.wait()
                 raise StoreError("reset by peer")
             return await super().list(prefix)
 
     async def leads(round_: Round) -> Any:
-        await asyncio.sleep(0.2)  # until the list is under way
+        await listing.wait()
         await round_.gathered("ready")
         await round_.commit()
         decided.set()
-        await asyncio.sleep(0.2)
+        for _ in range(100):  # in which the error would end the round
+            await asyncio.sleep(0)
         await round_.finish(b"result")
         return b"result"
 

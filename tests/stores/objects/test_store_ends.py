@@ -11,6 +11,7 @@ import pytest
 from asyncckpt.errors import CheckpointExistsError, SaveError
 from asyncckpt.flow import shield
 from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import Attempt, Store
 from asyncckpt.stores.objects import publish
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import READS_MAX, Context
@@ -32,6 +33,19 @@ def uniform(data: bytes) -> str | None:
 def context_of(store: Requests, workers: Workers) -> Context:
     """The context of readers of such records."""
     return Context(store, workers, uniform, outline_of, epoch_of)
+
+
+async def without_response(
+    sim: Simulator, store: Store, *, overwrite: bool
+) -> tuple[Attempt, bytes, asyncio.Task[None], Gate]:
+    """Publish a record of step 1, to which the service does not respond before the gate opens."""
+    attempt = await store.begin("1", identity("a"), overwrite=overwrite)
+    record = await fill(attempt, identity("a"), 7)
+    gate = Gate()
+    sim.faults.append(Fault(**RECORD_PUT, gate=gate, hang=True))
+    publishing = asyncio.create_task(attempt.publish(record))
+    await gate.reached.wait()
+    return attempt, record, publishing, gate
 
 
 # --------------------------------------------------------------------------------- ended too early
@@ -73,12 +87,7 @@ async def test_a_cancelled_save_whose_record_gets_no_response_is_unknown_not_can
     async with opened("obstore", sim, policy=PATIENT) as store:
         if overwrite:
             await save(store, "1", "old", 1)
-        attempt = await store.begin("1", identity("a"), overwrite=overwrite)
-        record = await fill(attempt, identity("a"), 7)
-        gate = Gate()
-        sim.faults.append(Fault(**RECORD_PUT, gate=gate, hang=True))
-        publishing = asyncio.create_task(attempt.publish(record))
-        await gate.reached.wait()
+        _, _, publishing, gate = await without_response(sim, store, overwrite=overwrite)
         publishing.cancel()
         with pytest.raises(SaveError, match=r"checkpoint\.json: .* durable is unknown"):
             await publishing
@@ -93,12 +102,7 @@ async def test_what_ends_while_its_record_is_on_its_way_keeps_what_the_record_re
     """As at the end of a process, which cancels also what is shielded; the request arrives."""
     async with opened(kind, sim) as store:
         await save(store, "0", "known")
-        attempt = await store.begin("1", identity("a"), overwrite=overwrite)
-        record = await fill(attempt, identity("a"), 7)
-        gate = Gate()
-        sim.faults.append(Fault(**RECORD_PUT, gate=gate, hang=True))
-        publishing = asyncio.create_task(attempt.publish(record))
-        await gate.reached.wait()
+        attempt, record, publishing, gate = await without_response(sim, store, overwrite=overwrite)
         (shielded,) = (t for t in asyncio.all_tasks() if "_conclude" in str(t.get_coro()))
         shielded.cancel()
         with pytest.raises(SaveError, match="durable is unknown"):
