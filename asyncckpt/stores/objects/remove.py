@@ -108,7 +108,9 @@ async def _remove_bytes(
     with reported("removing the bytes of a deleted checkpoint", location):
         await context.delete_paths(name, await context.paths_of(name, save_id))
         for _ in range(ROUNDS_MAX):
-            record, version = await read_version(context, name, wanted=deletes)
+            record, version = await context.read_record(name), None
+            if record is not None and deletes:  # of a missing object, s3fs lists for the version
+                record, version = await read_version(context, name, wanted=True)
             if record is None or record.save_id != save_id:
                 break
             logger.warning("%s: the record came back; removed again", location)
