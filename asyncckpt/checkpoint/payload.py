@@ -91,9 +91,7 @@ class ArrayReader:
 
 def flat_bytes(array: npt.NDArray[Any]) -> Bytes | None:
     """Return the bytes of a C-contiguous array as one run, sharing its memory, or None."""
-    if not array.flags.c_contiguous:
-        return None
-    return array.reshape(-1).view(np.uint8)
+    return np.frombuffer(array, np.uint8) if array.flags.c_contiguous else None
 
 
 def gather(

@@ -26,7 +26,7 @@ from asyncckpt.flow.arena import Arena
 from asyncckpt.options import MIB
 from asyncckpt.planning.restore import cells_overlapping, intersection
 from asyncckpt.restore.fetch import Fetch
-from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
+from asyncckpt.restore.plan import Destinations, plan_reads
 from asyncckpt.runtime import Runtime
 from asyncckpt.spec import DTYPES, Box
 
@@ -302,7 +302,7 @@ class LeafReader:
                 shape = box.shape
             memory = arena.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
             path = self.paths[self._leaf_of[array]]
-            destinations.add(path, array, box, memory, flat_target(memory))
+            destinations.add(path, array, box, memory)
             memories.append(memory)
         return destinations, memories
 

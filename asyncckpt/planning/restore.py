@@ -83,19 +83,15 @@ class ReadBatch(NamedTuple):
         file: the file.
         offset: first byte.
         nbytes: length.
-        parts: all parts of the chunks in it.
-        direct: the only part, if the range is read straight into its target; else None.
+        parts: all parts of the chunks in it, by offset.
+        direct: whether every chunk in it is read straight into the target of its only part.
     """
 
     file: int
     offset: int
     nbytes: int
     parts: Table[Part]
-    direct: Part | None = None
-
-    def requests(self) -> list[int]:
-        """Return the request of each part."""
-        return self.parts.column(1) if self.direct is None else [self.direct.request]
+    direct: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +127,9 @@ def plan_restore(
 ) -> RestorePlan:
     """Plan the reads that serve all requests.
 
-    A row of `direct_nbytes` or more that can be read directly into its target is a batch of its
-    own, as is every row of `OWN_BATCH_NBYTES`. Other rows of one file share batches. All rows that
-    are not read directly go through a buffer.
+    Rows of `direct_nbytes` or more are read directly into their targets if they can be; all others
+    go through a buffer. Adjacent rows of one file and one of these kinds share batches, except
+    those of `OWN_BATCH_NBYTES`.
 
     Args:
         arrays: the stored arrays.
@@ -141,7 +137,7 @@ def plan_restore(
         row_file: file of each row; -1 for inline rows.
         row_offset: offset of each row's extent.
         row_nbytes: length of each row's extent, trailer included.
-        slot_nbytes: longest batch of several rows.
+        slot_nbytes: longest batch of several rows that go through a buffer.
         gap_nbytes: longest run of unwanted bytes inside a batch.
         direct_nbytes: minimum length of a row that is read directly.
         only: whether to read each row; None to read all wanted rows.
@@ -172,30 +168,30 @@ def plan_restore(
 
     part_edges = np.append(leads, len(row))
     into = stored & (np.diff(part_edges) == 1) & (direct[leads] >= 0)
-    into &= (lengths[wanted] >= direct_nbytes) & (lengths[wanted] - nbytes[leads] <= TAIL_NBYTES)
+    tails = lengths[wanted] - nbytes[leads]  # negative only in damaged foreign checkpoints
+    into &= (lengths[wanted] >= direct_nbytes) & (tails >= 0) & (tails <= TAIL_NBYTES)
     is_direct = into[np.cumsum(fresh) - 1]
     parts = (row, request, np.where(is_direct, direct, -1), np.where(is_direct, nbytes, -1))
 
     inline = int(np.count_nonzero(~stored))
     wanted, into, part_edges = wanted[inline:], into[inline:], part_edges[inline:]
     file, offset, length = files[wanted], offsets[wanted], lengths[wanted]
-    alone = into | (length >= OWN_BATCH_NBYTES)
-    starts = alone.copy()
-    starts[1:] |= alone[:-1] | (file[1:] != file[:-1])
-    groups = coalesce(
-        offset, length, gap_nbytes=gap_nbytes, limit_nbytes=slot_nbytes, starts=starts
-    )
+    starts = length >= OWN_BATCH_NBYTES
+    starts[1:] |= starts[:-1] | (file[1:] != file[:-1]) | (into[1:] != into[:-1])
+    # Extents of foreign files may overlap; those that are read directly must not.
+    starts[1:] |= into[1:] & (offset[1:] < offset[:-1] + length[:-1])
+    limits = np.where(into, OWN_BATCH_NBYTES, slot_nbytes)
+    groups = coalesce(offset, length, gap_nbytes=gap_nbytes, limit_nbytes=limits, starts=starts)
     begins = offset[groups]
     sizes = np.maximum.reduceat(offset + length, groups) - begins if len(groups) else begins
     edges = part_edges[np.append(groups, len(wanted))]
-    first = Table(Part, [column[edges[:-1]] for column in parts], 0, len(groups))
-    batches: list[ReadBatch] = []
     columns = (file[groups], begins, sizes, edges[:-1], edges[1:], into[groups])
-    rows = zip(*[column.tolist() for column in columns], first, strict=True)
-    for f, o, n, i, j, one, part in rows:
-        batches.append(ReadBatch(f, o, n, Table(Part, parts, i, j), part if one else None))
+    batches = tuple(
+        ReadBatch(f, o, n, Table(Part, parts, i, j), direct)
+        for f, o, n, i, j, direct in zip(*[column.tolist() for column in columns], strict=True)
+    )
     return RestorePlan(
-        batches=tuple(batches),
+        batches=batches,
         inline=Table(Part, parts, 0, int(part_edges[0])),
         read_nbytes=int(sizes.sum()),
         rows=row[leads],
@@ -312,14 +308,14 @@ def coalesce(
     nbytes: npt.NDArray[np.int64],
     *,
     gap_nbytes: int,
-    limit_nbytes: int,
+    limit_nbytes: int | Column,
     starts: npt.NDArray[np.bool_] | None = None,
 ) -> npt.NDArray[np.int64]:
     """Return the index of the first extent of each group that is read as one range.
 
     A group grows while the gap to its next extent is at most `gap_nbytes` and the whole range at
-    most `limit_nbytes`; a longer extent is a group of its own. Greedy grouping from the left gives
-    the fewest groups.
+    most `limit_nbytes` (an integer, or that of each group's first extent); a longer extent is a
+    group of its own. Greedy grouping from the left gives the fewest groups.
 
     `offsets` are sorted within each file. Extents in `starts`, such as the first of a file, always
     begin a group.
@@ -334,14 +330,16 @@ def coalesce(
     firsts = np.flatnonzero(breaks)
     lasts = np.append(firsts[1:], len(offsets))
     # Extents of foreign files may be nested, so ends need not increase.
-    long = np.flatnonzero(np.maximum.reduceat(ends, firsts) - offsets[firsts] > limit_nbytes)
+    limits = np.broadcast_to(limit_nbytes, offsets.shape)
+    spans = np.maximum.reduceat(ends, firsts) - offsets[firsts]
+    long = np.flatnonzero(spans > limits[firsts])
     more: list[int] = []
     for run in long.tolist():
         first, last = int(firsts[run]), int(lasts[run])
         reach = np.maximum.accumulate(ends[first:last])
         at = 0
         while True:
-            limit = offsets[first + at] + limit_nbytes
+            limit = offsets[first + at] + limits[first + at]
             at = max(at + 1, int(np.searchsorted(reach, limit, side="right")))
             if first + at >= last:
                 break

@@ -16,7 +16,7 @@ from asyncckpt.flow.arena import SMALL_NBYTES, Arena, Recycled
 from asyncckpt.flow.buffers import allocating
 from asyncckpt.ports import Target
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore, MatchedArrays, Matching
-from asyncckpt.restore.plan import Destinations, flat_target
+from asyncckpt.restore.plan import Destinations
 from asyncckpt.spec import DTYPES, Box
 
 Memory = npt.NDArray[Any]
@@ -89,12 +89,11 @@ def allocate(
     destinations.array += map(arrays.arrays().__getitem__, owners)
     destinations.box += [None] * len(owners)
     destinations.values += map(values_of.__getitem__, owners)
-    destinations.flat += [None] * len(owners)
     sharers: dict[int, list[int]] = {}
     for number, leaf in arrays.described.items():
         boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
-            destinations.add(leaf.path, leaf.array, None, values_of[number], None)
+            destinations.add(leaf.path, leaf.array, None, values_of[number])
             owners.append(number)
             continue
         assert leaf.spec is not None
@@ -113,17 +112,8 @@ def allocate(
                     if first < len(destinations):
                         sharers.setdefault(first, []).append(number)
                         continue
-                destinations.add(leaf.path, array, box, values, flat_target(values))
+                destinations.add(leaf.path, array, box, values)
                 owners.append(number)
-    # Bytes of small arrays are viewed only when they arrive, by memoryviews, which do not support
-    # extension dtypes.
-    storages = opened.storages
-    viewed = [s.spec.nbytes >= SMALL_NBYTES or DTYPES[s.spec.dtype].kind == "V" for s in storages]
-    if any(viewed):
-        kinds = map(opened.arrays.spec.__getitem__, destinations.array)
-        for number, (kind, into) in enumerate(zip(kinds, destinations.values, strict=True)):
-            if viewed[kind] and destinations.flat[number] is None and into is not None:
-                destinations.flat[number] = flat_target(into)
     return Buffers(values_of, boxes_of, nbytes, destinations, owners, sharers)
 
 

@@ -17,10 +17,10 @@ Everything that touches the bytes of chunks runs in worker threads.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import GIL_NBYTES
 from asyncckpt.planning.restore import Part, ReadBatch, intersection
 from asyncckpt.ports import Bytes
-from asyncckpt.restore.plan import PlannedReads, flat_target
+from asyncckpt.restore.plan import PlannedReads
 from asyncckpt.spec import DTYPES, Box
 
 SHORT_NBYTES = 8 << 10
@@ -45,22 +45,23 @@ the GIL, and handing it over between two threads would take longer than zstd doe
 
 def trailer_matches(trailer: Bytes | memoryview, crc: int) -> bool:
     """Return whether the four bytes after a payload are its checksum."""
-    return int.from_bytes(bytes(trailer[:CRC_NBYTES]), "little") == crc
+    return trailer.tobytes() == crc.to_bytes(CRC_NBYTES, "little")
 
 
-def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memoryview) -> bool:
+def _copied(values: npt.NDArray[Any] | None, payload: memoryview) -> bool:
     """Copy a whole destination if it is one run of bytes of this length; return whether it is."""
     if values is None or values.nbytes != len(payload):
         return False
     if len(payload) >= GIL_NBYTES:
-        if flat is not None:
-            np.copyto(flat, np.frombuffer(payload, np.uint8))
-        return flat is not None
-    # Between memoryviews: NumPy would release the GIL, and wait to get it back.
+        if values.flags.carray:
+            np.copyto(np.frombuffer(values, np.uint8), np.frombuffer(payload, np.uint8))
+        return values.flags.carray
+    # Between memoryviews, which lack extension dtypes: NumPy would release the GIL, and wait to get
+    # it back.
     try:
-        view = memoryview(values).cast("B") if flat is None else memoryview(flat)
-        view[:] = payload
-    except (TypeError, ValueError):  # not contiguous, or a dtype that memoryviews lack
+        bits = values if values.dtype.kind != "V" else np.frombuffer(values, np.uint8)
+        memoryview(bits).cast("B")[:] = payload
+    except (TypeError, ValueError):  # not contiguous, or read-only
         return False
     return True
 
@@ -98,7 +99,9 @@ class Decode:
         self._plan = reads.plan
         self._destinations = reads.destinations
         self._short_lock = threading.Lock()  # held while decoding short chunks (`SHORT_NBYTES`)
-        self._any_encoded = any(map(attrgetter("codec.decode"), reads.opened.storages))
+        codecs = [storage.codec for storage in reads.opened.storages]
+        self._any_encoded = any(codec.decode for codec in codecs)
+        self._any_crcs = self._has_crcs or any(codec.trailer_nbytes for codec in codecs)
 
     def storage(self, part: Part) -> Storage:
         """Return how the chunk of a part is stored."""
@@ -120,7 +123,7 @@ class Decode:
             if data is None:
                 self._fill(part)
                 continue
-            batch = ReadBatch(-1, 0, len(data), inline)
+            batch = ReadBatch(-1, 0, len(data), inline, False)
             self._scatter(part, self._payload(batch, part, [np.frombuffer(data, np.uint8)]), 0)
 
     def checks(
@@ -128,34 +131,54 @@ class Decode:
     ) -> Generator[None, int, None]:
         """Check the batches that one call reads, step by step (`Check`).
 
-        `buffers` has two per batch: its bytes, and the bytes up to the next batch. Direct batches
-        arrive in their destinations; others are copied there.
+        `buffers` has two per batch: its bytes, and the bytes up to the next one; for direct batches
+        two per part: its payload, which is in its destination then, and the bytes up to the next.
         """
-        arrived = yield
-        begin = 0
-        for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
-            part, end = batch.direct, begin + batch.nbytes
-            if part is None:
-                while arrived < end:
+        arrived, begin = (yield), 0
+        pairs = zip(buffers[::2], buffers[1::2], strict=True)
+        for batch in batches:
+            if not batch.direct:
+                data, rest = next(pairs)
+                begin += data.size
+                while arrived < begin:
                     arrived = yield
                 self.small(batch, data)
-            else:
-                tail = rest[: batch.nbytes - part.nbytes]
-                trailer = tail[tail.size - self.storage(part).codec.trailer_nbytes :]
-                has_crc = self._has_crcs or trailer.size  # unlike some foreign chunks
+                begin += rest.size
+                continue
+            crcs: list[int] = []
+            rests: list[Bytes] = []
+            for data, rest in itertools.islice(pairs, len(batch.parts)):
                 crc = start = 0
-                while has_crc and start < part.nbytes:
+                while self._any_crcs and start < data.size:
                     while arrived <= begin + start:
                         arrived = yield
-                    stop = min(arrived - begin, part.nbytes)
+                    stop = min(arrived - begin, data.size)
                     crc = crc32c(data[start:stop], crc)
                     start = stop
-                while arrived < end:
-                    arrived = yield
-                if has_crc:
-                    crc = crc32c(tail[: tail.size - trailer.size], crc)
-                    self.expect(batch, part.row, crc, trailer)
-            begin += data.size + rest.size
+                begin += data.size + rest.size
+                crcs.append(crc)
+                rests.append(rest)
+            while arrived < begin:
+                arrived = yield
+            self._expect_direct(batch, crcs, rests)
+
+    def _expect_direct(self, batch: ReadBatch, crcs: list[int], rests: list[Bytes]) -> None:
+        """Compare the checksums of payloads with the index and the trailers.
+
+        `rests` are the bytes behind the payloads: padding, trailer, and the gap to the next chunk.
+        """
+        rows, extents = batch.parts.column(0), self._extents
+        known = crcs if extents.crc32c is None else extents.crc32c[rows].tolist()
+        tails = (extents.nbytes[rows] - batch.parts.column(3)).tolist()
+        for number, (crc, indexed, tail, rest) in enumerate(
+            zip(crcs, known, tails, rests, strict=True)
+        ):
+            if tail == CRC_NBYTES and crc == indexed and trailer_matches(rest[:CRC_NBYTES], crc):
+                continue  # nearly all
+            part = batch.parts[number]
+            end = tail - self.storage(part).codec.trailer_nbytes
+            if self._has_crcs or end < tail:  # unlike some foreign chunks
+                self.expect(batch, part.row, crc32c(rest[:end], crc), rest[end:tail])
 
     def piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
         """Copy the piece of a large chunk that begins at `start`, not yet checked.
@@ -186,8 +209,8 @@ class Decode:
         if not self._has_crcs:
             self._small_foreign(batch, data)
             return
-        values, flat = self._destinations.values, self._destinations.flat
-        counts, any_encoded = self._plan.counts, self._any_encoded
+        values, counts = self._destinations.values, self._plan.counts
+        any_encoded = self._any_encoded
         rows, requests = batch.parts.column(0), batch.parts.column(1)
         starts, stops, crcs = self._check_trailers(batch, data, rows)
         view = memoryview(data)
@@ -211,7 +234,7 @@ class Decode:
                         if elements is target:
                             continue
                 # Only if the destination wants one chunk: part of another may be as long.
-                if counts[request] != 1 or not _copied(values[request], flat[request], payload):
+                if counts[request] != 1 or not _copied(values[request], payload):
                     self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
 
     def _check_trailers(
@@ -232,8 +255,7 @@ class Decode:
         return starts.tolist(), stops.tolist(), crcs.tolist()
 
     def _small_foreign(self, batch: ReadBatch, data: Bytes) -> None:
-        extents, counts = self._extents, self._plan.counts
-        values, flat = self._destinations.values, self._destinations.flat
+        extents, values, counts = self._extents, self._destinations.values, self._plan.counts
         rows, requests = batch.parts.column(0), batch.parts.column(1)
         starts = (extents.offset[rows] - batch.offset).tolist()
         lengths = extents.nbytes[rows].tolist()
@@ -252,7 +274,7 @@ class Decode:
                     payload = self._payload(batch, batch.parts[number], [stored], target)
                     if payload is target:
                         continue
-            if counts[request] != 1 or not _copied(values[request], flat[request], payload.data):
+            if counts[request] != 1 or not _copied(values[request], payload.data):
                 self._scatter(batch.parts[number], payload, 0)
 
     # -- steps of these
@@ -278,8 +300,10 @@ class Decode:
         box = self._destinations.box[request] or Box.whole(storage.spec.shape)
         _, within = intersection(storage.grid, row - self._opened.first_rows[array], box)
         index: Any = (*within, ...)
-        target = flat_target(values[index])
-        return target if target is not None and target.nbytes == storage.chunk_nbytes else None
+        target = values[index]
+        if not target.flags.carray or target.nbytes != storage.chunk_nbytes:
+            return None
+        return np.frombuffer(target, np.uint8)
 
     def _payload(
         self, batch: ReadBatch, part: Part, stored: Sequence[Bytes], target: Bytes | None = None

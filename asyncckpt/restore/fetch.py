@@ -103,7 +103,7 @@ class Fetch:
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one, because it needs no slot."""
-        if batch.direct is not None:
+        if batch.direct:
             return True
         if not self._capabilities.read_copies or batch.nbytes > self.pool.slot_nbytes:
             return False
@@ -127,7 +127,7 @@ class Fetch:
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = self._copied_nbytes(read)
         if read.together:
-            direct = sum([batch.direct.nbytes for batch in read.batches if batch.direct])
+            direct = sum([sum(b.parts.column(3)) for b in read.batches if b.direct])
             extra = min(copies + span(read.batches) - direct, capacity)
             if extra:
                 await self.pool.acquire(extra)
@@ -169,35 +169,39 @@ class Fetch:
             raise
         self.read_nbytes += span(batches)
         self.progress(sum([batch.nbytes for batch in batches]))
-        self.arrived([request for batch in batches for request in batch.requests()])
+        self.arrived([request for batch in batches for request in batch.parts.column(1)])
 
     def _of_leaf(
         self, error: CorruptCheckpointError, batches: Sequence[ReadBatch]
     ) -> CorruptCheckpointError:
         """Return the error, naming the leaf at its offset: the store knows only the file."""
         if error.path is None:
-            at = error.offset or batches[0].offset
-            nearest = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
-            error.path = self.reads.destinations.path[nearest.parts[0].request]
+            at, extents = error.offset or batches[0].offset, self.reads.extents
+            ends = extents.offset + extents.nbytes
+            parts = [part for batch in batches for part in batch.parts]
+            nearest = next((part for part in parts if ends[part.row] > at), parts[-1])
+            error.path = self.reads.destinations.path[nearest.request]
             error.args = (f"{error.path}: {error}",)
         return error
 
     async def _direct(
         self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit
     ) -> None:
-        # Two buffers per batch: its payload, and the bytes from there to the next batch (trailer,
-        # padding, gap). Small chunks between direct ones get memory of their own.
+        # The buffers that `Decode.checks` expects. Small chunks get memory of their own.
         buffers: list[Bytes] = []
-        for batch, following in zip(batches, [*batches[1:], None], strict=True):
-            end = batch.offset + batch.nbytes if following is None else following.offset
-            part = batch.direct
-            if part is not None:
-                flat = self.reads.destinations.flat[part.request]
-                assert flat is not None
-                data = flat[part.direct : part.direct + part.nbytes]
-            else:
-                data = np.empty(batch.nbytes, np.uint8)
-            buffers += (data, np.empty(end - batch.offset - data.nbytes, np.uint8))
+        memory, offset_of = self.reads.destinations.values, self.reads.extents.offset
+        ends = [*[batch.offset for batch in batches[1:]], batches[-1].offset + batches[-1].nbytes]
+        for batch, end in zip(batches, ends, strict=True):
+            if not batch.direct:
+                gap = end - batch.offset - batch.nbytes
+                buffers += (np.empty(batch.nbytes, np.uint8), np.empty(gap, np.uint8))
+                continue
+            offsets = offset_of[batch.parts.column(0)].tolist()
+            for part, offset, then in zip(batch.parts, offsets, [*offsets[1:], end], strict=True):
+                values = memory[part.request]
+                assert values is not None
+                data = np.frombuffer(values, np.uint8, part.nbytes, part.direct)
+                buffers += (data, np.empty(then - offset - part.nbytes, np.uint8))
         await self._checked(batches, path, buffers, stream, ahead_nbytes, fresh=self.own_memory)
 
     async def _checked(

@@ -5,6 +5,7 @@ Restores, conversions, and verification of foreign checkpoints use them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
-from asyncckpt.checkpoint.payload import flat_bytes
 from asyncckpt.flow.arena import SMALL_NBYTES
-from asyncckpt.planning.restore import Requests, RestorePlan, plan_restore
-from asyncckpt.ports import Bytes, CheckpointFiles
+from asyncckpt.planning.restore import Requests, RestorePlan, StoredArrays, plan_restore
+from asyncckpt.ports import CheckpointFiles
 from asyncckpt.restore.exchange.streams import StreamFiles
 from asyncckpt.spec import Box
 
@@ -28,8 +28,6 @@ class Destinations:
         array: index of the stored array.
         box: the wanted part of the array; None for all of it.
         values: memory of the box's shape, in the stored dtype; None to read and check only.
-        flat: the same memory as one run of bytes; None if it is not one run, and for small arrays,
-            whose bytes are viewed only when they arrive.
     """
 
     def __init__(self) -> None:
@@ -37,35 +35,33 @@ class Destinations:
         self.array: list[int] = []
         self.box: list[Box | None] = []
         self.values: list[npt.NDArray[Any] | None] = []
-        self.flat: list[Bytes | None] = []
 
     def __len__(self) -> int:
         return len(self.path)
 
-    def add(
-        self,
-        path: str,
-        array: int,
-        box: Box | None,
-        values: npt.NDArray[Any] | None,
-        flat: Bytes | None,
-    ) -> None:
+    def add(self, path: str, array: int, box: Box | None, values: npt.NDArray[Any] | None) -> None:
         """Add a destination."""
         self.path.append(path)
         self.array.append(array)
         self.box.append(box)
         self.values.append(values)
-        self.flat.append(flat)
 
-    def requests(self) -> Requests:
-        """Return the wanted boxes for the planner."""
-        contiguous = np.array([flat is not None for flat in self.flat], np.bool_)
-        return Requests(np.array(self.array, np.int64), self.box, contiguous)
+    def requests(self, stored: StoredArrays, direct_nbytes: int) -> Requests:
+        """Return the wanted boxes for the planner.
 
-
-def flat_target(array: npt.NDArray[Any]) -> Bytes | None:
-    """Return the memory of a C-contiguous writable array as bytes, or None."""
-    return flat_bytes(array) if array.flags.writeable else None
+        Those of uncompressed arrays of `direct_nbytes` or more are examined; the memory of others
+        counts as not contiguous.
+        """
+        array = np.array(self.array, np.int64)
+        contiguous = np.zeros(len(array), np.bool_)
+        large = [
+            not compressed and math.prod(grid.shape) * itemsize >= direct_nbytes
+            for grid, itemsize, compressed in stored.kinds
+        ]
+        for number in np.flatnonzero(np.array(large, np.bool_)[stored.kind[array]]).tolist():
+            values = self.values[number]
+            contiguous[number] = values is not None and values.flags.carray
+        return Requests(array, self.box, contiguous)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +101,7 @@ def plan_reads(
     source = opened.files if files is None else files
     plan = plan_restore(
         opened.stored,
-        destinations.requests(),
+        destinations.requests(opened.stored, direct_nbytes),
         row_file=extents.file,
         row_offset=extents.offset,
         row_nbytes=extents.nbytes,

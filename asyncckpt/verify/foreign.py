@@ -55,7 +55,7 @@ async def verify_foreign(
     async def read(arrays: Iterable[int]) -> None:
         destinations = Destinations()
         for array in arrays:
-            destinations.add(leaf_of[array], array, None, None, None)
+            destinations.add(leaf_of[array], array, None, None)
         reads = await compute.run(
             plan_reads, opened, extents, destinations, slot_nbytes=pool.slot_nbytes
         )

@@ -16,7 +16,7 @@ from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import StoreCapabilities
 from asyncckpt.reports import FileInfo
-from asyncckpt.restore.plan import Destinations, flat_target
+from asyncckpt.restore.plan import Destinations
 from asyncckpt.restore.request import RestoreRequest, restore_request
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
 from asyncckpt.tree import flatten
@@ -84,7 +84,7 @@ def destinations(values: Mapping[str, Any]) -> Destinations:
     """Return memory by path, for the arrays in order."""
     made = Destinations()
     for number, (path, memory) in enumerate(values.items()):
-        made.add(path, number, None, memory, flat_target(memory))
+        made.add(path, number, None, memory)
     return made
 
 

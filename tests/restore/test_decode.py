@@ -18,7 +18,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.codecs import INTO_NBYTES, ZSTD
 from asyncckpt.planning.overlap import boxes_of_run
 from asyncckpt.restore.decode import Check, Decode
-from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
+from asyncckpt.restore.plan import Destinations, plan_reads
 from asyncckpt.spec import DTYPES, Box
 from tests.restore.opened import LOCATION, destinations, opened, packed
 
@@ -39,9 +39,7 @@ def test_small_chunks_of_one_batch_go_to_their_destinations() -> None:
     data, extents = packed(PAYLOADS)
     wide = np.zeros((5, 2), np.int16)
     found = {"a": np.zeros((2, 3)), "b": wide[:, 1], "c": np.zeros((), np.int64)}
-    wanted = destinations(found)
-    assert [flat is None for flat in wanted.flat] == [False, True, False]
-    plan, decode = planned(wanted, opened(VALUES), extents)
+    plan, decode = planned(destinations(found), opened(VALUES), extents)
     (batch,) = plan.batches
     decode.small(batch, np.frombuffer(data, np.uint8))
     for key, values in VALUES.items():
@@ -53,7 +51,7 @@ def test_a_box_gets_its_part_of_a_chunk_that_others_want_too() -> None:
     data, extents = packed(PAYLOADS)
     whole, part = np.zeros((2, 3)), np.zeros((1, 2))
     wanted = destinations({"a": whole})
-    wanted.add("a", 0, Box((1, 1), (1, 2)), part, flat_target(part))
+    wanted.add("a", 0, Box((1, 1), (1, 2)), part)
     plan, decode = planned(wanted, opened(VALUES), extents)
     (batch,) = plan.batches
     decode.small(batch, np.frombuffer(data[: batch.nbytes], np.uint8))
@@ -69,13 +67,13 @@ def test_a_flipped_bit_names_leaf_file_and_offset(way: str, place: str) -> None:
     wanted = destinations({key: np.zeros_like(values) for key, values in VALUES.items()})
     plan, decode = planned(wanted, opened(VALUES), extents, large=way == "direct")
     with pytest.raises(CorruptCheckpointError, match="b: /run/1: the chunk at byte 52 of d/0") as e:
+        (batch,) = plan.batches
+        assert batch.direct == (way == "direct")
+        raw = np.frombuffer(bytes(damaged), np.uint8)
         if way == "small":
-            decode.small(plan.batches[0], np.frombuffer(bytes(damaged), np.uint8))
-        for batch in plan.batches:
-            assert batch.direct is not None
-            start, payload = batch.offset, batch.parts[0].nbytes
-            raw = np.frombuffer(bytes(damaged), np.uint8)[start : start + batch.nbytes]
-            Check(decode.checks([batch], [raw[:payload], raw[payload:]]))(batch.nbytes)
+            decode.small(batch, raw)
+        edges = np.array([extents.offset, extents.offset + extents.nbytes - 4]).T.reshape(-1)
+        Check(decode.checks([batch], np.split(raw, edges[1:])))(batch.nbytes)
     assert (e.value.path, e.value.file, e.value.offset) == ("b", "d/0", 52)
     assert (e.value.stage, e.value.location) == ("decode", LOCATION)
 
@@ -86,11 +84,12 @@ def run_of_chunks() -> tuple[Any, Any, list[Any], list[Any], bytes]:
     found: list[Any] = [np.zeros((2, 3)), np.zeros((5, 2), np.int16)[:, 1], np.zeros((), np.int64)]
     wanted = destinations(dict(zip(VALUES, found, strict=True)))
     plan, decode = planned(wanted, opened(VALUES), extents, large=True)
-    assert [batch.direct is not None for batch in plan.batches] == [True, False, True]
+    assert [batch.direct for batch in plan.batches] == [True, False, True]
     buffers = []
     for batch, following in zip(plan.batches, [*plan.batches[1:], None], strict=True):
-        flat = wanted.flat[batch.parts[0].request]
-        values = np.zeros(batch.nbytes, np.uint8) if flat is None else flat
+        values = np.zeros(batch.nbytes, np.uint8)
+        if batch.direct:
+            values = np.frombuffer(found[batch.parts[0].request], np.uint8)
         end = batch.offset + batch.nbytes if following is None else following.offset
         buffers += [values, np.zeros(end - batch.offset - values.nbytes, np.uint8)]
     end = plan.batches[-1].offset + plan.batches[-1].nbytes
@@ -162,7 +161,7 @@ def test_small_destinations_need_no_bytes_at_hand() -> None:
         found = {key: np.zeros_like(value, order=order) for key, value in stored.items()}
         wanted = Destinations()
         for number, (key, values) in enumerate(found.items()):
-            wanted.add(key, number, None, values, None)
+            wanted.add(key, number, None, values)
         plan, decode = planned(wanted, opened(stored), extents)
         (batch,) = plan.batches
         decode.small(batch, np.frombuffer(data, np.uint8))
@@ -261,7 +260,7 @@ def test_decoding_into_destinations_touches_only_what_is_wanted(
                 part = values if box is None else values[box.slices()]
                 wide = np.full((part.shape[0] + 2, part.shape[1] * stride), -1.0)
                 inner = wide[1:-1, ::stride]
-                wanted.add("a", 0, box, inner, flat_target(inner))
+                wanted.add("a", 0, box, inner)
                 filled = wide.copy()
                 filled[1:-1, ::stride] = part
                 expected.append((wide, filled))

@@ -6,28 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from asyncckpt.restore.plan import Destinations, flat_target, plan_reads
+from asyncckpt.restore.plan import Destinations, plan_reads
 from asyncckpt.spec import Box
 from tests.restore.opened import destinations, opened, packed
 
 
 def test_whole_arrays_and_boxes_are_requested_by_column() -> None:
-    wide = np.zeros((4, 6))
-    wanted = destinations({"a": np.zeros((4, 3)), "b": wide[:, ::2]})
+    saved = {"a": np.zeros((4, 3)), "b": np.zeros((4, 3)), "c": np.zeros((4, 3)), "d": np.zeros(2)}
+    wide, fixed = np.zeros((4, 6)), np.zeros((4, 3))
+    fixed.flags.writeable = False
+    wanted = destinations({"a": np.zeros((4, 3)), "b": wide[:, ::2], "c": fixed, "d": np.zeros(2)})
     box = Box((1, 0), (2, 3))
-    wanted.add("c", 0, box, wide[:2, :3], flat_target(wide[:2, :3]))
-    requests = wanted.requests()
-    assert requests.array.tolist() == [0, 1, 0]
-    assert requests.contiguous.tolist() == [True, False, False]
-    assert requests.box == [None, None, box]
-
-
-def test_memory_that_may_not_be_written_is_no_target() -> None:
-    values = np.zeros((2, 3))
-    flat = flat_target(values)
-    assert flat is not None and np.shares_memory(flat, values) and flat.nbytes == values.nbytes
-    values.flags.writeable = False
-    assert flat_target(values) is None
+    wanted.add("a", 0, box, wide[:2, :3])
+    wanted.add("a", 0, None, None)
+    requests = wanted.requests(opened(saved).stored, saved["a"].nbytes)
+    assert requests.array.tolist() == [0, 1, 2, 3, 0, 0]
+    # Without strides, writable, and large.
+    assert requests.contiguous.tolist() == [True, False, False, False, False, False]
+    assert requests.box == [None, None, None, None, box, None]
 
 
 def test_reads_in_two_parts_share_no_chunk_and_count_all() -> None:
@@ -36,7 +32,7 @@ def test_reads_in_two_parts_share_no_chunk_and_count_all() -> None:
     data, extents = packed([values[row].tobytes() for row in range(4)])
     checkpoint: Any = opened({"a": values}, chunks={"a": (1, 3)})
     wanted = Destinations()
-    wanted.add("a", 0, None, np.zeros((4, 3)), None)
+    wanted.add("a", 0, None, np.zeros((4, 3)))
     whole = plan_reads(checkpoint, extents, wanted, slot_nbytes=1 << 20)
     assert whole.plan.rows.tolist() == [0, 1, 2, 3] and whole.plan.counts == [4]
     assert whole.plan.read_nbytes == len(data) and whole.files is checkpoint.files

@@ -41,7 +41,7 @@ def batches(lengths: Sequence[tuple[int, int]], per_file: int) -> list[ReadBatch
             offset = 0
         columns = [np.array([value], np.int64) for value in (number, number, 0, nbytes)]
         parts = Table(Part, columns, 0, 1)
-        made.append(ReadBatch(number // per_file, offset, nbytes, parts))
+        made.append(ReadBatch(number // per_file, offset, nbytes, parts, False))
         offset += nbytes + gap
     return made
 
