@@ -301,7 +301,7 @@ def test_arrays_of_weak_types_stay_weak_with_all_their_bits(
     if place == "device":
         leaf = jax.device_put(leaf, jax.devices()[-1])
     elif place == "sharding":
-        mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[-1:])
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[-1:]), ("x",))
         leaf = jax.device_put(leaf, NamedSharding(mesh, P()))
     assert leaf.weak_type
     size = int(np.prod(shape))
@@ -389,7 +389,7 @@ def test_a_like_over_the_abstract_twin_of_the_mesh_that_is_set_goes_to_its_devic
     other = jax.make_mesh((1,), ("c",), axis_types=(AxisType.Explicit,))
 
     def init(key: Any) -> dict[str, Any]:
-        return {"w": jax.reshard(jax.random.normal(key, (8, 4)), P("a", "b")), "key": key}
+        return {"w": jax.sharding.reshard(jax.random.normal(key, (8, 4)), P("a", "b")), "key": key}
 
     with jax.set_mesh(mesh):
         like = jax.eval_shape(init, jax.random.key(0))

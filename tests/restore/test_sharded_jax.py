@@ -405,7 +405,11 @@ def test_eval_shape_under_a_set_mesh_is_restored_in_the_shardings_it_names(tmp_p
 
     def init(key: Any) -> dict[str, Any]:
         w = jax.random.normal(key, (16, 8))
-        return {"w": jax.reshard(w, P("a", "b")), "b": jax.reshard(w, P("b")), "all": w}
+        return {
+            "w": jax.sharding.reshard(w, P("a", "b")),
+            "b": jax.sharding.reshard(w, P("b")),
+            "all": w,
+        }
 
     with jax.set_mesh(mesh):
         state = jax.jit(init)(jax.random.key(0))
