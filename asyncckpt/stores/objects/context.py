@@ -87,7 +87,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.requests)
-        self.probes = Probes(self.requests, google=self.google)
+        self.probes = Probes(self.requests)
 
     @property
     def google(self) -> bool:

@@ -22,9 +22,6 @@ from asyncckpt.stores.paths import CONTROL
 REMOVE_S = 120.0
 """Time limit for the removal of a probe's object, which is harmless if it stays."""
 
-WRITE_SPACING_S = 1.1
-"""Time between writes of one object on Google's store, which accepts one per second."""
-
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
@@ -44,14 +41,15 @@ class Conditions:
 class Probes:
     """The probes of one store, each made once, when it is first needed.
 
+    Google's store accepts one write of an object per second: `Requests` tries again, and lowers no
+    limit because of that.
+
     Args:
         requests: of the store.
-        google: leave time between two writes of one object.
     """
 
-    def __init__(self, requests: Requests, *, google: bool) -> None:
+    def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._spacing_s = WRITE_SPACING_S if google else 0.0
         self._creates: bool | None = None if requests.traits.conditional_create else False
         self._begun: BackgroundTask[bool] | None = None
         self._versions: tuple[bool, bool] | None = None
@@ -99,7 +97,9 @@ class Probes:
         async with self._object() as key:
             # The first creation may be refused, too, because of what an earlier try created.
             try:
-                refused = not await requests.create(key, b"1") or await self._refuses_second(key)
+                refused = not (
+                    await requests.create(key, b"1") and await requests.create(key, b"2")
+                )
             except RequestError as error:
                 if error.kind != "invalid":
                     raise
@@ -126,7 +126,6 @@ class Probes:
         async with self._object() as key:
             await requests.replace(key, b"1")
             stale = await requests.version(key)
-            await asyncio.sleep(self._spacing_s)
             if traits.conditional_replace:
                 try:
                     await requests.replace(key, b"2", version=stale)
@@ -151,33 +150,9 @@ class Probes:
         finally:
             try:
                 async with self._requests.cleaning_up(REMOVE_S):
-                    await self._remove(key)
+                    await self._requests.delete([key])
             except (TimeoutError, RequestError) as error:
                 logger.debug("%s is left behind: %r", self._requests.location(key), error)
-
-    # The first try of the next two bypasses `Requests`: being limited to one write of an object per
-    # second must not lower the limit of requests in flight.
-
-    async def _refuses_second(self, key: str) -> bool:
-        requests = self._requests
-        try:
-            async with asyncio.timeout(requests.policy.timeout_s):
-                await requests.client.put(key, b"2", create=True)
-        except (TimeoutError, RequestError) as error:
-            if isinstance(error, RequestError) and error.kind in ("exists", "invalid"):
-                return error.kind == "exists"
-            await asyncio.sleep(self._spacing_s)
-            return not await requests.create(key, b"2")
-        return False
-
-    async def _remove(self, key: str) -> None:
-        requests = self._requests
-        try:
-            async with asyncio.timeout(requests.policy.timeout_s):
-                await requests.client.delete([key])
-        except (TimeoutError, RequestError):
-            await asyncio.sleep(self._spacing_s)
-            await requests.delete([key])
 
 
 async def _is_stale(request: Awaitable[None]) -> bool:

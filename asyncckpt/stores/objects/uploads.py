@@ -54,7 +54,6 @@ class ExportFile(ObjectDataFile):
         self._upload: str | None = None
         self._id_lost = False
         self._tags: dict[int, str] = {}
-        self._begin = asyncio.Lock()
         self._turn = asyncio.Condition()
 
     async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
@@ -64,7 +63,7 @@ class ExportFile(ObjectDataFile):
         if nbytes <= 0:
             raise self._refused(f"{len(data)} bytes at offset {offset} are past the end")
         run = self._context.workers.run
-        async with self._begin:
+        async with self._turn:
             if not self._buffer:
                 self._buffer = await run(bytearray, self._nbytes)
         target = np.frombuffer(self._buffer, np.uint8)[offset : offset + nbytes]
@@ -83,7 +82,7 @@ class ExportFile(ObjectDataFile):
         requests = self._requests
         body = cut(data, expected)
         try:
-            async with self._begin:
+            async with self._turn:
                 if self._upload is None:
                     self._sending.check()
                     try:
@@ -94,7 +93,6 @@ class ExportFile(ObjectDataFile):
                     except BaseException:
                         self._id_lost = True
                         raise
-            async with self._turn:
                 if not requests.traits.parallel_parts:
                     # Windows are written in plan order, so an earlier part always finishes.
                     await self._turn.wait_for(lambda: len(self._tags) == number)

@@ -21,7 +21,6 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.record import seal
-from asyncckpt.stores.objects import probe
 from asyncckpt.stores.objects.requests import listings
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, fill, identity, save
@@ -33,12 +32,6 @@ DAY_S = 24 * 3600.0
 YEAR_S = 366 * DAY_S
 KINDS = ("obstore", "gcsfs")
 LISTS = {"kind": "put_object", "key": "*/inherited-*"}
-
-
-@pytest.fixture(autouse=True)
-def _unpaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which this simulator does not ask for."""
-    monkeypatch.setattr(probe, "WRITE_SPACING_S", 0.0)
 
 
 async def claimed(store: ObjectStore) -> int:

@@ -10,7 +10,6 @@ import pytest
 
 from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError
-from asyncckpt.stores.objects import probe
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, save
 from tests.simulator import Fault, Simulator
@@ -65,10 +64,9 @@ async def seed_of(store: ObjectStore, name: str) -> int | None:
     [("obstore", "save"), ("obstore", "overwrite"), ("obstore", "delete"), ("gcsfs", "delete")],
 )
 async def test_a_crash_at_any_request_leaves_the_old_or_the_new(
-    sim: Simulator, kind: str, scenario: str, monkeypatch: pytest.MonkeyPatch
+    sim: Simulator, kind: str, scenario: str
 ) -> None:
     """From request N on nothing arrives any more, also nothing that would clean up."""
-    monkeypatch.setattr(probe, "WRITE_SPACING_S", 0.0)  # which this simulator does not ask for
     this = Scenario(scenario)
     outcomes: set[str] = set()
     number, happened = 0, True
