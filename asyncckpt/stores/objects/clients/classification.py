@@ -235,7 +235,8 @@ def _response(error: BaseException, hidden: Collection[str]) -> RequestError | N
             hidden,
             retry_after=headers.get("retry-after"),
         )
-    if isinstance(status := getattr(response, "status_code", None), int):  # Azure, requests, httpx
+    status = getattr(response, "status_code", None)
+    if response is not None and isinstance(status, int):  # Azure, requests, httpx
         code = getattr(error, "error_code", None)  # of Azure, an enumeration or text
         message = str(getattr(error, "message", None) or error)
         retry_after = response.headers.get("Retry-After")

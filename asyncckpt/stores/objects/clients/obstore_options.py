@@ -240,9 +240,9 @@ def _gcs(url: Url, left: dict[str, Any], environ: Mapping[str, str]) -> StoreOpt
     config: dict[str, Any]
     if token == "anon":
         # obstore would read these credentials nevertheless, and refuses most kinds of them.
-        if "GOOGLE_APPLICATION_CREDENTIALS" in environ or os.path.exists(
-            os.path.expanduser(DEFAULT_CREDENTIALS)
-        ):
+        given = "GOOGLE_APPLICATION_CREDENTIALS" in environ
+        # With options in `left`, gcsfs opens the URL anyway.
+        if not left and (given or os.path.exists(os.path.expanduser(DEFAULT_CREDENTIALS))):
             raise NotSimple("credentials of Google beside anonymous access")
         config = {"skip_signature": True}
     else:

@@ -205,7 +205,8 @@ def check_options(storage_options: object) -> None:
             found=type(storage_options),
         )
     for name in ("key", "secret", "token", "username", "password"):
-        check_credential(name, (storage_options or {}).get(name), f"storage_options={{{name!r}: …}}")
+        value = (storage_options or {}).get(name)
+        check_credential(name, value, f"storage_options={{{name!r}: …}}")
 
 
 def check_credential(name: str, value: object, place: str) -> None:

@@ -154,7 +154,6 @@ GCS_ANSWERS = [
 ]
 
 
-
 def answered(kind: type[Exception], status: int, code: object = None) -> Exception:
     """What a library raises that keeps the response, as those of Azure and requests do."""
     error = kind("Said by the server.")

@@ -15,6 +15,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from obstore.store import GCSStore, MemoryStore, S3Store
+from s3fs import S3FileSystem
 
 import asyncckpt
 from asyncckpt import blocking
@@ -33,7 +34,7 @@ from asyncckpt.stores.objects.clients.urls import (
     split_bucket,
     split_url,
 )
-from tests.simulator import Simulator
+from tests.simulator import Simulator, simulator
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
 
