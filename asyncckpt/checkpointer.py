@@ -113,9 +113,9 @@ class OpenRun:
         """Abort the saves in flight and close; add a failure to `error` as a note."""
         session = self._session
         pending = session.saves.pending()
+        for save in pending:  # all before the first wait, during which the next one would begin
+            save.cancel()
         if isinstance(error, GeneratorExit):  # nothing can be awaited
-            for save in pending:
-                save.cancel()
             session.begin_close()
             return
         try:

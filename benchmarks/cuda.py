@@ -29,6 +29,7 @@ from benchmarks import measure, tables
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.machine import facts
 from benchmarks.report import write_page
+from benchmarks.subject import awaited
 from benchmarks.workloads import Tree, Workload, difference, leaves, llama, map_leaves
 
 MIB = 1 << 20
@@ -204,9 +205,7 @@ def measured(
 
 async def _start_save(checkpointer: Any, state: Tree, step: int) -> float:
     """Return the seconds in `start_save`; the save is committed on return."""
-    start = time.perf_counter()
-    pending = await checkpointer.start_save(step, state)
-    seconds = time.perf_counter() - start
+    pending, seconds = await awaited(checkpointer.start_save(step, state))
     await pending
     return seconds
 
@@ -267,28 +266,16 @@ def report(
                     tables.seconds(seconds),
                     tables.seconds(floor_s),
                     f"{seconds / floor_s:.2f}",
-                    f"≤ {tables.seconds(allowed_s)}: {_verdict(seconds <= allowed_s)}",
+                    tables.verdict(f"≤ {tables.seconds(allowed_s)}", seconds <= allowed_s),
                 )
             )
         for place, nbytes in growth.items():
-            verdict = f"≤ {GROWTH_NBYTES // MIB} MiB: {_verdict(nbytes <= GROWTH_NBYTES)}"
-            rows.append(
-                (
-                    name,
-                    f"{place} memory after all saves",
-                    f"{nbytes / MIB:+.1f} MiB",
-                    "",
-                    "",
-                    verdict,
-                )
-            )
+            what, grown = f"{place} memory after all saves", f"{nbytes / MIB:+.1f} MiB"
+            verdict = tables.verdict(f"≤ {GROWTH_NBYTES // MIB} MiB", nbytes <= GROWTH_NBYTES)
+            rows.append((name, what, grown, "", "", verdict))
     columns = "framework|what|median|floor|of the floor|target"
     title = "# Saves from a CUDA device, and restores to it"
     return f"{title}\n\n{tables.facts(about)}\n{tables.table(workload.title, columns, rows)}"
-
-
-def _verdict(passed: bool) -> str:
-    return "PASS" if passed else "MISS"
 
 
 def gpu_name() -> str | None:

@@ -111,7 +111,7 @@ def report(samples: Samples, nbytes: int, about: dict[str, Any]) -> str:
     for operation, found in samples.items():
         ratio = statistics.median(found[THEIRS]) / statistics.median(found[OURS])
         target = TARGETS[operation]
-        verdict = f"≥ {target}: {'PASS' if ratio >= target else 'MISS'}"
+        verdict = tables.verdict(f"≥ {target}", ratio >= target)
         for name, times in found.items():
             median = statistics.median(times)
             rows.append(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from benchmarks import tables
 from benchmarks.local.floors import Floors
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.machine import facts
+from benchmarks.report import write_page
 from benchmarks.workloads import Workload, llama, single
 
 LARGE_NBYTES = 64 << 10
@@ -98,7 +98,7 @@ def report(samples: dict[tuple[str, float], list[Sample]], about: dict[str, Any]
     for (workload, rate), found in samples.items():
         ratio = statistics.median(one["floor_s"] / one["wall_s"] for one in found)
         target = TARGETS.get(rate)
-        verdict = "" if target is None else f"≥ {target}: {'PASS' if ratio >= target else 'MISS'}"
+        verdict = "" if target is None else tables.verdict(f"≥ {target}", ratio >= target)
         walls = [one["wall_s"] for one in found]
         rows.append(
             (
@@ -106,7 +106,7 @@ def report(samples: dict[tuple[str, float], list[Sample]], about: dict[str, Any]
                 f"{rate:g} GB/s",
                 tables.seconds(statistics.median(one["floor_s"] for one in found)),
                 tables.seconds(statistics.median(walls)),
-                f"{tables.seconds(min(walls))} – {tables.seconds(max(walls))}",
+                tables.span(walls),
                 tables.seconds(statistics.median(one["cpu_s"] for one in found)),
                 f"{ratio:.2f}",
                 verdict,
@@ -135,15 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found = measure(directory, workload, rate, given.rounds)
                 samples[workload.id, rate] = found
     about = {**facts(given.dir), "rounds": given.rounds}
-    text = report(samples, about)
-    print(text)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "device.md").write_text(text)
     rows = [
         {"workload": workload, "rate": rate, "samples": found}
         for (workload, rate), found in samples.items()
     ]
-    (given.out / "device.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+    write_page(given.out, "device", report(samples, about), {"about": about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import platform
 import shutil
 from pathlib import Path
 
+from benchmarks.measure import proc_nbytes, proc_value
 from benchmarks.peers import versions
 
 MIB = 1 << 20
@@ -69,14 +70,7 @@ def refusal(directory: Path, disk_nbytes: int, memory_nbytes: int) -> str | None
 
 def available_nbytes() -> int | None:
     """Memory that can be had without swapping; None where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return proc_nbytes("meminfo", "MemAvailable")
 
 
 def _memory_nbytes() -> int:
@@ -84,14 +78,7 @@ def _memory_nbytes() -> int:
 
 
 def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    for line in text.splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    return proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def _huge_pages() -> str:

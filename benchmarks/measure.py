@@ -317,7 +317,7 @@ def reset_peak() -> bool:
 
 def peak_nbytes() -> int:
     """Largest resident set since `reset_peak`, in bytes (elsewhere than Linux: since the start)."""
-    peak = _status_nbytes("VmHWM")
+    peak = proc_nbytes("self/status", "VmHWM")
     if peak is not None:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024
@@ -326,7 +326,7 @@ def peak_nbytes() -> int:
 
 def resident_nbytes() -> int:
     """Resident set of this process in bytes."""
-    resident = _status_nbytes("VmRSS")
+    resident = proc_nbytes("self/status", "VmRSS")
     return peak_nbytes() if resident is None else resident
 
 
@@ -383,34 +383,28 @@ SPARE = Spare()
 
 def device_read_nbytes() -> int | None:
     """Bytes this process made block devices read so far; None where the system does not say."""
-    return _io_nbytes("read_bytes")
+    return proc_nbytes("self/io", "read_bytes")
 
 
 def call_read_nbytes() -> int | None:
     """Bytes this process read so far by system calls; None where the system does not say."""
-    return _io_nbytes("rchar")
+    return proc_nbytes("self/io", "rchar")
 
 
-def _io_nbytes(key: str) -> int | None:
+def proc_nbytes(name: str, key: str) -> int | None:
+    """Return a number of bytes from a file in /proc; None where the system does not say."""
+    number, _, unit = (proc_value(name, key) or "").partition(" ")
+    return int(number) * (1024 if unit == "kB" else 1) if number else None
+
+
+def proc_value(name: str, key: str) -> str | None:
+    """Return the text after the first `key` in a file in /proc, or None."""
     try:
-        text = Path("/proc/self/io").read_text()
+        lines = Path("/proc", name).read_text().splitlines()
     except OSError:
         return None
-    for line in text.splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1])
-    return None
-
-
-def _status_nbytes(key: str) -> int | None:
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return None
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for found, _, value in pairs if found.strip() == key), None)
 
 
 # ------------------------------------------------------------------------------------- medians

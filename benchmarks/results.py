@@ -197,7 +197,10 @@ class Results:
             "facts": self.facts,
             "floors_gb_per_s": self.floors,
             "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts],
-            "measurements": [_measurement_json(found) for found in self.measurements],
+            "measurements": [
+                measurement_json(found, spread=found.spread, floor_ratio=found.floor_ratio)
+                for found in self.measurements
+            ],
             "timelines": self.timelines,
             "left_out": self.left_out,
             "errors": self.errors,
@@ -292,24 +295,18 @@ def speedup(ours: Measurement, peer: Measurement | None) -> float | None:
 # ---------------------------------------------------------------------------------------- JSON
 
 
-def _measurement_json(found: Measurement) -> dict[str, Any]:
+def measurement_json(found: Any, **more: float | None) -> dict[str, Any]:
+    """Return the fields of a measurement and more figures, the samples last."""
+    names = [item.name for item in dataclasses.fields(found) if item.name != "samples"]
     return {
-        "workload": found.workload,
-        "scenario": found.scenario,
-        "subject": found.subject,
-        "column": found.column,
-        "nbytes": found.nbytes,
-        "leaf_count": found.leaf_count,
-        "floor": found.floor,
+        **{name: getattr(found, name) for name in names},
         "median_s": short(found.wall_s),
-        "spread": short(found.spread),
-        "floor_ratio": short(found.floor_ratio),
-        "samples": [sample_json(sample) for sample in found.samples],
+        **{name: short(value) for name, value in more.items()},
+        "samples": [_sample_json(sample) for sample in found.samples],
     }
 
 
-def sample_json(sample: Sample) -> dict[str, Any]:
-    """Return plain values."""
+def _sample_json(sample: Sample) -> dict[str, Any]:
     made: dict[str, Any] = {
         "wall_s": short(sample.wall_s),
         "cpu_s": short(sample.cpu_s),

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from benchmarks.workloads import Tree, Workload
+
+T = TypeVar("T")
+
+
+async def awaited(work: Awaitable[T]) -> tuple[T, float]:
+    """Return the result of a coroutine, and the seconds that it takes."""
+    start = time.perf_counter()
+    return await work, time.perf_counter() - start
 
 
 def budget_nbytes(state_nbytes: int) -> int:

@@ -337,6 +337,11 @@ def seconds(value: float) -> str:
     return f"{value * 1e6:.0f} µs"
 
 
+def verdict(target: str, met: bool) -> str:
+    """Return a target, and whether it was met."""
+    return f"{target}: {'PASS' if met else 'MISS'}"
+
+
 def span(times: Sequence[float]) -> str:
     """Format the fastest and the slowest time."""
     return f"{seconds(min(times))} – {seconds(max(times))}"

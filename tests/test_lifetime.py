@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -260,6 +261,31 @@ async def test_the_death_of_the_engine_fails_what_is_outstanding(
         assert await again.steps() == [1]
         assert (await again.verify(1)).ok
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+async def test_a_save_that_is_committed_while_the_engine_dies_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    engine = ckpt._session.runtime.engine
+    real, dying = os.fsync, threading.Event()
+
+    def die() -> None:
+        dying.set()
+        raise SystemExit("on purpose")
+
+    def fsync(descriptor: int) -> None:
+        if (tmp_path / "1").exists() and not dying.is_set():  # the record is in place
+            engine.post(die)
+            assert dying.wait(20)
+            while not engine._died:
+                os.sched_yield()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert (await ckpt.save(1, TREE)).step == 1
+    assert dying.is_set()
+    await ckpt.close()
 
 
 def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class JaxAdapter:
             if not _is_key(leaf.dtype):
                 raise unsupported_dtype(path, "jax", leaf.dtype)
             impl, data = _key_facts(leaf.dtype)
-            shape, name, extra = shape + data.shape, data.dtype, {"prng_impl": impl}
+            shape, name, extra = shape + data.shape, data.dtype, {"prng_impl": str(impl)}
         if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
             raise _truncated(path, name)
         target = JaxTarget(array_spec(shape, name), leaf, extra=extra, path=path)
@@ -183,7 +183,7 @@ class JaxAdapter:
             return self._place(target, parts)
 
     def _place(self, target: JaxTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
-        impl = None if target.extra is None else target.extra["prng_impl"]
+        impl = None if target.extra is None else _key_facts(target.leaf.dtype)[0]
         division, sharding = target.division, target.sharding
         name, shape = target.spec.dtype, target.leaf.shape
         if division is None:
@@ -286,13 +286,13 @@ def _is_key(dtype: Any) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _key_facts(dtype: Any) -> tuple[str, ArraySpec]:
+def _key_facts(dtype: Any) -> tuple[Any, ArraySpec]:
     """Return the implementation of keys, and the spec of the data of one key."""
     # JAX has no public function from a key dtype to these: trace a key, which needs no device.
-    impls: list[str] = []
+    impls: list[Any] = []  # names, or implementations that have no name in JAX
 
     def data(key: Any) -> Any:
-        impls.append(str(jax.random.key_impl(key)))
+        impls.append(jax.random.key_impl(key))
         return jax.random.key_data(key)
 
     key = jax.ShapeDtypeStruct((), dtype)  # type: ignore[no-untyped-call]

@@ -189,7 +189,7 @@ def assemble(
     parts: Sequence[npt.NDArray[Any]],
     dtype: Any,
     *,
-    prng_impl: str | None = None,
+    prng_impl: Any = None,
 ) -> jax.Array:
     """Return the array with these values of its boxes; CPU devices adopt aligned memory.
 

@@ -144,6 +144,13 @@ class ShardedArray:
         Raises:
             UsageError: an argument is invalid.
         """
+        if is_masked(values):
+            raise UsageError(
+                "ShardedArray.tiles: masked arrays cannot be stored; pass x.data and x.mask, one "
+                "array each",
+                expected="numpy.ndarray",
+                found=type(values).__name__,
+            )
         whole: Memory | None = None
         if isinstance(values, np.ndarray):
             whole, shape = values, values.shape
@@ -269,9 +276,10 @@ def _lengths(name: str, values: Sequence[int]) -> tuple[int, ...]:
         lengths = tuple(-1 if isinstance(n, bool) else operator.index(n) for n in values)
     except TypeError:
         lengths = (-1,)
-    if any(n < 0 for n in lengths):
+    if any(not 0 <= n < 1 << 63 for n in lengths):
         raise UsageError(
-            f"ShardedArray: {name} is {values!r:.80}; pass a sequence of non-negative ints",
+            f"ShardedArray: {name} is {values!r:.80}; pass a sequence of non-negative ints of at "
+            "most 63 bits",
             found=values,
         )
     return lengths
@@ -282,7 +290,7 @@ def _dtype(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
     if found is None and dtype is not None:  # NumPy would take None as float64
         try:
             found = np.dtype(dtype)
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):  # by NumPy's parser, for some texts
             found = None
     if found is None or found not in DTYPE_NAMES:
         raise UsageError(

@@ -75,24 +75,20 @@ class TorchAdapter:
         leaf = waited(leaf)
         name = _dtype_name(path, leaf)
         shape = tuple(leaf.shape)
-        source = Source(array_spec(shape, name), leaf, None, None, "torch")
-        conj, neg = leaf.is_conj(), leaf.is_neg()
-        if leaf.is_cpu:
-            device = None
-            if not (conj or neg):
-                source.view = numpy_view(leaf)
-        elif leaf.is_meta:
+        if leaf.is_meta:
             raise UnsupportedLeafError(
                 f"{path}: a tensor on device meta has no values to save; materialise it first",
                 path=path,
             )
-        else:
-            device = leaf.device
-            if leaf.is_cuda:
-                source.captured = torch.cuda.current_stream(device).record_event()
-        if 0 not in shape:
-            pointer = leaf.data_ptr()
+        source = Source(array_spec(shape, name), leaf, None, None, "torch")
+        conj, neg = leaf.is_conj(), leaf.is_neg()
+        device = None if leaf.is_cpu else leaf.device
+        if pointer := _address(path, leaf):
             source.identity = ("torch", device, pointer, shape, leaf.stride(), name, conj, neg)
+        if leaf.is_cpu and not (conj or neg):
+            source.view = numpy_view(leaf)
+        elif leaf.is_cuda:
+            source.captured = torch.cuda.current_stream(device).record_event()
         return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
@@ -117,6 +113,7 @@ class TorchAdapter:
                 path=path,
             )
         # Hot for small tensors: read each attribute once.
+        pointer = _address(path, leaf)
         if not leaf.is_contiguous():
             stride, itemsize = leaf.stride(), leaf.itemsize
             if may_overlap_itself(leaf.shape, [step * itemsize for step in stride], itemsize):
@@ -127,13 +124,13 @@ class TorchAdapter:
                 )
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             target.buffer = numpy_view(leaf)
-            target.span, target.identity = host_place(target.buffer, name, leaf.data_ptr())
+            target.span, target.identity = host_place(target.buffer, name, pointer)
         else:
             target.fill = True
             if leaf.is_cuda:
                 target.captured = torch.cuda.current_stream(leaf.device).record_event()
-            if leaf.numel():
-                place = (leaf.data_ptr(), target.spec.shape, leaf.stride(), name)
+            if pointer:
+                place = (pointer, target.spec.shape, leaf.stride(), name)
                 target.identity = (str(leaf.device), *place, leaf.is_conj(), leaf.is_neg())
         return target
 
@@ -269,6 +266,20 @@ class PinnedMemory:
 def waited(tensor: Any) -> Any:
     """Return the tensor; wait first if it is the result of an asynchronous collective."""
     return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
+
+
+def _address(path: str, leaf: torch.Tensor) -> int:
+    """Return the address of the first element, 0 if there is none; raise if it was freed."""
+    if not leaf.numel():
+        return 0
+    pointer = leaf.data_ptr()
+    if not pointer:
+        raise UnsupportedLeafError(
+            f"{path}: the memory of this tensor was freed (its storage has 0 bytes), as FSDP frees "
+            "whole parameters while it does not use them; pass the module, or its state_dict()",
+            path=path,
+        )
+    return pointer
 
 
 def _dtype_name(path: str, leaf: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 import numpy as np
@@ -140,29 +140,37 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
     if names == {""}:
         await _check_file(files, entries[0])
         return "safetensors"
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        return "safetensors"
-    if ".metadata" in names:
-        return "dcp"
     directories = {entry.name for entry in entries if entry.is_directory}
-    if names & _ORBAX_NAMES or directories & _ORBAX_ITEMS:
-        return "orbax"
-    if "manifest.ocdbt" in names:
-        return "ocdbt"
-    if any(name.startswith("ocdbt.process_") for name in directories):
-        return "orbax"
     steps = sorted((name for name in directories if STEP_NAME.fullmatch(name)), key=int)
     items = sorted(directories.difference(steps))
-    for name in steps[: -PROBED_ITEMS - 1 : -1] if items else ():
+    found = _format_named(names, directories)
+    for name in steps[: -PROBED_ITEMS - 1 : -1] if found or items else ():
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         if any(entry.name == RECORD_NAME for entry in below):
             return None  # the root of a run, which may also hold foreign checkpoints
+    if found is not None:
+        return found
     for name in items[:PROBED_ITEMS]:
         # Items of an Orbax step, and parameters without OCDBT, may have any name.
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         inner = {entry.name for entry in below}
         if inner & (_ORBAX_NAMES | _ZARR_NAMES) or "manifest.ocdbt" in inner:
             return "orbax"
+    return None
+
+
+def _format_named(names: Set[str], directories: Set[str]) -> str | None:
+    """Return the format that names in a directory show, or None; directories are in both sets."""
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "safetensors"
+    if ".metadata" in names:
+        return "dcp"
+    if names & _ORBAX_NAMES or directories & _ORBAX_ITEMS:
+        return "orbax"
+    if "manifest.ocdbt" in names:
+        return "ocdbt"
+    if any(name.startswith("ocdbt.process_") for name in directories):
+        return "orbax"
     return None
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-INSTALL_LINE = 'pip install "asyncckpt[cli]"'
+from asyncckpt.reports.progress import INSTALL_LINE
 
 _EXTRA = frozenset(("rich", "typer"))
 

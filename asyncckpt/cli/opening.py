@@ -69,7 +69,8 @@ def storage_options(words: Sequence[str] | None) -> Options:
     So is a number of a credential: keys and passwords may consist of digits.
 
     Raises:
-        UsageError: a word is not KEY=VALUE, or a key is given twice.
+        UsageError: a word is not KEY=VALUE, a key is given twice, or a value is a constant of
+            Python, which as text would count as true.
     """
     options: dict[str, Any] = {}
     for word in words or ():
@@ -82,8 +83,11 @@ def storage_options(words: Sequence[str] | None) -> Options:
             value = json.loads(text)
         except (ValueError, RecursionError):
             value = text
-        is_number = type(value) in (int, float)
-        options[key] = text if is_number and _CREDENTIAL.search(key) else value
+        if _CREDENTIAL.search(key):
+            value = text if type(value) in (int, float) else value
+        elif text in ("True", "False", "None"):
+            raise UsageError(f"--storage-option: {key}: write true, false or null, as in JSON")
+        options[key] = value
     return options or None
 
 

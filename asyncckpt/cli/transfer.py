@@ -18,7 +18,7 @@ from asyncckpt.options import LeafOptions, RestoreOptions, SaveOptions
 from asyncckpt.reports import ConvertReport, counted, progress_bar
 from asyncckpt.spec import DTYPES
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint, a file, or a run (its newest step).")

@@ -157,5 +157,5 @@ def save_plot(report: TuneReport, path: str) -> None:
             axes.set_ylabel("MB/s")
             axes.axvline(report.target_data_file_nbytes / 2**20, color="grey", linestyle=":")
         axes.legend(title="streams")
-    figure.suptitle(f"{report.location} ({report.client})")
+    figure.suptitle(f"{report.location} ({report.client})", parse_math=False)
     figure.savefig(path)

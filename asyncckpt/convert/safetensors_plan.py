@@ -132,14 +132,8 @@ def plan_files(
 ) -> FilesPlan:
     """Plan the files for the tree of a snapshot.
 
-    Args:
-        snapshot: the tree.
-        specs: shape and stored dtype of every array.
-        metadata: the user's metadata.
-        metrics: the user's metrics.
-        max_file_nbytes: as `Target.max_file_nbytes`.
-        tiled: per array, whether it is written tile by tile.
-        name: name of a single file.
+    By array, `specs` has shape and stored dtype, and `tiled` whether it is written tile by tile.
+    `max_file_nbytes` is that of `Target`; `name` is the name of a single file.
 
     Raises:
         UsageError: names, dtypes or sizes do not fit the format; names the leaf.

@@ -134,14 +134,7 @@ class FilesWriter:
         self._done_nbytes = 0
 
     async def run(self) -> None:
-        """Write every file, whole and durable.
-
-        Cancellation: waits for running reads and writes.
-
-        Raises:
-            CorruptCheckpointError: reading a leaf failed; names it.
-            StoreError: writing failed; names the file.
-        """
+        """Write every file, whole and durable. Cancellation, errors: as `write_files`."""
         plan = self.plan
         windows = {file: list(own) for file, own in groupby(plan.windows, attrgetter("file"))}
         try:

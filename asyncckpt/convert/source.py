@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from asyncckpt.arguments import Location
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint, refuse_implied
 from asyncckpt.checkpoint.open import Verb, check_unchanged, open_any
 from asyncckpt.convert.reader import LeafReader
@@ -60,10 +60,7 @@ class Runtimes:
             await self._reading.aclose()
 
     async def open(
-        self,
-        location: str | os.PathLike[str],
-        storage_options: Mapping[str, Any] | None,
-        cache_nbytes: int,
+        self, location: Location, storage_options: Mapping[str, Any] | None, cache_nbytes: int
     ) -> LeafReader:
         """Open the checkpoint at a location, or the newest step of a run there.
 
@@ -72,33 +69,28 @@ class Runtimes:
         Raises:
             CheckpointNotFoundError: there is neither.
         """
-        opening = partial(self._open, location, storage_options, cache_nbytes)
-        return await self._reading.engine.submit(opening).wait()
-
-    async def _open(
-        self,
-        location: str | os.PathLike[str],
-        storage_options: Mapping[str, Any] | None,
-        cache_nbytes: int,
-    ) -> LeafReader:
         runtime = self._reading
-        given: Any = {"direct_io": "auto", "storage_options": storage_options}
-        if is_bucket(location):
-            opened = await self._newest(runtime.store(location, **given))
-        else:
-            store, name = runtime.one(location, **given)
-            try:
-                self._sources.append(files := store.files(name))
-                opened = await open_any(files, runtime.engine.compute)
-            except CheckpointNotFoundError as missing:
-                if missing.found in ("deleted", "replaced"):
-                    raise
-                opened = await self._newest(runtime.store(location, **given), missing)
-        # Report arrays that cannot be read before reading any.
-        wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
-        extents = await opened.read_extents(opened, wanted)
-        refuse_implied(opened, extents, wanted)
-        return LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
+
+        async def opening() -> LeafReader:
+            given: Any = {"direct_io": "auto", "storage_options": storage_options}
+            if is_bucket(location):
+                opened = await self._newest(runtime.store(location, **given))
+            else:
+                store, name = runtime.one(location, **given)
+                try:
+                    self._sources.append(files := store.files(name))
+                    opened = await open_any(files, runtime.engine.compute)
+                except CheckpointNotFoundError as missing:
+                    if missing.found in ("deleted", "replaced"):
+                        raise
+                    opened = await self._newest(runtime.store(location, **given), missing)
+            # Report arrays that cannot be read before reading any.
+            wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
+            extents = await opened.read_extents(opened, wanted)
+            refuse_implied(opened, extents, wanted)
+            return LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
+
+        return await runtime.engine.submit(opening).wait()
 
     async def _newest(
         self, store: Store, missing: CheckpointNotFoundError | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import defaultdict
@@ -106,11 +107,9 @@ class Beats:
                 logger.warning("beat of process %d: %s", self.group.process_index, error)
                 seen = {}
             self._note(seen)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
 
     def reached(self, what: str, number: int) -> None:
         """Record progress of this process and post it soon; progress only rises."""

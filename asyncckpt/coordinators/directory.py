@@ -107,7 +107,7 @@ class DirectoryService:
         """Read all files below the directory of the prefix."""
         top = self._path / prefix
         found = {}
-        for directory, _, names in os.walk(top):
+        for directory, _, names in os.walk(top, onerror=_unless_missing):
             for name in names:
                 if name.endswith("="):
                     key = os.path.relpath(os.path.join(directory, name[:-1]), top)
@@ -159,6 +159,12 @@ class DirectoryService:
                 aside.unlink(missing_ok=True)
             return
         raise _changed_too_often(self._path, key)
+
+
+def _unless_missing(error: OSError) -> None:
+    """Raise the error of a directory that cannot be listed, unless it was deleted."""
+    if error.errno not in (errno.ENOENT, errno.ESTALE):
+        raise error
 
 
 def _tries() -> Iterator[None]:

@@ -122,7 +122,8 @@ class _Host(Meeting):
 
     async def _gather(self) -> list[str]:
         """Return the hosts of all processes once all have acknowledged."""
-        before = await self.coordinator.list(self.key("hello", 0))
+        posted = await self.coordinator.list(self.key("hello", 0))
+        before = list(map(Hello.decoded, posted.values()))
         await self.say(replace(self.hello, run=self._run_id))
         settled = 0.0
         for pause in pauses(self.count):
@@ -156,13 +157,13 @@ class _Host(Meeting):
         """Return the hellos of a process that have acknowledged this run."""
         return [h for h in self._hellos.get(process, ()) if h.run == self._run_id]
 
-    def _check(self, before: Mapping[str, bytes]) -> None:
+    def _check(self, before: Sequence[Hello]) -> None:
         """Raise if a process runs twice, has another release or expects another process count.
 
-        `before` holds the hellos of process 0, by nonce, that were posted before its own.
+        `before` holds the hellos of process 0 that were posted before its own.
         """
         for other in self._hellos.get(0, ()):
-            if other.nonce != self.hello.nonce and before.get(other.nonce) != other.encoded():
+            if other.nonce != self.hello.nonce and other not in before:
                 raise self.twice(0, self.hello, other)
         for process in self._hellos:
             for number, hello in enumerate(self._live(process)):

@@ -129,37 +129,23 @@ class JaxService:
         self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def put_once(self, key: str, value: bytes) -> bytes:
+        def put() -> bytes:
+            self._client.key_value_set_bytes(key, value)
+            return value
+
         while True:
-            try:
-                self._client.key_value_set_bytes(key, value)
-            except jax.errors.JaxRuntimeError as error:
-                if not _says(error, "ALREADY_EXISTS"):
-                    raise
-            else:
-                return value
-            first = self.look(key)
+            first = _unless("ALREADY_EXISTS", put) or self.look(key)
             if first is not None:
                 return first
 
     def look(self, key: str) -> bytes | None:
-        try:
-            value: bytes = self._client.key_value_try_get_bytes(key)
-        except jax.errors.JaxRuntimeError as error:
-            if not _says(error, "NOT_FOUND"):
-                raise
-            return None
-        return value
+        return _unless("NOT_FOUND", lambda: self._client.key_value_try_get_bytes(key))
 
     def wait(self, key: str, timeout_s: float) -> bytes | None:
         if timeout_s < 0.001:
             return self.look(key)
-        try:
-            value: bytes = self._client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            if not _says(error, "DEADLINE_EXCEEDED"):
-                raise
-            return None
-        return value
+        get, limit_ms = self._client.blocking_key_value_get_bytes, int(timeout_s * 1000)
+        return _unless("DEADLINE_EXCEEDED", lambda: get(key, limit_ms))
 
     def list(self, prefix: str) -> Mapping[str, bytes]:
         start = f"{prefix}/"
@@ -174,8 +160,14 @@ class JaxService:
         self._client.key_value_delete(f"{prefix}/")
 
 
-def _says(error: Exception, status: str) -> bool:
-    return str(error).startswith(status)
+def _unless(status: str, call: Callable[[], bytes]) -> bytes | None:
+    """Return the value of a call to the service, None if it fails with this status."""
+    try:
+        return call()
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith(status):
+            raise
+        return None
 
 
 class JaxExchange:

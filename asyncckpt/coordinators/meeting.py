@@ -102,17 +102,13 @@ class Meeting:
                 elif process < self.count and process not in unheard:
                     come.add(process)
         missing = [process for process in range(self.count) if process not in come]
-        counts = [
-            f"process {process} has opened it {others[process]} times"
-            for process in missing
-            if process in others
-        ]
-        why = (
-            f"; {', '.join(counts[:NAMES_MAX])}, process {self.index} {self.opened} times: every "
-            "process must create the same Checkpointers"
-            if counts
-            else ""
-        )
+        counts = [f"process {p} has opened it {others[p]} times" for p in missing if p in others]
+        why = ""
+        if counts:
+            why = (
+                f"; {', '.join(counts[:NAMES_MAX])}, process {self.index} {self.opened} times: "
+                "every process must create the same Checkpointers"
+            )
         return UsageError(
             f"{self.root}: process {self.index} of {self.count} waited {self.arrival_s:g} s for "
             f"{listed(missing)}; here: {listed(sorted(come))}{why}. All processes must make this "

@@ -110,13 +110,14 @@ def decode_error(data: bytes) -> AsyncCheckpointError:
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    """Return the name of the nearest class in `errors`, and the complete text."""
+    """Return the name of the nearest class in `errors`, and the complete text with all notes."""
     if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)):
         return SaveAbortedError.__name__, "the call was cancelled there"
+    text = "\n".join((_text(error), *getattr(error, "__notes__", ())))
     for kind in type(error).__mro__:
         if CLASSES.get(kind.__name__) is kind:
-            return kind.__name__, str(error)
-    return SaveError.__name__, f"{type(error).__name__}: {_text(error)}"
+            return kind.__name__, text
+    return SaveError.__name__, f"{type(error).__name__}: {text}"
 
 
 def _text(value: object) -> str:

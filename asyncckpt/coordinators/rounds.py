@@ -17,7 +17,8 @@ all processes.
 # Rule 2: after a decision to commit, process 0 alone determines the outcome. If it falls silent, no
 #   other process may report that the round has failed.
 # Rule 3: after a decision to commit, process 0 does not depend on the others: it ignores those that
-#   fall silent.
+#   fall silent, and a service that fails.
+#   (test_a_service_that_fails_after_the_decision_does_not_end_the_round)
 # Rule 4: process 0 polls one directory, whatever the number of processes; every other process waits
 #   for one key. Missing processes are found by their beats.
 # Rule 5: the messages of a round are deleted once it has ended on all processes. Process 0 may be
@@ -166,16 +167,18 @@ class Round:
         """End the round on all processes with an error, unless it is already decided.
 
         Returns:
-            Whether the round fails; False if the decision was to commit.
+            Whether the round fails. After the decision to commit only process 0 can end it so, and
+            only before the outcome.
         """
         failure = self._failure(error, stage)
         if await self._decide(failure) != COMMIT:
             return True
-        if self.leads:
-            # Only process 0 knows that publishing failed after its decision to commit.
-            await self._coordinator.put(f"{self._prefix}/outcome", failure)
-            self.failed = True
-        return self.leads
+        if not self.leads or self.result is not None:
+            return False
+        # Only process 0 knows that publishing failed after its decision to commit.
+        await self.answer("outcome", failure)
+        self.failed = True
+        return True
 
     async def _decide(self, wanted: bytes) -> bytes:
         """Decide the round, unless it is already decided; return the decision."""
@@ -188,7 +191,7 @@ class Round:
         """Record a decision against the round; process 0 tells the others."""
         self._note(failure)
         if self.leads:
-            await self._coordinator.put(f"{self._prefix}/outcome", failure)
+            await self.answer("outcome", failure)
 
     def _note(self, failure: bytes) -> None:
         """Record a decision or outcome against the round."""
@@ -227,6 +230,9 @@ class Round:
         """
         try:
             await (self._lead() if self.leads else self._follow())
+        except StoreError:
+            if not self._committed:  # Rule 3
+                raise
         finally:
             self._changed.set()
 
@@ -348,7 +354,7 @@ class Round:
 
     async def finish(self, message: bytes = b"") -> None:
         """Tell all other processes that the round has succeeded, after `commit`."""
-        await self._coordinator.put(f"{self._prefix}/outcome", COMMIT + message)
+        await self.answer("outcome", COMMIT + message)
         self._end(message)
 
     # -- the others

@@ -204,15 +204,16 @@ class ServiceCoordinator(Generic[S]):
         self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
         if len(self._abandoned) >= ABANDONED_MAX:
             raise self._no_answer(what, f"{ABANDONED_MAX} earlier calls are still unanswered")
-        if self._caller is None:
-            self._started += 1
-            number = f"-{self._started}" if self._started > 1 else ""
-            name = f"asyncckpt-{self.name}-coordinator{number}"
-            self._caller = caller = _Caller(name, self._connect)
-            # Dropped without `close`. The registry must not keep abandoned callers.
-            caller.dropped = weakref.finalize(self, caller.end)
-            caller.dropped.atexit = False
-        return self._caller
+        with _starting:
+            if self._caller is None:
+                self._started += 1
+                number = f"-{self._started}" if self._started > 1 else ""
+                name = f"asyncckpt-{self.name}-coordinator{number}"
+                self._caller = caller = _Caller(name, self._connect)
+                # Dropped without `close`. The registry must not keep abandoned callers.
+                caller.dropped = weakref.finalize(self, caller.end)
+                caller.dropped.atexit = False
+            return self._caller
 
     def _abandon(self, caller: _Caller[S], what: str) -> StoreError:
         # Every call that waits for this thread comes here; the first one drops it.
@@ -307,6 +308,8 @@ class _Caller(Generic[S]):
 
 
 _callers: weakref.WeakSet[_Caller[Any]] = weakref.WeakSet()
+
+_starting = threading.Lock()  # the engines of several `Checkpointer`s may share a coordinator
 
 
 def _end_all() -> None:

@@ -7,6 +7,7 @@ Its exchange consists of broadcasts in separate gloo groups.
 #   trainer's connection held up the trainer's `set` for 5.5 s.
 # Rule 2: never `get` or `wait` for a key that may be missing: it blocks for minutes, and prints to
 #   stderr when it times out. `compare_set` looks at a key without waiting.
+#   (test_values_deleted_while_they_are_read_delay_a_list_only_a_little)
 # Rule 3: stores of older releases cannot list their keys, and listing all keys of a large job to
 #   find our few is slow. So each directory is a key, too: `a/` holds the names of the keys `a/b`
 #   and, with a slash, of the directories `a/c/`. A name is added before its key.
@@ -17,6 +18,7 @@ Its exchange consists of broadcasts in separate gloo groups.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,9 @@ from asyncckpt.ports import Bytes, CallIn
 
 MULTI_GET_MIN = 16
 """Smallest number of values that are read with two calls instead of one call each."""
+
+MULTI_GET_S = 1.0
+"""How long a read of many values waits for those that were deleted meanwhile."""
 
 UNSET = secrets.token_bytes(16)
 """Returned by `compare_set` for a key that is not set; no value equals it."""
@@ -83,10 +88,16 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
         return TorchExchange(self._store, name, self.process_index, in_worker, timeout_s)
 
 
-def server_of(store: Any) -> str:
-    """Return the server of a store with host and port; empty for stores in files or memory."""
+def bare(store: Any) -> Any:
+    """Return the store below all prefixes."""
     while isinstance(store, distributed_c10d.PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def server_of(store: Any) -> str:
+    """Return the server of a store with host and port; empty for stores in files or memory."""
+    store = bare(store)
     if not hasattr(store, "host"):
         return ""
     agent = torch.distributed.is_torchelastic_launched()
@@ -98,6 +109,11 @@ class TorchService:
 
     def __init__(self, store: Any) -> None:
         self._store = store.clone()
+        # Only this store reads many values at once; its own timeout would be minutes.
+        tcp = bare(self._store)
+        self._batches = hasattr(tcp, "host")  # a TCPStore
+        if self._batches:
+            tcp.set_timeout(timedelta(seconds=MULTI_GET_S))
 
     def put(self, key: str, value: bytes) -> None:
         if self.look(key) is None:
@@ -128,8 +144,10 @@ class TorchService:
         self._leave(prefix)
 
     def _values(self, keys: Sequence[str]) -> dict[str, bytes]:
-        if len(keys) >= MULTI_GET_MIN and self._store.check(keys):
-            return dict(zip(keys, self._store.multi_get(keys), strict=True))
+        if self._batches and len(keys) >= MULTI_GET_MIN and self._store.check(keys):
+            # Another process may delete keys meanwhile.
+            with contextlib.suppress(torch.distributed.DistStoreError):
+                return dict(zip(keys, self._store.multi_get(keys), strict=True))
         found = ((key, self.look(key)) for key in keys)
         return {key: value for key, value in found if value is not None}
 

@@ -19,7 +19,7 @@ import weakref
 import numpy as np
 
 from asyncckpt.flow.budget import Account, ByteBudget
-from asyncckpt.flow.buffers import HUGE_PAGE_NBYTES, allocating, map_pages
+from asyncckpt.flow.buffers import HUGE_PAGE_NBYTES, advise, allocating, map_pages
 from asyncckpt.ports import Bytes
 
 SLAB_NBYTES = 64 << 20
@@ -34,7 +34,7 @@ SMALL_NBYTES = 64 << 10
 array wastes at most a sixteenth."""
 
 _RETURN = getattr(mmap, "MADV_DONTNEED", None) if mmap.PAGESIZE < SMALL_NBYTES else None
-
+_SMALL_PAGES = getattr(mmap, "MADV_NOHUGEPAGE", None)
 
 Pages = tuple[mmap.mmap, int]
 """A run of pages: its mapping and its offset there."""
@@ -79,7 +79,7 @@ class Recycled(Account):
                     self._idle_nbytes += nbytes
                     self._pages.setdefault(nbytes, []).append((mapping, start))
                     return
-        _return(mapping, start, nbytes)
+        advise(mapping, _RETURN, start, nbytes)
 
     def evict(self, nbytes: int) -> None:
         """Return pages of at least `nbytes` to the system, or all. From any thread."""
@@ -87,7 +87,8 @@ class Recycled(Account):
             for size, pages in list(self._pages.items()):
                 while pages and nbytes > 0:
                     self._idle_nbytes -= size
-                    _return(*pages.pop(), size)
+                    mapping, start = pages.pop()
+                    advise(mapping, _RETURN, start, size)
                     nbytes -= size
 
     def close(self) -> None:
@@ -105,14 +106,9 @@ def _dropped(
     """Keep the pages of a dropped array, or return them to the system."""
     recycled = None if owner is None else owner()
     if recycled is None:
-        _return(mapping, start, nbytes)
+        advise(mapping, _RETURN, start, nbytes)
     else:
         recycled.put(mapping, start, nbytes)
-
-
-def _return(mapping: mmap.mmap, start: int, nbytes: int) -> None:
-    if _RETURN is not None:
-        mapping.madvise(_RETURN, start, nbytes)
 
 
 class Arena:
@@ -175,6 +171,6 @@ class Arena:
         self._mapping, self._used = map_pages(pages)
         self._end = self._used + pages
         huge = pages // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
-        if huge < pages and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        if huge < pages:
             # Touching one byte of a huge page takes all of it.
-            self._mapping.madvise(mmap.MADV_NOHUGEPAGE, self._used + huge, self._end - huge)
+            advise(self._mapping, _SMALL_PAGES, self._used + huge)

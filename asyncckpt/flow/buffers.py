@@ -37,6 +37,11 @@ from asyncckpt.ports import Bytes, HostMemory
 HUGE_PAGE_NBYTES = 2 << 20
 """Alignment of mappings, so that the kernel can back all of them with huge pages."""
 
+_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+_NOT_IN_CHILDREN = getattr(mmap, "MADV_DONTFORK", None)
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None
+"""`MADV_WIPEONFORK`, which Python does not name and Linux has since 4.14."""
+
 PIPELINE_SLOTS = 24
 """Slots that keep copying, checksumming and writing busy at once. A save whose caller awaits it
 allocates no more: fresh pages cost more than waiting for used ones."""
@@ -50,7 +55,7 @@ COLLECT_AT_LEAST_EVERY_S = 30.0
 
 
 class AnonymousMemory:
-    """Private anonymous mappings with huge pages, not inherited by forked children."""
+    """Private anonymous mappings with huge pages, empty in forked children."""
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return a zeroed, page-aligned buffer with untouched pages."""
@@ -64,14 +69,29 @@ class AnonymousMemory:
 def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
     """Return an untouched private mapping, and the huge-page offset of `nbytes` in it.
 
-    It is unmapped when its last view is dropped. Forked children inherit it only with `forked`.
+    It is unmapped when its last view is dropped. Forked children share it only with `forked`.
     """
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=_PRIVATE_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE",) if forked else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a kernel without it is only slower
-                mapping.madvise(getattr(mmap, advice))
+    advise(mapping, _HUGE_PAGES)
+    # The last resort leaves a hole: a child that drops the mapping unmaps what it has mapped
+    # there. (test_a_forked_child_that_drops_slots_keeps_its_own_memory)
+    if not forked and not advise(mapping, _WIPE_ON_FORK):
+        advise(mapping, _NOT_IN_CHILDREN)
     return mapping, -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_NBYTES
+
+
+def advise(mapping: mmap.mmap, advice: int | None, *span: int) -> bool:
+    """Give the kernel advice on a mapping or a part of it, and return whether it took it.
+
+    Kernels may lack huge pages, for example, and return no locked memory.
+    """
+    if advice is None:  # not on this system
+        return False
+    try:
+        mapping.madvise(advice, *span)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

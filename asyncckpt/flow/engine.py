@@ -297,6 +297,7 @@ class Engine:
         with self._lock:
             self.check()
             self._start_locked()
+            self.check()  # a signal handler may have closed it meanwhile
             assert self._loop is not None
             if aborts:
                 abort_with_call(job)
@@ -395,15 +396,19 @@ class Engine:
             self.close()
             return
         waiter = asyncio.wrap_future(self.begin_close())
+        cancellation: asyncio.CancelledError | None = None
+        # The thread's last act resolves the future. It ends within microseconds, but joining it
+        # would block.
+        while not waiter.done() or (self._thread is not None and self._thread.is_alive()):
+            try:
+                await asyncio.wait((waiter,))  # a loop iteration if it is done
+            except asyncio.CancelledError as error:
+                cancellation = cancellation or error
         try:
-            await asyncio.shield(waiter)
+            if cancellation is not None:
+                raise cancellation
         finally:
-            await finished(waiter)
-            # The thread's last act resolved the future. It ends within microseconds, but joining it
-            # would block.
-            while self._thread is not None and self._thread.is_alive():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(0)
+            del cancellation  # breaks the reference cycle of error, traceback and frame
 
     def _start_locked(self) -> None:
         """Start the thread unless it is running."""
@@ -417,7 +422,8 @@ class Engine:
             loop = contextvars.Context().run(_new_loop)
             thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
             thread.start()
-            if self._thread is None:  # otherwise a signal handler has started one
+            # Otherwise a signal handler has started one, or closed the engine.
+            if self._thread is None and not self._closed:
                 self._loop, self._thread = loop, thread
         except BaseException as error:
             if loop is not None:

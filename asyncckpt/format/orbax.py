@@ -98,18 +98,14 @@ class OrbaxArrays(NamedTuple):
         in_sequence: whether the container is a list or tuple.
         keys: key of every leaf in the container.
         kinds: ``np.ndarray`` or ``scalar``, per leaf.
+        names: names under which Orbax looks for the leaves.
     """
 
     base: OrbaxPath
     in_sequence: bool
     keys: Sequence[str]
     kinds: Sequence[Kind]
-
-    @property
-    def orbax_names(self) -> list[str]:
-        """Names under which Orbax looks for the leaves."""
-        prefix = "".join([f"{key}." for key, _ in self.base])
-        return [prefix + key for key in self.keys]
+    names: Sequence[str]
 
 
 def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[str]:
@@ -122,7 +118,7 @@ def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[str]:
     names: list[str] = []
     for leaf in leaves:
         if isinstance(leaf, OrbaxArrays):
-            names += leaf.orbax_names
+            names += leaf.names
             continue
         name = leaf.orbax_name
         if leaf.kind not in EMPTY or not leaf.path:

@@ -11,6 +11,9 @@ import numpy as np
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.spec import Box
 
+MOST_CUT = 8
+"""Most cut axes of an array whose boxes are compared by their corners, of which each has 2^8."""
+
 
 def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
     """Return why the boxes do not tile `whole`, or None; boxes are distinct and not empty."""
@@ -22,6 +25,8 @@ def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
     pair = first_overlap(boxes)
     if pair is not None:
         return f"{box_text(pair[0])} and {box_text(pair[1])} overlap"
+    if sum(box.size for box in boxes) == whole.size:
+        return None
     # Find the first uncovered part; only parts before it are cut up.
     index = BoxIndex(boxes)
     rest = [(whole.offset, whole)]
@@ -59,12 +64,16 @@ def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
     """Return whether the boxes hold each element of `whole` exactly once, and no other element.
 
     Boxes tile a box if and only if their corners, with alternating signs, add up to its corners.
+    This is fast for many boxes, but a box has 2^n corners: returns False if more than `MOST_CUT`
+    axes are cut.
     """
     if not boxes:
         return False
     starts = np.array([whole.offset, *(box.offset for box in boxes)], np.int64)
     shapes = np.array([whole.shape, *(box.shape for box in boxes)], np.int64)
     cut = np.flatnonzero(((starts != starts[0]) | (shapes != shapes[0])).any(axis=0))
+    if len(cut) > MOST_CUT:
+        return False
     starts, shapes = starts[:, cut], shapes[:, cut]
     # One row per box and choice of start or end along every axis that is cut.
     k = len(cut)

@@ -94,7 +94,10 @@ class LeafInfo(PickledByName):
         return {"driver": "stack", "dtype": self.dtype, "layers": layers}
 
     def _array_spec(self, array: str) -> dict[str, Any]:
-        place = self.location if "://" in self.location else f"file://{quote(self.location)}"
+        place = self.location if "://" in self.location else f"file://{self.location}"
+        scheme, _, name = place.partition("://")
+        if scheme not in ("http", "https"):  # other locations are names without escapes
+            place = f"{scheme}://{quote(name)}"
         return {
             "driver": self.driver,
             "kvstore": {"driver": "ocdbt", "base": f"{place}/", "path": f"{array}/"},

@@ -74,7 +74,9 @@ def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0)
         axes.text(blocked_s * scale, -GAP, text, fontsize=9, va="center", ha=side)
     axes.set_ylim(bottom, -GAP - 0.5)  # the first stage is on top
     axes.set_xlim(0, total_s * scale * 1.005)
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=11)
+    # Paths, and names of stages in a hostile checkpoint, may contain "$".
+    plain: Any = {"parse_math": False}
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=11, **plain)
     legend = axes.secondary_yaxis("right")
     legend.set_yticks(list(right), list(right.values()), fontsize=9)
     for edges in (axes, legend):
@@ -82,8 +84,8 @@ def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0)
         edges.spines[["left", "right", "top"]].set_visible(False)
     axes.grid(visible=True, axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-    axes.set_xlabel(f"{unit} since the call" + (f"      (and {short})" if short else ""))
-    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_xlabel(f"{unit} since the call" + (f"      (and {short})" if short else ""), **plain)
+    axes.set_title(title, fontsize=11, loc="left", **plain)
     figure.savefig(path, format=suffix[1:], dpi=110)
 
 

@@ -61,7 +61,8 @@ def _of_all(outcome: RestoreOutcome, paths: Sequence[str]) -> dict[str, list[Any
 def _warn(report: RestoreReport) -> None:
     # The warning points to the caller's line outside the package.
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("asyncckpt."):
+    # Code that `exec` runs may have no name.
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("asyncckpt."):
         frame, level = frame.f_back, level + 1
     for note in report.notes:
         warnings.warn(f"{report.location}: {note}", RestoreWarning, stacklevel=level)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from asyncckpt.tree import (
     is_frozen,
     per_process_paths,
     shared_leaves,
+    signature,
     where,
 )
 
@@ -269,7 +269,7 @@ def _fresh(
 def _takes_strict(load_state_dict: Callable[..., Any]) -> bool:
     """Return whether the method has a parameter `strict`, as for modules."""
     try:
-        parameter = inspect.signature(load_state_dict).parameters.get("strict")
+        parameter = signature(load_state_dict).parameters.get("strict")
     except (TypeError, ValueError):
         return False
     return parameter is not None and parameter.kind in (

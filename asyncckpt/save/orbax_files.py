@@ -19,6 +19,9 @@ _EMPTY: Mapping[str, Kind] = {
     "namedtuple": "NamedTuple",
 }
 
+_NUMBERS = frozenset(("int", "float", "bool"))
+"""Scalars that are numbers to Orbax."""
+
 _INT_KEYED = frozenset((PER_PROCESS, "flax.nnx.statelib.State"))
 """Registered types whose int keys are mapping keys: the state of an nnx.List has some."""
 
@@ -92,6 +95,15 @@ class _Walk:
         self._plan = plan
         self._name_of = name_of
         self._devices = key_devices(snapshot)
+        # JAX arrays are plain arrays too, so that Orbax needs no device of the saving machine, and
+        # so are complex numbers, which its StandardCheckpointer does not know as scalars.
+        self._kind_of: list[Kind] = [
+            "scalar" if kind in _NUMBERS else "np.ndarray" for kind in snapshot.kinds
+        ]
+        # Another library's checkpoint may hold a Python number as an array.
+        for leaf, facts in snapshot.extra.items():
+            if facts.get("python") in _NUMBERS:
+                self._kind_of[leaf] = "scalar"
 
     def leaves(self) -> list[OrbaxLeaf | OrbaxArrays]:
         """Return leaves and empty containers; most leaves are grouped by container."""
@@ -132,26 +144,20 @@ class _Walk:
         self, base: OrbaxPath, sequence: bool, keys: Sequence[str], leaves: Sequence[int]
     ) -> OrbaxArrays | None:
         """Return the leaves of a container if all are arrays with the names Orbax computes."""
-        kinds = list(map(self._snapshot.kinds.__getitem__, leaves))
-        group = OrbaxArrays(base, sequence, keys, [self._kind(leaf) for leaf in leaves])
-        if "str" in kinds or not self._devices.keys().isdisjoint(leaves):
+        prefix = "".join([f"{key}." for key, _ in base])
+        names = [prefix + key for key in keys]
+        if names != [self._name_of[leaf] for leaf in leaves]:
             return None
-        return group if group.orbax_names == [self._name_of[leaf] for leaf in leaves] else None
-
-    def _kind(self, leaf: int) -> Kind:
-        snapshot = self._snapshot
-        # Another library's checkpoint may hold a Python number as an array.
-        kind = snapshot.extra.get(leaf, {}).get("python", snapshot.kinds[leaf])
-        # JAX arrays are plain arrays too, so that Orbax needs no device of the saving machine, and
-        # so are complex numbers, which its StandardCheckpointer does not know as scalars.
-        return "scalar" if kind in ("int", "float", "bool") else "np.ndarray"
+        if not self._devices.keys().isdisjoint(leaves):
+            return None
+        return OrbaxArrays(base, sequence, keys, [self._kind_of[leaf] for leaf in leaves], names)
 
     def _leaf(self, path: tuple[tuple[str, bool], ...], leaf: int) -> OrbaxLeaf:
         snapshot, name = self._snapshot, self._name_of[leaf]
         if snapshot.kinds[leaf] == "str":
             return OrbaxLeaf(path, "string", text=snapshot.scalars[leaf])
         if leaf not in self._devices:
-            return OrbaxLeaf(path, self._kind(leaf), name)
+            return OrbaxLeaf(path, self._kind_of[leaf], name)
         part = self._plan.arrays.of(bisect.bisect_left(snapshot.array_leaf, leaf))
         return OrbaxLeaf(
             path,

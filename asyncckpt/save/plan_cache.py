@@ -367,8 +367,10 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
 
 def _digest(specs: Iterable[StoredSpec], arrays: ArrayTable) -> str:
     stored = [(s.spec.shape, s.spec.dtype, s.chunk_shape, s.zstd_level) for s in specs]
-    text = json.dumps([stored, arrays.name, arrays.spec, list(arrays.tied.items())])
-    return hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([stored, [*arrays.tied.items()], len(arrays.name)]).encode())
+    digest.update(np.array(arrays.spec, "<i8"))
+    digest.update("\n".join(arrays.name).encode())  # names have no line breaks
+    return digest.hexdigest()
 
 
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:

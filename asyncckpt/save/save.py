@@ -233,6 +233,7 @@ class Save:
             self._epoch = await self.claim()
         if positional and not request.overwrite:
             await self._refuse_existing()
+        request.snapshot.tie()
         terms = terms_for(self.runtime, store, request.snapshot.nbytes, request.options)
         sizes = terms.sizes
         hits = self.layouts.hits

@@ -140,7 +140,9 @@ class SharedSave(Save):
                 self._tasks = tasks
                 self._watching = tasks.create_task(self._watch())
                 report = await super()._run()
+                # The save has succeeded: a cancellation that comes now must not hide that.
                 self._watching.cancel()
+                await to_completion(asyncio.wait((self._watching,)))
         except BaseException:
             if not self.round_.skipped:
                 self.layouts.forget()
@@ -173,20 +175,21 @@ class SharedSave(Save):
 
     async def _is_committed(self) -> bool:
         """Return whether the record appears within another `silence_s`."""
-        files = self.store.files(self.request.name)
         end = time.monotonic() + self.round_.silence_s
-        try:
-            while True:
+        while True:
+            # Opened anew: files that are open stay those of the checkpoint that is replaced.
+            files = self.store.files(self.request.name)
+            try:
+                record = await record_of(files)
+            except StoreError:  # the network may be lost
                 record = None
-                with contextlib.suppress(StoreError):  # the network may be lost
-                    record = await record_of(files)
-                if record is not None and save_id_of(record) == self._save_id:
-                    return True
-                if time.monotonic() > end:
-                    return False
-                await asyncio.sleep(LOOK_S)
-        finally:
-            await files.close()
+            finally:
+                await files.close()
+            if record is not None and save_id_of(record) == self._save_id:
+                return True
+            if time.monotonic() > end:
+                return False
+            await asyncio.sleep(LOOK_S)
 
     # -- stages
 

@@ -17,7 +17,7 @@ import asyncio
 import base64
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -195,24 +195,18 @@ class SharedPlan:
             bundle = await self._bundle(attempt, own)
         else:
             path = f"schema-{self.round_.group.process_index}"
-            await attempt.pass_on(path, encode_schema(own))
+            await attempt.pass_on(path, await self.compute.run(encode_schema, own))
             await self.round_.post("schema", path.encode())
             bundle = await self._taken(attempt, (await self.round_.answered("schemas")).decode())
-        schemas: dict[int, Schema] = {}
-        for processes, data in json.loads(bundle):
-            schema = decode_schema(base64.b64decode(data), file=f"schema-{processes[0]}")
-            schemas.update(dict.fromkeys(processes, schema))
-        return schemas
+        return await self.compute.run(_unbundled, bundle)
 
     async def _bundle(self, attempt: AttemptFiles, own: Schema) -> bytes:
         """Gather the distinct schemas and pass them on to all processes, as process 0."""
-        distinct: dict[bytes, list[int]] = {encode_schema(own): [0]}
+        distinct = {await self.compute.run(encode_schema, own): [0]}
         for process, message in sorted((await self.round_.gathered("schema")).items()):
             data = await self._taken(attempt, message.decode())
             distinct.setdefault(data, []).append(process)
-        bundle = json.dumps(
-            [[processes, base64.b64encode(data).decode()] for data, processes in distinct.items()]
-        ).encode()
+        bundle = await self.compute.run(_bundled, distinct)
         await attempt.pass_on("schemas", bundle)
         await self.round_.answer("schemas", b"schemas")
         return bundle
@@ -225,6 +219,22 @@ class SharedPlan:
         if tree == "auto":
             return "same" if self.round_.group.coordinator.name == "jax" else "union"
         return tree
+
+
+def _bundled(distinct: Mapping[bytes, Sequence[int]]) -> bytes:
+    """Encode schemas and the processes of each, for `_unbundled`."""
+    return json.dumps(
+        [[processes, base64.b64encode(data).decode()] for data, processes in distinct.items()]
+    ).encode()
+
+
+def _unbundled(bundle: bytes) -> dict[int, Schema]:
+    """Decode the schemas of all processes. Blocking: there may be one per process."""
+    schemas: dict[int, Schema] = {}
+    for processes, data in json.loads(bundle):
+        schema = decode_schema(base64.b64decode(data), file=f"schema-{processes[0]}")
+        schemas.update(dict.fromkeys(processes, schema))
+    return schemas
 
 
 def out_of_step(

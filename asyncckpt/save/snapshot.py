@@ -49,9 +49,9 @@ class Snapshot:
         sources: the arrays, in leaf order, followed, once staging begins, by scalars that are also
             stored as arrays (`add_mirrors`).
         array_leaf: leaf index of each array.
-        tied: arrays that share all bytes with an earlier one, by array index.
+        tied: arrays that share all bytes with an earlier one, by array index (`tie`).
         extra: facts saved with the bytes, by leaf index.
-        nbytes: bytes of all arrays; tied ones count once.
+        nbytes: bytes of all arrays; tied ones count once (`tie`).
         held: this process's part of each array, by array index, if the trees of processes differ.
         only_here: leaf indices of scalars that process 0 lacks and this process sends to it.
         uneven: some leaves exist only on some processes.
@@ -70,6 +70,17 @@ class Snapshot:
     held: dict[int, OwnPart] = field(default_factory=dict)
     only_here: list[int] = field(default_factory=list)
     uneven: bool = False
+
+    def tie(self) -> None:
+        """Find the arrays that share the bytes of earlier ones, and count the bytes.
+
+        Not part of `take_snapshot`, which holds the caller's event loop.
+        """
+        sources = self.sources
+        self.tied |= _tied(sources)
+        nbytes = [a.nbytes for a in sources.plain if a is not None]
+        nbytes += [source.spec.nbytes for source in sources.opened.values()]
+        self.nbytes = sum(nbytes) - sum([sources.specs[number].nbytes for number in self.tied])
 
     def add(self, leaf: int, source: Source, first: int) -> None:
         """Add the array of a leaf; `first` is the first array with its bytes, or its own number."""
@@ -178,10 +189,6 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
         snapshot.kinds[leaf] = source.framework
         if source.extra:
             snapshot.extra[leaf] = source.extra
-    snapshot.tied |= _tied(sources)
-    nbytes = [a.nbytes for a in sources.plain if a is not None]
-    nbytes += [source.spec.nbytes for source in sources.opened.values()]
-    snapshot.nbytes = sum(nbytes) - sum([sources.specs[number].nbytes for number in snapshot.tied])
     return snapshot
 
 
@@ -290,6 +297,7 @@ def tree_nbytes(tree: Any) -> int:
         UnsupportedLeafError: names the path of every leaf that cannot be saved.
     """
     snapshot = take_snapshot(tree)
+    snapshot.tie()
     return sum(
         held_nbytes(snapshot.sources[number])
         for number, spec in enumerate(snapshot.sources.specs)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from asyncckpt.arguments import COLLECT_MIN_S, check_age, check_switch
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import check_loop
-from asyncckpt.flow.shield import uninterrupted
-from asyncckpt.options import MIN_BUDGET_NBYTES
-from asyncckpt.runtime import Runtime
+from asyncckpt.session.session import Session
 from asyncckpt.stores.objects.clients.opening import fsspec_options
 
 
@@ -49,17 +46,11 @@ async def collect_garbage(
     if isinstance(older_than_s, bool) or not isinstance(older_than_s, (int, float)):
         raise UsageError(f"older_than_s={older_than_s!r}: pass seconds", found=older_than_s)
     check_age(older_than_s, f"older_than_s={older_than_s}")
-    runtime = Runtime("asyncckpt-gc", host_memory_nbytes=MIN_BUDGET_NBYTES)
     # Deleting the records of fenced writers needs conditional deletion.
     options = fsspec_options(root, storage_options)
-    open_store = partial(runtime.store, root, direct_io="auto", storage_options=options)
+    async with Session(root, storage_options=options, coordinator="single") as session:
 
-    async def collect() -> list[str]:
-        # Opening a client imports libraries: in a thread.
-        store = await runtime.engine.compute.run(open_store)
-        return list(await store.collect(float(older_than_s), dry_run=dry_run))
+        async def collect() -> list[str]:
+            return list(await session.root.store.collect(float(older_than_s), dry_run=dry_run))
 
-    try:
-        return await runtime.engine.submit(collect).wait()
-    finally:
-        await uninterrupted(runtime.aclose())
+        return await session.call(collect).wait()

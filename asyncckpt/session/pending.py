@@ -136,18 +136,34 @@ class PendingSave:
             if not wait_quietly(self._job.future, timeout_s):
                 raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it continues")
             self._seen = True
-        return self._job.future.result()
+        return self._report()
 
     async def _wait(self) -> SaveReport:
         with self._listening():
             await ended(self._job.future)
             self._seen = True
+        return self._report()
+
+    def _report(self) -> SaveReport:
+        """Return the report of the ended save, or raise its failure."""
+        if isinstance(self._job.future.exception(), asyncio.CancelledError):
+            # The caller's task, which nothing has cancelled, must not seem to be.
+            raise SaveAbortedError(
+                f"{self.location}: the save was cancelled before it had begun; earlier checkpoints "
+                "are intact",
+                location=self.location,
+            )
         return self._job.future.result()
 
     async def _wait_owned(self) -> SaveReport:
         """Return the report; a cancellation aborts the save and waits for its clean-up."""
         self._seen = True
-        return await self._job.wait()
+        try:
+            return await self._job.wait()
+        except asyncio.CancelledError as error:
+            if self._job.done() and error is self._job.future.exception():
+                return self._report()
+            raise
 
     async def _wait_staged(self) -> None:
         """Wait until the state is staged, and raise a failure that prevented it.
@@ -169,7 +185,7 @@ class PendingSave:
                 raise
             if not self._state.staged.result() and self._job.future.exception() is not None:
                 self._seen = True
-                self._job.future.result()
+                self._report()
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

@@ -153,9 +153,10 @@ class Agreement:
         self._engine = engine
         self._processes = processes
         self._handler = SigtermHandler()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: for calls of signal handlers
         self._last: int | None = None
         self._held = False
+        self._submitted = False
         self._job: Job[int] | None = None
 
     async def reached(self, step: int) -> int | None:
@@ -168,12 +169,18 @@ class Agreement:
                 self._last = step
             if alone:
                 return step if self._handler.noticed else None
-            if self._job is None:
-                self._job = self._engine.submit(self._agree)
-            if not self._held and not self._job.done():
+            if not self._submitted:
+                self._submitted = True  # first: a signal handler may run inside the next call
+                try:
+                    self._job = self._engine.submit(self._agree)
+                except BaseException:
+                    self._submitted = False
+                    raise
+            job = self._job
+            if job is None or not (self._held or job.done()):
                 return None
-        await ended(self._job.future)
-        return self._job.future.result()
+        await ended(job.future)
+        return job.future.result()
 
     async def release(self) -> None:
         """Stop polling for a notice, or wait for an agreement that has begun.

@@ -30,7 +30,7 @@ from asyncckpt.arguments import (
     typed,
 )
 from asyncckpt.coordinators.rounds import BUSY, Round
-from asyncckpt.errors import AsyncCheckpointError, ClosedError, FencedError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, FencedError, UsageError
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted, within
@@ -372,7 +372,7 @@ class Session:
             self.claims.note(error)
             raise
         self.steps.saved(report.step)
-        with contextlib.suppress(ClosedError):
+        with contextlib.suppress(AsyncCheckpointError):  # the engine has ended, not the save
             self._settling = self.runtime.engine.submit(self._settle)
             self._settling.drained = True
         return self._noted(report)

@@ -57,7 +57,7 @@ class Value:
 
     Attributes:
         structure: its containers.
-        leaves: Python scalars, and `Stored` for `bytes` that are saved as arrays.
+        leaves: Python scalars, and `Stored` for arrays: long `bytes`, and tensors in tuples.
         opaque: the value is the bytes of a pickle.
     """
 
@@ -69,8 +69,8 @@ class Value:
         """Return the arrays to read."""
         return (leaf for leaf in self.leaves if isinstance(leaf, Stored))
 
-    def filled(self, read: Mapping[str, bytes]) -> Any:
-        """Return the value; `read` contains the stored `bytes` by path."""
+    def filled(self, read: Mapping[str, Any]) -> Any:
+        """Return the value; `read` contains the `bytes` and tensors of `stored()` by path."""
         leaves = [read[leaf.path] if isinstance(leaf, Stored) else leaf for leaf in self.leaves]
         return unflatten(self.structure, leaves)
 
@@ -107,7 +107,8 @@ def catalog_of(opened: OpenCheckpoint) -> Catalog:
     """Return the contents of an asyncckpt checkpoint.
 
     Raises:
-        UnsupportedFormatError: another library wrote it; says how to read it.
+        UnsupportedFormatError: another library wrote it, or DCP has no keys for its tree; says how
+            to read it.
         CorruptCheckpointError: its metadata is damaged.
         DtypeMismatchError: PyTorch has no such dtype.
     """
@@ -138,7 +139,16 @@ def catalog_of(opened: OpenCheckpoint) -> Catalog:
             expected="a dict",
             found=type(tree).__name__,
         )
-    keys, paths = flatten_state_dict(tree)
+    try:
+        keys, paths = flatten_state_dict(tree)
+    except ValueError as error:  # two paths give the same key
+        raise UnsupportedFormatError(
+            f"{opened.location}: DCP cannot load this tree ({error}); restore it with "
+            "asyncckpt.restore",
+            location=opened.location,
+            expected="paths with different keys",
+            found=str(error),
+        ) from None
     found = {key: _entry(value) for key, value in keys.items()}
     return Catalog(opened.location, opened.save_id, found, paths)
 
@@ -197,8 +207,9 @@ def _entry(value: Any) -> Tensor | Value:
     if isinstance(value, _Tensor):
         whole = Box.whole(value.stored.spec.shape)
         return Tensor(value.stored, {whole.offset: whole})
-    flat = flatten(value)
-    return Value(flat.structure, tuple(flat.leaves))
+    flat = flatten(value)  # DCP does not look into tuples, so they may hold tensors
+    leaves = [leaf.stored if isinstance(leaf, _Tensor) else leaf for leaf in flat.leaves]
+    return Value(flat.structure, tuple(leaves))
 
 
 def _described(tensor: Tensor) -> TensorStorageMetadata:

@@ -57,7 +57,8 @@ def resolve(
             results.append(WriteResult(item.index, nbytes, is_opaque))
             continue
         box, tensor = _shard(item, data)
-        results.append(WriteResult(item.index, tensor.nbytes, False))
+        nbytes = tensor.numel() * tensor.element_size()  # sparse tensors have no `nbytes`
+        results.append(WriteResult(item.index, nbytes, False))
         assert item.tensor_data is not None
         shape = tuple(item.tensor_data.size)
         if box.size or 0 in shape:

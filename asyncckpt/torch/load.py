@@ -7,13 +7,14 @@ import io
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from asyncckpt.adapters.arrays import Place, overlapping
 from asyncckpt.adapters.tensor_boxes import BoxesAdapter, TensorBoxes
-from asyncckpt.adapters.torch import copy_into
+from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, copy_into
 from asyncckpt.errors import AsyncCheckpointError, ShapeMismatchError, TreeMismatchError
 from asyncckpt.planning.tiling import box_text
 from asyncckpt.restore.request import Holder, Wanted
@@ -60,10 +61,7 @@ def rounds(items: Items) -> Iterator[list[Wanted]]:
         if isinstance(one, Part):
             groups[item.storage_index.fqn, one.tensor.dtype].append(one)
         else:
-            wanted += [
-                Wanted(stored.path, b"", holder=Holder({}, stored.path, False))
-                for stored in one.stored()
-            ]
+            wanted += map(_wanted_in_value, one.stored())
     held = list(groups.values())
     targets = [_wanted(group) for group in held]
     own, sharing = apart([target.leaf.tensors for target in targets])
@@ -79,8 +77,8 @@ def rounds(items: Items) -> Iterator[list[Wanted]]:
             copy_into(one.tensor, read.tensor)
 
 
-def commit(items: Items, planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
-    """Pass all items to the planner; `read` contains the stored `bytes` by path."""
+def commit(items: Items, planner: LoadPlanner, read: Mapping[str, Any]) -> None:
+    """Pass all items to the planner; `read` contains the arrays of values by path."""
     for item, one in items:
         if isinstance(one, Part):
             planner.commit_tensor(item, one.tensor)
@@ -162,6 +160,18 @@ def _wanted(group: Sequence[Part]) -> Wanted:
     boxes = tuple([one.box for one in group])
     leaf = TensorBoxes(stored.spec.shape, boxes, tuple([one.tensor for one in group]))
     return Wanted(stored.path, leaf, adapter, adapter.target(stored.path, leaf, in_place=True))
+
+
+def _wanted_in_value(stored: Stored) -> Wanted:
+    """Return the target for an array of a value: new `bytes`, or a new tensor on CPU."""
+    holder = Holder({}, stored.path, False)
+    if stored.is_bytes:
+        return Wanted(stored.path, b"", holder=holder)
+    like = torch.empty(stored.spec.shape, dtype=TORCH_DTYPES[stored.spec.dtype], device="meta")
+    adapter = TorchAdapter()
+    return Wanted(
+        stored.path, like, adapter, adapter.target(stored.path, like, in_place=False), holder
+    )
 
 
 def apart(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[int], list[int]]:

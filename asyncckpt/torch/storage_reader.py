@@ -74,7 +74,8 @@ class StorageReader(Located, storage.StorageReader):
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
-            UnsupportedFormatError: another library wrote it; says how to read it.
+            UnsupportedFormatError: another library wrote it, or DCP has no keys for its tree; says
+                how to read it.
             CorruptCheckpointError: its metadata is damaged.
         """
 
@@ -113,7 +114,7 @@ class StorageReader(Located, storage.StorageReader):
         if catalog is None:
             raise UsageError("read_data() was called without read_metadata()")
         items = resolve(plan, planner, catalog)
-        read: dict[str, bytes] = {}
+        read: dict[str, Any] = {}
         with self._opened() as session:
             for wanted in rounds(items):
                 request = RestoreRequest(

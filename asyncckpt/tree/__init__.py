@@ -26,7 +26,7 @@ from asyncckpt.tree.flatten import Flat, flatten
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, names_of_paths, where
 from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
-from asyncckpt.tree.types import NodeAdapter, is_frozen
+from asyncckpt.tree.types import NodeAdapter, is_frozen, signature
 from asyncckpt.tree.unflatten import shared_leaves, unflatten, unflatten_like
 from asyncckpt.tree.union import merge_trees
 
@@ -49,6 +49,7 @@ __all__ = [
     "names_of_paths",
     "per_process_paths",
     "shared_leaves",
+    "signature",
     "unflatten",
     "unflatten_like",
     "where",

@@ -205,7 +205,7 @@ def _parts(keys: Sequence[Any], node: Any, path: str) -> list[str]:
             path=path,
         )
     try:
-        "".join(map(str, keys)).encode()
+        "".join(keys if kinds == {str} else map(str, keys)).encode()
     except UnicodeEncodeError as error:
         surrogate = error.object[error.start]
         key = next(key for key in keys if type(key) is str and surrogate in key)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+import inspect
+import sys
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Final, Protocol
 
 from asyncckpt.tree.names import Key
 
 LEAF: Final = "leaf"
 _BUILTIN = frozenset((dict, list, tuple))
+
+_UNRESOLVED: dict[str, Any] = {}
+if sys.version_info >= (3, 14):
+    import annotationlib
+
+    _UNRESOLVED = {"annotation_format": annotationlib.Format.FORWARDREF}
 
 
 class NodeAdapter(Protocol):
@@ -35,8 +43,10 @@ class Types:
 
     def all_leaves(self, values: Sequence[Any]) -> bool:
         """Return whether no value is a container."""
-        one_of_each = dict(zip(map(type, values), values, strict=True)).values()
-        return set(map(self.kind, one_of_each)) <= {LEAF}
+        found = set(map(self.kinds.get, set(map(type, values))))
+        if None in found:
+            found = set(map(self.kind, values))
+        return found <= {LEAF}
 
     def kind(self, value: Any) -> str:
         """Return the container kind of a value, or `LEAF`."""
@@ -105,6 +115,15 @@ class Types:
         held = {id(getattr(value, name, None)) for name in fields}
         by_index = {type(key) for key in keys} == {int}
         return names if by_index and held.issuperset(map(id, children)) else None
+
+
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function or class, as `inspect.signature` does.
+
+    Names in its annotations may be undefined at run time (`if TYPE_CHECKING`), also from Python
+    3.14 on, where reading annotations evaluates them.
+    """
+    return inspect.signature(function, **_UNRESOLVED)
 
 
 def is_frozen(container: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.tree.flatten import Flat
 from asyncckpt.tree.names import Key, where
 from asyncckpt.tree.structure import KEYED, Node, Structure
-from asyncckpt.tree.types import NodeAdapter, Types, is_frozen
+from asyncckpt.tree.types import NodeAdapter, Types, is_frozen, signature
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
@@ -170,7 +169,7 @@ def _dataclass_like(old: Any, values: Mapping[Key, Any], types: Types) -> Any:
 def _init_takes(cls: type, names: set[str]) -> bool:
     """Return whether `cls(**fields)` works: the class has no other `__init__` and no `InitVar`."""
     try:
-        parameters = inspect.signature(cls).parameters.values()
+        parameters = signature(cls).parameters.values()
     except (TypeError, ValueError):
         return False
     return {p.name for p in parameters} == names and all(

@@ -48,6 +48,8 @@ SMALL_NBYTES = 4 * KIB
 SMALL_REQUESTS = 8
 """Size and number per direction of the requests that measure latency."""
 
+SMALL_MOVED_NBYTES = 2 * SMALL_NBYTES * SMALL_REQUESTS
+
 
 async def tune(
     url: str,
@@ -156,10 +158,10 @@ class Measurement:
         self._progress = progress
         self._below = f"asyncckpt-tune-{uuid.uuid4().hex}"
         self.prefix = requests.location(self._below)
-        small = 2 * SMALL_NBYTES * SMALL_REQUESTS
         copies = max(requests.traits.put_copies, requests.traits.get_copies)
-        self.planned = grid(max_nbytes - small, budget_nbytes, copies)
-        self._planned_nbytes = small + sum(point.moved_nbytes for point in self.planned)
+        self.planned = grid(max_nbytes - SMALL_MOVED_NBYTES, budget_nbytes, copies)
+        self._planned_nbytes = SMALL_MOVED_NBYTES
+        self._planned_nbytes += sum(point.moved_nbytes for point in self.planned)
         self._moved_nbytes = 0
         self._points: list[TunePoint] = []
         if not self.planned:
@@ -306,7 +308,7 @@ class _Discarded:
         self.at = max(self.at, start + sum(map(len, pieces)))
 
 
-_SMALLEST = min(point.moved_nbytes for point in grid(1 << 60, 1 << 60, 0))
+_SMALLEST = min(point.moved_nbytes for point in grid(1 << 60, 1 << 60, 0)) + SMALL_MOVED_NBYTES
 
 
 def _random_body(nbytes: int) -> bytes:

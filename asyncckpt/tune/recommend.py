@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from asyncckpt.options import GIB, MIB
 from asyncckpt.pickled import PickledByName
-from asyncckpt.reports import nbytes_text, rate_text
+from asyncckpt.reports import counted, nbytes_text, rate_text
 
 MAX_NBYTES = 16 * GIB
 """Most bytes moved in both directions; the grid's axes take two thirds."""
@@ -156,8 +156,8 @@ def reason(points: Sequence[TunePoint], chosen: TunePoint) -> str:
         key=lambda point: point.nbytes_per_s,
     )
     text = (
-        f"{chosen.streams} streams of {nbytes_text(chosen.nbytes)} carry "
-        f"{rate_text(chosen.nbytes_per_s, 1.0)}"
+        f"{counted(chosen.streams, 'stream', 'streams')} of {nbytes_text(chosen.nbytes)} "
+        f"{'carries' if chosen.streams == 1 else 'carry'} {rate_text(chosen.nbytes_per_s, 1.0)}"
     )
     if best is chosen:
         return text

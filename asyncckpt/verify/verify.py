@@ -127,29 +127,38 @@ class _Verify:
         entry = self.record.files[number]
         pool = self.runtime.pool
         checker = _FileChecker(rows, self._index)
-        offset, unread = 0, ""
+        offset = 0
+        unread: list[tuple[int, int, str]] = []  # begin and end of a range, and the reason
+        size = self._sizes.get(entry.path, entry.nbytes)
         copies = self.opened.files.capabilities.copied_nbytes(pool.slot_nbytes)
         copies = min(copies, pool.budget.capacity - pool.held_nbytes)
         slots = await pool.take(1, grow=False, extra=copies)
         try:
             while offset < entry.nbytes:
-                nbytes = min(pool.slot_nbytes, entry.nbytes - offset)
+                # The chunks before the end of a truncated file may be intact.
+                end = min(size, entry.nbytes) if offset < size else entry.nbytes
+                nbytes = min(pool.slot_nbytes, end - offset)
                 data = slots[0].buffer[:nbytes]
-                await self.opened.files.read_into(entry.path, offset, [data])
-                await self.runtime.engine.compute.run(checker.feed, data)
-                if entry.path in self._kept:
-                    self._kept[entry.path] += data.tobytes()
+                try:
+                    await self.opened.files.read_into(entry.path, offset, [data])
+                except StoreError as error:
+                    raise_unless_damage(error)
+                    unread.append((offset, offset + nbytes, str(error)))
+                    checker.skip(nbytes)
+                else:
+                    await self.runtime.engine.compute.run(checker.feed, data)
+                    if entry.path in self._kept:
+                        self._kept[entry.path] += data.tobytes()
+                    self._read_nbytes += nbytes
                 offset += nbytes
-                self._read_nbytes += nbytes
                 if self.progress is not None:
                     self.progress(Progress("verify", self._read_nbytes, self._total_nbytes))
-            if self._sizes.get(entry.path, 0) > entry.nbytes:
+            if size > entry.nbytes:
                 raise CorruptCheckpointError(
                     f"it is longer than the {entry.nbytes} bytes of the record"
                 )
-        except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
-            raise_unless_damage(error)
-            unread = str(error)
+        except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+            unread.append((offset, entry.nbytes, str(error)))
         finally:
             pool.release(slots, sys.exception())
             pool.budget.release(copies)
@@ -159,12 +168,14 @@ class _Verify:
             place = entry.path, int(self._index.offset[row])
             for path in self._leaves_of([row]):
                 self._damage(path, *place, "the chunk's CRC-32C differs")
-        if unread:
-            lost = [n for n in rows if self._index.offset[n] + self._index.nbytes[n] > offset]
+        starts = self._index.offset[rows]
+        stops = starts + self._index.nbytes[rows]
+        for begin, end, reason in unread:
+            lost = np.asarray(rows)[(starts < end) & (stops > begin)]
             leaves: Sequence[str | None] = self._leaves_of(lost)
             for leaf in leaves or [None]:
-                self._damage(leaf, entry.path, offset, unread)
-        elif checker.crc != entry.crc32c and not checker.bad:
+                self._damage(leaf, entry.path, begin, reason)
+        if checker.crc != entry.crc32c and not checker.bad and not unread:
             self._damage(
                 None,
                 entry.path,
@@ -173,9 +184,9 @@ class _Verify:
                 "of a leaf is damaged",
             )
 
-    def _leaves_of(self, rows: Sequence[int]) -> list[str]:
+    def _leaves_of(self, rows: Sequence[int] | Column) -> list[str]:
         """Return the paths of the leaves of these chunks, tied leaves included."""
-        if not rows:
+        if not len(rows):
             return []
         paths, leaf, starts, stops = self._owners
         wanted = np.sort(np.asarray(rows))
@@ -227,6 +238,15 @@ class _FileChecker:
         self._trailer = b""
         self.crc = 0
         self.bad: list[int] = []
+
+    def skip(self, nbytes: int) -> None:
+        """Pass over the next bytes, and over the chunks that they are a part of."""
+        self._position += nbytes
+        self._crc, self._trailer = 0, b""
+        while self._next < len(self._rows):
+            if self._index.offset[self._rows[self._next]] >= self._position:
+                break
+            self._next += 1
 
     def feed(self, data: Bytes) -> None:
         """Check the next bytes of the file. Blocking."""

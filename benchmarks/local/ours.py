@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import asyncckpt
 from asyncckpt import blocking
-from benchmarks.subject import Restored, Saved, Subject, budget_nbytes
+from benchmarks.subject import Restored, Saved, Subject, awaited, budget_nbytes
 from benchmarks.workloads import Tree, Workload, leaves
 
 
@@ -74,14 +74,12 @@ class AsyncCkpt(Subject):
             self._closed()
         checkpointer, step = self.open(workload), self.next_step()
 
-        async def timed() -> tuple[Any, float, float]:
-            start = time.perf_counter()
-            report = await checkpointer.save(step, workload.tree)
-            wall_s = time.perf_counter() - start
-            await checkpointer.wait()
-            return report, wall_s, time.perf_counter() - start
+        async def saved() -> tuple[Any, float, float]:
+            report, wall_s = await awaited(checkpointer.save(step, workload.tree))
+            _, waited_s = await awaited(checkpointer.wait())
+            return report, wall_s, wall_s + waited_s
 
-        report, wall_s, waited_s = self.runner.run(timed())
+        report, wall_s, waited_s = self.runner.run(saved())
         values = {
             "wall_s": wall_s,
             "as_shipped_s": wall_s,
@@ -96,24 +94,14 @@ class AsyncCkpt(Subject):
 
     def restore(self, saved: Saved, workload: Workload) -> Restored:
         """`await checkpointer.restore(step)`: arrays that the library allocates."""
-
-        async def timed() -> tuple[Tree, float]:
-            start = time.perf_counter()
-            tree = await self.checkpointer.restore(saved.handle)
-            return tree, time.perf_counter() - start
-
-        tree, wall_s = self.runner.run(timed())
+        tree, wall_s = self.runner.run(awaited(self.checkpointer.restore(saved.handle)))
         return Restored(tree, {"wall_s": wall_s})
 
     def restore_into(self, saved: Saved, targets: Tree) -> Restored:
         """`await checkpointer.restore_into(targets)`."""
-
-        async def timed() -> float:
-            start = time.perf_counter()
-            await self.checkpointer.restore_into(targets, step=saved.handle)
-            return time.perf_counter() - start
-
-        return Restored(targets, {"wall_s": self.runner.run(timed())})
+        restoring = self.checkpointer.restore_into(targets, step=saved.handle)
+        _, wall_s = self.runner.run(awaited(restoring))
+        return Restored(targets, {"wall_s": wall_s})
 
     def close(self) -> None:
         """Close the checkpointer and its loop."""

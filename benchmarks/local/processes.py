@@ -7,7 +7,6 @@ A round measures every number of processes once, in a shuffled order.
 
 from __future__ import annotations
 
-import resource
 import shutil
 import tempfile
 import time
@@ -19,7 +18,7 @@ import numpy as np
 
 from asyncckpt import DirectoryCoordinator, ShardedArray, blocking
 from benchmarks.local.suite import Suite
-from benchmarks.measure import Sample
+from benchmarks.measure import Sample, cpu_seconds, peak_nbytes
 from benchmarks.results import OURS, PROCESSES, Measurement
 from benchmarks.workers import started
 from benchmarks.workloads import random_floats
@@ -72,11 +71,9 @@ def work(root: Path, keys: Path, process: int, count: int, nbytes: int, pipe: Co
     with blocking.Checkpointer(root, coordinator=coordinator) as ckpt:
         pipe.send(None)
         while (step := pipe.recv()) is not None:
-            before = resource.getrusage(resource.RUSAGE_SELF)
+            cpu_s, peak = cpu_seconds(), peak_nbytes()
             ckpt.save(step, tree)
-            after = resource.getrusage(resource.RUSAGE_SELF)
-            cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            pipe.send((cpu_s, (after.ru_maxrss - before.ru_maxrss) * 1024))
+            pipe.send((cpu_seconds() - cpu_s, peak_nbytes() - peak))
 
 
 def measure(directory: Path, count: int, nbytes: int, saves: int) -> list[Sample]:

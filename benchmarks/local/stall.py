@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.measure import Run, cpu_seconds, median
+from benchmarks.subject import awaited
 from benchmarks.workloads import Tree, Workload, difference, leaves, map_leaves
 
 STEPS_BEFORE = 5
@@ -217,9 +218,8 @@ class LagRun(Run):
 
         async def saved() -> None:
             nonlocal start_save_s
-            start = time.perf_counter()
-            pending = await checkpointer.start_save(step, self._workload.tree)
-            start_save_s = time.perf_counter() - start
+            saving = checkpointer.start_save(step, self._workload.tree)
+            pending, start_save_s = await awaited(saving)
             await pending
 
         values = await watched(saved)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any, Literal
 
 import asyncckpt
 from benchmarks.local.stall import watched
 from benchmarks.remote.raw import BUCKET, Point
 from benchmarks.remote.subject import Setup, Subject, Values, loop_factory
-from benchmarks.subject import Restored
+from benchmarks.subject import Restored, awaited
 from benchmarks.workloads import Tree, Workload
 
 
@@ -70,18 +69,13 @@ class Ours(Subject):
 
     def save(self, workload: Workload, name: int) -> Values:
         """`await checkpointer.save(...)`, from the call to the durable commit."""
-
-        async def timed() -> Values:
-            start = time.perf_counter()
-            report = await self._checkpointer.save(name, workload.tree)
-            return {
-                "wall_s": time.perf_counter() - start,
-                "files": report.file_count,
-                "stored_nbytes": report.stored_nbytes,
-                "staged_nbytes": report.peak_staged_nbytes,
-            }
-
-        return self._runner.run(timed())
+        report, wall_s = self._runner.run(awaited(self._checkpointer.save(name, workload.tree)))
+        return {
+            "wall_s": wall_s,
+            "files": report.file_count,
+            "stored_nbytes": report.stored_nbytes,
+            "staged_nbytes": report.peak_staged_nbytes,
+        }
 
     def background(self, workload: Workload, name: int) -> Values:
         """`await checkpointer.start_save(...)`, and the loop goes on."""
@@ -89,9 +83,8 @@ class Ours(Subject):
 
         async def saved() -> None:
             nonlocal start_save_s
-            start = time.perf_counter()
-            pending = await self._checkpointer.start_save(name, workload.tree)
-            start_save_s = time.perf_counter() - start
+            saving = self._checkpointer.start_save(name, workload.tree)
+            pending, start_save_s = await awaited(saving)
             await pending
 
         values = self._runner.run(watched(saved))
@@ -99,27 +92,14 @@ class Ours(Subject):
 
     def restore(self, workload: Workload, name: int) -> Restored:
         """`await checkpointer.restore(step)`: arrays that the library allocates."""
-
-        async def timed() -> tuple[Tree, float]:
-            start = time.perf_counter()
-            tree = await self._checkpointer.restore(name)
-            return tree, time.perf_counter() - start
-
-        tree, wall_s = self._runner.run(timed())
+        tree, wall_s = self._runner.run(awaited(self._checkpointer.restore(name)))
         return Restored(tree, {"wall_s": wall_s})
 
     def restore_into(self, targets: Tree, name: int) -> Restored:
         """`await checkpointer.restore_into(targets)`."""
-
-        async def timed() -> Values:
-            start = time.perf_counter()
-            report = await self._checkpointer.restore_into(targets, step=name)
-            return {
-                "wall_s": time.perf_counter() - start,
-                "read_nbytes": report.read_nbytes,
-            }
-
-        return Restored(targets, self._runner.run(timed()))
+        restoring = self._checkpointer.restore_into(targets, step=name)
+        report, wall_s = self._runner.run(awaited(restoring))
+        return Restored(targets, {"wall_s": wall_s, "read_nbytes": report.read_nbytes})
 
     def discard(self, name: int) -> None:
         """Delete the step."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.measure import Sample, median
 from benchmarks.remote.raw import Point
-from benchmarks.results import Sampled, Verdict, sample_json, short
+from benchmarks.results import Sampled, Verdict, measurement_json, short
 
 SAVE, RESTORE = "save", "restore"
 BACKGROUND, MEMORY = "save in the background", "small budget"
@@ -187,7 +187,7 @@ class Results:
                 for grid in self.grids
             ],
             "sweeps": [_sweep_json(sweep) for sweep in self.sweeps],
-            "measurements": [_measurement_json(found) for found in self.measurements],
+            "measurements": [measurement_json(found) for found in self.measurements],
         }
 
 
@@ -201,13 +201,3 @@ def _sweep_json(sweep: Sweep) -> dict[str, Any]:
         "auto_cold_s": short(sweep.cold_s),
         "auto_picked": str(sweep.picked),
     }
-
-
-def _measurement_json(found: Measurement) -> dict[str, Any]:
-    made = {
-        item.name: getattr(found, item.name)
-        for item in dataclasses.fields(found)
-        if item.name != "samples"
-    }
-    samples = [sample_json(s) for s in found.samples]
-    return {**made, "median_s": short(found.wall_s), "samples": samples}

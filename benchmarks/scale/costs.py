@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from asyncckpt.save.merge import BoxesOfParts, compare, merge
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from benchmarks.local.planning import save
+from benchmarks.measure import peak_nbytes
 from benchmarks.scale.job import DIGEST, SAVE_ID, STATE_NBYTES, Figures, Job, even
 from tests.coordinators.members import Member
 
@@ -75,7 +75,7 @@ class Laps:
 
     def __init__(self) -> None:
         self.figures: Figures = {}
-        self._base_nbytes = _peak_nbytes()
+        self._base_nbytes = peak_nbytes()
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
@@ -84,11 +84,7 @@ class Laps:
         yield
         self.figures[f"{name}_s"] = time.perf_counter() - wall
         self.figures[f"{name}_cpu_s"] = time.process_time() - cpu
-        self.figures["peak_nbytes"] = _peak_nbytes() - self._base_nbytes
-
-
-def _peak_nbytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.figures["peak_nbytes"] = peak_nbytes() - self._base_nbytes
 
 
 def commit(job: Job, place: Path) -> Figures:

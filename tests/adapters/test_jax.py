@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental.layout import Format, Layout
+from jax.extend.random import define_prng_impl
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -209,6 +210,27 @@ def test_typed_keys_are_stored_as_their_data(
     assert jax.random.uniform(restored if not shape else restored[0]) == jax.random.uniform(
         keys if not shape else keys[0]
     )
+
+
+def test_keys_of_an_implementation_of_the_user_are_restored_like_keys_of_it() -> None:
+    def halves(seed: Any) -> Any:
+        return jnp.stack([seed, seed]).astype("uint32")
+
+    impl = define_prng_impl(
+        key_shape=(2,),
+        seed=halves,
+        split=lambda key, shape: jnp.broadcast_to(key, (*shape, 2)),
+        random_bits=lambda key, width, shape: jnp.zeros(shape, f"uint{width}"),
+        fold_in=lambda key, data: key,
+        tag="mine",
+    )
+    keys = jax.random.split(jax.random.wrap_key_data(halves(jnp.int32(7)), impl=impl), 3)
+    data = np.asarray(jax.random.key_data(keys))
+    target = adapter.target("p", keys, in_place=False)
+    assert target.extra == adapter.source("p", keys).extra == {"prng_impl": "mine"}
+    restored = adapter.place(target, [data.copy()])
+    assert restored.dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(restored), data)
 
 
 def test_keys_are_restored_while_transfers_are_refused(worker: ThreadPoolExecutor) -> None:

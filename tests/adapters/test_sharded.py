@@ -112,10 +112,10 @@ def test_a_shard_that_does_not_fit_is_named(shards: Any, text: str) -> None:
 
 
 def test_shapes_and_dtypes_that_cannot_be_are_refused() -> None:
-    for shape in ((-1,), (2.5,), (True,), 3, None):
+    for shape in ((-1,), (2.5,), (True,), 3, None, (1 << 63,)):
         with pytest.raises(UsageError, match=r"shape is .* non-negative ints"):
             ShardedArray(shape, "float32", [])  # type: ignore[arg-type]
-    for dtype in (None, "float31", object, ">f4", "M8[s]", ml_dtypes.uint4):
+    for dtype in (None, "float31", object, ">f4", "M8[s]", ml_dtypes.uint4, "f4,,", "\ud800"):
         with pytest.raises(UsageError, match=r"dtype .* cannot be stored; use one of"):
             ShardedArray((1,), dtype, [])
 
@@ -179,6 +179,8 @@ def test_a_mesh_that_does_not_fit_is_refused(arguments: Any, text: str) -> None:
         ShardedArray.tiles(*arguments)
     with pytest.raises(UsageError, match="pass a NumPy array, or"):
         ShardedArray.tiles(A, (1, 1), dtype="float32")
+    with pytest.raises(UsageError, match="masked arrays cannot be stored"):
+        ShardedArray.tiles(np.ma.masked_equal(A, 1), (1, 1))  # its mask would be lost
 
 
 # ------------------------------------------------------------------------------------ saving it

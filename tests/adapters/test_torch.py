@@ -237,6 +237,20 @@ def test_what_cannot_be_stored_is_named_with_a_way_out(make: Any, found: str, ad
         assert advice in str(e.value)
 
 
+def test_a_tensor_whose_storage_was_freed_is_named_and_can_be_a_like_leaf() -> None:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    for described in (
+        lambda: adapter.source("a/w", tensor),
+        lambda: adapter.target("a/w", tensor, in_place=True),
+    ):
+        with pytest.raises(errors.UnsupportedLeafError, match=r"a/w: .* was freed") as refused:
+            described()
+        assert refused.value.path == "a/w" and "state_dict()" in str(refused.value)
+    target = adapter.target("a/w", tensor, in_place=False)
+    assert torch.equal(adapter.place(target, [values("float32", (3,))]), torch.arange(3.0))
+
+
 def test_wrapper_tensors_are_refused_and_plain_subclasses_are_not() -> None:
     class Wrapper(torch.Tensor):
         @classmethod

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import glob
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from asyncckpt.session import root
 from asyncckpt.stores.local import publish
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.local.tree import AttemptTree
+from asyncckpt.testing.checkpoints import identity, save
 
 ABANDON_S = 0.05
 
@@ -172,6 +174,25 @@ async def test_a_publication_that_does_not_answer_ends_too_and_says_what_is_unkn
     mount.answers.set()
 
 
+async def test_a_removal_of_what_was_replaced_that_does_not_answer_fails_no_save(
+    tmp_path: Path, mount: Mount
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        ckpt = asyncckpt.Checkpointer(tmp_path)
+        impatient(ckpt)
+        await ckpt.save(1, {"w": np.zeros(3)})
+        mount.at = "rmdir"  # of the replaced checkpoint
+        pending = await ckpt.start_save(1, TREE, overwrite=True)
+        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        pending.cancel()
+        assert (await pending).step == 1
+        with pytest.raises(ThreadAbandonedError):
+            await ckpt.close()
+    mount.answers.set()
+    await settled(tmp_path)
+    assert np.array_equal((await asyncckpt.restore(tmp_path / "1"))["w"], TREE["w"])
+
+
 async def test_an_attempt_whose_record_was_not_written_is_removed_by_one_thread(
     tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +253,42 @@ async def test_a_share_is_removed_once_the_mount_answers_again(
             await asyncio.sleep(0.01)
         await attempt.abort()
         await store.close()
+    workers.shutdown()
+
+
+STORE_CALLS: dict[str, tuple[str, Callable[[LocalStore], Awaitable[Any]]]] = {
+    "begin": ("mkdir", lambda store: store.begin("2", "b")),
+    "join": ("listdir", lambda store: store.join("2", "b", process=1, timeout_s=LIMIT_S)),
+    "claim": ("mkdir", lambda store: store.claim()),
+    "claims": ("listdir", lambda store: store.claims()),
+    "check_claim": ("listdir", lambda store: store.check_claim(1)),
+    "names": ("scandir", lambda store: store.names()),
+    "unlist": ("open", lambda store: store.unlist("1")),
+    "sweep": ("listdir", lambda store: store.sweep()),
+    "collect": ("listdir", lambda store: store.collect(1.0)),
+    "keep_note": ("open", lambda store: store.keep_note(1, b"failed")),
+    "take_notes": ("listdir", lambda store: store.take_notes()),
+    "close": ("rmdir", lambda store: store.close()),
+    "entries": ("open", lambda store: store.files("1").entries(max_entries=9)),
+}
+
+
+@pytest.mark.parametrize("call", STORE_CALLS)
+async def test_an_abandoned_call_of_a_store_names_the_place(
+    tmp_path: Path, mount: Mount, call: str
+) -> None:
+    workers = Workers(4, "test-io", abandon_s=ABANDON_S)
+    store = LocalStore(tmp_path, workers)
+    await save(store, "1", identity("a"))
+    mount.at, begin = STORE_CALLS[call]
+    async with asyncio.timeout(LIMIT_S):
+        calling = asyncio.ensure_future(begin(store))
+        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        calling.cancel()
+        with pytest.raises(ThreadAbandonedError, match=f"^{re.escape(str(tmp_path))}") as caught:
+            await calling
+    assert str(caught.value.location).startswith(str(tmp_path))
+    mount.answers.set()
     workers.shutdown()
 
 

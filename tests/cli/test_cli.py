@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from asyncckpt import __version__, blocking
-from asyncckpt.cli import INSTALL_LINE
 from asyncckpt.format.record import seal
 from asyncckpt.options import LeafOptions, SaveOptions
+from asyncckpt.reports.progress import INSTALL_LINE
 from asyncckpt.save import commit as save_commit
 from tests.checkpoint.foreign import orbax_writers
 from tests.cli.ran import Ran, Run

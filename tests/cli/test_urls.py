@@ -214,6 +214,13 @@ def test_a_word_that_is_no_option_is_not_shown(run: Run, word: str) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["True", "False", "None"])
+def test_a_constant_of_python_is_not_taken_for_a_true_text(text: str) -> None:
+    with pytest.raises(UsageError, match="anon: write true, false or null"):
+        storage_options([f"anon={text}"])
+    assert storage_options([f"secret={text}"]) == {"secret": text}
+
+
 def test_an_option_that_is_given_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="key is given twice") as caught:
         storage_options(["key=1", f"key={SECRET}"])

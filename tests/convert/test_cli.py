@@ -91,6 +91,7 @@ def test_convert_casts_and_overwrites_when_asked(run: Run, a: Path, tmp_path: Pa
         (("--cast", "float32"), "FROM=TO"),
         (("--cast", "float33=int8"), "FROM=TO"),
         (("--memory", "much"), "pass a size"),
+        (("--memory", "9" * 400), "pass a size"),
         (("--memory", "1MiB"), "host_memory_nbytes=1048576"),
         (("--max-file-size", "5GB"), "is for safetensors"),
         (("--to", "safetensors", "--zstd"), "not compressed"),

@@ -126,6 +126,26 @@ def test_a_value_that_another_host_replaces_while_it_is_read_is_read_again(
     assert service.list("a") == {"b": b"x"}
 
 
+def test_a_directory_that_cannot_be_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes that have written to it would seem to be missing."""
+    service = DirectoryService(tmp_path)
+    service.put("a/b/c", b"x")
+    scan, error = os.scandir, errno.EACCES
+
+    def refusing(path: Any) -> Any:
+        if str(path).endswith("b"):
+            raise OSError(error, os.strerror(error), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PermissionError, match="a/b"):
+        service.list("a")
+    error = errno.ENOENT  # it was deleted meanwhile
+    assert service.list("a") == {}
+
+
 def test_setting_and_deleting_at_the_same_time_is_no_error(tmp_path: Path) -> None:
     """Raises only the error for giving up after several tries, which is retryable."""
     service = DirectoryService(tmp_path)

@@ -268,6 +268,20 @@ def test_a_hello_of_another_release_may_have_other_fields() -> None:
     assert Hello.decoded(json.dumps({**fields, "more": 1}).encode()) == hello
 
 
+@pytest.mark.parametrize("change", [{"more": 1}, {"count": None}])
+async def test_a_process_0_of_another_release_in_an_earlier_life_is_no_second_one(
+    change: dict[str, Any],
+) -> None:
+    job = members(2)
+    await outcomes(map(shake, job))
+    values = job[0]._values
+    (key,) = (key for key in values if "/hello/0/" in key)
+    fields = json.loads(values[key]) | change
+    values[key] = json.dumps({k: v for k, v in fields.items() if v is not None}).encode()
+    groups = await outcomes(map(shake, members(2, values)))
+    assert all(isinstance(group, Group) for group in groups), groups
+
+
 async def test_a_service_that_takes_no_hello_is_the_error_of_process_0() -> None:
     class Full(Member):
         async def put(self, key: str, value: bytes) -> None:

@@ -67,6 +67,12 @@ def test_errors_of_python_become_save_errors() -> None:
     assert arrived.stage == "stage"
 
 
+@pytest.mark.parametrize("error", [ValueError("bad value"), ShapeMismatchError("bad value")])
+def test_notes_such_as_the_path_of_a_leaf_arrive_too(error: Exception) -> None:
+    error.add_note("leaf_options was called for 'params/w'")
+    assert str(sent(error)).endswith("bad value\nleaf_options was called for 'params/w'")
+
+
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt()])
 def test_a_cancellation_is_an_abort_elsewhere(error: BaseException) -> None:
     assert type(sent(error)) is SaveAbortedError

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from asyncckpt.errors import (
     SaveAbortedError,
     SaveError,
     SaveOutcomeUnknownError,
+    StoreError,
     UsageError,
 )
 from asyncckpt.flow.engine import Engine
@@ -500,3 +501,39 @@ def test_waits_of_many_processes_mostly_pause_as_long_as_they_may(
         return len(looks) / round_._slice_s
 
     assert engine.submit(looks_a_second).result() <= 2 / longest_pause_s(10_000)
+
+
+def test_a_service_that_fails_after_the_decision_does_not_end_the_round(engine: Engine) -> None:
+    listing, decided = asyncio.Event(), asyncio.Event()
+
+    class Failing(MemoryCoordinator):
+        async def list(self, prefix: str) -> Mapping[str, bytes]:
+            if prefix.endswith("/bye"):
+                listing.set()
+                await decided.wait()
+                raise StoreError("reset by peer")
+            return await super().list(prefix)
+
+    async def leads(round_: Round) -> Any:
+        await listing.wait()
+        await round_.gathered("ready")
+        await round_.commit()
+        decided.set()
+        for _ in range(100):  # in which the error would end the round
+            await asyncio.sleep(0)
+        await round_.finish(b"result")
+        return b"result"
+
+    results = play(engine, {0: leads, 1: follow, 2: follow}, service=Failing())
+    assert results == dict.fromkeys(range(COUNT), b"result")
+
+
+def test_an_outcome_is_not_replaced(engine: Engine) -> None:
+    service = MemoryCoordinator()
+
+    async def finishes(round_: Round) -> Any:
+        await lead(round_)
+        assert not await round_.abort(SaveAbortedError("too late"))
+
+    assert play(engine, {0: finishes, 1: follow, 2: follow}, service=service)[0] is None
+    assert service._values[f"asyncckpt/{'a' * 32}/save/7/outcome"] == b"+result"

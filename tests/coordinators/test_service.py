@@ -318,3 +318,20 @@ async def test_a_put_is_held_up_for_a_slice_at_most(server: Server) -> None:
                     coordinator.call(name, lambda _, name=name: act(name), turn=turn)  # type: ignore[misc]
                 )
         assert order == ["first", "put", "wait"]
+
+
+def test_two_engines_that_make_the_first_calls_at_once_share_a_thread(server: Server) -> None:
+    coordinator = ServiceCoordinator("test", 1, 2, server.connect)
+    together = threading.Barrier(4)
+
+    def look() -> None:
+        together.wait()
+        asyncio.run(coordinator.look("a"))
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.connections == len(names()) == 1
+    asyncio.run(coordinator.close())

@@ -78,7 +78,7 @@ def test_a_directory_does_not_grow_with_values_that_are_replaced(store: Any) -> 
 @pytest.mark.parametrize("count", [1, MULTI_GET_MIN - 1, MULTI_GET_MIN, 200])
 def test_a_name_without_its_key_is_not_listed(count: int) -> None:
     """Its process has been between both, or another deletes the keys."""
-    store = HashStore()
+    store = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20))
     service = TorchService(store)
     for number in range(count):
         service.put(f"a/{number}", b"%d" % number)
@@ -156,3 +156,28 @@ def test_a_process_ends_well_whose_thread_makes_calls_to_the_end() -> None:
         """
     )
     assert out == "exits\n"
+
+
+def test_values_deleted_while_they_are_read_delay_a_list_only_a_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by the last of many processes that end at the same time; the others wait for minutes."""
+    monkeypatch.setattr("asyncckpt.coordinators.torch.MULTI_GET_S", 0.05)
+    store = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=600))
+    service = TorchService(store)
+    for number in range(MULTI_GET_MIN):
+        service.put(f"a/{number}", b"%d" % number)
+    real = service._store
+
+    class Deleting:
+        def check(self, keys: list[str]) -> bool:
+            found: bool = real.check(keys)
+            real.delete_key("a/0")
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    service._store = Deleting()
+    assert set(service.list("a")) == {str(number) for number in range(1, MULTI_GET_MIN)}
+    assert service.look("a/1") == b"1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import mmap
@@ -92,6 +93,24 @@ def test_memory_that_the_system_refuses_is_a_clear_error(
     with pytest.raises(ResourceError, match=f"{nbytes} bytes of host memory could not be") as e:
         Arena(nbytes).take(nbytes)
     assert e.value.expected == nbytes
+
+
+def test_a_kernel_that_takes_no_advice_provides_memory_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, budget: ByteBudget
+) -> None:
+    class Unadvised(mmap.mmap):
+        """A mapping of a kernel without huge pages, in a process that has locked its memory."""
+
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Unadvised)
+    recycled = Recycled(budget)
+    array = Arena(100 << 10, recycled).take(100 << 10)
+    array.fill(1)
+    del array
+    recycled.evict(1)
+    assert recycled.idle_nbytes == 0
 
 
 # --------------------------------------------------------------------------------------- recycled

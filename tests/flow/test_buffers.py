@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -74,6 +75,28 @@ def test_anonymous_memory_is_zeroed_aligned_and_writable() -> None:
     assert buffer.ctypes.data % PAGE_NBYTES == 0
     assert not buffer.any()
     buffer[-1] = 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps memory from children")
+def test_a_forked_child_that_drops_slots_keeps_its_own_memory() -> None:
+    child = """
+import os, sys
+import numpy as np
+from asyncckpt.flow.buffers import AnonymousMemory
+
+slots = [AnonymousMemory().allocate(8 << 20) for _ in range(16)]
+for slot in slots:
+    slot.fill(1)
+pid = os.fork()
+if not pid:
+    own = [np.full(4 << 20, 7, np.uint8) for _ in range(64)]
+    shared = any(slot.any() for slot in slots)
+    slots.clear()
+    del slot
+    os._exit(1 if shared or any((array != 7).any() for array in own) else 7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - 7 or not slots[0].all())
+"""
+    subprocess.run([sys.executable, "-c", child], check=True, timeout=60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident pages are read from /proc")

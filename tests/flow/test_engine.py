@@ -199,6 +199,23 @@ async def test_a_cancelled_close_waits_for_the_end(engine: Engine) -> None:
     assert names() == set()
 
 
+async def test_a_close_that_is_cancelled_while_the_thread_ends_raises_the_cancellation(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await engine.submit(answer).wait()
+    engine.close()
+    thread, closing = engine._thread, asyncio.create_task(engine.aclose())
+    assert thread is not None
+    alive = iter([True, True])
+
+    def is_alive() -> bool:
+        return next(alive, False) and closing.cancel()
+
+    monkeypatch.setattr(thread, "is_alive", is_alive)
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+
+
 def test_closing_an_engine_that_was_never_used_is_fine() -> None:
     engine = Engine("asyncckpt-test")
     engine.close()
@@ -611,4 +628,22 @@ def test_an_exception_of_a_signal_handler_while_the_thread_starts_leaves_none(
         assert all(job.result() == 42 for job in (*jobs, engine.submit(answer)))
     engine.close()
     while names():  # a thread started in vain ends by itself
+        os.sched_yield()
+
+
+def test_an_engine_that_a_signal_handler_closes_while_its_thread_starts_is_closed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        engine.begin_close()  # `close` in a signal handler
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(ClosedError):
+            engine.submit(answer)
+    engine.close()
+    while names():  # the thread started in vain ends by itself
         os.sched_yield()

@@ -43,17 +43,18 @@ def test_leaves_of_one_container_are_written_as_one_by_one(
     base: list[tuple[str, bool]], in_sequence: bool, keys: list[str]
 ) -> None:
     kinds = ["np.ndarray" if len(key) % 2 else "scalar" for key in keys]
-    group = OrbaxArrays(base, in_sequence, keys, kinds)  # type: ignore[arg-type]
     one_by_one = []
     for key, kind in zip(keys, kinds, strict=True):
         made = OrbaxLeaf((*base, (key, in_sequence)), kind)  # type: ignore[arg-type]
         one_by_one.append(made)
-    assert group.orbax_names == [made.orbax_name for made in one_by_one]
+    names = [made.orbax_name for made in one_by_one]
+    group = OrbaxArrays(base, in_sequence, keys, kinds, names)  # type: ignore[arg-type]
     assert encode_files([group]) == encode_files(one_by_one)
 
 
 def test_a_string_with_the_name_of_a_grouped_array_is_a_conflict() -> None:
-    group = OrbaxArrays((("a", False),), False, ["b", "c"], ["np.ndarray", "scalar"])
+    names = ["a.b", "a.c"]
+    group = OrbaxArrays((("a", False),), False, ["b", "c"], ["np.ndarray", "scalar"], names)
     assert conflicts([group, leaf("a.c", "string", text="x")]) == ["a.c", "a.c"]
     assert conflicts([group, leaf("a.d", "string", text="x")]) == []
 

@@ -80,3 +80,19 @@ def test_an_array_without_elements_needs_no_boxes() -> None:
     assert tiling_fault(Box.whole(()), [Box((), ())]) is None
     assert tiling_fault(Box.whole(()), []) == "nothing holds []"
     assert box_text(Box((), ())) == "[]"
+
+
+def test_boxes_that_cut_every_axis_of_many_are_checked_without_all_their_corners() -> None:
+    """Also boxes in damaged metadata: 2^30 corners of one box would take hours and terabytes."""
+    rank = 30
+    whole = Box.whole((2,) * rank)
+    boxes = [
+        Box((*(0,) * axis, 1, *(0,) * rest), (*(1,) * axis, 1, *(2,) * rest))
+        for axis, rest in enumerate(reversed(range(rank)))
+    ]
+    boxes.append(Box((0,) * rank, (1,) * rank))
+    assert tiling_fault(whole, boxes) is None
+    fault = tiling_fault(whole, boxes[:-1])
+    assert fault is not None and fault.startswith("nothing holds [0:1, ")
+    fault = tiling_fault(whole, [*boxes[:-1], Box((0,) * rank, (1,) * (rank - 1) + (2,))])
+    assert fault is not None and fault.endswith(" overlap")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from asyncckpt import LeafInfo, blocking
 
@@ -43,3 +44,16 @@ def test_reports_and_infos_are_hashable(tmp_path: Path) -> None:
     restored = blocking.restore_into(tmp_path / "x", {**TREE})
     verified = blocking.verify(tmp_path / "x")
     assert len({saved, info, restored, verified, blocking.inspect(tmp_path / "x")}) == 4
+
+
+@pytest.mark.parametrize("location", ["/a/b c%20#?/ü", "s3://bucket/a%41b/x y#1?/ü"])
+def test_a_tensorstore_spec_names_the_location_whatever_its_characters(location: str) -> None:
+    spec = LeafInfo("w", "array", array="w", location=location).tensorstore_spec()
+    assert (
+        ts.KvStore.Spec(spec["kvstore"]["base"]).path == f"{location.removeprefix('s3://bucket/')}/"
+    )
+
+
+def test_escapes_of_a_web_address_are_part_of_it() -> None:
+    leaf = LeafInfo("w", "array", array="w", location="https://host:80/a%20b")
+    assert leaf.tensorstore_spec()["kvstore"]["base"] == "https://host:80/a%20b/"

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from asyncckpt import (
     SaveAbortedError,
     SaveOptions,
     SaveReport,
+    Span,
     StagingError,
     Timeline,
     blocking,
@@ -98,6 +100,14 @@ async def test_reports_write_traces_and_pictures(tmp_path: Path) -> None:
     restored = await asyncckpt.restore_into(tmp_path / "c", TREE)
     restored.plot(tmp_path / "restore.png")
     assert (tmp_path / "restore.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_dollars_in_a_location_are_drawn_as_they_are(tmp_path: Path) -> None:
+    report = await asyncckpt.save(tmp_path / "$lr_{$", TREE)  # no formula of matplotlib
+    report.plot(tmp_path / "save.svg")
+    assert "$lr_{$" in (tmp_path / "save.svg").read_text()
+    long, short = (Span(f"${name}_{{$", 0, 0, 0.0, end, 0) for name, end in (("a", 1), ("b", 1e-3)))
+    replace(report, timeline=Timeline((long, short))).plot(tmp_path / "save.svg")
 
 
 def test_the_blocking_facade_has_the_same_timelines(tmp_path: Path) -> None:

@@ -115,6 +115,14 @@ def test_notes_become_warnings_that_name_the_callers_line() -> None:
     assert {(one.category, one.filename) for one in caught} == {(RestoreWarning, __file__)}
 
 
+def test_notes_become_warnings_in_code_without_a_module() -> None:
+    report = RestoreReport(LOCATION, 1, 1, 0, 0, 0.0, notes=("one thing",))
+    made = outcome({"a": 1}, "saved", report=report)
+    given = {"finish": finish_tree, "made": made, "adapters": adapters_for_loaded_frameworks()}
+    with pytest.warns(RestoreWarning, match="one thing"):
+        exec("finish(made, None, adapters)", given)
+
+
 def test_objects_get_their_state_and_immutable_leaves_are_replaced() -> None:
     module, holder = Module(), Holder()
     made = outcome(

@@ -41,6 +41,7 @@ class Staged:
         self.budget = ByteBudget(slots * SLOT)
         self.pool = SlotPool(self.budget, workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.snapshot: Snapshot = take_snapshot(tree)
+        self.snapshot.tie()
         sizes = Sizes(1 << 20, SLOT, 2)
         terms = Terms(options, slots * SLOT, sizes, process_count=process_count)
         self.layout: Layout = make_layout(self.snapshot, terms)

@@ -182,7 +182,9 @@ async def test_hits_and_misses_are_counted_in_the_reports(tmp_path: Path) -> Non
 
 
 def taken(value: Any) -> Snapshot:
-    return take_snapshot(value)
+    snapshot = take_snapshot(value)
+    snapshot.tie()
+    return snapshot
 
 
 def flat(key: list[object]) -> list[object]:
@@ -261,7 +263,7 @@ def test_every_part_of_the_key_is_changed_by_something() -> None:
 def test_scalars_that_a_dtype_holds_are_staged_as_rank_0_arrays_too() -> None:
     held = {"flag": True, "int": 3, "float": 0.5, "complex": 1j}
     others = {"large": 2**63, "low": -(2**63) - 1, "text": "a", "bytes": b"a"}
-    snapshot = take_snapshot({**held, **others})
+    snapshot = taken({**held, **others})
     layout = make_layout(snapshot, Terms(SaveOptions(), GIB, SIZES))
     add_mirrors(snapshot, layout.mirrors)
     arrays = [source.view for source in snapshot.sources]

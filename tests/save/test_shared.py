@@ -50,3 +50,31 @@ async def test_a_store_that_does_not_answer_may_hold_the_record(
     save._save_id = save_id_of(record)
     assert await save._is_committed() is found
     assert files.closed
+
+
+async def test_a_record_that_replaces_another_one_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {"a": np.ones(3)})
+        store: Any = ckpt._session.root.store
+        save: Any = SharedSave.__new__(SharedSave)
+        save.store = store
+        save.request = SimpleNamespace(name="1")
+        save.round_ = SimpleNamespace(silence_s=60.0)
+        save._save_id = "f" * 32
+        record_of, looks = shared.record_of, 0
+
+        async def replaced_after_the_first(files: Any) -> bytes | None:
+            nonlocal looks
+            looks += 1
+            record = await record_of(files)
+            if looks == 1:
+                report = await ckpt.save(1, {"a": np.zeros(3)}, overwrite=True)
+                save._save_id = report.save_id
+            assert looks < 3, "the record is not seen"
+            return record
+
+        monkeypatch.setattr(shared, "LOOK_S", 0.001)
+        monkeypatch.setattr(shared, "record_of", replaced_after_the_first)
+        assert await save._is_committed()

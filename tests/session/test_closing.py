@@ -11,6 +11,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
+from asyncckpt.errors import SaveAbortedError
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.testing.faults import Fault
 from tests.script import Script, in_thread
@@ -61,6 +62,25 @@ async def test_async_and_blocking_calls_may_mix(tmp_path: Path) -> None:
     await asyncio.gather(*(in_thread(ckpt.close) for _ in range(3)))
     with pytest.raises(asyncckpt.ClosedError):
         ckpt.save(2, TREE)
+
+
+async def test_a_cancelled_close_aborts_all_saves_at_once(tmp_path: Path) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    script = Script(ckpt)
+    write, abort = script.hold("write"), script.hold("abort")
+    first, second = (asyncio.create_task(ckpt.save(step, TREE)) for step in (1, 2))
+    await write.reached()
+    closing = asyncio.create_task(ckpt.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await abort.reached()
+    with pytest.raises(SaveAbortedError):
+        await second  # although the first one has not ended
+    abort.go()
+    with pytest.raises(SaveAbortedError):
+        await first
+    with pytest.raises(asyncio.CancelledError):
+        await closing
 
 
 async def test_a_wait_that_is_cancelled_forgets_no_refusal(tmp_path: Path) -> None:

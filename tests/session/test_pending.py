@@ -209,6 +209,25 @@ async def test_a_queued_save_that_is_cancelled_never_begins(tmp_path: Path) -> N
         assert script.count("begin") == 1
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["save", "start_save"])
+async def test_a_save_that_is_cancelled_before_it_begins_does_not_look_like_a_cancelled_task(
+    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def opening(_: object) -> None:
+        await asyncio.Event().wait()
+
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        monkeypatch.setattr(ckpt._session.root, "opened", opening)
+        task = asyncio.create_task((ckpt.start_save if background else ckpt.save)(1, tree()))
+        await asyncio.sleep(0)
+        (pending,) = ckpt._session.saves.pending()
+        assert pending.cancel()
+        with pytest.raises(SaveAbortedError, match=r"/1: the save was cancelled before it had beg"):
+            await task
+        with pytest.raises(SaveAbortedError):
+            await pending
+
+
 async def test_saves_commit_in_the_order_of_their_calls(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         publish = Script(ckpt).hold("publish")

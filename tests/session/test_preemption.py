@@ -22,6 +22,8 @@ import pytest
 
 from asyncckpt import Checkpointer, SaveOptions, blocking
 from asyncckpt.errors import ClosedError, SaveAbortedError, UsageError
+from asyncckpt.flow.driver import run_blocking
+from asyncckpt.flow.engine import Engine
 from asyncckpt.session.preemption import WATCH_S, Agreement, SyncPoint
 from tests import children
 from tests.script import in_thread
@@ -292,6 +294,58 @@ def test_a_forked_child_ends_by_sigterm_as_before(tmp_path: Path) -> None:
     assert said == f"{int(SIGTERM)} False\n"
 
 
+def test_a_signal_handler_that_saves_may_interrupt_any_call(
+    tmp_path: Path, received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with blocking.Checkpointer(tmp_path, preemption=True) as ckpt:
+        handler = agreement(ckpt)._handler
+        saved = []
+
+        class Interrupted:
+            """Runs a handler where `reached` looks for the notice."""
+
+            @property
+            def noticed(self) -> bool:
+                if not saved:
+                    saved.append(None)
+                    saved[0] = ckpt.save(1, {"x": 1})
+                return handler.noticed
+
+        monkeypatch.setattr(agreement(ckpt), "_handler", Interrupted())
+        thread = threading.Thread(target=ckpt.reached, args=(1,), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+        monkeypatch.undo()
+        assert ckpt.steps() == [1]
+
+
+async def test_a_signal_handler_during_the_first_call_begins_no_second_agreement(
+    received: Received,
+) -> None:
+    engine = Engine()
+    submitted = []
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    def submit(function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        if not submitted:
+            submitted.append(None)
+            assert run_blocking(agreeing.reached(1)) is None  # the handler's
+        submitted.append(function)
+        return real(function)
+
+    real = engine.submit
+    processes = mock.Mock(alone=False, group=never)
+    agreeing = Agreement(mock.Mock(submit=submit), processes)
+    assert await agreeing.reached(1) is None
+    assert await agreeing.reached(2) is None
+    assert len(submitted) == 2
+    agreeing.close()
+    await engine.aclose()
+
+
 def test_without_preemption_no_handler_is_installed(tmp_path: Path, received: Received) -> None:
     own = signal.getsignal(SIGTERM)
     with blocking.Checkpointer(tmp_path) as ckpt:
@@ -342,7 +396,7 @@ def play(job: Job, part: Part, **options: Any) -> list[Any]:
     return job.run(main)
 
 
-def agreement(ckpt: Checkpointer) -> Agreement:
+def agreement(ckpt: Checkpointer | blocking.Checkpointer) -> Agreement:
     preemption = ckpt._session.preemption
     assert preemption is not None
     assert isinstance(preemption._source, Agreement)

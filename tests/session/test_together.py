@@ -36,6 +36,9 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
+from asyncckpt.save import shared_plan
+from asyncckpt.save.commit import Committable
+from asyncckpt.save.shared import SharedSave
 from asyncckpt.session.root import Root
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
@@ -488,6 +491,31 @@ def test_a_save_cancelled_after_its_success_is_no_failure(job: Job) -> None:
             leave.go()
         return (await pending).step
 
+    assert job.play(part) == [1] * job.count
+
+
+def test_a_save_cancelled_as_process_0_ends_it_is_no_failure(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, conclude = Round.watch, SharedSave._conclude
+
+    async def watching(self: Round) -> None:
+        await watch(self)
+        if self.leads:
+            await asyncio.Event().wait()  # as in a long pause between two polls
+
+    async def concluded(self: SharedSave, made: Committable) -> Committable:
+        made = await conclude(self, made)
+        task = asyncio.current_task()
+        if self.round_.leads and task is not None:
+            task.cancel()
+        return made
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return (await ckpt.save(1, state())).step
+
+    monkeypatch.setattr(Round, "watch", watching)
+    monkeypatch.setattr(SharedSave, "_conclude", concluded)
     assert job.play(part) == [1] * job.count
 
 
@@ -1054,6 +1082,25 @@ def test_each_process_may_have_leaves_of_its_own(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [2], indirect=True)
+def test_schemas_of_all_processes_do_not_block_the_engine(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be one per process, and each takes milliseconds."""
+    threads: set[str] = set()
+    decode = shared_plan.decode_schema
+
+    def decoding(*args: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return decode(*args, **options)
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return (await ckpt.save(1, {f"w{this}": np.ones(3)})).step
+
+    monkeypatch.setattr(shared_plan, "decode_schema", decoding)
+    assert job.play(part) == [1] * job.count
+    assert threads and "asyncckpt" not in threads, "an engine's own thread"
+
+
 def test_scalars_may_disappear_from_one_process(job: Job) -> None:
     """Arrays and their parts stay as they were, but the scalars are no longer stored as arrays."""
 

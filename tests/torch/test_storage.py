@@ -120,6 +120,47 @@ def test_a_state_dict_that_asyncckpt_has_saved_is_loaded(tmp_path: Path) -> None
     assert differing(plain(target), plain({**wanted, "host": torch.arange(4)})) == []
 
 
+def test_tensors_in_tuples_that_asyncckpt_has_saved_are_loaded(tmp_path: Path) -> None:
+    """DCP takes a tuple as one value; states of optax are tuples."""
+    path = str(tmp_path / "1")
+    moments = ({"mu": torch.ones(3), "nu": [torch.full((2,), 2.0, dtype=torch.bfloat16)]}, 5)
+    blocking.save(path, {"opt": moments, "w": torch.ones(2), "host": (np.arange(4), b"x" * 5000)})
+    target: Any = {"opt": None, "w": torch.zeros(2), "host": None}
+    read(target, StorageReader(path))
+    assert differing(plain(target["opt"]), plain(moments)) == []
+    assert torch.equal(target["host"][0], torch.arange(4)) and target["host"][1] == b"x" * 5000
+    assert torch.equal(target["w"], torch.ones(2))
+
+
+def test_paths_that_have_one_key_in_dcp_are_an_error_that_names_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "1")
+    blocking.save(path, {"a": {"b": torch.ones(3)}, "a.b": 1})
+    with pytest.raises(errors.UnsupportedFormatError, match="duplicated flatten") as failed:
+        StorageReader(path).read_metadata()
+    assert failed.value.location == path and "asyncckpt.restore" in str(failed.value)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "freed"])
+def test_the_error_for_a_tensor_without_plain_memory_names_its_key(
+    tmp_path: Path, kind: str
+) -> None:
+    tensor = torch.ones(3)
+    if kind == "freed":
+        tensor.untyped_storage().resize_(0)
+    with pytest.raises(CheckpointException) as failed:
+        write(
+            "save",
+            {"w": tensor.to_sparse() if kind == "sparse" else tensor},
+            StorageWriter(str(tmp_path / "1")),
+            None,
+        )
+    failure = failures(failed)
+    assert isinstance(failure, errors.UnsupportedLeafError)
+    assert str(failure).startswith("w: ") and "tensor" in str(failure)
+
+
 def test_it_keeps_shards_and_paths_of_the_plan(tmp_path: Path) -> None:
     path = str(tmp_path / "1")
     write("save", {"a": {"b": [torch.ones(3), 1]}, "c": None}, StorageWriter(path), None)

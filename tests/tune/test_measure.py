@@ -279,8 +279,9 @@ async def test_wrong_arguments_are_refused_before_anything_is_sent(sim: Simulato
     wrong: Any = 5
     with pytest.raises(UsageError, match="progress=5"):
         await asyncckpt.tune(url, storage_options=given, progress=wrong)
-    with pytest.raises(UsageError, match="the smallest measurement moves more"):
-        await asyncckpt.tune(url, max_nbytes=MIB, storage_options=given)
+    with pytest.raises(UsageError, match="the smallest measurement moves more") as caught:
+        await asyncckpt.tune(url, max_nbytes=32 * MIB, storage_options=given)
+    assert caught.value.expected > 32 * MIB
     assert sim.requests == []
 
 

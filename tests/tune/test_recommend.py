@@ -55,6 +55,8 @@ def test_what_is_as_good_as_the_best_with_less_memory_is_recommended() -> None:
 def test_the_best_itself_needs_no_comparison() -> None:
     own = points({(16, 16): 1000})
     assert reason(own, recommend(own, "put")) == "16 streams of 16.0 MiB carry 1000.0 MiB/s"
+    own = points({(16, 1): 1000})
+    assert reason(own, recommend(own, "put")) == "1 stream of 16.0 MiB carries 1000.0 MiB/s"
 
 
 def test_directions_are_judged_apart() -> None:

@@ -16,6 +16,7 @@ import asyncckpt
 from asyncckpt.errors import StoreError
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.failures import store_error
+from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.tree import Structure
 from asyncckpt.verify import verify as verification
 from tests.script import Script
@@ -132,6 +133,38 @@ async def test_damage_before_the_place_where_reading_ends_is_reported(
     reasons = {found.leaf: found.reason for found in report.damages}
     assert reasons.pop("a") == "the chunk's CRC-32C differs"
     assert set(reasons) == ({"b", "c"} if change == "truncated" else {None})
+
+
+async def test_leaves_before_the_end_of_a_truncated_file_are_not_damaged(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {name: np.ones(SLOT_NBYTES // 32) for name in ("a", "b", "c")})
+        os.truncate(data_file(tmp_path), SLOT_NBYTES // 2)
+        report = await ckpt.verify(1)
+        await ckpt.restore(1, include="a")
+    assert [found.leaf for found in report.damages] == ["b", "c"]
+    assert {found.offset for found in report.damages} == {SLOT_NBYTES // 2}
+
+
+async def test_leaves_around_what_a_disk_has_lost_are_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, read_into = tuple("abcdefgh"), LocalFiles.read_into
+
+    async def second_window_fails(
+        files: LocalFiles, path: str, offset: int, *arguments: Any, **how: Any
+    ) -> None:
+        if offset == SLOT_NBYTES:
+            raise failed(errno.EIO)
+        await read_into(files, path, offset, *arguments, **how)
+
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {name: np.ones(SLOT_NBYTES // 16) for name in names})
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalFiles, "read_into", second_window_fails)
+            report = await ckpt.verify(1)
+    lost = [found.leaf for found in report.damages]
+    assert {"c", "d"} <= {*lost} <= {"b", "c", "d"} and len({*lost}) == len(lost)
+    assert {found.offset for found in report.damages} == {SLOT_NBYTES}
 
 
 async def test_leaves_behind_more_damages_than_are_told_are_not_looked_for(

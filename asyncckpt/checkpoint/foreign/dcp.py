@@ -10,10 +10,9 @@ import math
 from collections.abc import Sequence
 
 from asyncckpt.checkpoint.foreign.archives import Archives
-from asyncckpt.checkpoint.foreign.listing import Listing, list_some, named
+from asyncckpt.checkpoint.foreign.listing import list_some, named
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
-from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, nest, structure_of
 from asyncckpt.format.foreign.torch.dcp import (
@@ -88,7 +87,12 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
         elif not isinstance(leaf, ForeignLeaf):
             tables.add_scalar(leaf)
         elif leaf.array in archives.faults:
-            _add_refused(tables, entries[leaf.array], archives.faults[leaf.array], listing)
+            entry = entries[leaf.array]
+            nbytes = entry.items[0].nbytes
+            spec = array_spec((nbytes,), "uint8")
+            if entry.shape is not None and entry.dtype in DTYPES:
+                spec = array_spec(entry.shape, entry.dtype)
+            tables.add_refused("torch", spec, archives.faults[leaf.array], nbytes)
         else:
             number, entry = leaf.array, entries[leaf.array]
             assert entry.shape is not None
@@ -126,22 +130,3 @@ def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
                 f"{reason}",
                 file=file,
             )
-
-
-def _add_refused(
-    tables: RunTables, entry: Entry, fault: AsyncCheckpointError, listing: Listing
-) -> None:
-    """Add an unreadable entry as the next leaf."""
-    item = entry.items[0]
-    size = listing.nbytes_of[item.file]
-    start = min(item.offset, size)
-    tables.add_refused(
-        "torch",
-        array_spec((item.nbytes,), "uint8")
-        if entry.shape is None or entry.dtype not in DTYPES
-        else array_spec(entry.shape, entry.dtype),
-        fault,
-        file=list(listing.nbytes_of).index(item.file),
-        start=start,
-        nbytes=min(item.nbytes, size - start),
-    )

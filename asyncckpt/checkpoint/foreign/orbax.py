@@ -33,6 +33,7 @@ from asyncckpt.format.foreign.orbax_read import (
 from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import METADATA_FILE
+from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.options import MAX_ENTRIES
@@ -174,9 +175,17 @@ async def _read(
     for name in below:
         path = posixpath.join(directory, name)
         inner = await files.entries(path, max_entries=MAX_ENTRIES)
-        if name == "d" and any(is_our_data(f"d/{entry.name}") for entry in inner):
+        within = {entry.name for entry in inner}
+        if name == "d" and any(is_our_data(f"d/{part}") for part in within):
             raise without_record(files.location, is_database=not directory)
-        if {entry.name for entry in inner} & {ZARR2_NAME, ZARR3_NAME}:
+        if RECORD_NAME in within:
+            raise CheckpointNotFoundError(
+                f"{files.location}: this is not a checkpoint, but has an asyncckpt checkpoint in "
+                f"{path!r}; pass {posixpath.join(files.location, path)}",
+                location=files.location,
+                found=path,
+            )
+        if within & {ZARR2_NAME, ZARR3_NAME}:
             # Parameters of a tree without metadata.
             return await _read_tree(files, directory, handler)
         own = {"": handlers.get(name, "")}

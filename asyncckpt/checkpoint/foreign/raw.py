@@ -193,14 +193,7 @@ class RunTables:
         self.add_leaf(kind, extra=extra, pieces=own)
 
     def add_refused(
-        self,
-        kind: str,
-        spec: ArraySpec,
-        error: AsyncCheckpointError,
-        *,
-        file: int,
-        start: int,
-        nbytes: int,
+        self, kind: str, spec: ArraySpec, error: AsyncCheckpointError, nbytes: int
     ) -> None:
         """Add an unreadable array, not empty, as the next leaf; restoring it raises `error`."""
 
@@ -209,7 +202,8 @@ class RunTables:
 
         storage = self._storage(spec, spec.shape, Codec("unreadable", crc32c=False, decode=refuse))
         self._refused[len(self._specs)] = error
-        self._add_array(storage, file, np.full(1, start, np.int64), nbytes)
+        self._inline[self._row_count] = b""  # nothing is read before `refuse` raises
+        self._add_array(storage, -1, np.zeros(1, np.int64), nbytes)
         self.add_leaf(kind)
 
     def open(

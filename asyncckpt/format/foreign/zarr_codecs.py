@@ -37,14 +37,8 @@ def make_codec(
 ) -> Codec:
     """Return the codec that decodes stored chunks of this shape and dtype.
 
-    Args:
-        chain: codecs of the chunks.
-        shape: elements of a chunk per dimension.
-        dtype: dtype of the elements.
-        fill: as in `unshard`.
-        stored: as in `unshard`.
-        more: functions for additional packings, by name.
-        file: the metadata document, for errors.
+    `fill` and `stored` are as in `unshard`; `more` has functions for additional packings, by name.
+    `file` is the metadata document, for errors.
     """
     packing = chain.packing[:-1] if chain.crc32c else chain.packing
     known = {**_UNPACK, **(more or {})}

@@ -88,17 +88,9 @@ def decode_node(
 ) -> Node:
     """Decode the node whose frame is `data`, found at `offset` in `file`.
 
-    Args:
-        data: the whole frame.
-        file: path for errors.
-        offset: first byte of the frame in `file`.
-        expected_height: height implied by the parent, or None to accept any.
-        base_path: as in `Location`.
-        key_prefix: prefix of all keys, which the node omits.
-        max_nbytes: largest body.
-        max_keys_nbytes: most bytes of all keys.
-        max_entries: most keys or children.
-        max_files: most data files.
+    `expected_height` is that implied by the parent, None to accept any; `key_prefix` is the prefix
+    of all keys, which the node omits. `base_path` is as in `Location`. The limits apply to the body
+    (`max_nbytes`), all keys together, keys or children, and data files.
 
     Raises:
         CorruptCheckpointError: the node is damaged or exceeds a limit.

@@ -24,11 +24,11 @@ import os
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.shield import cleaned_up
 from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.log import logger
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.export import FilesPublication
-from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unlock, write_owner
 from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_exchange
 from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
@@ -59,7 +59,7 @@ class LocalAttempt(AttemptTree):
         layout, terms = self._context.layout, self._terms
         epoch = terms.epoch
         base = layout.attempt(epoch, terms.name, terms.save_id)
-        with reported("beginning a save", self.location), writing(layout, epoch, self.location):
+        with writing(layout, epoch, self.location):
             if not exports:
                 # `publish` checks again under the lock; this fails before anything is staged.
                 check_place(self.location, overwrite=terms.overwrite)
@@ -179,18 +179,21 @@ class LocalAttempt(AttemptTree):
         cancelling = task.cancelling() if task is not None else 0
         try:
             await workers.run(self._rename, publication)
-        except asyncio.CancelledError:
-            # `run` has waited for the thread: if it started, the outcome is known.
-            if not publication.started:
+        except (asyncio.CancelledError, ThreadAbandonedError) as error:
+            # `run` has waited for the thread: if it started and is not stuck, the outcome is known.
+            if not publication.done and publication.error is None:
+                if publication.started:
+                    error.add_note(
+                        "it is not known whether the checkpoint was published: see steps()"
+                    )
                 raise
             while task is not None and task.cancelling() > cancelling:
                 task.uncancel()
             if publication.error is not None:
                 raise publication.error from None
-        except ThreadAbandonedError as error:
-            if publication.started:
-                error.add_note("it is not known whether the checkpoint was published: see steps()")
-            raise
+            if isinstance(error, ThreadAbandonedError):
+                logger.warning("%s: removing the replaced checkpoint: %s", self.location, error)
+            self._guard.ended = True
 
     def _end_exchange(self) -> None:
         with self._step("removing passed-on files", EXCHANGE) as directory:

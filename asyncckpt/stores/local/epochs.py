@@ -37,7 +37,6 @@ from collections.abc import Iterator
 from asyncckpt.errors import AsyncCheckpointError, FencedError
 from asyncckpt.format.claim import CLAIM_NBYTES, Claim, decode_claim, encode_claim
 from asyncckpt.stores.claims import CLAIM, claim_name, fenced_error, lost_error, new_claim
-from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.posix import (
     flush_directory,
     landed,
@@ -65,9 +64,8 @@ in it: each is a race of microseconds."""
 
 def claims(layout: Layout) -> list[Claim]:
     """Return the readable claims, ascending. Blocking."""
-    with reported("reading the claims", layout.control):
-        found = (_read(layout, epoch) for epoch in sorted(_numbers(layout)))
-        return [claim for claim in found if claim is not None]
+    found = (_read(layout, epoch) for epoch in sorted(_numbers(layout)))
+    return [claim for claim in found if claim is not None]
 
 
 def claim(layout: Layout) -> Claim:
@@ -75,22 +73,21 @@ def claim(layout: Layout) -> Claim:
 
     Raises:
         FencedError: another process made the claim first.
-        StoreError: the claim cannot be made, or a directory cannot be taken away.
+        OSError: the claim cannot be made, or a directory cannot be taken away.
     """
-    with reported("making a claim", layout.control):
-        made = _make(layout)
-        os.mkdir(layout.epoch(made.epoch))
-        flush_directory(layout.control)
-        try:
-            check(layout, made.epoch)
-        except FencedError:
-            with contextlib.suppress(OSError):
-                os.rmdir(layout.epoch(made.epoch))
-            raise
-        _take_over(layout, made.epoch)
-        # Renames from before the directories were taken away are now part of the run.
-        flush_directory(layout.control)
-        flush_directory(layout.root)
+    made = _make(layout)
+    os.mkdir(layout.epoch(made.epoch))
+    flush_directory(layout.control)
+    try:
+        check(layout, made.epoch)
+    except FencedError:
+        with contextlib.suppress(OSError):
+            os.rmdir(layout.epoch(made.epoch))
+        raise
+    _take_over(layout, made.epoch)
+    # Renames from before the directories were taken away are now part of the run.
+    flush_directory(layout.control)
+    flush_directory(layout.root)
     return made
 
 

@@ -199,7 +199,8 @@ class LocalFiles:
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List a directory, or the one file at `path`. As `CheckpointFiles.entries`."""
-        return await self._workers.run(self._entries, path, max_entries)
+        with reported("listing", self._full(path)):
+            return await self._workers.run(self._entries, path, max_entries)
 
     def _entries(self, path: str, max_entries: int) -> list[Entry]:
         try:
@@ -214,7 +215,7 @@ class LocalFiles:
             raise self._refused(path, error) from error
         found: list[Entry] = []
         try:
-            with reported("listing", self._full(path)), os.scandir(fd) as entries:
+            with os.scandir(fd) as entries:
                 for entry in entries:
                     if len(found) == max_entries:
                         raise CorruptCheckpointError(
@@ -238,26 +239,27 @@ class LocalFiles:
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """Return what happened to the checkpoint's name. As `CheckpointFiles.changed`."""
-        return await self._workers.run(self._changed)
+        with reported("looking at", self.location):
+            return await self._workers.run(self._changed)
 
     def _changed(self) -> Literal["deleted", "replaced"] | None:
-        with reported("looking at", self.location):
-            try:
-                now = os.stat(self.location)
-            except FileNotFoundError:
-                return "deleted"
-            with self._lock:
-                anchor = self._anchor
-            if anchor is None:
-                return None
-            with anchor.use() as fd:
-                return None if os.path.samestat(os.fstat(fd), now) else "replaced"
+        try:
+            now = os.stat(self.location)
+        except FileNotFoundError:
+            return "deleted"
+        with self._lock:
+            anchor = self._anchor
+        if anchor is None:
+            return None
+        with anchor.use() as fd:
+            return None if os.path.samestat(os.fstat(fd), now) else "replaced"
 
     async def close(self) -> None:
         """Close the checkpoint after its last use. Idempotent."""
         if not self.closed:
             self.closed = True
-            await self._workers.clean_up(self._close)
+            with reported("closing", self.location):
+                await self._workers.clean_up(self._close)
 
     def _close(self) -> None:
         with self._lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 
-from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to
 from asyncckpt.stores.local.owners import has_mark, make_owner_file
 from asyncckpt.stores.local.posix import Descriptor, listing
@@ -28,19 +27,18 @@ class LocalJoinedAttempt(AttemptTree):
         """
         save_id = self._terms.save_id
         name = f"{clipped(self._terms.name)}-{save_id}"
-        with reported("joining a save", self.location):
-            for path in _attempts(self._context.layout, name):
-                try:
-                    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
-                directory = Descriptor(fd)
-                try:
-                    if has_mark(fd, save_id) and self._join(path, directory, process):
-                        return True
-                finally:
-                    if self._directory is not directory:
-                        directory.close()
+        for path in _attempts(self._context.layout, name):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            directory = Descriptor(fd)
+            try:
+                if has_mark(fd, save_id) and self._join(path, directory, process):
+                    return True
+            finally:
+                if self._directory is not directory:
+                    directory.close()
         return False
 
     def _join(self, path: str, directory: Descriptor, process: int) -> bool:

@@ -51,5 +51,7 @@ def collect_notes(layout: Layout, older_than_s: float, *, dry_run: bool) -> list
 
 
 def _paths(layout: Layout) -> list[str]:
-    names = filter(NOTE.fullmatch, listing(layout.control))
-    return [os.path.join(layout.control, name) for name in names]
+    with contextlib.suppress(OSError):
+        names = filter(NOTE.fullmatch, listing(layout.control))
+        return [os.path.join(layout.control, name) for name in names]
+    return []

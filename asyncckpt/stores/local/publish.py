@@ -171,6 +171,7 @@ class Publication:
         file: for exports, the only file to publish; empty for the whole directory.
         started: whether the rename may have been issued, so the outcome must be awaited.
         error: why it failed, or None.
+        done: whether the checkpoint is visible and durable; what it replaced may still exist.
         keep_source: whether the attempt's path holds a replaced checkpoint that must be kept.
     """
 
@@ -186,6 +187,7 @@ class Publication:
         self._directory = -1
         self.started = False
         self.error: BaseException | None = None
+        self.done = False
         self.keep_source = False
 
     def run(self, directory: int) -> None:
@@ -229,6 +231,7 @@ class Publication:
         except BaseException as error:
             self.error = error
             raise
+        self.done = True
         if old is not None:
             self._remove(old)
         if self.file:

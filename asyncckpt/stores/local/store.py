@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from asyncckpt.arguments import absolute
 from asyncckpt.errors import CheckpointNotFoundError
@@ -54,6 +54,9 @@ from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, Layout, check_name, check_save_id
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 JOIN_PAUSES_S = 0.001, 0.1
 """First and longest interval of polling for an attempt to join: a poll is a few system calls."""
 
@@ -74,7 +77,7 @@ class Unlisted:
 
     def remove(self) -> None:
         """Delete the bytes and release the lock. Blocking."""
-        with self.held, reported("deleting", self.path):
+        with self.held:
             self.delete()
 
 
@@ -138,16 +141,17 @@ class LocalStore:
         Cancellation: waits for the thread, then raises; the claim may have been made.
         """
         self._wrote = True
-        return await self._workers.run(claim, self._layout)
+        return await self._run("making a claim", self._layout.control, claim, self._layout)
 
     async def claims(self) -> Sequence[Claim]:
         """Return the readable claims, ascending; none if there is no root."""
-        return await self._workers.run(claims, self._layout)
+        return await self._run("reading the claims", self._layout.control, claims, self._layout)
 
     async def check_claim(self, epoch: int) -> None:
         """Raise `FencedError` if a higher claim was made. As `Store.check_claim`."""
         if epoch:
-            await self._workers.run(check, self._layout, epoch)
+            control = self._layout.control
+            await self._run("reading the claims", control, check, self._layout, epoch)
 
     async def begin(
         self,
@@ -172,16 +176,14 @@ class LocalStore:
         check_name(name)
         check_save_id(save_id)
         check_epoch(epoch)
+        attempt = LocalAttempt(self._context, Terms(name, save_id, epoch, overwrite, private))
+        place, action = attempt.location, "beginning a save"
         if not self._is_outside:
-            await self._workers.run(
-                check_outside, self._layout.target(name), self._context.is_valid
-            )
+            await self._run(action, place, check_outside, place, self._context.is_valid)
             self._is_outside = True
-        terms = Terms(name, save_id, epoch, overwrite, private)
-        attempt = LocalAttempt(self._context, terms)
         self._wrote = True
         try:
-            await self._workers.run(attempt.open, exports=exports, shared=shared)
+            await self._run(action, place, attempt.open, exports=exports, shared=shared)
         except BaseException as error:
             await cleaned_up(attempt.abort(), error)
             raise
@@ -206,7 +208,7 @@ class LocalStore:
         self._wrote = True
         try:
             await find_mark(
-                partial(self._workers.run, attempt.look, process),
+                partial(self._run, "joining a save", attempt.location, attempt.look, process),
                 location=attempt.location,
                 save_id=save_id,
                 timeout_s=timeout_s,
@@ -228,7 +230,7 @@ class LocalStore:
 
         A published checkpoint is already complete for other programs.
         """
-        await self._workers.run(self._check_root)
+        await self._run("looking at", self.url, self._check_root)
 
     def _check_root(self) -> None:
         try:
@@ -248,19 +250,18 @@ class LocalStore:
 
         Also `RECORD_NAME`, if the root is itself a checkpoint. As `Store.names`.
         """
-        return await self._workers.run(self._names)
+        return await self._run("listing", self.url, self._names)
 
     def _names(self) -> list[str]:
-        with reported("listing", self.url):
-            try:
-                with os.scandir(self.url) as entries:
-                    return [
-                        entry.name
-                        for entry in entries
-                        if entry.name == RECORD_NAME or (entry.name != CONTROL and _is_dir(entry))
-                    ]
-            except FileNotFoundError:
-                return []
+        try:
+            with os.scandir(self.url) as entries:
+                return [
+                    entry.name
+                    for entry in entries
+                    if entry.name == RECORD_NAME or (entry.name != CONTROL and _is_dir(entry))
+                ]
+        except FileNotFoundError:
+            return []
 
     def files(self, name: str) -> LocalFiles:
         """Return read access to one checkpoint; nothing is opened yet. As `Store.files`."""
@@ -279,25 +280,28 @@ class LocalStore:
         check_epoch(epoch)
         self._wrote = True
         unlisted: list[Unlisted] = []
-        try:
-            await self._workers.run(lambda: unlisted.append(self._unlist(name, epoch, seal)))
-        except BaseException:
-            if unlisted:
-                await self._workers.clean_up(unlisted[0].held.close)
-            raise
+        target = self._layout.target(name)
+        with reported("deleting", target):
+            try:
+                await self._workers.run(lambda: unlisted.append(self._unlist(name, epoch, seal)))
+            except BaseException:
+                if unlisted:
+                    await self._workers.clean_up(unlisted[0].held.close)
+                raise
         return partial(self._remove, unlisted[0])
 
     async def _remove(self, unlisted: Unlisted) -> None:
-        try:
-            await self._workers.run(unlisted.remove)
-        except asyncio.CancelledError:
-            # If the queued call was dropped, it did not release the lock.
-            await self._workers.clean_up(unlisted.held.close)
-            raise
+        with reported("deleting", unlisted.path):
+            try:
+                await self._workers.run(unlisted.remove)
+            except asyncio.CancelledError:
+                # If the queued call was dropped, it did not release the lock.
+                await self._workers.clean_up(unlisted.held.close)
+                raise
 
     def _unlist(self, name: str, epoch: int, seal: bytes) -> Unlisted:
         target = self._layout.target(name)
-        with writing(self._layout, epoch, target), reported("deleting", target):
+        with writing(self._layout, epoch, target):
             if not os.path.isdir(target):
                 raise _absent(target)
             try:
@@ -366,22 +370,27 @@ class LocalStore:
     async def sweep(self) -> Sequence[str]:
         """Remove leftovers that are proven dead, as defined in stores/local/sweep.py."""
         self._wrote = True  # so that `close` removes directories that become empty
-        return await self._workers.run(sweep, self._layout, self._context.machine)
+        control, machine = self._layout.control, self._context.machine
+        return await self._run("sweeping", control, sweep, self._layout, machine)
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
         """Remove unlocked leftovers without recent writes. As `Store.collect`."""
         self._wrote |= not dry_run
-        return await self._workers.run(collect, self._layout, older_than_s, dry_run=dry_run)
+        action, control = "collecting leftovers", self._layout.control
+        return await self._run(
+            action, control, collect, self._layout, older_than_s, dry_run=dry_run
+        )
 
     async def keep_note(self, process: int, note: bytes | None) -> None:
         """Keep a note of a process. As `NotingStore.keep_note`."""
         if note is not None or process in self._noted:
             self._noted.add(process)
-            await self._workers.run(keep_note, self._layout, process, note)
+            control = self._layout.control
+            await self._run("keeping a note", control, keep_note, self._layout, process, note)
 
     async def take_notes(self) -> Sequence[bytes]:
         """Remove and return all notes. As `NotingStore.take_notes`."""
-        return await self._workers.run(take_notes, self._layout)
+        return await self._run("taking the notes", self._layout.control, take_notes, self._layout)
 
     async def close(self) -> None:
         """Close descriptors and remove empty control directories. Idempotent."""
@@ -389,7 +398,15 @@ class LocalStore:
             await files.close()
         if self._wrote:
             self._wrote = False
-            await self._workers.clean_up(partial(tidy, self._layout))
+            with reported("tidying up", self._layout.control):
+                await self._workers.clean_up(partial(tidy, self._layout))
+
+    async def _run(
+        self, action: str, path: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Make a call in a worker thread; its errors name action and path. As `Workers.run`."""
+        with reported(action, path):
+            return await self._workers.run(call, *args, **kwargs)
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -79,19 +79,19 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
     Ends when another process replaces, deletes or sweeps; skips leftovers without permission.
 
     Raises:
-        StoreError: removing one of them failed; all others were removed.
+        StoreError: a flush failed.
+        OSError: removing one of them failed; all others were removed.
     """
     removed: list[str] = []
     is_dead = partial(_lock_dead, layout, this_machine())
-    with reported("sweeping", layout.control):
-        try:
-            _clear(layout, _leftovers(layout), removed, is_dead, wait_s=0.0)
-        except StoreError as error:
-            if error.location != layout.lock:
-                raise
-        except OSError as error:
-            if error.errno not in _READ_ONLY:
-                raise
+    try:
+        _clear(layout, _leftovers(layout), removed, is_dead, wait_s=0.0)
+    except StoreError as error:
+        if error.location != layout.lock:
+            raise
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
     return removed
 
 
@@ -188,13 +188,12 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     The caller vouches that they are dead; a lock that is visible on this host keeps a leftover.
 
     Raises:
-        StoreError: removing one of them failed, and all others were removed; or another process
-            replaces or deletes here.
+        StoreError: a flush failed, or another process replaces or deletes here.
+        OSError: removing one of them failed; all others were removed.
     """
-    with reported("collecting leftovers", layout.control):
-        found = collect_notes(layout, older_than_s, dry_run=dry_run)
-        is_dead = partial(_lock_old, layout, older_than_s, dry_run=dry_run)
-        _clear(layout, _leftovers(layout), found, is_dead, dry_run=dry_run)
+    found = collect_notes(layout, older_than_s, dry_run=dry_run)
+    is_dead = partial(_lock_old, layout, older_than_s, dry_run=dry_run)
+    _clear(layout, _leftovers(layout), found, is_dead, dry_run=dry_run)
     return found
 
 

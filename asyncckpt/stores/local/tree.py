@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import RECORD_NAME, Buffer
@@ -219,7 +219,8 @@ class AttemptTree:
             return
         self._guard.ended = True
         if not self._guard.stuck:
-            await self._context.workers.clean_up(self._remove)
+            with reported("removing the attempt", self._path or self.location):
+                await self._context.workers.clean_up(self._remove)
         # An abandoned call may still create a file, which is removed when it returns.
         for call in self._guard.stuck:
             call.add_done_callback(self._remove_later)
@@ -228,7 +229,7 @@ class AttemptTree:
         try:
             self._context.workers.submit(self._remove)
         except RuntimeError:  # the engine has ended, and this is the thread that was stuck
-            with contextlib.suppress(AsyncCheckpointError):
+            with contextlib.suppress(OSError):
                 self._remove()
 
     def _remove(self) -> None:
@@ -236,8 +237,7 @@ class AttemptTree:
             file.close()
         try:
             if self._path:
-                with reported("removing the attempt", self._path):
-                    self._remove_files()
+                self._remove_files()
         finally:
             self._release()
 

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 
@@ -179,11 +180,11 @@ class ObjectAttempt(ObjectShare):
         """Check that the claim was not taken over before the record was written."""
         try:
             await self._context.claims.check(self._epoch, self.location, visible=None)
-        except StoreError as error:
+        except (StoreError, asyncio.CancelledError) as error:
             raise SaveOutcomeUnknownError(
                 f"{self.location}: the record is written, but whether another process took over "
-                f"the run before that is unknown: {error}. Look at latest_step(): if it is this "
-                "step, it is saved",
+                f"the run before that is unknown: {str(error) or 'the save was cancelled'}. Look "
+                "at latest_step(): if it is this step, it is saved",
                 stage="commit",
                 location=self.location,
             ) from error

@@ -42,7 +42,7 @@ again. In every order, one of the two sees the other:
     deletion's last check  <  PUT     the data are gone: we find no witness and remove the record
 
 When a save is cancelled or its deadline passes, the request in flight is the last try: the record
-is read back after it.
+is read back after it. If that takes too long, the outcome is unknown.
 
 The fixed names follow in the background. A failure there does not fail the save: the record exists,
 our own restore needs none of them, and the next save, `Checkpointer` or gc writes them.
@@ -70,7 +70,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
+from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError, StoreError
 from asyncckpt.log import logger
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import RequestError
@@ -144,6 +144,15 @@ class Publication:
             StoreError: the existing record could not be read; nothing was replaced.
             SaveError: the outcome is unknown, or another process was faster.
         """
+        try:
+            return await self._commit(overwrite)
+        except asyncio.CancelledError:
+            if not self.keep:
+                raise
+            error = RequestError("timeout", "the save ended before an answer came")
+            raise self._unresolved(error, "the record was not read back") from None
+
+    async def _commit(self, overwrite: bool) -> Record | None:
         if not overwrite:
             found = await self.create()
             if found is None:
@@ -165,7 +174,7 @@ class Publication:
             await self._replace_guarded(None)
             found = await self._read_back(None)
             if found is None:
-                raise self._unresolved(None, "there is none so far")
+                raise self._unresolved(None, "read back, there is none so far")
             if found.data == self.record:
                 return None
         return found
@@ -220,7 +229,7 @@ class Publication:
             if found is None:
                 if self._deleted:
                     raise await self._undo_deleted()
-                raise self._unresolved(error, "there is none so far") from error
+                raise self._unresolved(error, "read back, there is none so far") from error
             if found.data != self.record:
                 self.keep = False  # tries still in flight find it, too
                 return found
@@ -251,7 +260,7 @@ class Publication:
         if found is not None and found.data == self.record:
             return True
         if found is not None and old is not None and found.data == old.data:
-            raise self._unresolved(error, "the old one is there so far") from error
+            raise self._unresolved(error, "read back, the old one is there so far") from error
         self.keep = False
         raise self._failed(
             "another process has replaced or deleted the checkpoint while this save was being "
@@ -272,9 +281,9 @@ class Publication:
                 raise await self._undo_deleted() from error
             found = await self._read_back(error)
             if found is None:
-                raise self._unresolved(error, "there is none so far") from error
+                raise self._unresolved(error, "read back, there is none so far") from error
             if found.data != self.record:
-                raise self._unresolved(error, "another one is there so far") from error
+                raise self._unresolved(error, "read back, another one is there so far") from error
         if old is None and self._retried and not await self._has_witness():
             raise await self._undo_deleted()
 
@@ -312,12 +321,12 @@ class Publication:
     async def _undo_deleted(self) -> SaveError:
         """Remove a record that landed after a deletion; return the error to raise."""
         try:
-            deletes = self.conditions.delete
-            found, version = await read_version(self.context, self.name, wanted=deletes)
+            conditions = await self.context.probes.conditions(create=False, versions=True)
+            found, version = await read_version(self.context, self.name, wanted=conditions.delete)
             if found is not None and found.data == self.record:
                 await delete_record(self.context, self.name, version)
             self.keep = False
-        except RequestError as error:  # readers report the record as corrupt
+        except (RequestError, StoreError) as error:  # readers report the record as corrupt
             logger.warning(
                 "%s: a record without data could not be removed: %s", self._location, error
             )
@@ -336,7 +345,7 @@ class Publication:
         try:
             return await self.context.read_record(self.name)
         except RequestError as second:
-            raise self._unresolved(error, f"that failed too ({second})") from second
+            raise self._unresolved(error, f"reading it back failed too ({second})") from second
 
     def _failed(self, why: str) -> SaveError:
         text = f"{self._location}: {why}"
@@ -372,11 +381,11 @@ class Publication:
             what = str(store_error(action, url, error))
         state = (
             "the checkpoint is not visible"
-            if error is not None and not error.retryable
+            if error is not None and not error.retryable and not self._retried
             else "whether the checkpoint is or will be visible and durable is unknown"
         )
         return SaveError(
-            f"{what}; read back, {why}. So {state}; its data are kept, so that the checkpoint is "
+            f"{what}; {why}. So {state}; its data are kept, so that the checkpoint is "
             "complete if its record still arrives, and 'asyncckpt gc' removes them otherwise. "
             "Check whether the step is listed before you save it again",
             visible=False,

@@ -96,11 +96,11 @@ async def unlist(context: Context, name: str, epoch: int, seal: bytes) -> Remova
         await context.claims.check(epoch, location)
         # If the version has changed, this record was replaced, and its bytes are garbage, too.
         await delete_record(context, name, version)
-    return partial(_remove_bytes, context, name, record.save_id, names)
+    return partial(_remove_bytes, context, name, record.save_id, names, deletes=conditions.delete)
 
 
 async def _remove_bytes(
-    context: Context, name: str, save_id: str | None, names: frozenset[str]
+    context: Context, name: str, save_id: str | None, names: frozenset[str], *, deletes: bool
 ) -> None:
     if save_id is None:
         return
@@ -108,11 +108,13 @@ async def _remove_bytes(
     with reported("removing the bytes of a deleted checkpoint", location):
         await context.delete_paths(name, await context.paths_of(name, save_id))
         for _ in range(ROUNDS_MAX):
-            record = await context.read_record(name)
+            record, version = await context.read_record(name), None
+            if record is not None and deletes:  # of a missing object, s3fs lists for the version
+                record, version = await read_version(context, name, wanted=True)
             if record is None or record.save_id != save_id:
                 break
             logger.warning("%s: the record came back; removed again", location)
-            await context.delete_paths(name, [RECORD_NAME])
+            await delete_record(context, name, version)
         try:
             # Another save may have been committed here meanwhile.
             await follow_record(context, name, None, names)

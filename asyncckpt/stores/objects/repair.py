@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from asyncckpt.errors import CorruptCheckpointError, StoreError
+from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.log import logger
@@ -151,7 +151,7 @@ async def repair_quietly(context: Context, name: str) -> None:
     try:
         if await repair(context, name):
             logger.info("%s: repaired missing or outdated files for other programs", location)
-    except (RequestError, StoreError, CorruptCheckpointError) as error:
+    except (RequestError, AsyncCheckpointError) as error:
         denied = isinstance(error, RequestError) and error.kind in ("forbidden", "credentials")
         log = logger.debug if denied else logger.warning
         log("%s: files for other programs could not be completed: %s", location, error)

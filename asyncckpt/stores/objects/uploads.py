@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.log import logger
 from asyncckpt.ports import Bytes
 from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, cut
@@ -127,15 +128,23 @@ class ExportFile(ObjectDataFile):
         self._buffer = bytearray()
         try:
             with creating(requests.location(key)):
-                if self._upload is not None:
+                if self._upload is None:
+                    await put_whole(requests, key, body, new=self._new)
+                else:
                     tags = [self._tags[number] for number in sorted(self._tags)]
                     await requests.complete_parts(key, self._upload, tags, create=self._new)
                     self._upload = None
-                    await self.abort()
-                else:
-                    await put_whole(requests, key, body, new=self._new)
         except RequestError as error:
-            raise self._sending.failed(f"writing {self._nbytes} bytes", self._key, error) from error
+            raise self._sending.failed(f"writing {self._nbytes} bytes", key, error) from error
+        try:
+            await self.abort()
+        except RequestError as error:  # which fails no export whose object has appeared
+            logger.warning(
+                "%s: the object is complete, but another upload of it may be open, and could not "
+                "be aborted: %s; the bucket's lifecycle rule removes it",
+                requests.location(key),
+                error,
+            )
 
     async def abort(self) -> None:
         """Abort the uploads that were begun and not completed. Raises `RequestError`."""

@@ -113,6 +113,27 @@ async def test_a_run_beside_steps_of_another_library_is_a_run(tmp_path: Path, ot
             await asyncckpt.restore(tmp_path)
 
 
+@pytest.mark.parametrize("other", ["final.safetensors", "state"])
+async def test_a_run_with_another_checkpoint_in_its_root_is_a_run(
+    tmp_path: Path, other: str
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
+        await ckpt.save(3, VALUES)
+    await asyncckpt.convert(tmp_path / "run" / "3", tmp_path / "run" / other)
+    async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
+        await ckpt.save(20, VALUES)
+    with pytest.raises(asyncckpt.CheckpointNotFoundError, match="its newest step is 20"):
+        await asyncckpt.restore(tmp_path / "run")
+    report = await asyncckpt.convert(tmp_path / "run", tmp_path / "copy")
+    assert report.source == str(tmp_path / "run" / "20")
+
+
+async def test_a_directory_of_checkpoints_is_told_from_them(tmp_path: Path) -> None:
+    await asyncckpt.save(tmp_path / "state", VALUES)
+    with pytest.raises(asyncckpt.CheckpointNotFoundError, match=f"pass {tmp_path / 'state'}"):
+        await asyncckpt.restore(tmp_path)
+
+
 async def test_the_error_for_a_missing_step_names_those_with_another_name(tmp_path: Path) -> None:
     for name in ("ckpt_2", "ckpt_12", "00000007", "2.orbax-checkpoint-tmp-1"):
         (tmp_path / name).mkdir()

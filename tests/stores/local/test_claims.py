@@ -225,6 +225,16 @@ async def test_a_claim_that_cannot_be_made_is_an_error_and_can_be_made_later(
     assert (await store.claim()).epoch == 1
 
 
+async def test_claims_that_cannot_be_listed_are_a_clear_error(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    (tmp_path / ".asyncckpt").write_text("a file")
+    for call in (store.claims(), store.check_claim(1)):
+        with pytest.raises(StoreError, match=r"reading the claims failed: .*\(ENOTDIR\)") as caught:
+            await call
+        assert caught.value.location == f"{tmp_path}/.asyncckpt"
+
+
 @pytest.mark.parametrize("days", [-1, 1])
 async def test_a_clock_that_is_wrong_by_a_day_decides_nothing(
     store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch, days: int

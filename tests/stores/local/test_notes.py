@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -52,6 +53,22 @@ async def test_what_cannot_be_noted_is_passed_over(tmp_path: Path, workers: Work
     await nowhere.keep_note(0, b"failed")
     assert await nowhere.take_notes() == []
     assert not (tmp_path / "nowhere").exists()
+
+
+async def test_notes_that_cannot_be_listed_are_passed_over(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path, workers)
+    await store.keep_note(0, b"failed")
+
+    def refuse(path: object) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refuse)
+        assert await store.take_notes() == []
+    assert await store.take_notes() == [b"failed"]
+    await store.close()
 
 
 async def test_notes_that_are_no_regular_files_are_neither_read_nor_written(

@@ -123,6 +123,13 @@ async def test_damaged_claims_and_lists_hide_nothing(
             await save(other, "3", "c", 3, epoch=second)
 
 
+def newer(sim: Simulator, name: str) -> None:
+    """The list has the form of a newer release."""
+    key = f"{ROOT}/.asyncckpt/{name}"
+    text = sim.get("bucket", key)[:-22].decode().replace('"version":1', '"version":2')
+    sim.put("bucket", key, seal(text.replace('"save_ids"', '"saved"') + "}"))
+
+
 async def test_a_list_of_a_newer_release_is_refused_where_it_would_decide(sim: Simulator) -> None:
     async with opened("obstore", sim) as store, opened("obstore", sim) as other:
         first = await claimed(store)
@@ -132,9 +139,7 @@ async def test_a_list_of_a_newer_release_is_refused_where_it_would_decide(sim: S
         with pytest.raises(FencedError):
             await attempt.publish(record)
         await save(other, "2", "b", 2, epoch=second)
-        key = f"{ROOT}/.asyncckpt/inherited-2"
-        text = sim.get("bucket", key)[:-22].decode().replace('"version":1', '"version":2')
-        sim.put("bucket", key, seal(text.replace('"save_ids"', '"saved"') + "}"))
+        newer(sim, "inherited-2")
         async with opened("obstore", sim) as reader:
             with pytest.raises(
                 UnsupportedFormatError,
@@ -142,6 +147,21 @@ async def test_a_list_of_a_newer_release_is_refused_where_it_would_decide(sim: S
             ):
                 await expect(reader, "1", 1)
             await expect(reader, "2", 2)
+
+
+async def test_a_list_of_a_newer_release_does_not_fail_a_sweep(
+    sim: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened("obstore", sim) as store, opened("obstore", sim) as other:
+        first = await claimed(store)
+        await save(store, "1", "a", 1, epoch=first)
+        await claimed(other)
+        newer(sim, "inherited-2")
+        sim.delete("bucket", f"{ROOT}/1/default/small")
+    async with opened("obstore", sim) as reader:
+        with caplog.at_level(logging.WARNING, "asyncckpt"):
+            assert await reader.sweep() == ()
+    assert "continue this run with a newer release" in caplog.text
 
 
 async def test_a_claim_that_cannot_be_made_is_an_error_and_changes_nothing(sim: Simulator) -> None:

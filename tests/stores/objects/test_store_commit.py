@@ -241,6 +241,29 @@ async def test_a_refusal_for_good_names_the_object_and_the_right(sim: Simulator)
         await expect_no_record(store, "1")
 
 
+@pytest.mark.parametrize("overwrite", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_refusal_after_a_lost_response_leaves_the_outcome_unknown(
+    sim: Simulator, kind: str, overwrite: bool
+) -> None:
+    """The record was written, and then the credentials expired."""
+    async with opened(kind, sim) as store:
+        if overwrite:
+            await save(store, "1", "old", 1)
+        attempt = await store.begin("1", identity("a"), overwrite=overwrite)
+        record = await fill(attempt, identity("a"), 7)
+
+        def expire(_: object) -> None:
+            sim.faults.append(Fault(key="*/1/checkpoint.json", number=0, status=403))
+
+        sim.faults.append(Fault(**RECORD_PUT, reset=True, applied=True, hook=expire))
+        with pytest.raises(SaveError, match=r"whether the checkpoint is .* visible .* is unknown"):
+            await attempt.publish(record)
+        sim.faults.clear()
+        await store.sweep()
+        await whole(sim, store, "1", 7)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_is_no_record_is_reported_and_only_replaced_when_asked(
     sim: Simulator, kind: str

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from asyncckpt.errors import CheckpointExistsError, SaveError
+from asyncckpt.flow import shield
 from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import Attempt, Store
 from asyncckpt.stores.objects import publish
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import READS_MAX, Context
@@ -31,6 +33,19 @@ def uniform(data: bytes) -> str | None:
 def context_of(store: Requests, workers: Workers) -> Context:
     """The context of readers of such records."""
     return Context(store, workers, uniform, outline_of, epoch_of)
+
+
+async def without_response(
+    sim: Simulator, store: Store, *, overwrite: bool
+) -> tuple[Attempt, bytes, asyncio.Task[None], Gate]:
+    """Publish a record of step 1, to which the service does not respond before the gate opens."""
+    attempt = await store.begin("1", identity("a"), overwrite=overwrite)
+    record = await fill(attempt, identity("a"), 7)
+    gate = Gate()
+    sim.faults.append(Fault(**RECORD_PUT, gate=gate, hang=True))
+    publishing = asyncio.create_task(attempt.publish(record))
+    await gate.reached.wait()
+    return attempt, record, publishing, gate
 
 
 # --------------------------------------------------------------------------------- ended too early
@@ -64,6 +79,22 @@ async def test_what_a_cancelled_save_is_sending_gets_a_second_whatever_was_cance
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+async def test_a_cancelled_save_whose_record_gets_no_response_is_unknown_not_cancelled(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """The caller waits for the response, but not forever; the request may still arrive."""
+    monkeypatch.setattr(shield, "CLEANUP_S", 0.1)
+    async with opened("obstore", sim, policy=PATIENT) as store:
+        if overwrite:
+            await save(store, "1", "old", 1)
+        _, _, publishing, gate = await without_response(sim, store, overwrite=overwrite)
+        publishing.cancel()
+        with pytest.raises(SaveError, match=r"checkpoint\.json: .* durable is unknown"):
+            await publishing
+        gate.release()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_ends_while_its_record_is_on_its_way_keeps_what_the_record_refers_to(
     sim: Simulator, kind: str, overwrite: bool
@@ -71,15 +102,10 @@ async def test_what_ends_while_its_record_is_on_its_way_keeps_what_the_record_re
     """As at the end of a process, which cancels also what is shielded; the request arrives."""
     async with opened(kind, sim) as store:
         await save(store, "0", "known")
-        attempt = await store.begin("1", identity("a"), overwrite=overwrite)
-        record = await fill(attempt, identity("a"), 7)
-        gate = Gate()
-        sim.faults.append(Fault(**RECORD_PUT, gate=gate, hang=True))
-        publishing = asyncio.create_task(attempt.publish(record))
-        await gate.reached.wait()
+        attempt, record, publishing, gate = await without_response(sim, store, overwrite=overwrite)
         (shielded,) = (t for t in asyncio.all_tasks() if "_conclude" in str(t.get_coro()))
         shielded.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(SaveError, match="durable is unknown"):
             await publishing
         await attempt.abort()  # whoever began it does so
         gate.release()
@@ -284,6 +310,11 @@ async def test_a_damaged_record_is_read_again_only_if_it_takes_several_requests(
 
 # ------------------------------------------------------------------------------- came back to life
 
+CONDITIONAL = ("s3fs", "gcsfs")
+"""Clients that delete on condition of the version."""
+
+DELETIONS = ("delete_object", "delete_objects")
+
 
 @pytest.mark.parametrize("landed", [True, False])
 async def test_a_retried_creation_brings_no_deleted_step_back(
@@ -315,6 +346,59 @@ async def test_a_retried_creation_brings_no_deleted_step_back(
             await save(store, "1", "a", 2)
         assert tries == (1 if landed else 2) and not caught.value.visible
         assert not [key for key in names(sim) if key.startswith("1/")]
+
+
+@pytest.mark.parametrize("kind", CONDITIONAL)
+async def test_a_save_that_undoes_its_record_spares_the_one_that_has_replaced_it(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It has found its record without data, and is about to remove it."""
+    async with opened(kind, sim) as store, opened(kind, sim) as other:
+        await save(store, "0", "known")
+        await save(other, "0", "known too", overwrite=True)
+        put, tries = store._requests.client.put, 0
+
+        async def losing(key: str, body: bytes, *, create: bool = False) -> None:
+            nonlocal tries
+            if key == "1/checkpoint.json":
+                tries += 1
+                if tries == 1:
+                    raise RequestError("connection", "by the test")
+                for mine in of(sim, "a"):
+                    sim.delete("bucket", f"{ROOT}/{mine}")
+            await put(key, body, create=create)
+
+        monkeypatch.setattr(store._requests.client, "put", losing)
+        gate = Gate()
+        sim.faults.append(Fault(kind=DELETIONS, key="*/1/*", gate=gate))
+        undoing = asyncio.create_task(save(store, "1", "a", 2))
+        await gate.reached.wait()
+        await save(other, "1", "b", 3, overwrite=True)
+        gate.release()
+        with pytest.raises(SaveError, match="another process deleted it"):
+            await undoing
+        await whole(sim, other, "1", 3)
+
+
+@pytest.mark.parametrize("kind", CONDITIONAL)
+async def test_a_deletion_spares_the_record_that_has_replaced_one_that_came_back(
+    sim: Simulator, kind: str
+) -> None:
+    async with opened(kind, sim) as store, opened(kind, sim) as other:
+        await save(other, "0", "known")
+        await save(other, "0", "known too", overwrite=True)
+        await save(store, "1", "a", 1)
+        record = sim.get("bucket", f"{ROOT}/1/checkpoint.json")
+        remove = await store.unlist("1")
+        sim.put("bucket", f"{ROOT}/1/checkpoint.json", record)
+        gate = Gate()
+        sim.faults.append(Fault(kind=DELETIONS, key="*/checkpoint.json", gate=gate))
+        removing = asyncio.create_task(remove())
+        await gate.reached.wait()
+        await save(other, "1", "b", 3, overwrite=True)
+        gate.release()
+        await removing
+        await whole(sim, other, "1", 3)
 
 
 async def test_a_deletion_removes_a_record_that_came_back_meanwhile(sim: Simulator) -> None:

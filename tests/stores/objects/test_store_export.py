@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from typing import Any
 
@@ -214,6 +215,24 @@ async def test_a_multipart_upload_survives_lost_answers_and_leaves_no_other(
         assert sim.get("bucket", f"{ROOT}/{FILE}") == data.tobytes()
     assert fault.happened
     assert not sim.uploads
+
+
+async def test_an_object_that_has_appeared_is_exported_though_a_lost_upload_stays(
+    sim: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The credentials do not allow uploads to be listed."""
+    data = pattern(2 * SLOT_NBYTES + 5)
+    async with opened("s3fs", sim) as store:
+        sim.faults += [
+            Fault(kind="create_upload", reset=True, applied=True),
+            Fault(kind="list_uploads", number=0, status=403),
+        ]
+        with caplog.at_level(logging.WARNING, "asyncckpt"):
+            await export_one(store, data, "a")
+    assert sim.get("bucket", f"{ROOT}/{FILE}") == data.tobytes()
+    assert f"{FILE}: the object is complete, but another upload" in caplog.text
+    assert len(sim.uploads) == 1
+    sim.clear()
 
 
 @pytest.mark.parametrize(
