@@ -48,6 +48,7 @@ _TABLE: dict[Kind, str] = {
         BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch EndpointConnectionError
         ConnectionClosedError HTTPClientError ProxyConnectionError ClientConnectionError
         ServerDisconnectedError ConnectionError ConnectionReset gaierror TransportError
+        ServiceRequestError ServiceResponseError
         ECONNREFUSED ECONNRESET ECONNABORTED EPIPE EHOSTUNREACH ENETUNREACH ENETDOWN""",
     "short": """
         IncompleteBody ResponseStreamingError IncompleteReadError IncompleteRead ClientPayloadError
@@ -61,7 +62,7 @@ _TABLE: dict[Kind, str] = {
         NoCredentialsError PartialCredentialsError CredentialRetrievalError NoAuthTokenError
         TokenRetrievalError UnknownTokenProviderError ProfileNotFound SSOError LoginError
         RefreshWithMFAUnsupportedError UnknownCredentialError DefaultCredentialsError RefreshError
-        GoogleAuthError UnauthenticatedError""",
+        GoogleAuthError UnauthenticatedError ClientAuthenticationError""",
     "forbidden": """
         403 AccessDenied AllAccessDisabled InvalidPayer forbidden KMS.AccessDenied PermissionError
         PermissionDeniedError EACCES""",
@@ -218,7 +219,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _response(error: BaseException, hidden: Collection[str]) -> RequestError | None:
-    """Classify the response in an error of botocore, gcsfs or aiohttp; None if there is none."""
+    """Classify the response in an error of botocore, gcsfs, aiohttp, or most other libraries.
+
+    Return None if there is none.
+    """
     response = getattr(error, "response", None)
     if isinstance(response, Mapping) and isinstance(response.get("Error"), Mapping):
         said: Mapping[str, Any] = response["Error"]
@@ -231,6 +235,13 @@ def _response(error: BaseException, hidden: Collection[str]) -> RequestError | N
             hidden,
             retry_after=headers.get("retry-after"),
         )
+    status = getattr(response, "status_code", None)
+    if response is not None and isinstance(status, int):  # Azure, requests, httpx
+        code = getattr(error, "error_code", None)  # of Azure, an enumeration or text
+        message = str(getattr(error, "message", None) or error)
+        retry_after = response.headers.get("Retry-After")
+        code = getattr(code, "value", code)
+        return status_error(status, code, message, hidden, retry_after=retry_after)
     name = type(error).__name__
     status = getattr(error, "code" if name == "HttpError" else "status", None)
     if name in ("HttpError", "ClientResponseError") and str(status).isdigit():

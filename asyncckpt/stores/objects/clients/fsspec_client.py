@@ -99,7 +99,10 @@ class FsspecClient(ObjectClient):
         return found
 
     async def size(self, key: str) -> int:
-        return int((await self._described(key))["size"])
+        nbytes = (await self._described(key))["size"]
+        if nbytes is None:
+            raise RequestError("invalid", "the server does not say how long the object is")
+        return int(nbytes)
 
     async def version(self, key: str) -> str:
         info = await self._described(key)

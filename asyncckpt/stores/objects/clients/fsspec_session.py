@@ -43,13 +43,12 @@ class FilesystemSession:
         if not is_async(filesystem):
             method = getattr(filesystem, name.removeprefix("_"))
             return await self.workers.run_or_abandon(method, *args, **kwargs)
-        coroutine = getattr(filesystem, name)(*args, **kwargs)
-        loop = filesystem.loop
+        loop = filesystem.loop  # raises in a forked child
         if loop is None or loop is asyncio.get_running_loop():
-            return await coroutine
+            return await getattr(filesystem, name)(*args, **kwargs)
         if not loop.is_running():
-            coroutine.close()
             raise RequestError("invalid", "the event loop of the given file system does not run")
+        coroutine = getattr(filesystem, name)(*args, **kwargs)
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
         except asyncio.CancelledError:

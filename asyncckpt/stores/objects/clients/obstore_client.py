@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import timedelta
 from functools import cache
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -143,7 +144,7 @@ def bucket_region(endpoint: str, bucket: str) -> str | None:
     except urllib.error.HTTPError as error:
         with error:  # redirections and refusals name it, too
             return error.headers.get("x-amz-bucket-region")
-    except OSError:
+    except (OSError, HTTPException):  # no connection, or to something else than a web server
         return None
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncckpt.stores.objects.clients.fsspec_apis import is_protected
-from asyncckpt.stores.objects.clients.urls import Url
+from asyncckpt.stores.objects.clients.urls import Url, check_credential
 
 INERT = frozenset(
     (
@@ -63,6 +63,9 @@ SETTINGS = frozenset(
     ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "output", "region")
 )
 """Settings of the default profile that are irrelevant if keys are given."""
+
+DEFAULT_CREDENTIALS = "~/.config/gcloud/application_default_credentials.json"
+"""Where obstore, like Google's libraries, looks for credentials."""
 
 DEFAULT_REGION = "us-east-1"
 """Region for which s3fs signs by default; the client finds out the bucket's."""
@@ -107,6 +110,7 @@ def store_options(
 
     Raises:
         NotSimple: names the option, variable or setting.
+        UsageError: keys in the environment contain a control character.
     """
     left = {
         name: value
@@ -180,6 +184,8 @@ def _keys(left: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any] | 
         key = environ.get("AWS_ACCESS_KEY_ID")
         secret = environ.get("AWS_SECRET_ACCESS_KEY")
         token = environ.get("AWS_SESSION_TOKEN")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+            check_credential(name, environ.get(name), f"the environment variable {name}")
         if not (key or secret):
             return None
     if not isinstance(key, str) or not isinstance(secret, str) or not (key and secret):
@@ -233,6 +239,11 @@ def _gcs(url: Url, left: dict[str, Any], environ: Mapping[str, str]) -> StoreOpt
     token: Any = left.pop("token", "google_default")
     config: dict[str, Any]
     if token == "anon":
+        # obstore would read these credentials nevertheless, and refuses most kinds of them.
+        given = "GOOGLE_APPLICATION_CREDENTIALS" in environ
+        # With options in `left`, gcsfs opens the URL anyway.
+        if not left and (given or os.path.exists(os.path.expanduser(DEFAULT_CREDENTIALS))):
+            raise NotSimple("credentials of Google beside anonymous access")
         config = {"skip_signature": True}
     else:
         if token == "google_default":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -235,15 +235,24 @@ def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
     kind = type(filesystem)
     if not is_async(filesystem) or not filesystem.asynchronous:
         return _client(url, kind, lambda: filesystem, options, workers, ours=False)
+    return _client(url, kind, partial(_again, filesystem, hidden_values(options)), options, workers)
 
-    def make() -> Any:
-        same = {**filesystem.storage_options, "asynchronous": True, "skip_instance_cache": True}
-        if _library(kind) == "gcsfs":
-            same = fsspec_apis.gcs_options(filesystem.storage_options, hidden_values(options))
-        again = kind(*filesystem.storage_args, **same)
-        return fsspec_apis.connected(again) if _library(kind) == "s3fs" else again
 
-    return _client(url, kind, make, options, workers)
+def _again(value: Any, hidden: Collection[str]) -> Any:
+    """Return an equal filesystem with a session of its own, also inside a wrapper.
+
+    Other values are arguments, and returned unchanged.
+    """
+    if not hasattr(value, "storage_options"):
+        return value
+    kind = type(value)
+    args = [_again(each, hidden) for each in value.storage_args]
+    options = {name: _again(each, hidden) for name, each in value.storage_options.items()}
+    options |= {"asynchronous": True, "skip_instance_cache": True}
+    if _library(kind) == "gcsfs":
+        options = fsspec_apis.gcs_options(options, hidden)
+    again = kind(*args, **options)
+    return fsspec_apis.connected(again) if _library(kind) == "s3fs" else again
 
 
 def _client(

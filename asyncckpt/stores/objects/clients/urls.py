@@ -204,15 +204,20 @@ def check_options(storage_options: object) -> None:
             f"storage_options={type(storage_options).__name__}(…): pass a dict of options",
             found=type(storage_options),
         )
-    for name in ("key", "secret", "token"):
+    for name in ("key", "secret", "token", "username", "password"):
         value = (storage_options or {}).get(name)
-        # obstore panics on them in a header. For gcsfs, a token may be JSON of several lines.
-        if isinstance(value, str) and _CONTROL.search(value) and value.strip()[:1] != "{":
-            raise UsageError(
-                f"storage_options={{{name!r}: …}} contains a control character, such as a newline "
-                "at its end; pass the value without it",
-                found=name,
-            )
+        check_credential(name, value, f"storage_options={{{name!r}: …}}")
+
+
+def check_credential(name: str, value: object, place: str) -> None:
+    """Raise `UsageError`, which does not show it, if a credential contains a control character."""
+    # obstore panics on them in a header. For gcsfs, a token may be JSON of several lines.
+    if isinstance(value, str) and _CONTROL.search(value) and value.strip()[:1] != "{":
+        raise UsageError(
+            f"{place} contains a control character, such as a newline at its end; pass the value "
+            "without it",
+            found=name,
+        )
 
 
 def check_scheme(url: Url) -> None:

@@ -153,6 +153,27 @@ GCS_ANSWERS = [
     (requests.exceptions.ConnectionError(), "connection"),
 ]
 
+
+def answered(kind: type[Exception], status: int, code: object = None) -> Exception:
+    """What a library raises that keeps the response, as those of Azure and requests do."""
+    error = kind("Said by the server.")
+    error.response = Mock(status_code=status, headers={"Retry-After": "7"})  # type: ignore[attr-defined]
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+ANSWERED = [
+    (answered(Exception, 503, "ServerBusy"), "throttled"),
+    (answered(Exception, 404, Mock(value="ContainerNotFound")), "no_bucket"),
+    (answered(Exception, 404), "missing"),
+    (answered(Exception, 500), "unavailable"),
+    (answered(requests.exceptions.HTTPError, 403), "forbidden"),
+    (answered(requests.exceptions.HTTPError, 401), "credentials"),
+    (caused(RuntimeError("Failed to remove"), answered(Exception, 429)), "throttled"),
+    (type("ServiceResponseError", (Exception,), {})("reset"), "connection"),
+    (type("ClientAuthenticationError", (Exception,), {})("none"), "credentials"),
+]
+
 OTHERS = [
     (aiohttp.ServerDisconnectedError(), "connection"),
     (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), "connection"),
@@ -188,7 +209,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [*S3_ANSWERS, *BOTO, *GCS_ANSWERS, *OTHERS],
+    [*S3_ANSWERS, *BOTO, *GCS_ANSWERS, *ANSWERED, *OTHERS],
     ids=lambda value: value if isinstance(value, str) else f"{type(value).__name__}-{value!s:.30}",
 )
 def test_an_error_is_told_by_what_a_caller_can_do_about_it(error: Exception, kind: str) -> None:

@@ -353,3 +353,18 @@ async def test_parts_are_refused(sim: Simulator) -> None:
             assert caught.value.kind == "invalid"
         assert await client.pending_parts("") is None
     assert sim.requests == []
+
+
+async def test_a_server_that_is_no_web_server_is_a_failed_connection(workers: Workers) -> None:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": url}
+        client = obstore_from("s3://bucket/run", options, workers)
+        with pytest.raises(RequestError) as caught:
+            await client.get("a", 0, 1)
+        assert caught.value.kind == "connection"
+        await client.close()

@@ -38,6 +38,8 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of this machine's AWS configuration is seen."""
     for name in ("KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE", "REGION", "CA_BUNDLE"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
 
@@ -346,6 +348,20 @@ def test_gcs_with_anything_else_is_left_to_gcsfs(
     for name in ("STORAGE_EMULATOR_HOST", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SKIP_SIGNATURE"):
         with pytest.raises(NotSimple, match=name):
             found({"token": "anon"}, "gs://bucket/run", {name: "http://a"})
+
+
+@pytest.mark.parametrize("place", ["variable", "home"])
+def test_anonymous_gcs_beside_credentials_that_obstore_refuses_is_left_to_gcsfs(
+    place: str, workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / ".config/gcloud/application_default_credentials.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"type": "external_account"}')
+    if place == "variable":
+        moved = path.rename(tmp_path / "account.json")
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(moved))
+    client = open_client("gs://bucket/run", storage_options={"token": "anon"}, workers=workers)
+    assert isinstance(client, GcsClient)
 
 
 # ------------------------------------------------------------------------------ what is installed

@@ -15,6 +15,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from obstore.store import GCSStore, MemoryStore, S3Store
+from s3fs import S3FileSystem
 
 import asyncckpt
 from asyncckpt import blocking
@@ -33,7 +34,7 @@ from asyncckpt.stores.objects.clients.urls import (
     split_bucket,
     split_url,
 )
-from tests.simulator import Simulator
+from tests.simulator import Simulator, simulator
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
 
@@ -181,7 +182,7 @@ def test_a_local_url_without_a_directory_is_refused(url: str) -> None:
             call(url)
 
 
-@pytest.mark.parametrize("name", ["key", "secret", "token"])
+@pytest.mark.parametrize("name", ["key", "secret", "token", "username", "password"])
 @pytest.mark.parametrize("client", ["obstore", "fsspec"])
 def test_a_credential_with_a_control_character_is_refused_and_not_shown(
     name: str, client: str
@@ -191,6 +192,16 @@ def test_a_credential_with_a_control_character_is_refused_and_not_shown(
         blocking.Checkpointer("s3://bucket/run", storage_options=options)
     assert "s3cr3t" not in str(caught.value)
     check_options({"token": '{\n"type": "service_account"}\n'})
+
+
+def test_a_key_of_the_environment_with_a_control_character_is_refused_and_not_shown(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "s3cr3t\n")
+    with pytest.raises(UsageError, match="variable AWS_ACCESS_KEY_ID contains a control") as caught:
+        open_client("s3://bucket/run", storage_options={"client": "obstore"}, workers=workers)
+    assert "s3cr3t" not in str(caught.value)
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost"])
@@ -485,6 +496,30 @@ def test_a_filesystem_object_serves_its_own_schemes(workers: Workers) -> None:
             storage_options={"filesystem": memory, "key": "s3cr3t"},
             workers=workers,
         )
+
+
+async def test_an_asynchronous_filesystem_in_a_wrapper_stays_on_its_own_loop(
+    workers: Workers,
+) -> None:
+    with simulator() as sim:
+        inner = S3FileSystem(**sim.s3_options(), asynchronous=True, skip_instance_cache=True)
+        wrapper = DirFileSystem("bucket", inner, asynchronous=True)
+        client = open_client("dir://run", storage_options={"filesystem": wrapper}, workers=workers)
+        await client.put("a", b"x")
+        assert sim.objects() == {"run/a": b"x"}
+        assert inner._s3 is None
+        await client.close()
+
+
+async def test_an_object_of_unknown_length_is_a_request_error(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a web server that announces no length."""
+    memory = fsspec.filesystem("memory")
+    client = open_client("memory://run", storage_options={"filesystem": memory}, workers=workers)
+    monkeypatch.setattr(memory, "info", lambda path: {"size": None, "type": "file"})
+    with pytest.raises(RequestError, match="does not say how long"):
+        await client.size("a")
 
 
 async def test_a_filesystem_without_conditional_creation_warns_once(
