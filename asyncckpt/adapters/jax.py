@@ -320,9 +320,7 @@ def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sh
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
-    found = _NO_MESH
-    get_mesh = getattr(jax.sharding, "get_mesh", None)
-    current = None if get_mesh is None else get_mesh()
+    found, current = _NO_MESH, jax.sharding.get_mesh()
     if isinstance(current, jax.sharding.Mesh) and not current.empty:
         if current.abstract_mesh == mesh:
             named: Any = sharding

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.experimental
 import numpy as np
 import numpy.typing as npt
 
@@ -49,10 +48,7 @@ def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
     """Enable 64-bit types in this thread if the dtype needs them."""
     if name not in WIDE:
         return contextlib.nullcontext()
-    enable: Any = getattr(jax, "enable_x64", None)
-    if enable is None:  # before JAX 0.8
-        enable = getattr(jax.experimental, "enable_x64", None)
-    context: contextlib.AbstractContextManager[Any] = enable(True)
+    context: contextlib.AbstractContextManager[Any] = jax.enable_x64(True)
     return context
 
 

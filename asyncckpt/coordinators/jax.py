@@ -229,10 +229,9 @@ def _compiled(process: int, members: tuple[int, ...]) -> Callable[[Bytes], Bytes
     apart = NamedSharding(mesh, PartitionSpec("process"))  # type: ignore[no-untyped-call]
     everywhere = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
     collect = jax.jit(lambda pieces: pieces, out_shardings=everywhere)
-    use_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
 
     def gather(piece: Bytes) -> Bytes:
-        with jax.transfer_guard("allow"), jax.disable_jit(False), use_mesh(mesh):
+        with jax.transfer_guard("allow"), jax.disable_jit(False), jax.set_mesh(mesh):
             part = jax.device_put(piece[None], own)
             shape = (len(members), piece.size)
             pieces = jax.make_array_from_single_device_arrays(shape, apart, [part])
