@@ -13,6 +13,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt.options import KIB
+from asyncckpt.planning import restore as plans
 from asyncckpt.restore import ranges as runs
 from asyncckpt.restore.decode import Decode
 from asyncckpt.restore.fetch import Fetch
@@ -111,7 +112,9 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @contextlib.asynccontextmanager
 async def restoring(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Restores]:
     await warm_up()
-    monkeypatch.setattr(runs, "LOCAL_RUN_NBYTES", 128 * KIB)  # each chunk is read by itself
+    # Each chunk is read by itself.
+    monkeypatch.setattr(plans, "OWN_BATCH_NBYTES", 64 * KIB)
+    monkeypatch.setattr(runs, "LOCAL_RUN_NBYTES", 128 * KIB)
     monkeypatch.setattr(runs, "ASIDE_NBYTES", 64 * KIB)
     taken = ways_taken(monkeypatch)
     with nothing_left_behind():
