@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 from asyncckpt.tree.names import Key, escape_keys
 
@@ -25,8 +24,7 @@ KEYED: Final = frozenset(("dict", "namedtuple", "dataclass", "registered"))
 """Kinds whose nodes have keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One container.
 
     Attributes:
@@ -98,9 +96,7 @@ class Structure:
             stop += 1
         start = min(ordinals, default=0)
         nodes = tuple(
-            dataclasses.replace(
-                node, children=tuple(c - start if c >= 0 else c + first for c in node.children)
-            )
+            node._replace(children=tuple(c - start if c >= 0 else c + first for c in node.children))
             for node in self.nodes[first:stop]
         )
         return Structure(nodes, len(ordinals)), range(start, start + len(ordinals))
@@ -148,11 +144,11 @@ def _node(index: int, item: object) -> Node:
         raise ValueError(f"{where} has the unknown kind {kind!r:.40}")
     if not isinstance(type_name, str):
         raise ValueError(f"{where} has a type name that is not a string")
-    if not isinstance(keys, list) or not set(map(type, keys)) <= {str, int}:
+    if not isinstance(keys, list) or not (types := set(map(type, keys))) <= {str, int}:
         raise ValueError(f"{where} has keys that are not strings and integers")
     if not isinstance(children, list) or not set(map(type, children)) <= {int}:
         raise ValueError(f"{where} has children that are not integers")
-    if any(type(key) is int and key.bit_length() > MAX_KEY_BITS for key in keys):
+    if int in types and any(type(k) is int and k.bit_length() > MAX_KEY_BITS for k in keys):
         raise ValueError(f"{where} has an integer key of more than {MAX_KEY_BITS} bits")
     if len(keys) != (len(children) if kind in KEYED else 0):
         raise ValueError(f"{where} ({kind}) has {len(keys)} keys and {len(children)} children")
