@@ -223,33 +223,23 @@ def _response(error: BaseException, hidden: Collection[str]) -> RequestError | N
 
     Return None if there is none.
     """
-    response = getattr(error, "response", None)
-    if isinstance(response, Mapping) and isinstance(response.get("Error"), Mapping):
-        said: Mapping[str, Any] = response["Error"]
+    name, response = type(error).__name__, getattr(error, "response", None)
+    message, code = getattr(error, "message", ""), None
+    if isinstance(response, Mapping) and isinstance(said := response.get("Error"), Mapping):
         meta: Mapping[str, Any] = response.get("ResponseMetadata") or {}
-        headers: Mapping[str, str] = meta.get("HTTPHeaders") or {}
-        return status_error(
-            int(meta.get("HTTPStatusCode") or 0),
-            str(said.get("Code") or "") or None,
-            str(said.get("Message") or ""),
-            hidden,
-            retry_after=headers.get("retry-after"),
-        )
-    status = getattr(response, "status_code", None)
-    if response is not None and isinstance(status, int):  # Azure, requests, httpx
+        status, headers = meta.get("HTTPStatusCode") or 0, meta.get("HTTPHeaders") or {}
+        code, message = str(said.get("Code") or "") or None, said.get("Message") or ""
+    elif isinstance(status := getattr(response, "status_code", None), int):
+        headers = getattr(response, "headers", {})  # Azure, requests, httpx
         code = getattr(error, "error_code", None)  # of Azure, an enumeration or text
-        message = str(getattr(error, "message", None) or error)
-        retry_after = response.headers.get("Retry-After")
-        code = getattr(code, "value", code)
-        return status_error(status, code, message, hidden, retry_after=retry_after)
-    name = type(error).__name__
-    status = getattr(error, "code" if name == "HttpError" else "status", None)
-    if name in ("HttpError", "ClientResponseError") and str(status).isdigit():
+        code, message = getattr(code, "value", code), message or error
+    elif name in ("HttpError", "ClientResponseError"):
+        status = getattr(error, "code" if name == "HttpError" else "status", None)
         headers = getattr(error, "headers", None) or {}
-        message = str(getattr(error, "message", ""))
-        retry_after = headers.get("Retry-After")
-        return status_error(int(str(status)), None, message, hidden, retry_after=retry_after)
-    return None
+    if not str(status).isdigit():
+        return None
+    retry_after = headers.get("Retry-After") or headers.get("retry-after")  # as botocore has it
+    return status_error(int(str(status)), code, str(message), hidden, retry_after=retry_after)
 
 
 def _names(error: BaseException) -> list[str]:

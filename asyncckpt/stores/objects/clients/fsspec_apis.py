@@ -10,7 +10,6 @@ and JSON APIs.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -128,32 +127,19 @@ def s3_options(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **storage_options,
         "config_kwargs": config | dict(storage_options.get("config_kwargs") or {}),
-        "cache_regions": False,  # would make clients without the handlers of `_connect`
+        "cache_regions": False,  # would make clients without the handlers of `connect`
         "asynchronous": True,
         "skip_instance_cache": True,
         "use_listings_cache": False,
     }
 
 
-def s3_filesystem(storage_options: Mapping[str, Any]) -> Any:
-    """Return a connected filesystem of our own. Blocks; call it in a thread."""
-    from s3fs import S3FileSystem  # type: ignore[import-untyped]
+async def connect(filesystem: Any) -> None:
+    """Give a filesystem a session, which the first request binds to its event loop.
 
-    filesystem = S3FileSystem(**s3_options(storage_options))
-    filesystem.retries = 1  # attempts, including the first
-    return connected(filesystem)
-
-
-def connected(filesystem: Any) -> Any:
-    """Return the filesystem with a session, which the first request binds to its event loop.
-
-    Blocks; call it in a thread: botocore reads its data about S3, configuration and credentials.
+    Blocks; run it in a thread: botocore reads its data about S3, configuration and credentials.
     """
-    asyncio.run(_connect(filesystem))
-    return filesystem
-
-
-async def _connect(filesystem: Any) -> None:
+    filesystem.retries = 1  # attempts, including the first
     # botocore sends `Expect: 100-continue` with every body, and aiohttp waits for the response: a
     # round trip, and on some stores forever.
     client = await filesystem.set_session()
@@ -247,7 +233,7 @@ class S3Client(FsspecClient):
             with SlicedBody(body) as data:
                 yield data
         else:
-            # With files, botocore sends `Expect: 100-continue`; see `_connect`.
+            # With files, botocore sends `Expect: 100-continue`; see `connect`.
             yield await self._session.workers.run_or_abandon(bytearray, body)
 
     async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
@@ -375,14 +361,6 @@ def gcs_options(storage_options: Mapping[str, Any], hidden: Collection[str]) -> 
         "skip_instance_cache": True,
         "use_listings_cache": False,
     }
-
-
-def gcs_filesystem(storage_options: Mapping[str, Any], hidden: Collection[str]) -> Any:
-    """Return a filesystem of our own. Blocks: it may query the metadata server."""
-    # The class of fsspec's registry would query the kind of every bucket over gRPC.
-    from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
-
-    return GCSFileSystem(**gcs_options(storage_options, hidden))
 
 
 _TAKE: ContextVar[Take | None] = ContextVar("_TAKE", default=None)

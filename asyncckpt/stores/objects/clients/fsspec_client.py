@@ -265,15 +265,9 @@ def _entries(
 
 
 def modified(info: Mapping[str, Any]) -> float:
-    """Return when an entry of a listing was written, from whichever field the library uses."""
-    for name in ("LastModified", "mtime", "updated", "last_modified", "modified", "created"):
-        if (value := info.get(name)) is not None:
-            return seconds(value)
-    return 0.0
-
-
-def seconds(value: object) -> float:
-    """Return a library's time in seconds since 1970; 0.0 if it is not a time."""
+    """Return when an entry of a listing was written, in seconds since 1970; 0.0 if unknown."""
+    names = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
+    value = next((info[name] for name in names if info.get(name) is not None), None)
     if isinstance(value, str):
         try:
             value = datetime.fromisoformat(value)

@@ -90,15 +90,9 @@ class FilesystemSession:
         filesystem = made.result()
         if not is_async(filesystem):
             return
-        if inspect.iscoroutinefunction(connect := getattr(filesystem, "set_session", None)):
-            await (await connect()).close()
-        else:
-            try:
-                session = getattr(filesystem, "session", None)
-            except RuntimeError:  # there was no request
-                return
-            if inspect.iscoroutinefunction(close := getattr(session, "close", None)):
-                await close()
+        for name in ("set_session", "_set_session"):  # the second is of gcsfs
+            if inspect.iscoroutinefunction(connect := getattr(filesystem, name, None)):
+                await (await connect()).close()
 
 
 def is_async(filesystem: Any) -> bool:

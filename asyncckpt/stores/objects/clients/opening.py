@@ -10,20 +10,26 @@ Two keys of `storage_options` are our own; all others are arguments of the fsspe
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.clients import fsspec_apis
 from asyncckpt.stores.objects.clients.classification import hidden_values, request_error
 from asyncckpt.stores.objects.clients.client import ClientTraits, ObjectClient
-from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, S3Client
+from asyncckpt.stores.objects.clients.fsspec_apis import (
+    GcsClient,
+    S3Client,
+    connect,
+    gcs_options,
+    s3_options,
+)
 from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, MemoryClient
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async
 from asyncckpt.stores.objects.clients.obstore_client import (
@@ -197,16 +203,15 @@ def _obstore(
 def _own(url: Url, options: dict[str, Any], workers: Workers) -> ObjectClient:
     """Return a client with its own filesystem, which its first request makes."""
     kind = _filesystem_class(url)  # imported here, outside of any request's deadline
-    library = _library(kind)
-    if library == "s3fs":
-        make = partial(fsspec_apis.s3_filesystem, options)
-    elif library == "gcsfs":
-        make = partial(fsspec_apis.gcs_filesystem, options, hidden_values(options))
-    else:
-        arguments = {**kind._get_kwargs_from_urls(str(url)), **options, "skip_instance_cache": True}
-        if kind.async_impl:
-            arguments["asynchronous"] = True
-        make = partial(_uncached, kind, **arguments)
+    library, arguments = _library(kind), options
+    if library == "gcsfs":
+        # The class of fsspec's registry would query the kind of every bucket over gRPC.
+        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
+
+        kind = GCSFileSystem
+    elif library is None:
+        arguments = {**kind._get_kwargs_from_urls(str(url)), **options}
+    make = partial(_made, kind, (), arguments, hidden_values(options))
     return _client(url, kind, make, options, workers)
 
 
@@ -245,14 +250,33 @@ def _again(value: Any, hidden: Collection[str]) -> Any:
     """
     if not hasattr(value, "storage_options"):
         return value
-    kind = type(value)
     args = [_again(each, hidden) for each in value.storage_args]
     options = {name: _again(each, hidden) for name, each in value.storage_options.items()}
-    options |= {"asynchronous": True, "skip_instance_cache": True}
-    if _library(kind) == "gcsfs":
-        options = fsspec_apis.gcs_options(options, hidden)
-    again = kind(*args, **options)
-    return fsspec_apis.connected(again) if _library(kind) == "s3fs" else again
+    return _made(type(value), args, options, hidden)
+
+
+def _made(
+    kind: Any, args: Sequence[Any], options: Mapping[str, Any], hidden: Collection[str]
+) -> Any:
+    """Return a new filesystem with a session of its own, which caches no listings.
+
+    Blocks; call it in a thread: it may look for credentials.
+    """
+    library = _library(kind)
+    if library == "s3fs":
+        filesystem = kind(*args, **s3_options(options))
+        asyncio.run(connect(filesystem))
+        return filesystem
+    if library == "gcsfs":
+        return kind(*args, **gcs_options(options, hidden))
+    from fsspec.dircache import DirCache
+
+    more = {"asynchronous": True} if kind.async_impl else {}
+    filesystem = kind(*args, **{**options, **more, "skip_instance_cache": True})
+    # Not by an argument: some filesystems pass unknown arguments on to their library.
+    if isinstance(cache := getattr(filesystem, "dircache", None), DirCache):
+        cache.use_listings_cache = False
+    return filesystem
 
 
 def _client(
@@ -357,20 +381,6 @@ def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
         location=str(url),
         found=url.scheme,
     )
-
-
-def _uncached(kind: Any, /, **arguments: Any) -> Any:
-    """Return a new filesystem that caches no listings.
-
-    Not by an argument: some filesystems pass unknown arguments on to their library.
-    """
-    from fsspec.dircache import DirCache
-
-    filesystem = kind(**arguments)
-    cache = getattr(filesystem, "dircache", None)
-    if isinstance(cache, DirCache):
-        cache.use_listings_cache = False
-    return filesystem
 
 
 def _library(kind: type) -> str | None:
