@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -34,6 +36,10 @@ hypothesis.settings.load_profile("asyncckpt")
 collect_ignore = [] if sys.platform == "linux" else ["crash"]
 
 
+SHARED_MEMORY = Path("/dev/shm")
+ENOUGH_NBYTES = 256 << 20
+
+
 @pytest.fixture
 def no_blocking() -> Iterator[list[str]]:
     """Code of asyncckpt makes no blocking call on an event loop during the test."""
@@ -52,6 +58,24 @@ def leak_check() -> Iterator[None]:
     """The test leaves no engine thread, file descriptor or unfinished asyncio task behind."""
     with nothing_left_behind():
         yield
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory if there is one: thousands of flushes would wait for the disk.
+
+    What a killed process leaves is the same on every file system. What power loss leaves is not,
+    and is not tested by killing.
+    """
+    if (
+        not os.access(SHARED_MEMORY, os.W_OK)
+        or shutil.disk_usage(SHARED_MEMORY).free < ENOUGH_NBYTES
+    ):
+        yield tmp_path
+        return
+    directory = Path(tempfile.mkdtemp(prefix="asyncckpt-tests-", dir=SHARED_MEMORY))
+    yield directory
+    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -112,12 +112,12 @@ if sys.platform == "linux":  # the library that interferes is built on LD_PRELOA
 
     @pytest.mark.parametrize("scenario", SCENARIOS)
     def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
-        server: ForkServer, tmp_path: Path, scenario: str
+        server: ForkServer, scratch: Path, scenario: str
     ) -> None:
         old = 1 if "replaced" in scenario else 0
         states = []
         target = "tests.convert.test_export_crashes:change"
-        for number, args, outcome in server.each_call(target, fresh(prepare, tmp_path, scenario)):
+        for number, args, outcome in server.each_call(target, fresh(prepare, scratch, scenario)):
             assert outcome.killed, outcome.describe()
             root, what = Path(args["root"]), (number, outcome.describe())
             before = look(root, scenario, swept=False)
@@ -141,12 +141,12 @@ if sys.platform == "linux":  # the library that interferes is built on LD_PRELOA
         ],
     )
     def test_an_error_leaves_what_it_says(
-        server: ForkServer, tmp_path: Path, scenario: str, mode: Any
+        server: ForkServer, scratch: Path, scenario: str, mode: Any
     ) -> None:
         visited = 0
         target = "tests.convert.test_export_crashes:change"
         for number, args, outcome in server.each_call(
-            target, fresh(prepare, tmp_path, scenario), mode=mode, errno=errno.EIO
+            target, fresh(prepare, scratch, scenario), mode=mode, errno=errno.EIO
         ):
             what = (number, outcome.describe())
             assert outcome.exit_status == 0, what

@@ -301,12 +301,12 @@ def server() -> Iterator[ForkServer]:
     ("scenario", "mode"), [("nothing", "kill"), ("attempt", "kill"), ("attempt", "error")]
 )
 def test_a_takeover_that_dies_at_any_call_hides_and_loses_nothing(
-    server: ForkServer, tmp_path: Path, scenario: str, mode: Any
+    server: ForkServer, scratch: Path, scenario: str, mode: Any
 ) -> None:
     visited = 0
     saved = set()
     target = "tests.stores.local.test_claims:take_over"
-    places = fresh(prepare, tmp_path, scenario)
+    places = fresh(prepare, scratch, scenario)
     for number, args, outcome in server.each_call(target, places, mode=mode):
         assert outcome.killed == (mode == "kill"), outcome.describe()
 

@@ -104,12 +104,12 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
-    server: ForkServer, tmp_path: Path, scenario: str
+    server: ForkServer, scratch: Path, scenario: str
 ) -> None:
     visited = 0
     states = []
     target = "tests.stores.local.test_crash_points:change"
-    for number, args, outcome in server.each_call(target, fresh(prepare, tmp_path, scenario)):
+    for number, args, outcome in server.each_call(target, fresh(prepare, scratch, scenario)):
         assert outcome.killed, outcome.describe()
         root = Path(args["root"])
         before = look(root, scenario, swept=False)
@@ -133,12 +133,12 @@ def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
 @pytest.mark.parametrize("mode", ["error", "error_after"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_an_error_leaves_what_it_says(
-    server: ForkServer, tmp_path: Path, scenario: str, mode: Any
+    server: ForkServer, scratch: Path, scenario: str, mode: Any
 ) -> None:
     visited = 0
     target = "tests.stores.local.test_crash_points:change"
     for number, args, outcome in server.each_call(
-        target, fresh(prepare, tmp_path, scenario), mode=mode, errno=errno.EIO
+        target, fresh(prepare, scratch, scenario), mode=mode, errno=errno.EIO
     ):
         what = (number, outcome.describe())
         assert outcome.exit_status == 0, what

@@ -239,16 +239,6 @@ def server() -> Iterator[ForkServer]:
         yield running
 
 
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """In memory if possible, because kills are not about flushes."""
-    shared = Path("/dev/shm", f"asyncckpt-shared-{os.getpid()}-{tmp_path.name}")
-    place = shared if os.access("/dev/shm", os.W_OK) else tmp_path / "roots"
-    place.mkdir()
-    yield place
-    shutil.rmtree(place)
-
-
 @pytest.mark.parametrize(
     ("victim", "role", "end", "publishes", "fewest"),
     [
