@@ -38,8 +38,7 @@ def gantt(timeline: Timeline, width: int | None) -> Grid:
 
 def spans_document(timeline: Timeline) -> dict[str, Any]:
     """Return the timeline as JSON."""
-    spans = [dict(zip(Span._fields, span, strict=True)) for span in timeline.spans]
-    return {"process": timeline.process, "spans": spans}
+    return {"process": timeline.process, "spans": [span._asdict() for span in timeline.spans]}
 
 
 def _facts(stage: Stage) -> list[str]:
