@@ -38,7 +38,8 @@ def gantt(timeline: Timeline, width: int | None) -> Grid:
 
 def spans_document(timeline: Timeline) -> dict[str, Any]:
     """Return the timeline as JSON."""
-    return {"process": timeline.process, "spans": [span._asdict() for span in timeline.spans]}
+    spans = [dict(zip(Span._fields, span, strict=True)) for span in timeline.spans]
+    return {"process": timeline.process, "spans": spans}
 
 
 def _facts(stage: Stage) -> list[str]:
