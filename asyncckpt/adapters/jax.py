@@ -61,8 +61,8 @@ class JaxAdapter:
 
     def __init__(self) -> None:
         # Settings of the caller's thread; `leaf` runs in another one.
-        self._x64 = bool(jax_memory.config("jax_enable_x64"))
-        self._device = jax_memory.config("jax_default_device")
+        self._x64 = bool(jax_memory.config.jax_enable_x64)
+        self._device = jax_memory.config.jax_default_device
         self._turns = itertools.count()
 
     def owns(self, kind: type) -> bool:
@@ -153,7 +153,7 @@ class JaxAdapter:
                 raise unsupported_dtype(path, "jax", leaf.dtype)
             impl, data = _key_facts(leaf.dtype)
             shape, name, extra = shape + data.shape, data.dtype, {"prng_impl": str(impl)}
-        if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
+        if name in jax_memory.WIDE and not jax_memory.config.jax_enable_x64:
             raise _truncated(path, name)
         target = JaxTarget(array_spec(shape, name), leaf, extra=extra, path=path)
         try:
@@ -161,7 +161,7 @@ class JaxAdapter:
         except TypeError:  # a ShapeDtypeStruct with a PartitionSpec
             raise _without_mesh(path, "this sharding is a PartitionSpec", _NO_MESH) from None
         if sharding is None:
-            target.device = jax_memory.config("jax_default_device")
+            target.device = jax_memory.config.jax_default_device
             return target
         sharding = _with_devices(path, sharding)
         if _single_device(sharding) is None:

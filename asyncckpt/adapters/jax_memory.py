@@ -30,6 +30,9 @@ _GUARDS = tuple(
     f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_device", "device_to_host")
 )
 
+config: Any = jax.config
+"""JAX's settings, as seen by the reading thread; JAX does not declare their types."""
+
 _MAX_DYNAMIC_OFFSET = 2**31 - 1
 """`dynamic_slice` takes int32 offsets when x64 is disabled."""
 
@@ -37,11 +40,6 @@ _MAX_DYNAMIC_OFFSET = 2**31 - 1
 def on_cpu(device: jax.Device) -> bool:
     """Return whether all memory of the device is host memory."""
     return bool(device.platform == "cpu")
-
-
-def config(name: str) -> Any:
-    """Return a JAX setting as seen by this thread."""
-    return getattr(jax.config, name)
 
 
 def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -57,8 +55,8 @@ def transfers() -> contextlib.AbstractContextManager[Any]:
 
     Settings of the caller's thread do not reach this library's threads, but global ones do.
     """
-    guards = ["disallow" in (config(name) or "") for name in _GUARDS]
-    if not any(guards) and not config("jax_debug_nans") and not config("jax_debug_infs"):
+    guards = ["disallow" in (getattr(config, name) or "") for name in _GUARDS]
+    if not any(guards) and not config.jax_debug_nans and not config.jax_debug_infs:
         return contextlib.nullcontext()  # the contexts take 8 µs, significant for a small leaf
     stack = contextlib.ExitStack()
     for context in (jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False)):

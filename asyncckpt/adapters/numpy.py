@@ -52,11 +52,10 @@ class NumpyAdapter:
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         known = DTYPE_NAMES.get(leaf.dtype) if type(leaf) is np.ndarray else None
         name = known or _dtype_name(path, leaf)
-        spec = array_spec(leaf.shape, name)
+        target = Target(array_spec(leaf.shape, name), leaf, path=path)
         if not in_place or not isinstance(leaf, np.ndarray):
-            return Target(spec, leaf, path=path)
+            return target
         check_fillable(path, "this array", leaf)
-        target = Target(spec, leaf, path=path)
         if leaf.base is not None or not known:
             target.span, target.identity = host_place(leaf, name)
         if leaf.dtype == DTYPES[name]:

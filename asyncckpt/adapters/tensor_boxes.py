@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,13 +33,6 @@ class TensorBoxes:
         self.shape = shape
         self.boxes = boxes
         self.tensors = tensors
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class BoxesTarget(Target):
-    """A `Target` with the targets of its tensors."""
-
-    parts: tuple[Target, ...]
 
 
 class BoxesAdapter:
@@ -82,24 +74,21 @@ class BoxesAdapter:
         self._tensor.fetch(source.captured[shard], 0, box, out)
 
     def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
-        parts = tuple(
-            [self._tensor.target(path, tensor, in_place=in_place) for tensor in leaf.tensors]
-        )
+        parts = [self._tensor.target(path, tensor, in_place=in_place) for tensor in leaf.tensors]
         buffers = [part.buffer for part in parts if part.buffer is not None]
         host = len(buffers) == len(parts)
-        return BoxesTarget(
+        return Target(
             array_spec(leaf.shape, parts[0].spec.dtype),
             leaf,
             boxes=leaf.boxes,
             buffers=tuple(buffers) if host else (),
             path=path,
             fill=not host,
-            parts=parts,
+            captured=parts,
         )
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:
-        assert isinstance(target, BoxesTarget)
-        for part, values in zip(target.parts, parts, strict=True):
+        for part, values in zip(target.captured, parts, strict=True):
             if part.buffer is not None and not target.buffers:
                 np.copyto(part.buffer, values, casting="no")
             self._tensor.place(part, [values if part.buffer is None else part.buffer])
