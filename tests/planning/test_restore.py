@@ -332,6 +332,24 @@ def test_long_rows_that_are_decoded_are_batches_of_their_own() -> None:
     assert [[part.row for part in batch.parts] for batch in plan.batches] == [[0], [1], [2, 3]]
 
 
+def test_adjacent_chunks_that_go_straight_into_targets_share_batches() -> None:
+    """Of at most 1 MiB; nothing else is in these, and nothing in them is read twice."""
+    size, count = 300 * KIB, 7
+    every = [StoredArray(ChunkGrid((size,), (size,)), 1, False, row) for row in range(count)]
+    offsets = [row * (size + 4) for row in range(count)]
+    offsets[-1] = offsets[-2] + size  # a foreign file, in which the last two overlap
+    plan = plan_restore(
+        every,
+        [Request(row, None, row != 4) for row in range(count)],
+        row_file=[0] * count,
+        row_offset=offsets,
+        row_nbytes=[size + 4] * count,
+        **{**SIZES, "direct_nbytes": 64 * KIB},
+    )
+    found = [(batch.direct, [part.row for part in batch.parts]) for batch in plan.batches]
+    assert found == [(True, [0, 1, 2]), (True, [3]), (False, [4]), (True, [5]), (True, [6])]
+
+
 def test_a_row_that_two_requests_want_is_read_once_through_a_buffer() -> None:
     plan = plan_restore(
         [StoredArray(ChunkGrid((MIB,), (MIB,)), 4, False, 0)],

@@ -431,6 +431,17 @@ async def test_a_data_file_without_its_bytes_names_the_leaf(
     assert error.file == f"default/d/{file.name}" and file.name in str(error)
 
 
+async def test_a_data_file_that_ends_early_names_the_leaf_in_which_it_ends(tmp_path: Path) -> None:
+    """The leaves are read by one call, straight into place."""
+    place = await saved(tmp_path, {name: np.full(20_000, 1.0) for name in "abc"})
+    (file,) = (place / "default" / "d").glob("*-0")
+    with file.open("r+b") as opened:
+        opened.truncate(240_000)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        await asyncckpt.restore(place)
+    assert caught.value.path == "b" and str(caught.value).startswith(f"b: {place}")
+
+
 async def test_a_chunk_index_of_a_newer_version_is_named_with_its_checkpoint(
     tmp_path: Path,
 ) -> None:
