@@ -17,6 +17,10 @@ FIRST_PAUSE_S = 0.001
 LAST_PAUSE_S = 0.02
 """Longest pause with few processes: waiting costs about 1 % of a core."""
 
+GROWTH = 1.25
+"""By how much a pause is longer than the one before, with few processes: a message then waits for a
+quarter of the time that it took to arrive, or less, and not for as long again."""
+
 PAUSE_PER_PROCESS_S = 50e-6
 """Longest pause with many processes, per process: a server answers about 20,000 polls a second, and
 10,000 waiting processes must leave it time for other calls."""
@@ -53,9 +57,10 @@ def longest_pause_s(process_count: int) -> float:
 
 
 def pauses(process_count: int) -> Iterator[float]:
-    """Yield the pauses between polls of a key, in seconds; they double up to a limit."""
+    """Yield the pauses between polls of a key, in seconds; they grow up to a limit."""
     longest_s = longest_pause_s(process_count)
+    growth = GROWTH if longest_s <= LAST_PAUSE_S else 2.0
     pause_s = FIRST_PAUSE_S
     while True:
         yield pause_s
-        pause_s = min(2 * pause_s, longest_s)
+        pause_s = min(growth * pause_s, longest_s)

@@ -124,7 +124,7 @@ class Round:
     async def post(self, what: str, message: bytes) -> None:
         """Send a message of at least one byte to process 0."""
         await self._coordinator.put(f"{self._prefix}/{what}/{self.group.process_index}", message)
-        self._expect()
+        self.expect()
 
     async def post_parts(self, what: str, message: bytes) -> None:
         """Send a message that may be large to process 0."""
@@ -288,7 +288,7 @@ class Round:
             refuse: returns the error to raise for a process and its message of kind `instead`.
         """
         wanted = self.group.process_count - 1
-        self._expect()
+        self.expect()
         while True:
             if refuse is not None:
                 for process, message in self._messages(instead).items():
@@ -436,7 +436,7 @@ class Round:
                 self._note(outcome)
                 raise _error_in(outcome)
 
-    def _expect(self) -> None:
+    def expect(self) -> None:
         """Poll at once and often: a message is expected, and the pauses have grown long."""
         self._expecting = True
         waiting, self._waiting = self._waiting, None
@@ -444,7 +444,7 @@ class Round:
             waiting.reschedule(asyncio.get_running_loop().time())
 
     async def _waited(self, waiting: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of a wait, None if `_expect` has cut it short."""
+        """Return the result of a wait, None if `expect` has cut it short."""
         try:
             async with asyncio.timeout(None) as self._waiting:
                 return await waiting

@@ -44,6 +44,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.shield import to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.log import logger
+from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.ports import AttemptFiles, JoinedAttempt, keeps_notes
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
@@ -251,6 +252,12 @@ class SharedSave(Save):
         except Exception as error:
             await self._post(error)  # before the task group cancels all other tasks
             raise
+
+    def _written(self, nbytes: int) -> None:
+        super()._written(nbytes)
+        left_nbytes = self.state.total_nbytes - self.state.done_nbytes
+        if self.round_.leads and left_nbytes < SLOT_NBYTES:
+            self.round_.expect()  # all processes write as much, and end at about the same time
 
     def _committing(self, layout: Layout) -> Commit:
         return SharedCommit(

@@ -66,6 +66,7 @@ class _Flattener:
         self._stateful: list[tuple[str, Any, Any]] = []
         self._stack: list[_Frame] = []
         self._open: set[int] = set()
+        self._parts: dict[tuple[Key, ...], list[str]] = {}  # of dicts with these keys, all str
 
     def run(self, tree: Any) -> Flat:
         kind = self._types.kind(tree)
@@ -150,6 +151,11 @@ class _Flattener:
         keys: Sequence[Any]
         if kind == "dict":
             keys, values = tuple(value), list(value.values())
+            if set(map(type, keys)) == {str}:
+                parts = self._parts.get(keys)
+                if parts is None:
+                    parts = self._parts[keys] = _parts(keys, value, path)
+                return keys, parts, values
         elif kind in ("list", "tuple"):
             return (), list(map(str, range(len(value)))), list(value)
         elif kind == "stateful":
