@@ -19,6 +19,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import EncodedTables, encode_tables
 from asyncckpt.format.record_values import ArrayTable, LeafTable, Piece, StoredSpec
+from asyncckpt.format.zarr import MAX_CHUNK_NBYTES
 from asyncckpt.options import (
     ALIGNED_CHUNK_NBYTES,
     INLINE_NBYTES,
@@ -539,12 +540,17 @@ def _with_options(
         level = own.compression_level or options.compression_level
     spec = stored_spec(path, source, own)
     chunk_nbytes = math.prod(own.chunk_shape or ()) * spec.itemsize
-    limit = terms.sizes.chunk_limit_nbytes
-    if limit is not None and chunk_nbytes > limit:
+    limit, why = MAX_CHUNK_NBYTES, "no reader accepts chunks of more than {} bytes: pass smaller ones"
+    if terms.sizes.chunk_limit_nbytes is not None:
+        limit, why = (
+            terms.sizes.chunk_limit_nbytes,
+            "this store writes each object in one request, of at most {} bytes within the budget: "
+            "pass smaller chunks, or raise host_memory_nbytes",
+        )
+    if chunk_nbytes > limit:
         raise UsageError(
             f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
-            f"bytes; this store writes each object in one request, of at most {limit} bytes within "
-            "the budget: pass smaller chunks, or raise host_memory_nbytes",
+            f"bytes; {why.format(limit)}",
             path=path,
             expected=limit,
             found=chunk_nbytes,

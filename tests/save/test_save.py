@@ -88,6 +88,10 @@ async def test_a_leaf_may_be_left_out_of_compression(tmp_path: Path) -> None:
     ("answer", "text"),
     [
         (asyncckpt.LeafOptions(chunk_shape=(3,)), r"a: .*has rank 1, .*\[4,5\] has rank 2"),
+        (
+            asyncckpt.LeafOptions(chunk_shape=(4, 1 << 61)),
+            r"a: .* no reader accepts chunks of more",
+        ),
         ("zstd", "a: leaf_options returned 'zstd'; return a LeafOptions or None"),
     ],
 )
