@@ -36,6 +36,7 @@ FORMS = {
     "full-2": ("full-2.md", "Local disk, full form: experts, trainings, budgets and processes"),
     "resharding": ("resharding.md", "Restores of what others saved, and onto other shardings"),
     REMOTE: ("remote.md", "Object stores"),
+    "remote-gcs": ("remote-gcs.md", "Object stores: simulated GCS"),
     "remote-save": ("remote-save.md", "Object stores, full form: saves"),
     "remote-restore": ("remote-restore.md", "Object stores, full form: restores"),
     "device": ("device.md", "Saves to a simulated device"),

@@ -540,13 +540,13 @@ def _with_options(
         level = own.compression_level or options.compression_level
     spec = stored_spec(path, source, own)
     chunk_nbytes = math.prod(own.chunk_shape or ()) * spec.itemsize
-    limit, why = MAX_CHUNK_NBYTES, "no reader accepts chunks of more than {} bytes: pass smaller ones"
-    if terms.sizes.chunk_limit_nbytes is not None:
-        limit, why = (
-            terms.sizes.chunk_limit_nbytes,
-            "this store writes each object in one request, of at most {} bytes within the budget: "
-            "pass smaller chunks, or raise host_memory_nbytes",
-        )
+    limit = terms.sizes.chunk_limit_nbytes
+    why = (
+        "this store writes each object in one request, of at most {} bytes within the budget: pass "
+        "smaller chunks, or raise host_memory_nbytes"
+    )
+    if limit is None:
+        limit, why = MAX_CHUNK_NBYTES, "no reader accepts more than {} bytes: pass smaller chunks"
     if chunk_nbytes > limit:
         raise UsageError(
             f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
