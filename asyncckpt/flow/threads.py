@@ -82,7 +82,7 @@ class Workers:
                 raise RuntimeError(f"{self._name}: worker threads are closed")
             if len(self._threads) < self.count:
                 self._start_thread()
-        self._queue.put((future, fn, args, kwargs))
+            self._queue.put((future, fn, args, kwargs))  # not behind what ends the threads
         return future
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -124,7 +124,7 @@ class Root:
             return
         try:
             notes = await self.store.take_notes()
-        except AsyncCheckpointError as error:
+        except Exception as error:  # also of a user's store
             logger.warning("%s: the errors of earlier jobs cannot be read: %s", self.url, error)
             return
         for note in notes:

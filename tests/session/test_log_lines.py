@@ -175,3 +175,20 @@ async def test_a_note_of_an_earlier_job_forges_no_lines_and_controls_no_terminal
         await session.call(session.root.log_notes).wait()
     told = r"in an earlier job, process 0 (h\x1b[31m): é\r\nall\x07 good"
     assert lines.messages == [f"{tmp_path}: {told}"]
+
+
+async def test_notes_that_a_users_store_cannot_return_are_a_warning(
+    tmp_path: Path, lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken() -> list[bytes]:
+        raise LookupError("no such table")
+
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE)
+        lines.clear()
+        root = ckpt._session.root
+        monkeypatch.setattr(root.store, "take_notes", broken)
+        await ckpt._session.call(root.log_notes).wait()
+    assert lines.messages == [
+        f"{tmp_path}: the errors of earlier jobs cannot be read: no such table"
+    ]
