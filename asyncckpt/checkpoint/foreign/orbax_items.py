@@ -141,7 +141,8 @@ async def _table(listing: Listing, metadata: TreeMetadata | None) -> KeyTable:
             if PROCESS_DIRECTORY.fullmatch(name) and listing.has(f"{name}/{MANIFEST_NAME}")
         )
         if processes:
-            return merge([await read_database(listing, name) for name in processes])
+            read = partial(read_database, listing)
+            return merge(await concurrently(listing.files, read, processes))
         # Orbax writes no database for a tree without arrays.
         kinds = {entry.kind for entry in metadata.entries} if metadata is not None else set()
         if use_ocdbt and not kinds <= {*EMPTY, "string"}:

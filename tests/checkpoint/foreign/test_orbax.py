@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import tensorstore as ts
 from orbax.checkpoint.experimental import v1
 
 import asyncckpt
+from asyncckpt.checkpoint.foreign import orbax_items
 from asyncckpt.checkpoint.foreign.orbax import open_orbax
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.flow.threads import Workers
@@ -478,7 +480,18 @@ FROM_TWO = {
 }
 
 
-async def test_databases_of_two_processes_are_read_merged_and_unmerged(tmp_path: Path) -> None:
+async def test_databases_of_two_processes_are_read_merged_and_unmerged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, both = orbax_items.read_database, asyncio.Barrier(2)
+
+    async def read_at_once(listing: Any, name: str = "") -> Any:
+        if name:
+            async with asyncio.timeout(30):
+                await both.wait()
+        return await read(listing, name)
+
+    monkeypatch.setattr(orbax_items, "read_database", read_at_once)
     path, port = tmp_path / "c", free_port()
     processes = [start(TWO_PROCESSES, n, port, path, warnings="ignore") for n in range(2)]
     for status, _, error in [finish(process) for process in processes]:
@@ -488,6 +501,7 @@ async def test_databases_of_two_processes_are_read_merged_and_unmerged(tmp_path:
     (path / "manifest.ocdbt").unlink()
     shutil.rmtree(path / "d")
     assert_same(await asyncckpt.restore(path), FROM_TWO)
+    monkeypatch.undo()
     shutil.rmtree(path / "ocdbt.process_1")
     with pytest.raises(asyncckpt.CorruptCheckpointError, match="is missing, and this checkpoint"):
         await asyncckpt.restore(path)
