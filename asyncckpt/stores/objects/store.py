@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 
 from asyncckpt.arguments import check_age
-from asyncckpt.flow.shield import cleaned_up, uninterrupted
+from asyncckpt.flow.shield import cleaned_up, mapped, uninterrupted
 from asyncckpt.format.claim import Claim
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES
@@ -274,12 +274,14 @@ class ObjectStore:
         requests = self._requests
         with reported("looking for errors of earlier jobs", self.url):
             keys = [e.key for e in await control_entries(requests) if is_note(e.key)]
-            notes = []
-            for key in keys:
-                with unless_missing():  # another process may take them at the same time
-                    notes.append(await requests.read(key, max_nbytes=NOTE_NBYTES))
+            notes = await mapped(self._note, keys, READS)
             await requests.delete(keys)
         return [note for note in notes if note is not None]
+
+    async def _note(self, key: str) -> bytes | None:
+        with unless_missing():  # another process may take them at the same time
+            return await self._requests.read(key, max_nbytes=NOTE_NBYTES)
+        return None
 
     async def close(self) -> None:
         """Wait for background tasks, then close connections. Idempotent.
