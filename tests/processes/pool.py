@@ -194,9 +194,11 @@ class Pool:
         return [i for i, member in enumerate(self._members) if member.process.poll() is None]
 
     def close(self) -> None:
-        """End all processes, stopped ones too."""
+        """End all processes, stopped ones too, and what reads their files."""
         for member in self._members:
             member.kill()
+        for member in self._members:
+            member.join()
 
 
 class _Member:
@@ -214,7 +216,8 @@ class _Member:
         with theirs, self._stderr.open("ab") as stderr:
             self.process = _started(start, theirs.fileno(), stderr)
         self.send(start)
-        threading.Thread(target=self._read, name="tests-pool", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="tests-pool", daemon=True)
+        self._reader.start()
 
     def start(self, function: Function, args: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
         if not isinstance(function, str):
@@ -239,6 +242,9 @@ class _Member:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def join(self) -> None:
+        self._reader.join(CALL_S)
 
     def stacks(self) -> str:
         """Return the end of what the process has written, with the stacks of its threads."""
