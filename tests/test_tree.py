@@ -200,6 +200,8 @@ def test_str_subclasses_and_huge_ints_are_no_keys() -> None:
 
     with pytest.raises(errors.UnsupportedLeafError, match="is a Name"):
         flatten({Name("a"): 1})
+    with pytest.raises(errors.UnsupportedLeafError, match=r"^b: .* is a Name"):
+        flatten({"a": {"k": 1}, "b": {Name("k"): 1}})  # whose keys are equal to those of `a`
     with pytest.raises(errors.UnsupportedLeafError, match="1024 bits"):
         flatten({2**2000: 1})
 

@@ -151,7 +151,7 @@ class _Flattener:
         keys: Sequence[Any]
         if kind == "dict":
             keys, values = tuple(value), list(value.values())
-            if set(map(type, keys)) == {str}:
+            if set(map(type, keys)) == {str}:  # keys of other types may be equal to these
                 parts = self._parts.get(keys)
                 if parts is None:
                     parts = self._parts[keys] = _parts(keys, value, path)

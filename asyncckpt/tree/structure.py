@@ -199,7 +199,7 @@ def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]
     root: Any = "" if escaped else ()
     at_leaf = [root] * structure.leaf_count
     at_node = [root] * len(structure.nodes)
-    known: dict[tuple[Key, ...], list[str]] = {}  # parts by keys that are all str
+    known: dict[tuple[Key, ...], list[str]] = {}  # parts by keys
     for index, node in enumerate(structure.nodes):
         base = at_node[index]
         if node.kind == "stateful":
@@ -208,7 +208,11 @@ def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]
             continue
         parts: Sequence[Any] = range(len(node.children))
         if node.kind in KEYED:
-            parts = _parts(node.keys, known) if escaped else node.keys
+            parts = node.keys
+            if escaped:
+                if node.keys not in known:
+                    known[node.keys] = escape_keys(node.keys, set(map(type, node.keys)))
+                parts = known[node.keys]
         if escaped and node.children and min(node.children) >= 0:
             # Only leaves, as in most containers: their ordinals are consecutive.
             first, prefix = node.children[0], f"{base}/" if base else ""
@@ -223,13 +227,3 @@ def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]
             else:
                 at_node[-child] = place
     return at_leaf, at_node
-
-
-def _parts(keys: tuple[Key, ...], known: dict[tuple[Key, ...], list[str]]) -> list[str]:
-    kinds = set(map(type, keys))
-    if kinds != {str}:  # True, 1 and 1.0 are equal
-        return escape_keys(keys, kinds)
-    parts = known.get(keys)
-    if parts is None:
-        parts = known[keys] = escape_keys(keys, kinds)
-    return parts
