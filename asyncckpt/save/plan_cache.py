@@ -540,17 +540,17 @@ def _with_options(
         level = own.compression_level or options.compression_level
     spec = stored_spec(path, source, own)
     chunk_nbytes = math.prod(own.chunk_shape or ()) * spec.itemsize
-    limit = terms.sizes.chunk_limit_nbytes
-    why = (
-        "this store writes each object in one request, of at most {} bytes within the budget: pass "
-        "smaller chunks, or raise host_memory_nbytes"
-    )
-    if limit is None:
-        limit, why = MAX_CHUNK_NBYTES, "no reader accepts more than {} bytes: pass smaller chunks"
+    limit = terms.sizes.chunk_limit_nbytes or MAX_CHUNK_NBYTES
     if chunk_nbytes > limit:
+        why = f"restores accept at most {limit} bytes: pass smaller chunks"
+        if terms.sizes.chunk_limit_nbytes is not None:
+            why = (
+                f"this store writes each object in one request, of at most {limit} bytes within "
+                "the budget: pass smaller chunks, or raise host_memory_nbytes"
+            )
         raise UsageError(
             f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
-            f"bytes; {why.format(limit)}",
+            f"bytes; {why}",
             path=path,
             expected=limit,
             found=chunk_nbytes,
