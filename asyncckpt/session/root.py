@@ -124,8 +124,11 @@ class Root:
             return
         try:
             notes = await self.store.take_notes()
-        except Exception as error:  # also of a user's store
-            logger.warning("%s: the errors of earlier jobs cannot be read: %s", self.url, error)
+        except Exception as error:
+            # With the traceback of an error of a third-party store.
+            own = isinstance(error, AsyncCheckpointError)
+            text = "%s: the errors of earlier jobs cannot be read: %s"
+            logger.warning(text, self.url, error, exc_info=not own)
             return
         for note in notes:
             # Any writer to this root could forge lines, or control a terminal.

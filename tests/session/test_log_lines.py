@@ -192,3 +192,5 @@ async def test_notes_that_a_users_store_cannot_return_are_a_warning(
     assert lines.messages == [
         f"{tmp_path}: the errors of earlier jobs cannot be read: no such table"
     ]
+    (record,) = lines.records
+    assert record.exc_info is not None and record.exc_info[0] is LookupError
