@@ -93,32 +93,22 @@ async def test_threads_are_few_named_and_joined() -> None:
         workers.submit(int)
 
 
-def test_a_call_that_comes_before_the_end_of_the_threads_is_made() -> None:
+def test_a_call_is_queued_before_anyone_can_end_the_threads() -> None:
     workers = Workers(1, "flow-test")
-    ending = threading.Event()
-    closing = threading.Thread(target=workers.shutdown)
+    queue, excluded = workers._queue, []
 
     class Queue:
-        """Its calls take long enough for another thread to end all threads first."""
-
-        def __init__(self) -> None:
-            self.inner = workers._queue
-
         def put(self, item: Any) -> None:
-            if item is None:
-                ending.set()
-            else:
-                closing.start()
-                ending.wait(0.2)
-            self.inner.put(item)
+            excluded.append(workers._lock.locked())  # `shutdown` takes it
+            queue.put(item)
 
         def get(self) -> Any:
-            return self.inner.get()
+            return queue.get()
 
     workers._queue = Queue()  # type: ignore[assignment]
     assert workers.submit(int, "5").result(10) == 5
-    closing.join(10)
-    assert not closing.is_alive()
+    workers.shutdown()
+    assert excluded == [True, True]  # the call, and the end of the thread
 
 
 @pytest.mark.parametrize("times", [1, 3])

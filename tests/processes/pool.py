@@ -245,6 +245,7 @@ class _Member:
 
     def join(self) -> None:
         self._reader.join(CALL_S)
+        assert not self._reader.is_alive()
 
     def stacks(self) -> str:
         """Return the end of what the process has written, with the stacks of its threads."""
