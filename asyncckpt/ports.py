@@ -525,6 +525,22 @@ class ExportingStore(Protocol):
 # ------------------------------------------------------------------------------------- adapters
 
 
+class Run(NamedTuple):
+    """A run of bytes of one shard in device memory, and the host memory to copy it to.
+
+    Attributes:
+        source: the leaf.
+        shard: index in `source.shards`; 0 for the whole array of a leaf without shards.
+        start: first byte, in the C order of the shard.
+        out: destination, as long as the run.
+    """
+
+    source: Source
+    shard: int
+    start: int
+    out: Bytes
+
+
 @dataclass(slots=True, eq=False)
 class Source:
     """One array leaf, opened for saving.
@@ -546,6 +562,11 @@ class Source:
             of this process only, with all their holders, possibly none.
         partial: this process knows only its own `shards`; the others report theirs.
         adapter: the adapter that fetches values without a view; None if all have one.
+        fetch_runs: copies runs of bytes of shards that are contiguous in device memory, of this
+            and other leaves with an equal `fetch_runs`. Blocking. None if only `fetch` reads them.
+        offload: copies this and other leaves with an equal `offload` from devices to host memory of
+            the framework's own, sets their views, and drops all references to device memory.
+            Blocking. None if the framework has no such memory, or the leaf is not on a device.
     """
 
     spec: ArraySpec
@@ -560,6 +581,8 @@ class Source:
     partition: Partition | None = None
     partial: bool = False
     adapter: ArrayAdapter | None = None
+    fetch_runs: Callable[[Sequence[Run]], None] | None = None
+    offload: Callable[[Sequence[Source]], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -582,6 +605,8 @@ class Target:
         fill: `place` copies into the leaf's own memory, which cannot be a `buffer` (on a device, or
             in another byte order), or this process has no element to fill.
         captured: state captured by the adapter in the caller's thread to write the leaf later.
+        on_device: `place` copies the values to a device; None if to the framework's default one,
+            which may be the CPU.
     """
 
     spec: ArraySpec
@@ -595,6 +620,7 @@ class Target:
     path: str = ""
     fill: bool = False
     captured: Any = None
+    on_device: bool | None = False
 
 
 class ArrayAdapter(Protocol):
@@ -650,6 +676,10 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
     """
 
     name: str
+
+    @property
+    def on_device(self) -> bool:
+        """Whether `leaf` copies the values to a device."""
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         """Return the error if `leaf` cannot hold this zarr dtype unchanged, naming the path."""

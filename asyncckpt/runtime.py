@@ -16,13 +16,34 @@ from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
 from asyncckpt.format.record import epoch_of, is_record, outline_of, save_id_of
 from asyncckpt.options import MIN_BUDGET_NBYTES, SLOT_NBYTES, default_budget_nbytes
-from asyncckpt.ports import HostMemory, Sizes, Store, StoreCapabilities
+from asyncckpt.ports import Bytes, Sizes, Store, StoreCapabilities
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.objects.clients.urls import check_options, is_url, split_url, without_scheme
 from asyncckpt.stores.paths import check_name, open_local
 
 SPARE_WINDOWS = 2
 """Windows that are copied and checksummed while every stream sends another."""
+
+
+class StagingMemory(AnonymousMemory):
+    """Anonymous memory, page-locked once torch uses CUDA in this process."""
+
+    def __init__(self) -> None:
+        self._locked: set[int] = set()  # addresses
+
+    def allocate(self, nbytes: int) -> Bytes:
+        buffer = super().allocate(nbytes)
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            buffer.fill(0)  # NumPy releases the interpreter lock, and CUDA may not
+            importlib.import_module("asyncckpt.adapters.torch").page_lock(buffer)
+            self._locked.add(buffer.ctypes.data)
+        return buffer
+
+    def free(self, buffer: Bytes) -> None:
+        if buffer.ctypes.data in self._locked:
+            self._locked.remove(buffer.ctypes.data)
+            importlib.import_module("asyncckpt.adapters.torch").page_unlock(buffer)
 
 
 class Runtime:
@@ -35,7 +56,7 @@ class Runtime:
         self._divides = host_memory_nbytes is None
         nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
         self.budget = ByteBudget(max(SLOT_NBYTES, nbytes))
-        self.pool = SlotPool(self.budget, self.engine.compute, _host_memory())
+        self.pool = SlotPool(self.budget, self.engine.compute, StagingMemory())
         self.recycled = Recycled(self.budget)
         self._window_pool: SlotPool | None = None
         self._stores: list[Store] = []
@@ -64,7 +85,7 @@ class Runtime:
             pool = self._window_pool = SlotPool(
                 self.budget,
                 self.engine.compute,
-                _host_memory(),
+                StagingMemory(),
                 slot_nbytes=sizes.window_nbytes,
                 held_nbytes=held,
                 pipeline_slots=sizes.concurrency + SPARE_WINDOWS,
@@ -128,15 +149,6 @@ def place_of(location: Any, storage_options: object) -> tuple[Any, str]:
         return location[0], check_name(location[1])
     _check_location(location, storage_options)
     return split_url(str(location)) if is_url(location) else open_local(_local(location))
-
-
-def _host_memory() -> HostMemory:
-    """Return page-locked memory if torch already uses CUDA in this process, else plain memory."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        memory: HostMemory = importlib.import_module("asyncckpt.adapters.torch").PinnedMemory()
-        return memory
-    return AnonymousMemory()
 
 
 def _is_store(location: object) -> bool:

@@ -24,10 +24,17 @@ from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import selection
 from asyncckpt.adapters.meshes import Mesh, coordinates_of
 from asyncckpt.adapters.placements import Layout
-from asyncckpt.adapters.torch import TorchAdapter, copy_into, of_kind, tensor_view, waited
+from asyncckpt.adapters.torch import (
+    TorchAdapter,
+    copy_into,
+    of_kind,
+    tensor_view,
+    to_device,
+    waited,
+)
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.tiling import grid_boxes
-from asyncckpt.ports import Source, Target
+from asyncckpt.ports import Run, Source, Target
 from asyncckpt.spec import Box, Partition, array_spec
 from asyncckpt.spec import Shard as HeldBox
 
@@ -91,7 +98,12 @@ class DTensorAdapter:
             source.views = tuple(
                 [None if view is None else view[selection(box)] for box in division.local]
             )
+        if local.fetch_runs and all(box.shape == local.spec.shape for box in division.local):
+            source.fetch_runs = self.fetch_runs
         return source
+
+    def fetch_runs(self, runs: Sequence[Run]) -> None:
+        self._local.fetch_runs([run._replace(source=run.source.captured[1]) for run in runs])
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         division, local = source.captured
@@ -108,6 +120,7 @@ class DTensorAdapter:
             path=path,
             fill=local.fill or not division.shards,
             captured=local.captured,
+            on_device=local.on_device,
             division=division,
             shape=tuple(tensor.shape),
             device=_device(leaf.device_mesh) if tensor.is_meta else tensor.device,
@@ -263,7 +276,7 @@ def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
     else:
         local = torch.empty(target.shape, dtype=like.dtype)
         _fill(local, target.division, parts)
-    local = local.to(target.device)
+    local = to_device(local, target.device)
     mesh = like.device_mesh
     made: Any
     if local.device.type == mesh.device_type:

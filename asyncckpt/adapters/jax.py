@@ -65,6 +65,12 @@ class JaxAdapter:
         self._device = jax_memory.config.jax_default_device
         self._turns = itertools.count()
 
+    @property
+    def on_device(self) -> bool:
+        # A platform or a device; a backend is started only where an array is about to be made.
+        device = self._device or jax.default_backend()
+        return getattr(device, "platform", device) != "cpu"
+
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or issubclass(
             kind, jax.core.Tracer
@@ -96,6 +102,8 @@ class JaxAdapter:
             return self._key_source(path, leaf)
         single = _single_device(leaf.sharding)
         source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
+        if jax_memory.offloads(leaf.sharding, name):
+            source.offload = self.offload
         if single is None:
             self._divide(path, source)
         elif single and name not in jax_memory.PACKED and leaf.is_ready():
@@ -131,6 +139,26 @@ class JaxAdapter:
         source.captured, source.leaf = source.leaf, leaf
         return source
 
+    def offload(self, sources: Sequence[Source]) -> None:
+        arrays: list[Any] = []
+        names = [source.spec.dtype for source in sources]
+        for source in sources:
+            leaf = source.leaf if source.captured is None else source.captured
+            if source.shards is None and _single_device(leaf.sharding) is not None:
+                arrays.append(leaf)
+                continue
+            division = divide("", leaf.sharding, source.spec.shape)
+            numbers = range(1 if source.shards is None else len(source.shards))
+            arrays += [replica(leaf, division, number, next(self._turns)) for number in numbers]
+        with jax_memory.transfers(), jax_memory.x64_for(*names):
+            views = iter(jax_memory.offloaded(arrays))
+        for source in sources:
+            if source.shards is None:
+                source.view = next(views)
+            else:
+                source.views = tuple(itertools.islice(views, len(source.shards)))
+            source.leaf = source.captured = None
+
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         leaf = source.leaf if source.captured is None else source.captured
         if _single_device(leaf.sharding) is None:
@@ -162,8 +190,10 @@ class JaxAdapter:
             raise _without_mesh(path, "this sharding is a PartitionSpec", _NO_MESH) from None
         if sharding is None:
             target.device = jax_memory.config.jax_default_device
+            target.on_device = None
             return target
         sharding = _with_devices(path, sharding)
+        target.on_device = not all(map(jax_memory.on_cpu, sharding.addressable_devices))
         if _single_device(sharding) is None:
             target.sharding = sharding
             tail = target.spec.shape[len(leaf.shape) :]  # extra dimensions of key data

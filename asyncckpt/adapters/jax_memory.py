@@ -1,12 +1,13 @@
 """Reads of a JAX array on one device: views of host memory, copies of device memory by box."""
 
-# Rule 1: no host copy stays cached on the caller's array, nor on the shard handles that JAX keeps
-#   on it (`addressable_data`, `addressable_shards`): `np.asarray` and `copy_to_host_async` are
-#   applied only to a new array or to a second handle of the same buffer.
+# Rule 1: no host copy stays cached on the caller's array, nor on the handles that JAX keeps on it
+#   (`addressable_data`, `addressable_shards`): `np.asarray` and `copy_to_host_async` are applied
+#   only to a new array or to a new handle of the same buffer.
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import NUMPY_DTYPES, selection
-from asyncckpt.spec import Box
+from asyncckpt.spec import DTYPE_NAMES, Box
 
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 """Dtypes that JAX truncates when 64-bit types are disabled."""
@@ -23,7 +24,9 @@ WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 PACKED = frozenset(("int2", "int4", "float4_e2m1fn"))
 """Dtypes that JAX packs more densely than zarr stores them, so its memory cannot be viewed."""
 
-HOST_MEMORY_KINDS = frozenset(("pinned_host", "unpinned_host"))
+_PINNED = "pinned_host"
+
+HOST_MEMORY_KINDS = frozenset((_PINNED, "unpinned_host"))
 """Memory kinds of an accelerator that are host memory; device computations cannot slice them."""
 
 _GUARDS = tuple(
@@ -42,9 +45,9 @@ def on_cpu(device: jax.Device) -> bool:
     return bool(device.platform == "cpu")
 
 
-def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Enable 64-bit types in this thread if the dtype needs them."""
-    if name not in WIDE:
+def x64_for(*names: str) -> contextlib.AbstractContextManager[Any]:
+    """Enable 64-bit types in this thread if a dtype needs them."""
+    if WIDE.isdisjoint(names):
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = jax.enable_x64(True)
     return context
@@ -92,13 +95,46 @@ def begin_read(array: Any, name: str, box: Box) -> Any:
         return host_view(array, name)[selection(box)]
     with x64_for(name):
         if box.shape == array.shape:
-            part = array.addressable_data(0)
+            part = _new_handle(array)
         elif max(box.offset, default=0) <= _MAX_DYNAMIC_OFFSET:
             part = jax.lax.dynamic_slice(array, box.offset, box.shape)
         else:
             part = jax.lax.slice(array, box.offset, box.stop)
     part.copy_to_host_async()
     return part
+
+
+def _new_handle(array: Any) -> Any:
+    """Return another array with the same buffer."""
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+
+
+def offloaded(arrays: Sequence[Any]) -> list[npt.NDArray[Any]]:
+    """Copy arrays, each on one device, to pinned host memory; return views of the copies.
+
+    One call for all: its own time, not that of the copies, is most of it for small arrays.
+    """
+    devices = [next(iter(array.sharding.device_set)) for array in arrays]
+    copies = jax.device_put(arrays, [_pinned(device) for device in devices])
+    return [host_view(copy.block_until_ready(), DTYPE_NAMES[copy.dtype]) for copy in copies]
+
+
+@lru_cache(maxsize=1024)
+def offloads(sharding: jax.sharding.Sharding, name: str) -> bool:
+    """Return whether an array is in device memory that can be copied to pinned host memory."""
+    devices = sharding.addressable_devices
+    if name in PACKED or sharding.memory_kind in HOST_MEMORY_KINDS or any(map(on_cpu, devices)):
+        return False
+    return all([_PINNED in _memory_kinds(device) for device in devices])
+
+
+def _memory_kinds(device: Any) -> set[str]:
+    return {memory.kind for memory in device.addressable_memories()}
+
+
+@lru_cache(maxsize=1024)
+def _pinned(device: jax.Device) -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED)
 
 
 @lru_cache(maxsize=1024)

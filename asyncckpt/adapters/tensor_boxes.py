@@ -15,7 +15,7 @@ import torch
 from asyncckpt.adapters.sharded_array import divide
 from asyncckpt.adapters.torch import TorchAdapter
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.ports import Source, Target
+from asyncckpt.ports import Run, Source, Target
 from asyncckpt.spec import Box, array_spec
 
 Memory = npt.NDArray[Any]
@@ -55,8 +55,10 @@ class BoxesAdapter:
                 found=dtypes,
             )
         spec = array_spec(leaf.shape, *dtypes)
+        runs = self.fetch_runs if all(part.fetch_runs for part in parts) else None
         if len(parts) == 1 and leaf.boxes[0].shape == leaf.shape:
-            return Source(spec, leaf, parts[0].view, None, "torch", captured=parts)
+            view = parts[0].view
+            return Source(spec, leaf, view, None, "torch", captured=parts, fetch_runs=runs)
         division = divide(leaf.shape, leaf.boxes)
         return Source(
             spec,
@@ -68,10 +70,15 @@ class BoxesAdapter:
             views=tuple([parts[number].view for number in division.first]),
             captured=[parts[number] for number in division.first],
             partial=division.gap is not None,
+            fetch_runs=runs,
         )
 
     def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
         self._tensor.fetch(source.captured[shard], 0, box, out)
+
+    def fetch_runs(self, runs: Sequence[Run]) -> None:
+        of_shards = [run._replace(source=run.source.captured[run.shard], shard=0) for run in runs]
+        self._tensor.fetch_runs(of_shards)
 
     def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
         parts = [self._tensor.target(path, tensor, in_place=in_place) for tensor in leaf.tensors]
@@ -85,6 +92,7 @@ class BoxesAdapter:
             path=path,
             fill=not host,
             captured=parts,
+            on_device=any(part.on_device for part in parts),
         )
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:

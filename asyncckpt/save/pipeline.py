@@ -158,10 +158,11 @@ class Pipeline:
 
     async def _stage(self) -> None:
         staging, plan, run = self.staging, self._plan, self._compute.run
+        held = not self.reference and await staging.offload()
         inline = await run(staging.inline) if plan.inline else None
         self._parts = await run(staging.parts) if plan.parts else []
         await self._check_replicas()
-        held = self.reference and await staging.hold_immutable()
+        held = held or (self.reference and await staging.hold_immutable())
         if held:
             self.staged()
         if self._packer is not None:

@@ -1,7 +1,7 @@
 """Stage: device or caller's memory to host buffers that the save owns.
 
-Once all windows and chunks are staged, or `hold_immutable` has returned True, the caller may
-mutate, donate or free every leaf.
+Once all windows and chunks are staged, or `offload` or `hold_immutable` has returned True, the
+caller may mutate, donate or free every leaf.
 """
 
 # Rule 1: windows leave in plan order: checksums of files and of chunks that span windows are
@@ -35,7 +35,7 @@ from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.pack import TRAILER_NBYTES, Window
 from asyncckpt.planning.save import SavePlan
-from asyncckpt.ports import Bytes, Source
+from asyncckpt.ports import Bytes, Run, Source
 from asyncckpt.save.serialize import Filling, WindowSums
 from asyncckpt.save.snapshot import Snapshot, held_nbytes
 from asyncckpt.spec import DTYPES, Box
@@ -121,6 +121,8 @@ class Staging:
         self.sources = self.snapshot.sources
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
+        opened = self.sources.opened.values()
+        self._has_runs = any([source.fetch_runs is not None for source in opened])
         self.held: set[Slot] = set()
         self.extra_nbytes = 0
         self.referenced_nbytes = 0
@@ -239,6 +241,36 @@ class Staging:
         self.release(slots)
         return found
 
+    async def offload(self) -> bool:
+        """Copy all leaves off their devices at once, and the others too; return whether that paid.
+
+        On True, the caller may mutate all leaves, and staging continues from the copies, which
+        count in the budget until `forget`. False, with nothing copied, if no framework offers it,
+        there is no room (as for `hold_immutable`), or much else would be copied: host memory in one
+        thread, or parts of leaves that other processes write.
+        Errors: as `windows`.
+        """
+        opened, plan = self.sources.opened, self.plan
+        if all([source.offload is None for source in opened.values()]):
+            return False
+        rows = plan.row_writer == self.recorder.process
+        leaves = sorted({self._leaf_of[array] for array in plan.row_array.tolist()})
+        nbytes_of = {leaf: held_nbytes(self.sources[leaf]) for leaf in leaves}
+        far = [leaf for leaf in leaves if self.sources[leaf].offload is not None]
+        near = [leaf for leaf in leaves if self.sources[leaf].offload is None]
+        near_nbytes = sum(map(nbytes_of.__getitem__, near))
+        nbytes = sum(nbytes_of.values())
+        unwritten = nbytes - int(plan.row_payload[rows].sum())
+        if max(near_nbytes, unwritten) > GROUP_NBYTES or not await self._keep(nbytes):
+            return False
+        await self.compute.run(self._offload, far, near, near_nbytes)
+        for source in opened.values():  # tied ones, too
+            if source.offload is not None:
+                source.leaf = source.captured = None
+        self._readers.clear()
+        self.grow = False
+        return True
+
     async def hold_immutable(self) -> bool:
         """Hold immutable leaves by reference and copy the others; return whether there was room.
 
@@ -255,9 +287,24 @@ class Staging:
         # A reference to a `jax.Array` is as good as a copy until the array is donated.
         mutable = [leaf for leaf in nbytes_of if self.sources[leaf].framework != "jax"]
         nbytes = sum(nbytes_of[leaf] for leaf in mutable)
+        if not await self._keep(nbytes):
+            return False
+        if nbytes:
+            await self.compute.run(self._copy_mutable, mutable, nbytes)
+            self._readers.clear()
+        self.referenced_nbytes = sum(nbytes_of.values()) - nbytes
+        self.grow = False
+        return True
+
+    async def _keep(self, nbytes: int) -> bool:
+        """Take bytes of the budget for copies of leaves, until `forget`; return whether they fit.
+
+        They do not if they are more than half of it or leave too little for the largest window or
+        chunk.
+        """
         budget = self.pool.budget
         # Slots for packing compressed chunks are kept just as long.
-        packing = self.window_pool.held_nbytes if plan.compressed else 0
+        packing = self.window_pool.held_nbytes if self.plan.compressed else 0
         room = budget.capacity - budget.kept - self.most_nbytes - packing
         if nbytes > max(0, min(budget.capacity // 2, room)):
             return False
@@ -266,10 +313,6 @@ class Staging:
             budget.keep(nbytes)
             self.extra_nbytes += nbytes
             self._copies_nbytes = nbytes
-            await self.compute.run(self._copy_mutable, mutable, nbytes)
-            self._readers.clear()
-        self.referenced_nbytes = sum(nbytes_of.values()) - nbytes
-        self.grow = False
         return True
 
     @property
@@ -333,6 +376,18 @@ class Staging:
 
     # -- in worker threads
 
+    def _offload(self, far: Sequence[int], near: Sequence[int], near_nbytes: int) -> None:
+        since = time.perf_counter()
+        sources = [self.sources[leaf] for leaf in far]
+        try:
+            for offload in {source.offload: None for source in sources}:
+                assert offload is not None
+                offload([source for source in sources if source.offload == offload])
+        except Exception as error:
+            raise self._failed(far[0], error) from error
+        self.recorder.add("stage", since, sum(map(held_nbytes, sources)))
+        self._copy_mutable(near, near_nbytes)
+
     def _copy_mutable(self, leaves: Sequence[int], nbytes: int) -> None:
         since = time.perf_counter()
         arena = Arena(nbytes)
@@ -371,15 +426,17 @@ class Staging:
         Yields the position that is reached about every `step_nbytes`.
         """
         group = _Group(buffer)
-        for piece in window.pieces:
+        fetched = self._fetched(window, buffer) if self._has_runs else ()
+        for number, piece in enumerate(window.pieces):
             group.pad(piece.position)
             payload = buffer[piece.position : piece.position + piece.stop - piece.start]
             stop = piece.position + payload.size + TRAILER_NBYTES * piece.last
-            data = self._bytes_of(piece.array, piece.row)
+            data = None if number in fetched else self._bytes_of(piece.array, piece.row)
             if data is None:  # gathered, or fetched from a device, as a whole
                 if group.parts:
                     yield group.copy()
-                self._copy(piece.array, piece.row, piece.start, piece.stop, payload)
+                if number not in fetched:
+                    self._copy(piece.array, piece.row, piece.start, piece.stop, payload)
                 group.begin = group.end = stop
                 yield stop
                 continue
@@ -394,14 +451,54 @@ class Staging:
         if group.parts:
             yield group.copy()
 
+    def _fetched(self, window: Window, buffer: Bytes) -> set[int]:
+        """Copy those pieces of a window that are runs of device memory; return their numbers."""
+        runs: list[Run] = []
+        fetched: set[int] = set()
+        for number, piece in enumerate(window.pieces):
+            out = buffer[piece.position : piece.position + piece.stop - piece.start]
+            if self._add_run(runs, piece.array, piece.row, piece.start, out):
+                fetched.add(number)
+        self._fetch(runs)
+        return fetched
+
+    def _add_run(self, runs: list[Run], array: int, row: int, start: int, out: Bytes) -> bool:
+        """Add the device memory of the bytes of a chunk from `start` on, if it is one run.
+
+        Its padding is written to `out`.
+        """
+        plan, source = self.plan, self.sources[self._leaf_of[array]]
+        first = plan.row_source.item(row)
+        cast = plan.arrays.of(array).spec.dtype != source.spec.dtype
+        if source.fetch_runs is None or first < 0 or cast:
+            return False
+        inside = max(0, min(out.size, plan.row_data.item(row) - start))
+        out[inside:] = 0
+        runs.append(Run(source, plan.row_shard.item(row), first + start, out[:inside]))
+        return True
+
+    def _fetch(self, runs: Sequence[Run]) -> None:
+        """Copy runs of device memory, all at once."""
+        try:
+            for fetch_runs in {run.source.fetch_runs: None for run in runs}:
+                assert fetch_runs is not None
+                fetch_runs([run for run in runs if run.source.fetch_runs == fetch_runs])
+        except Exception as error:
+            sources = map(self.sources.__getitem__, range(len(self.sources)))
+            leaf = next(n for n, source in enumerate(sources) if source is runs[0].source)
+            raise self._failed(leaf, error) from error
+
     def _copy_chunks(self, chunks: StagedChunks) -> None:
         since = time.perf_counter()
+        runs: list[Run] = []
         for row, at, nbytes in zip(chunks.rows, chunks.starts, chunks.nbytes, strict=True):
             array = int(self.plan.row_array[row])
             start = 0
             for out in spans(chunks.slots, at, nbytes):
-                self._copy(array, row, start, start + len(out), out)
+                if not (self._has_runs and self._add_run(runs, array, row, start, out)):
+                    self._copy(array, row, start, start + len(out), out)
                 start += len(out)
+        self._fetch(runs)
         self.recorder.add("stage", since, sum(chunks.nbytes))
 
     def _checksum(self, slot: Slot, rows: Sequence[int]) -> dict[int, int]:
@@ -456,10 +553,12 @@ class Staging:
         stored = [p.spec if p.grid.chunk_shape == p.spec.shape else None for p in arrays.parts]
         wanted = list(map(stored.__getitem__, arrays.part[owners].tolist()))
         plain, specs, gap = self.sources.plain, self.sources.specs, bytes(TRAILER_NBYTES)
+        nbytes = self.plan.row_payload
         since = time.perf_counter()
         data = bytearray()
         for start in range(0, len(inline), INLINE_ARRAYS):
             group = slice(start, start + INLINE_ARRAYS)
+            runs: list[Run] = []
             payloads: list[Any] = list(map(plain.__getitem__, leaves[group]))
             found = map(specs.__getitem__, leaves[group])
             for place, (values, spec, same) in enumerate(
@@ -470,9 +569,11 @@ class Staging:
                     leaf, row = leaves[place], inline[place]
                     view = self.sources[leaf].view if spec == same else None
                     if view is None:
-                        view = np.empty(int(self.plan.row_payload[row]), np.uint8)
-                        self._copy(int(owners[place]), row, 0, view.nbytes, view)
+                        array, view = int(owners[place]), np.empty(int(nbytes[row]), np.uint8)
+                        if not self._add_run(runs, array, row, 0, view):
+                            self._copy(array, row, 0, view.nbytes, view)
                     payloads[place - start] = view
+            self._fetch(runs)
             try:
                 data += gap.join(payloads)
             except TypeError:  # not all of them are contiguous

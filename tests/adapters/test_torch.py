@@ -12,7 +12,8 @@ import torch
 
 from asyncckpt import blocking, errors
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.adapters.torch import PinnedMemory, TorchAdapter, numpy_view, tensor_view
+from asyncckpt.adapters.torch import TorchAdapter, numpy_view, tensor_view
+from asyncckpt.runtime import StagingMemory
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten_like
 from tests.adapters.cuda import Cuda
@@ -351,19 +352,23 @@ class Cudart:
         return 0
 
 
-def test_pinned_memory_is_locked_until_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_memory_is_page_locked_once_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = PinnedMemory()
+    memory = StagingMemory()
+    plain = memory.allocate(1 << 20)
+    assert runtime.locked == {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     buffer = memory.allocate(1 << 20)
     assert buffer.nbytes == 1 << 20
     assert buffer.ctypes.data % mmap.PAGESIZE == 0
     assert runtime.locked == {buffer.ctypes.data: 1 << 20}
+    memory.free(plain)
     memory.free(buffer)
     assert runtime.locked == {}
     runtime.code = 2
-    with pytest.raises(errors.StagingError, match=r"cudaHostRegister of 4096 bytes .* error 2"):
-        PinnedMemory().allocate(4096)
+    with pytest.raises(errors.StagingError, match=r"page-locking 4096 bytes .* error 2"):
+        memory.allocate(4096)
 
 
 def test_cuda_tensors_are_read_after_the_work_queued_by_the_caller(
@@ -428,7 +433,7 @@ def test_cuda_tensors_are_fetched_and_filled(name: str, worker: ThreadPoolExecut
     target = adapter.target("p", filled, in_place=True)
     assert worker.submit(adapter.place, target, [expected.copy()]).result() is filled
     np.testing.assert_array_equal(numpy_view(filled.cpu()), expected)
-    memory = PinnedMemory()
+    memory = StagingMemory()
     buffer = memory.allocate(1 << 20)
     assert torch.from_numpy(buffer).is_pinned()
     memory.free(buffer)
