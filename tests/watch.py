@@ -51,7 +51,7 @@ IMPORTING = ("<frozen importlib._bootstrap>", ("_find_and_load",))
 # Files of the kernel's memory, not of a disk.
 READING_LIMITS = ("asyncckpt/options.py", ("memory_limit_nbytes",))
 # A loop in a worker thread that serves nobody else.
-CONNECTING = ("asyncckpt/stores/objects/clients/fsspec_apis.py", ("connected",))
+CONNECTING = ("asyncckpt/stores/objects/clients/fsspec_apis.py", ("connect",))
 # What handlers do with a record is a matter of the application that installed them.
 LOGGING = ("logging/__init__.py", ("callHandlers",))
 

@@ -71,7 +71,7 @@ class Commit:
     """Orbax's files, index and record of one save: everything except its data.
 
     Attributes:
-        attempt: the attempt; None if another process writes these files.
+        opened: returns the attempt, once it is open; None if another process writes these files.
         save_id: identity of the save, 32 hex digits.
         epoch: the claim under which the processes save.
         writers: number of processes that save together.
@@ -80,7 +80,7 @@ class Commit:
         checked: rows whose checksums are compared with those of replicas in other processes.
     """
 
-    attempt: Attempt | None
+    opened: Callable[[], Awaitable[Attempt]] | None
     layout: Layout
     request: SaveRequest
     _: KW_ONLY
@@ -100,10 +100,11 @@ class Commit:
 
     async def put_orbax(self) -> None:
         """Write Orbax's files concurrently; on return they are durable."""
-        if self.attempt is not None:
+        if self.opened is not None:
+            attempt = await self.opened()
             async with asyncio.TaskGroup() as group:
                 for path, data in self._orbax:
-                    group.create_task(self.attempt.put(path, data))
+                    group.create_task(attempt.put(path, data))
 
     async def put_index(self, payload: Payload) -> Committable:
         """Write index file and manifest, and encode the record; on return the files are durable.
@@ -113,8 +114,8 @@ class Commit:
 
         Cancellation: waits for running writes.
         """
-        attempt = self.attempt
-        assert attempt is not None and self.layout.catalog is not None
+        assert self.opened is not None and self.layout.catalog is not None
+        attempt = await self.opened()
         consent = self.request.consent
         if consent is not None:
             consent.asked()

@@ -185,8 +185,8 @@ class SharedCommit(Commit):
         """Write the chunks assembled from parts, and add their places."""
         path = f"d/{self.save_id}-parts{next(self._numbers)}"
         data = b"".join(late.values())
-        assert self.attempt is not None
-        await self.attempt.put(f"{DATABASE}/{path}", data)
+        assert self.opened is not None
+        await (await self.opened()).put(f"{DATABASE}/{path}", data)
         chunks, offset = merged.chunks, 0
         for chunk, stored in late.items():
             chunks.file[chunk], chunks.offset[chunk] = len(merged.files), offset

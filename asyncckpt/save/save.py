@@ -1,8 +1,9 @@
 """One save: plan, data stages, commit, publication."""
 
 # Rule 1: an existing checkpoint is reported before the caller continues: on local disk before
-#   anything is staged; on object stores, where the check takes a round trip, during staging. Files
-#   of an attempt are invisible before its record.
+#   anything is staged; on object stores, where the check takes a round trip, during staging. The
+#   attempt begins during staging, too, and ends a save before the caller continues if it cannot.
+#   Files of an attempt are invisible before its record.
 # Rule 2: the attempt ends with exactly one of publish and abort, even if cancelled repeatedly.
 # Rule 3: once `publish` has been called, its outcome is awaited and is the save's outcome.
 
@@ -152,6 +153,7 @@ class Save:
         self._clean_up_notes: list[str] = []
         self._recorder = Recorder(self.request.begun)
         self._attempt: Attempt | None = None
+        self._opening = asyncio.Lock()
         self._record = b""  # set once the checkpoint is committed
         self._others: Sequence[Timeline] = ()
         self._timeout: asyncio.Timeout | None = None
@@ -249,8 +251,6 @@ class Save:
             unplaced = np.array((*plan.compressed, *plan.inline), np.int64)
             state.total_nbytes = sum(plan.file_nbytes) + int(plan.row_payload[unplaced].sum())
             budget.peak = budget.in_use
-            with self._recorder.span("open"):
-                await self._begin()
             staging, made = await self._write(layout, sizes)
             self._written(state.total_nbytes - state.done_nbytes)  # small leaves, with the index
             state.stage = "commit"
@@ -294,26 +294,33 @@ class Save:
         compute = self.runtime.engine.compute
         return await layout_of(self.request.snapshot, terms, cache=self.layouts, compute=compute)
 
-    async def _begin(self) -> None:
-        """Begin the attempt that this save writes to."""
-        self._attempt = await self.store.begin(
-            self.request.name,
-            self._save_id,
-            epoch=self._epoch,
-            overwrite=self.request.overwrite,
-            private=self.request.options.private,
-            shared=self.shared,
-        )
+    async def _begin(self) -> Attempt:
+        """Begin the attempt that this save writes to, once; return it."""
+        async with self._opening:
+            if self._attempt is None:
+                with self._recorder.span("open"):
+                    self._attempt = await self.store.begin(
+                        self.request.name,
+                        self._save_id,
+                        epoch=self._epoch,
+                        overwrite=self.request.overwrite,
+                        private=self.request.options.private,
+                        shared=self.shared,
+                    )
+        return self._attempt
+
+    async def _open(self) -> None:
+        """Begin the attempt; do not wait where another process does."""
+        await self._begin()
 
     async def _files(self) -> AttemptFiles:
-        """Return the attempt, once it is open."""
-        assert self._attempt is not None
-        return self._attempt
+        """Return the attempt, or this process's share of it, once it is open."""
+        return await self._begin()
 
     def _committing(self, layout: Layout) -> Commit:
         """Return the commit stage."""
         return Commit(
-            self._attempt,
+            self._begin,
             layout,
             self.request,
             save_id=self._save_id,
@@ -387,7 +394,9 @@ class Save:
         return staging, made
 
     async def _release_leaves(self, copied: asyncio.Event) -> None:
-        """Tell the caller that the state may be mutated, unless the checkpoint exists already."""
+        """Tell the caller that the state may be mutated, unless the save cannot begin."""
+        # Beside the copies: a flush may wait for the removal of older checkpoints.
+        await self._open()
         if not self.request.overwrite and not self.store.capabilities.positional_writes:
             await self._refuse_existing()
         await copied.wait()

@@ -45,7 +45,7 @@ from asyncckpt.flow.shield import to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.log import logger
 from asyncckpt.options import SLOT_NBYTES
-from asyncckpt.ports import AttemptFiles, JoinedAttempt, keeps_notes
+from asyncckpt.ports import Attempt, AttemptFiles, JoinedAttempt, keeps_notes
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.merge import SharedCommit
@@ -205,17 +205,20 @@ class SharedSave(Save):
         self._known = not layout.compared
         return layout
 
-    async def _begin(self) -> None:
-        if not self.round_.leads:
-            # The first write waits for this task.
+    async def _begin(self) -> Attempt:
+        attempt = await super()._begin()
+        self.round_.begun()
+        return attempt
+
+    async def _open(self) -> None:
+        if self.round_.leads:
+            await self._begin()
+        else:  # the first write waits for this task
             self._joining = self._joining or self._tasks.create_task(self._join())
-        elif self._attempt is None:
-            await super()._begin()
-            self.round_.begun()
 
     async def _files(self) -> AttemptFiles:
-        await self._begin()
-        return await self._share() if self._attempt is None else self._attempt
+        await self._open()
+        return await (self._begin() if self.round_.leads else self._share())
 
     async def _share(self) -> JoinedAttempt:
         """Return this process's share of the attempt, once it has joined."""
@@ -261,7 +264,7 @@ class SharedSave(Save):
 
     def _committing(self, layout: Layout) -> Commit:
         return SharedCommit(
-            self._attempt,
+            self._begin if self.round_.leads else None,
             layout,
             self.request,
             save_id=self._save_id,

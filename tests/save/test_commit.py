@@ -51,7 +51,11 @@ def commit_of(staged: Staged, workers: Workers) -> tuple[Commit, Files]:
         progress=None,
         stall_first=False,
     )
-    return Commit(attempt, staged.layout, request, save_id=SAVE_ID, compute=workers), attempt
+
+    async def opened() -> Any:
+        return attempt
+
+    return Commit(opened, staged.layout, request, save_id=SAVE_ID, compute=workers), attempt
 
 
 def payload_of(staged: Staged, names: tuple[str, ...]) -> Payload:
