@@ -14,6 +14,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt.errors import SaveAbortedError, StoreError, UsageError
+from asyncckpt.save.stage import Staging
 from asyncckpt.stores.local import publish as publishing
 from tests.script import Script, in_thread
 
@@ -59,6 +60,29 @@ async def test_the_repr_shows_step_stage_and_percent(tmp_path: Path) -> None:
         script.fail("begin", StoreError("no space on disk"))
         failed = await started(ckpt, 13)
         assert failed is None
+
+
+async def test_leaves_are_copied_while_the_attempt_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its flush may wait for the removal of an older step."""
+    copied = threading.Event()
+    forget = Staging.forget
+
+    def forgotten(staging: Staging) -> None:
+        forget(staging)
+        copied.set()
+
+    monkeypatch.setattr(Staging, "forget", forgotten)
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        begin = Script(ckpt).hold("begin")
+        call = asyncio.create_task(ckpt.start_save(1, tree()))
+        await begin.reached()
+        assert await in_thread(lambda: copied.wait(30))
+        assert not call.done()  # the attempt may be refused
+        begin.go()
+        await (await call)
+        assert await ckpt.steps() == [1]
 
 
 async def started(ckpt: asyncckpt.Checkpointer, step: int) -> asyncckpt.PendingSave | None:
