@@ -605,8 +605,8 @@ class Target:
         fill: `place` copies into the leaf's own memory, which cannot be a `buffer` (on a device, or
             in another byte order), or this process has no element to fill.
         captured: state captured by the adapter in the caller's thread to write the leaf later.
-        on_device: `place` copies the values to a device; None if to the framework's default one,
-            which may be the CPU.
+        on_device: `place` copies the values to a device, faster in several threads; None if to the
+            default one of JAX, which may be the CPU.
     """
 
     spec: ArraySpec
@@ -679,7 +679,7 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether `leaf` copies the values to a device."""
+        """Whether `leaf` copies the values to a device, faster in several threads."""
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         """Return the error if `leaf` cannot hold this zarr dtype unchanged, naming the path."""

@@ -24,14 +24,7 @@ from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import selection
 from asyncckpt.adapters.meshes import Mesh, coordinates_of
 from asyncckpt.adapters.placements import Layout
-from asyncckpt.adapters.torch import (
-    TorchAdapter,
-    copy_into,
-    of_kind,
-    tensor_view,
-    to_device,
-    waited,
-)
+from asyncckpt.adapters.torch import TorchAdapter, copy_into, of_kind, tensor_view, waited
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.tiling import grid_boxes
 from asyncckpt.ports import Run, Source, Target
@@ -120,7 +113,6 @@ class DTensorAdapter:
             path=path,
             fill=local.fill or not division.shards,
             captured=local.captured,
-            on_device=local.on_device,
             division=division,
             shape=tuple(tensor.shape),
             device=_device(leaf.device_mesh) if tensor.is_meta else tensor.device,
@@ -276,7 +268,7 @@ def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
     else:
         local = torch.empty(target.shape, dtype=like.dtype)
         _fill(local, target.division, parts)
-    local = to_device(local, target.device)
+    local = local.to(target.device)
     mesh = like.device_mesh
     made: Any
     if local.device.type == mesh.device_type:

@@ -92,7 +92,6 @@ class BoxesAdapter:
             path=path,
             fill=not host,
             captured=parts,
-            on_device=any(part.on_device for part in parts),
         )
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:

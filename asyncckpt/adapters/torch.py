@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import re
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -47,9 +47,7 @@ _VIEWS: dict[torch.dtype, tuple[str, int, np.dtype[Any] | None]] = {
 
 NumPy has no type codes for bfloat16 and float8, so their memory is read as integers."""
 
-PAGE_LOCK_NBYTES = 1 << 20
-"""Smallest memory that is page-locked for a single copy. CUDA copies other memory through a buffer
-of its own, at 7 GB/s; locking takes 30 µs and 20 to 40 ms per GB, and the copy runs at 50 GB/s."""
+_AT_ONCE = contextlib.nullcontext()
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -75,6 +73,7 @@ class TorchAdapter:
 
     def __init__(self) -> None:
         self._events: dict[torch.device, torch.cuda.Event] = {}
+        self._queueing = threading.Lock()
 
     def owns(self, kind: type) -> bool:
         return issubclass(kind, torch.Tensor)
@@ -113,8 +112,9 @@ class TorchAdapter:
         for run in runs:
             by_device.setdefault(run.source.leaf.device, []).append(run)
         for device, some in by_device.items():
-            # Waiting for each copy would take longer than most copies.
-            with _after(self._events[device], device):
+            # Waiting for each copy would take longer than most copies, and threads that queue at
+            # the same time slow each other down.
+            with _after(self._events[device], device, self._queueing):
                 for source, _, start, out in some:
                     flat = source.leaf.detach().view(-1).view(torch.uint8)
                     torch.from_numpy(out).copy_(flat[start : start + out.size], non_blocking=True)
@@ -132,7 +132,6 @@ class TorchAdapter:
         leaf = waited(leaf)
         name = _dtype_name(path, leaf)
         target = Target(array_spec(tuple(leaf.shape), name), leaf, path=path)
-        target.on_device = not leaf.is_cpu and not leaf.is_meta
         if not in_place:
             return target
         if leaf.is_meta:
@@ -173,8 +172,8 @@ class TorchAdapter:
         if target.fill:
             copy_into(like, tensor, target.captured)
             return like
-        if target.on_device:
-            tensor = to_device(tensor, like.device)
+        if not like.is_cpu and not like.is_meta:
+            tensor = tensor.to(like.device)
         return of_kind(tensor, like)
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
@@ -202,32 +201,27 @@ def copy_into(
         if event is None:
             tensor.copy_(values)
             return
-        with _page_locked(values), _after(event, tensor.device):
-            tensor.copy_(values, non_blocking=True)
-
-
-def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of a CPU tensor on a device. Blocking."""
-    if device.type != "cuda" or values.nbytes < PAGE_LOCK_NBYTES:
-        return values.to(device)
-    # Memory of the current stream, not of the copy's, so that the caller's tensors can reuse it.
-    made = torch.empty_like(values, device=device)
-    copy_into(made, values, torch.cuda.current_stream(device).record_event())
-    return made
+        with _after(event, tensor.device):
+            tensor.copy_(values)
 
 
 @contextlib.contextmanager
-def _after(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
+def _after(
+    event: torch.cuda.Event,
+    device: torch.device,
+    queueing: contextlib.AbstractContextManager[Any] = _AT_ONCE,
+) -> Iterator[None]:
     """Run the block's kernels after the event, and wait for them: their memory may be reused then.
 
     They run on a new stream, so that copies of several threads overlap and the caller's stream is
-    not delayed.
+    not delayed. `queueing` is held while they are queued.
     """
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    try:
+        with queueing, torch.cuda.stream(stream):
             stream.wait_event(event)
             yield
+    finally:  # after an error, too
         stream.synchronize()
 
 
@@ -296,25 +290,6 @@ def page_unlock(memory: Bytes) -> None:
 def _cudart(call: str, *arguments: int) -> int:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     return int(getattr(runtime, call)(*arguments))
-
-
-@contextlib.contextmanager
-def _page_locked(values: torch.Tensor) -> Iterator[None]:
-    """Page-lock a tensor's memory during the block, if that pays and its pages are its own."""
-    pays = values.nbytes >= PAGE_LOCK_NBYTES and values.is_contiguous()
-    if not pays or values.data_ptr() % mmap.PAGESIZE:
-        yield
-        return
-    memory = numpy_view(values.view(-1).view(torch.uint8))
-    try:
-        page_lock(memory)
-    except StagingError:  # CUDA copies it in its own way
-        yield
-        return
-    try:
-        yield
-    finally:
-        page_unlock(memory)
 
 
 def waited(tensor: Any) -> Any:

@@ -14,9 +14,10 @@ caller may mutate, donate or free every leaf.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -49,6 +50,14 @@ Seal = Callable[[Window, Bytes, Filling], WindowSums]
 GROUP_NBYTES = 64 * MIB
 """Bytes that one worker call copies while the caller waits: a hop between threads costs about
 0.1 ms, copying 8 MiB 0.4 ms."""
+
+DEVICE_THREADS = 2
+"""Threads that copy from devices: each copy is some microseconds of many short calls, which other
+threads slow down tenfold by taking the interpreter lock in between. One queues while one waits."""
+
+OFFLOAD_CALLS = 4
+"""Concurrent calls that move leaves to host memory of their framework, which takes longer to begin
+the copies of small leaves than to make them."""
 
 CALLS_PER_THREAD = 4
 """Minimum number of copy calls per thread, if there are enough windows."""
@@ -122,7 +131,10 @@ class Staging:
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         opened = self.sources.opened.values()
-        self._has_runs = any([source.fetch_runs is not None for source in opened])
+        runs = [source.spec.nbytes for source in opened if source.fetch_runs is not None]
+        self._has_runs = bool(runs)
+        mostly = 2 * sum(runs) > sum([spec.nbytes for spec in self.sources.specs])
+        self._threads = min(DEVICE_THREADS, self.compute.count) if mostly else self.compute.count
         self.held: set[Slot] = set()
         self.extra_nbytes = 0
         self.referenced_nbytes = 0
@@ -144,7 +156,7 @@ class Staging:
         # A single stuck thread must not hold the whole budget.
         most = max(1, min(GROUP_NBYTES // pool.slot_nbytes, pool.capacity // 4))
         # Each thread makes several calls, so that all end at about the same time.
-        most = min(most, -(-len(windows) // (CALLS_PER_THREAD * self.compute.count)))
+        most = min(most, -(-len(windows) // (CALLS_PER_THREAD * self._threads)))
         if seal is not None:
             most = 1  # so that the first write begins after the first call
         # Copies run ahead of `emit` while there are slots, and end in any order.
@@ -172,7 +184,7 @@ class Staging:
                 done += len(part)
                 copy = self.use(slots, self._copy_windows, part, slots, seal)
                 running.append(group.create_task(copy))
-                if len(running) > self.compute.count:
+                if len(running) > self._threads:
                     for item in await running.popleft():
                         receive(item)
             while running:
@@ -263,7 +275,12 @@ class Staging:
         unwritten = nbytes - int(plan.row_payload[rows].sum())
         if max(near_nbytes, unwritten) > GROUP_NBYTES or not await self._keep(nbytes):
             return False
-        await self.compute.run(self._offload, far, near, near_nbytes)
+        run = self.compute.run
+        parts = [part for n in range(OFFLOAD_CALLS) if (part := far[n::OFFLOAD_CALLS])]
+        calls = [run(self._offload, part) for part in parts]
+        if near:
+            calls.append(run(self._copy_mutable, near, near_nbytes))
+        await together(calls)
         for source in opened.values():  # tied ones, too
             if source.offload is not None:
                 source.leaf = source.captured = None
@@ -376,17 +393,16 @@ class Staging:
 
     # -- in worker threads
 
-    def _offload(self, far: Sequence[int], near: Sequence[int], near_nbytes: int) -> None:
+    def _offload(self, leaves: Sequence[int]) -> None:
         since = time.perf_counter()
-        sources = [self.sources[leaf] for leaf in far]
+        sources = [self.sources[leaf] for leaf in leaves]
         try:
             for offload in {source.offload: None for source in sources}:
                 assert offload is not None
                 offload([source for source in sources if source.offload == offload])
         except Exception as error:
-            raise self._failed(far[0], error) from error
+            raise self._failed(leaves[0], error) from error
         self.recorder.add("stage", since, sum(map(held_nbytes, sources)))
-        self._copy_mutable(near, near_nbytes)
 
     def _copy_mutable(self, leaves: Sequence[int], nbytes: int) -> None:
         since = time.perf_counter()
@@ -409,8 +425,10 @@ class Staging:
     ) -> list[StagedWindow]:
         since = time.perf_counter()
         staged: list[StagedWindow] = []
-        for window, slot in zip(windows, slots, strict=True):
-            filling = self._fill(window, slot.buffer, CACHED_NBYTES if seal else window.nbytes)
+        fetched = self._fetched(windows, slots) if self._has_runs else itertools.repeat(())
+        for window, slot, done in zip(windows, slots, fetched, strict=False):
+            step_nbytes = CACHED_NBYTES if seal else window.nbytes
+            filling = self._fill(window, slot.buffer, step_nbytes, done)
             sums = None
             if seal is not None:
                 sums = seal(window, slot.buffer, filling)
@@ -420,13 +438,15 @@ class Staging:
         self.recorder.add("stage", since, sum(window.nbytes for window in windows))
         return staged
 
-    def _fill(self, window: Window, buffer: Bytes, step_nbytes: int) -> Filling:
+    def _fill(
+        self, window: Window, buffer: Bytes, step_nbytes: int, fetched: Collection[int]
+    ) -> Filling:
         """Copy the pieces of a window, with room for their trailers, and zeros between them.
 
-        Yields the position that is reached about every `step_nbytes`.
+        Yields the position that is reached about every `step_nbytes`. The pieces with the numbers
+        `fetched` are there already.
         """
         group = _Group(buffer)
-        fetched = self._fetched(window, buffer) if self._has_runs else ()
         for number, piece in enumerate(window.pieces):
             group.pad(piece.position)
             payload = buffer[piece.position : piece.position + piece.stop - piece.start]
@@ -451,14 +471,16 @@ class Staging:
         if group.parts:
             yield group.copy()
 
-    def _fetched(self, window: Window, buffer: Bytes) -> set[int]:
-        """Copy those pieces of a window that are runs of device memory; return their numbers."""
+    def _fetched(self, windows: Sequence[Window], slots: Sequence[Slot]) -> list[set[int]]:
+        """Copy those pieces of windows that are runs of device memory; return their numbers."""
         runs: list[Run] = []
-        fetched: set[int] = set()
-        for number, piece in enumerate(window.pieces):
-            out = buffer[piece.position : piece.position + piece.stop - piece.start]
-            if self._add_run(runs, piece.array, piece.row, piece.start, out):
-                fetched.add(number)
+        fetched: list[set[int]] = []
+        for window, slot in zip(windows, slots, strict=True):
+            fetched.append(done := set())
+            for number, piece in enumerate(window.pieces):
+                out = slot.buffer[piece.position : piece.position + piece.stop - piece.start]
+                if self._add_run(runs, piece.array, piece.row, piece.start, out):
+                    done.add(number)
         self._fetch(runs)
         return fetched
 

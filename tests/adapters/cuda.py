@@ -18,9 +18,8 @@ class Cuda(TorchDispatchMode):
         super().__init__()
         self.calls: list[str] = []
         self.stream = "default stream"
-        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(self, "caller's stream"))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(self, "own stream"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream(self, "own stream"))
         monkeypatch.setattr(torch.cuda, "stream", self._on)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)

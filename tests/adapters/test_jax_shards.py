@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +19,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from asyncckpt import errors
+from asyncckpt import blocking, errors
+from asyncckpt.adapters import jax as jax_adapter
 from asyncckpt.adapters import jax_memory, jax_shards, meshes, placements
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.flow.arena import Arena
@@ -79,6 +83,26 @@ def check_nothing_cached(leaf: Any) -> None:
         assert array._npy_value is None
         kept = [v for k, v in vars(array).items() if k != "addressable_shards"]
         assert not any(isinstance(value, np.ndarray) for value in kept)
+
+
+@contextlib.contextmanager
+def on_accelerators() -> Iterator[None]:
+    """Devices are taken for accelerators, whose memory cannot be viewed, inside the block."""
+    caches = (
+        jax_memory.in_host_memory,
+        jax_memory.offloads,
+        jax_shards._divide,
+        jax_adapter._single_device,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax_memory, "on_cpu", lambda device: False)
+        for cache in caches:
+            cache.cache_clear()
+        try:
+            yield
+        finally:
+            for cache in caches:
+                cache.cache_clear()
 
 
 def read(source: Any, box: Box) -> np.ndarray[Any, Any]:
@@ -269,31 +293,90 @@ def test_a_box_is_read_from_one_replica_and_boxes_from_all_devices_by_turns() ->
 def test_memory_that_cannot_be_viewed_is_read_by_slices(name: str) -> None:
     expected = values(name)
     leaves = [put(expected, sharding(x)) for x in ("bricks, two replicas", "replicated")]
-    with pytest.MonkeyPatch.context() as patch:  # as on an accelerator
-        patch.setattr(jax_memory, "on_cpu", lambda device: False)
-        jax_memory.in_host_memory.cache_clear()
-        jax_shards._divide.cache_clear()
-        try:
-            for leaf in leaves:
-                source = adapter.source("p", leaf)
-                assert views(source) == [None] * len(boxes(source))
-                part = Box((3, 0, 2), (11, 13, 5))
-                for box in (Box.whole(SHAPE), part, *boxes(source)):
-                    np.testing.assert_array_equal(read(source, box), expected[box.slices()])
-                check_nothing_cached(leaf)
-        finally:
-            jax_memory.in_host_memory.cache_clear()
-            jax_shards._divide.cache_clear()
+    with on_accelerators():
+        for leaf in leaves:
+            source = adapter.source("p", leaf)
+            assert views(source) == [None] * len(boxes(source))
+            part = Box((3, 0, 2), (11, 13, 5))
+            for box in (Box.whole(SHAPE), part, *boxes(source)):
+                np.testing.assert_array_equal(read(source, box), expected[box.slices()])
+            check_nothing_cached(leaf)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "int64", "complex64"])
+@on_eight_devices
+def test_arrays_are_moved_to_pinned_host_memory_in_one_call(name: str) -> None:
+    expected = values(name)
+    layouts = ("bricks, two replicas", "replicated", "rows")
+    leaves = [put(expected, sharding(layout)) for layout in layouts]
+    leaves.append(put(expected, SingleDeviceSharding(jax.devices()[2])))
+    key = jax.random.key(3)
+    with on_accelerators():
+        sources = [adapter.source("p", leaf) for leaf in (*leaves, key)]
+        assert {source.offload for source in sources} == {adapter.offload}
+        worker.submit(adapter.offload, sources).result()
+    key_data = np.asarray(jax.random.key_data(key))
+    for leaf in leaves:
+        check_nothing_cached(leaf)
+        leaf.delete()
+    for source, wanted in zip(sources, [expected] * len(leaves) + [key_data], strict=True):
+        assert source.leaf is None and source.captured is None
+        for box, view in zip(boxes(source), views(source), strict=True):
+            np.testing.assert_array_equal(view, wanted[box.slices()])
+
+
+@on_eight_devices
+def test_a_state_on_accelerators_may_be_deleted_once_start_save_returns(tmp_path: Path) -> None:
+    wide = values("float32", (512, 3000))
+    state = {
+        "rows": put(wide, sharding("rows")),
+        "replicated": put(values("bfloat16"), sharding("replicated")),
+        "packed": put(values("int4"), sharding("bricks, two replicas")),
+        "single": put(wide + 1, SingleDeviceSharding(jax.devices()[5])),
+        "key": jax.random.split(jax.random.key(7), 3),
+        "small": jnp.arange(3.0),
+        "host": np.arange(5.0),
+    }
+    state["tied"] = state["single"]
+    wanted = jax.tree.map(np.asarray, {**state, "key": jax.random.key_data(state["key"])})
+    offload, moved = JaxAdapter.offload, []
+    with on_accelerators(), pytest.MonkeyPatch.context() as patch:
+
+        def counted(adapter: JaxAdapter, sources: Any) -> None:
+            moved.extend(sources)
+            offload(adapter, sources)
+
+        patch.setattr(JaxAdapter, "offload", counted)
+        with blocking.Checkpointer(tmp_path) as checkpointer:
+            pending = checkpointer.start_save(1, state)
+            for leaf in jax.tree.leaves(state):
+                if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                    leaf.delete()
+            pending.result()
+            restored = checkpointer.restore(like=state)  # deleted arrays have shapes, too
+    assert len(moved) == 5  # neither packed nor tied ones
+    for name, leaf in restored.items():
+        found = jax.random.key_data(leaf) if name == "key" else leaf
+        np.testing.assert_array_equal(np.asarray(found), wanted[name])
+        assert name == "host" or leaf.sharding == state[name].sharding
+
+
+@on_eight_devices
+def test_packed_arrays_and_those_in_host_memory_are_not_moved() -> None:
+    far = SingleDeviceSharding(jax.devices()[2])
+    near = SingleDeviceSharding(jax.devices()[2], memory_kind="pinned_host")
+    with on_accelerators():
+        assert adapter.source("p", put(values("int4"), far)).offload is None
+        assert adapter.source("p", put(values("int8"), near)).offload is None
+        assert adapter.source("p", put(values("int8"), far)).offload is not None
+    assert adapter.source("p", put(values("int8"), far)).offload is None  # on a CPU
 
 
 @on_eight_devices
 def test_slices_of_values_that_jax_is_told_to_report_are_read() -> None:
     expected = np.full(SHAPE, np.nan, np.float32)
     expected[3:] = np.inf
-    with pytest.MonkeyPatch.context() as patch:  # as on an accelerator
-        patch.setattr(jax_memory, "on_cpu", lambda device: False)
-        for cache in (jax_memory.in_host_memory, jax_shards._divide):
-            cache.cache_clear()
+    with on_accelerators():
         try:
             for flag in ("jax_debug_nans", "jax_debug_infs"):
                 jax.config.update(flag, True)
@@ -303,8 +386,6 @@ def test_slices_of_values_that_jax_is_told_to_report_are_read() -> None:
         finally:
             for flag in ("jax_debug_nans", "jax_debug_infs"):
                 jax.config.update(flag, False)
-            for cache in (jax_memory.in_host_memory, jax_shards._divide):
-                cache.cache_clear()
 
 
 @on_eight_devices

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncckpt import blocking, errors
+from asyncckpt import LeafOptions, SaveOptions, blocking, errors
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.torch import TorchAdapter, numpy_view, tensor_view
+from asyncckpt.ports import Run
 from asyncckpt.runtime import StagingMemory
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten_like
@@ -375,9 +376,11 @@ def test_cuda_tensors_are_read_after_the_work_queued_by_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leaf = torch.tensor([1j, 2j]).conj()
+    adapter = TorchAdapter()
     with Cuda(monkeypatch) as cuda:
         source = adapter.source("p", leaf)
         adapter.fetch(source, 0, Box((0,), (2,)), out := np.zeros(2, np.complex64))
+    assert source.fetch_runs is None
     assert out.tolist() == [-1j, -2j]
     assert cuda.calls == [
         "own stream waits for event on caller's stream",
@@ -387,10 +390,106 @@ def test_cuda_tensors_are_read_after_the_work_queued_by_the_caller(
     ]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_of_contiguous_cuda_tensors_are_copied_with_one_wait(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = [tensor(name, (3, 4)), tensor(name, ())]
+    adapter = TorchAdapter()
+    with Cuda(monkeypatch) as cuda:
+        sources = [adapter.source("p", leaf) for leaf in leaves]
+        assert [source.view for source in sources] == [None, None]
+        assert adapter.source("p", leaves[0].T).fetch_runs is None
+        nbytes = leaves[0].nbytes
+        parts = [np.zeros(nbytes // 4, np.uint8), np.zeros(nbytes // 2 + 1, np.uint8)]
+        whole = np.zeros(leaves[1].nbytes, np.uint8)
+        runs = [
+            Run(sources[0], 0, 0, parts[0]),
+            Run(sources[0], 0, nbytes // 4, parts[1]),
+            Run(sources[1], 0, 0, whole),
+        ]
+        (fetch_runs,) = {source.fetch_runs for source in sources}
+        assert fetch_runs is not None
+        fetch_runs(runs)
+    copied = np.concatenate(parts)
+    assert bytes(copied) == values(name, (3, 4)).tobytes()[: copied.size]
+    assert bytes(whole) == values(name, ()).tobytes()
+    assert cuda.calls == [
+        "own stream waits for event on caller's stream",
+        *["copy_ on own stream"] * 3,
+        "wait for own stream",
+    ]
+
+
+def test_a_failed_copy_from_a_cuda_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies queued before it may still write to memory that the pool would hand out again."""
+    adapter = TorchAdapter()
+    with Cuda(monkeypatch) as cuda:
+        source = adapter.source("p", torch.zeros(8))
+        good = Run(source, 0, 0, np.zeros(8, np.uint8))
+        with pytest.raises(RuntimeError, match="size"):
+            adapter.fetch_runs([good, Run(source, 0, 24, np.zeros(16, np.uint8))])
+    assert cuda.calls[-2:] == ["copy_ on own stream", "wait for own stream"]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_state_on_a_cuda_device_is_saved_from_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: Any
+) -> None:
+    rng = np.random.default_rng(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+
+    state = {
+        "long": noise(3, 1_500_001),  # spans windows, and is cut inside elements
+        "odd": (noise(777, 333) > 0),
+        "turned": noise(300, 200).T,
+        "every other": noise(600, 100)[::2],
+        "cast": noise(500, 400),
+        "padded": noise(5, 700),
+        "small": noise(3, 5),
+        "scalar": noise().abs(),
+        "empty": noise(0, 3),
+        "host": rng.standard_normal(50_000),
+        "step": 7,
+    }
+    state["tied"] = state["long"]
+
+    def leaf_options(path: str, _: ArraySpec) -> LeafOptions | None:
+        if path == "cast":
+            return LeafOptions(dtype="bfloat16")
+        return LeafOptions(chunk_shape=(2, 300)) if path == "padded" else None
+
+    options = SaveOptions(compression=compression, leaf_options=leaf_options)
+    fetched: list[int] = []
+    fetch_runs = TorchAdapter.fetch_runs
+
+    def counted(adapter: TorchAdapter, runs: Any) -> None:
+        fetched.append(sum(run.out.size for run in runs))
+        fetch_runs(adapter, runs)
+
+    monkeypatch.setattr(TorchAdapter, "fetch_runs", counted)
+    with monkeypatch.context() as patch:
+        Cuda(patch)
+        blocking.save(tmp_path / "saved", state, options=options)
+        with blocking.Checkpointer(tmp_path / "run", save_options=options) as checkpointer:
+            checkpointer.start_save(1, state).result()
+    assert sum(fetched) > 2 * state["long"].nbytes  # nearly all, twice
+    for path in (tmp_path / "saved", tmp_path / "run" / "1"):
+        restored = blocking.restore(path, leaves="torch")
+        for key, leaf in state.items():
+            wanted = torch.as_tensor(leaf)
+            wanted = wanted.bfloat16() if key == "cast" else wanted
+            assert torch.equal(torch.as_tensor(restored[key]), wanted), key
+    assert blocking.verify(tmp_path / "saved").ok
+
+
 def test_cuda_tensors_are_filled_after_the_work_queued_by_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leaf = torch.zeros(2)
+    adapter = TorchAdapter()
     with Cuda(monkeypatch) as cuda:
         target = adapter.target("p", leaf, in_place=True)
         assert adapter.place(target, [np.ones(2, np.float32)]) is leaf
@@ -407,6 +506,7 @@ def test_cuda_tensors_are_filled_after_the_work_queued_by_the_caller(
 def test_a_kernel_queued_before_a_cuda_tensor_is_filled_does_not_overwrite_it(
     worker: ThreadPoolExecutor,
 ) -> None:
+    adapter = TorchAdapter()
     leaf = torch.zeros(1 << 20, device="cuda")
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -424,8 +524,12 @@ def test_a_kernel_queued_before_a_cuda_tensor_is_filled_does_not_overwrite_it(
 @pytest.mark.parametrize("name", NAMES)
 def test_cuda_tensors_are_fetched_and_filled(name: str, worker: ThreadPoolExecutor) -> None:
     expected = values(name, (30, 40))
+    adapter = TorchAdapter()
     leaf = tensor(name, (30, 40)).cuda()
     source = adapter.source("p", leaf)
+    run = Run(source, 0, 160, np.zeros(320, np.uint8))
+    worker.submit(adapter.fetch_runs, [run]).result()
+    assert bytes(run.out) == expected.tobytes()[160:480]
     for box in (Box.whole((30, 40)), Box((3, 4), (5, 6))):
         out = worker.submit(read, source, box).result()
         np.testing.assert_array_equal(out, expected[box.slices()])

@@ -12,9 +12,11 @@ import torch
 
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.errors import StagingError
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB, LeafOptions
+from asyncckpt.save import stage
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.spec import DTYPES, ArraySpec
 from tests.save.staging import SLOT, Staged, noise
@@ -72,6 +74,105 @@ async def test_only_leaves_that_this_process_writes_are_copied_beside_references
     assert await staged.staging.hold_immutable()
     assert staged.budget.in_use == 48 * KIB
     staged.staging.release_all()
+    assert staged.budget.in_use == 0
+
+
+def offloadable(staged: Staged, *numbers: int) -> list[list[Any]]:
+    """Let these arrays be offloaded; return the list that the calls are appended to."""
+    calls: list[list[Any]] = []
+
+    def offload(sources: Any) -> None:
+        calls.append(list(sources))
+        for source in sources:
+            source.view, source.leaf = source.leaf.copy(), None
+
+    for number in numbers:
+        source = staged.snapshot.sources[number]
+        source.view, source.offload = None, offload
+    return calls
+
+
+async def test_leaves_are_offloaded_and_others_copied_before_anything_else(
+    workers: Workers,
+) -> None:
+    tree = {name: noise(48 * KIB, seed) for seed, name in enumerate("abcdef")}
+    expected = b"".join(leaf.tobytes() for leaf in tree.values())
+    staged = Staged(tree, workers, slots=32)
+    calls = offloadable(staged, 0, 1, 2, 4, 5)
+    assert await staged.staging.offload()
+    assert len(calls) == 4 and len({id(source) for call in calls for source in call}) == 5
+    assert staged.budget.in_use == 6 * 48 * KIB
+    for leaf in tree.values():
+        leaf[...] = 0  # the caller may mutate them
+    found: list[bytes] = []
+
+    def emit(item: StagedWindow) -> None:
+        found.extend(payload(staged, item))
+        staged.staging.release([item.slot])
+
+    await staged.staging.windows(emit)
+    assert b"".join(found) == expected
+    assert staged.budget.in_use == 6 * 48 * KIB  # until the copies are forgotten
+    staged.staging.forget()
+    assert staged.budget.in_use == 0
+
+
+@pytest.mark.parametrize("why", ["no leaf", "no room", "other memory", "other writers"])
+async def test_nothing_is_offloaded_if_that_does_not_pay(
+    workers: Workers, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "GROUP_NBYTES", 100 * KIB)
+    tree = {name: noise(48 * KIB, seed) for seed, name in enumerate("abcdef")}
+    few = why == "no room"
+    staged = Staged(
+        tree,
+        workers,
+        slots=8 if few else 32,
+        process_count=2 if why == "other writers" else 1,
+    )
+    far = {"no leaf": range(0), "other memory": range(3)}.get(why, range(6))
+    calls = offloadable(staged, *far)
+    assert not await staged.staging.offload()
+    assert calls == [] and staged.budget.in_use == 0
+    assert all(source.leaf is not None for source in staged.snapshot.sources)
+
+
+async def test_a_failed_offload_names_a_leaf_and_gives_everything_back(workers: Workers) -> None:
+    staged = Staged({"a": noise(48 * KIB)}, workers, slots=32)
+
+    def failing(sources: Any) -> None:
+        raise MemoryError("no pinned memory")
+
+    source = staged.snapshot.sources[0]
+    source.view, source.offload = None, failing
+    with pytest.raises(StagingError, match=r"a: copying uint8\[49152\] .* no pinned memory"):
+        await staged.staging.offload()
+    staged.staging.release_all()
+    assert staged.budget.in_use == 0
+
+
+async def test_a_failed_copy_of_device_memory_names_a_leaf(workers: Workers) -> None:
+    staged = Staged({"a": noise(48 * KIB), "b": noise(48 * KIB)}, workers)
+
+    def failing(runs: Any) -> None:
+        raise RuntimeError("device lost")
+
+    source = staged.snapshot.sources[1]
+    source.view, source.fetch_runs = None, failing
+    staging = Staging(
+        staged.plan,
+        staged.snapshot,
+        staged.pool,
+        staged.pool,
+        workers,
+        grow=False,
+        recorder=staged.staging.recorder,
+    )
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await staging.windows(lambda item: None)
+    error = leading_error(caught.value)
+    assert isinstance(error, StagingError) and error.path == "b" and "device lost" in str(error)
+    staging.release_all()
     assert staged.budget.in_use == 0
 
 
