@@ -585,6 +585,10 @@ class Source:
     offload: Callable[[Sequence[Source]], None] | None = None
 
 
+PlaceAll = Callable[[Sequence[Any], Sequence[npt.NDArray[Any]]], Sequence[Any]]
+"""Makes the leaves of `Target`s, given one array for each."""
+
+
 @dataclass(slots=True, eq=False)
 class Target:
     """Destination of one array leaf of a restore.
@@ -605,8 +609,8 @@ class Target:
         fill: `place` copies into the leaf's own memory, which cannot be a `buffer` (on a device, or
             in another byte order), or this process has no element to fill.
         captured: state captured by the adapter in the caller's thread to write the leaf later.
-        on_device: `place` copies the values to a device, faster in several threads; None if to the
-            default one of JAX, which may be the CPU.
+        place_all: makes this and other leaves with an equal `place_all` at once, given one array
+            for each, with the spec's shape and dtype. Blocking. None if only `place` makes it.
     """
 
     spec: ArraySpec
@@ -620,7 +624,7 @@ class Target:
     path: str = ""
     fill: bool = False
     captured: Any = None
-    on_device: bool | None = False
+    place_all: PlaceAll | None = None
 
 
 class ArrayAdapter(Protocol):
@@ -676,10 +680,6 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
     """
 
     name: str
-
-    @property
-    def on_device(self) -> bool:
-        """Whether `leaf` copies the values to a device, faster in several threads."""
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         """Return the error if `leaf` cannot hold this zarr dtype unchanged, naming the path."""

@@ -23,7 +23,7 @@ from asyncckpt.adapters import jax_memory
 from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
 from asyncckpt.adapters.jax_shards import Division, assemble, divide, replica, shard_views
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
-from asyncckpt.ports import Source, Target
+from asyncckpt.ports import PlaceAll, Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, array_spec
 
 _NO_MESH = "no mesh is set in this thread"
@@ -64,12 +64,6 @@ class JaxAdapter:
         self._x64 = bool(jax_memory.config.jax_enable_x64)
         self._device = jax_memory.config.jax_default_device
         self._turns = itertools.count()
-
-    @property
-    def on_device(self) -> bool:
-        # A platform or a device; a backend is started only where an array is about to be made.
-        device = self._device or jax.default_backend()
-        return getattr(device, "platform", device) != "cpu"
 
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or issubclass(
@@ -190,10 +184,9 @@ class JaxAdapter:
             raise _without_mesh(path, "this sharding is a PartitionSpec", _NO_MESH) from None
         if sharding is None:
             target.device = jax_memory.config.jax_default_device
-            target.on_device = None
+            target.place_all = self._place_all_of(target)
             return target
         sharding = _with_devices(path, sharding)
-        target.on_device = not all(map(jax_memory.on_cpu, sharding.addressable_devices))
         if _single_device(sharding) is None:
             target.sharding = sharding
             tail = target.spec.shape[len(leaf.shape) :]  # extra dimensions of key data
@@ -205,7 +198,34 @@ class JaxAdapter:
             target.sharding = sharding
         else:
             (target.device,) = sharding.device_set
+        target.place_all = self._place_all_of(target)
         return target
+
+    def _place_all_of(self, target: JaxTarget) -> PlaceAll | None:
+        """Return `place_all` for ordinary arrays on one device."""
+        special = target.extra is not None or getattr(target.leaf, "weak_type", False)
+        return None if special or target.division is not None else self.place_all
+
+    def place_all(
+        self, targets: Sequence[JaxTarget], values: Sequence[npt.NDArray[Any]]
+    ) -> Sequence[Any]:
+        # One call of JAX for many arrays takes half as long as one for each, and copies them to a
+        # device in several threads of its own.
+        made: list[Any] = [None] * len(targets)
+        groups: dict[tuple[jax.Device | None, bool], list[int]] = {}
+        for number, target in enumerate(targets):
+            groups.setdefault((target.device, target.sharding is None), []).append(number)
+        names = [target.spec.dtype for target in targets]
+        with jax_memory.transfers(), jax_memory.x64_for(*names):
+            for (device, uncommitted), numbers in groups.items():
+                places = None if uncommitted else [targets[n].sharding for n in numbers]
+                with jax.default_device(device):
+                    arrays = jax.device_put([values[n] for n in numbers], places)
+                for number, array in zip(numbers, arrays, strict=True):
+                    target = targets[number]
+                    check_values(target.path, target.spec, array.shape, array.dtype)
+                    made[number] = array.block_until_ready()
+        return made
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, JaxTarget)

@@ -29,7 +29,6 @@ class NumpyAdapter:
     """
 
     name = "numpy"
-    on_device = False
 
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (np.ndarray, np.generic))

@@ -69,7 +69,6 @@ class TorchAdapter:
     """
 
     name = "torch"
-    on_device = False
 
     def __init__(self) -> None:
         self._events: dict[torch.device, torch.cuda.Event] = {}

@@ -32,7 +32,7 @@ class Buffers:
     Attributes:
         values: the memory of each leaf in the stored dtype; None if it is in `boxes`.
         boxes: by leaf, an array for each box that its target wants.
-        nbytes_of: bytes of the memory of each leaf.
+        nbytes: bytes of all of this memory.
         destinations: the overlaps of wanted boxes and stored arrays, to be fetched.
         owners: for each destination, the number of the leaf that waits for it.
         sharers: by destination, the numbers of other leaves that wait for it (tied arrays).
@@ -40,7 +40,7 @@ class Buffers:
 
     values: list[Memory | None]
     boxes: dict[int, Sequence[Memory]]
-    nbytes_of: Sequence[int]
+    nbytes: int
     destinations: Destinations
     owners: Sequence[int]
     sharers: Mapping[int, Sequence[int]]
@@ -77,7 +77,7 @@ def allocate(
     stored dtype are used, except those of `twins`.
     """
     memory = _memory(opened, arrays, framework, recycled, twins, in_place=in_place)
-    values_of, boxes_of, nbytes_of = memory
+    values_of, boxes_of, nbytes = memory
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
     # Chunks of tied arrays are read once into memory that their targets share.
@@ -114,7 +114,7 @@ def allocate(
                         continue
                 destinations.add(leaf.path, array, box, values)
                 owners.append(number)
-    return Buffers(values_of, boxes_of, nbytes_of, destinations, owners, sharers)
+    return Buffers(values_of, boxes_of, nbytes, destinations, owners, sharers)
 
 
 def _memory(
@@ -125,8 +125,8 @@ def _memory(
     twins: Collection[int],
     *,
     in_place: bool,
-) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], list[int]]:
-    """Return `Buffers.values`, `boxes` and `nbytes_of`: the buffers of targets, or new memory."""
+) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], int]:
+    """Return `Buffers.values`, `boxes` and `nbytes`: the buffers of targets, or new memory."""
     specs = [storage.spec for storage in opened.storages]
     kinds = list(map(opened.arrays.spec.__getitem__, arrays.arrays()))
     nbytes_of = list(map([spec.nbytes for spec in specs].__getitem__, kinds))
@@ -179,7 +179,7 @@ def _memory(
                 flat = arena.take(nbytes_of[number])
                 values[number] = flat.view(DTYPES[spec.dtype]).reshape(spec.shape)
     arena.close()
-    return values, boxes, nbytes_of
+    return values, boxes, sum(nbytes_of)
 
 
 def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, refuse_implie
 from asyncckpt.errors import MismatchError
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import raise_leading
-from asyncckpt.options import MIB
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, allocate, find_shared, find_twins, tied_key
 from asyncckpt.restore.exchange.exchanger import Exchanger
@@ -36,9 +34,6 @@ from asyncckpt.runtime import Runtime
 
 PLACE_LEAVES = 4096
 """Most leaves that one call of a worker places, in a few milliseconds."""
-
-PLACE_NBYTES = 8 * MIB
-"""Bytes of leaves that one call copies to a device, while other threads copy more."""
 
 
 @dataclass(eq=False, repr=False)
@@ -79,9 +74,7 @@ class RestorePipeline:
         self._waiting: list[int] = []  # chunks that have not arrived, by number of the array
         self._ready: list[int] = []
         self._arrived = asyncio.Event()
-        self._on_device = False  # leaves are copied to a device
         self._tied: dict[Hashable, Any] = {}
-        self._tying = threading.Lock()
         self._twins: dict[int, int] = {}
         self._equal: dict[int, int] = {}  # leaves that must equal another: twins, shared ones
         self._held: dict[int, Sequence[Any]] = {}  # values of the arrays among both
@@ -178,37 +171,16 @@ class RestorePipeline:
             self._arrived.set()
 
     async def _place_arrived(self) -> None:
-        # Copies to a device run beside each other; without one, a thread is enough.
-        most = self.runtime.engine.compute.count if self._on_device else 1
-        running: set[asyncio.Task[None]] = set()
-        left = len(self._arrays) - self._unplaced
-        async with asyncio.TaskGroup() as group:
-            while left:
-                await self._arrived.wait()
-                self._arrived.clear()
-                while self._ready:
-                    if len(running) == most:
-                        _, running = await asyncio.wait(
-                            running, return_when=asyncio.FIRST_COMPLETED
-                        )
-                    batch = self._next_batch()
-                    left -= len(batch)
-                    running.add(group.create_task(self._place_batch(batch)))
-
-    def _next_batch(self) -> list[int]:
-        """Take leaves whose values have arrived, for one call of a worker."""
-        count = min(len(self._ready), PLACE_LEAVES)
-        if self._on_device:
-            ends = itertools.accumulate(map(self._buffers.nbytes_of.__getitem__, self._ready))
-            count = 1 + sum(1 for _ in itertools.takewhile(PLACE_NBYTES.__gt__, ends))
-            count = min(count, len(self._ready), PLACE_LEAVES)
-        batch = self._ready[:count]
-        del self._ready[:count]
-        return batch
-
-    async def _place_batch(self, batch: Sequence[int]) -> None:
-        with self.recorder.span("place"):
-            await self.runtime.engine.compute.run(self._place, batch)
+        done = 0
+        while done < len(self._arrays) - self._unplaced:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._ready:
+                batch = self._ready[:PLACE_LEAVES]
+                del self._ready[: len(batch)]
+                with self.recorder.span("place"):
+                    await self.runtime.engine.compute.run(self._place, batch)
+                done += len(batch)
 
     def _progress(self, total_nbytes: int, nbytes: int) -> None:
         self._done_nbytes += nbytes
@@ -248,7 +220,7 @@ class RestorePipeline:
                 values = buffers.values[number]
                 self._held[number] = buffers.boxes[number] if values is None else (values,)
         reads = self._plan(opened, extents, buffers.destinations)
-        self._buffers, self.nbytes = buffers, sum(buffers.nbytes_of)
+        self._buffers, self.nbytes = buffers, buffers.nbytes
         self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
         placed: Iterable[int] = range(len(self._arrays))
         if self._are_leaves:
@@ -258,17 +230,7 @@ class RestorePipeline:
             for number in self._twins:
                 self.results[number] = self._target_of(number)
         self._ready = [leaf for leaf in placed if not self._waiting[leaf]]
-        self._on_device = self._places_on_device()
         return reads
-
-    def _places_on_device(self) -> bool:
-        """Return whether leaves are copied to a device."""
-        if self.request.mode == "saved":
-            return self.request.framework.on_device
-        targets = [leaf.target for leaf in self._arrays.described.values()]
-        found = {target.on_device for target in targets if target is not None}
-        jax = self.request.loaded.get("jax")
-        return True in found or (None in found and jax is not None and jax.on_device)
 
     def _check(self) -> None:
         """Check targets for overlaps, and make the scalars that are not written in place."""
@@ -304,6 +266,7 @@ class RestorePipeline:
     def _place(self, batch: Sequence[int]) -> None:
         """Make the leaves of arrays whose values have arrived."""
         arrays, buffers = self._arrays, self._buffers
+        others: list[int] = []
         for number in batch:
             if number in self._twins:
                 self.results[number] = self._target_of(number)
@@ -311,8 +274,14 @@ class RestorePipeline:
                 # A value that does not fit must raise before any target is written.
                 parts = self._placement.converted(arrays[number], buffers.take(number))
                 buffers.boxes[number] = parts
-            else:
+            elif self.opened.arrays.tied:
                 self._place_array(number)
+            else:
+                others.append(number)
+        taken = [buffers.take(number) for number in others]
+        made = self._placement.place_all([arrays[number] for number in others], taken)
+        for number, value in zip(others, made, strict=True):
+            self.results[number] = value
 
     def _place_array(self, number: int) -> None:
         leaf, opened = self._arrays[number], self.opened
@@ -323,13 +292,12 @@ class RestorePipeline:
             if shared is not None:
                 facts = opened.leaves.extra.get(leaf.saved)
                 key = (shared, opened.leaves.kind[leaf.saved], str(facts))
-        if key is None:
-            self.results[number] = self._placement.place(leaf, self._buffers.take(number))
-            return
-        with self._tying:
-            if key not in self._tied:
-                self._tied[key] = self._placement.place(leaf, self._buffers.take(number))
+        if key is not None and key in self._tied:
             self.results[number] = self._tied[key]
+            return
+        value = self.results[number] = self._placement.place(leaf, self._buffers.take(number))
+        if key is not None:
+            self._tied[key] = value
 
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then the scalars."""

@@ -13,7 +13,7 @@ from asyncckpt.adapters.python import NUMBERS, same_number, scalar_from_array, s
 from asyncckpt.checkpoint.casts import castable, lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError, DtypeMismatchError, RestoreError
-from asyncckpt.ports import FrameworkAdapter
+from asyncckpt.ports import FrameworkAdapter, PlaceAll
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore
 from asyncckpt.restore.request import RestoreRequest, enclosing, is_filled
 from asyncckpt.spec import DTYPES, numeric_class
@@ -51,6 +51,30 @@ class Placement:
             else cast_values(leaf.path, part, target.spec.dtype)
             for part in parts
         ]
+
+    def place_all(
+        self, leaves: Sequence[LeafRestore], parts: Sequence[Sequence[Memory]]
+    ) -> list[Any]:
+        """Return the leaves, as `place`; those that their framework makes at once, in one call."""
+        made: list[Any] = [None] * len(leaves)
+        groups: dict[PlaceAll, list[int]] = {}
+        for number, leaf in enumerate(leaves):
+            target = leaf.target
+            if target is None or leaf.spec is None or target.place_all is None:
+                made[number] = self.place(leaf, parts[number])
+            else:
+                groups.setdefault(target.place_all, []).append(number)
+        for place_all, numbers in groups.items():
+            try:
+                found = place_all(
+                    [leaves[number].target for number in numbers],
+                    [self.converted(leaves[number], parts[number])[0] for number in numbers],
+                )
+            except Exception:  # it names no leaf
+                found = [self.place(leaves[number], parts[number]) for number in numbers]
+            for number, value in zip(numbers, found, strict=True):
+                made[number] = value
+        return made
 
     def place(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
         """Return the leaf, which owns the memory of `parts` from here on.

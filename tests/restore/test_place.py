@@ -104,6 +104,62 @@ def test_what_a_framework_cannot_make_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert error.location is not None and error.location in str(error)
 
 
+def batch(tree: dict[str, Any], like: dict[str, Any], **how: Any) -> list[Any]:
+    """The leaves, placed together."""
+    checkpoint, wanted = opened(tree), request("like", like, **how)
+    leaves = match(checkpoint, wanted).leaves
+    return Placement(checkpoint, wanted).place_all(leaves, [[part] for part in tree.values()])
+
+
+def test_arrays_of_jax_are_made_at_once_and_all_others_as_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = {name: np.arange(3, dtype=np.float32) + n for n, name in enumerate("abcde")}
+    device = jax.devices()[0]
+    like: dict[str, Any] = {
+        "a": jax.numpy.zeros(3, np.float32),
+        "b": jax.device_put(np.zeros(3, np.float32), device),
+        "c": jax.ShapeDtypeStruct((3,), np.float32),  # type: ignore[no-untyped-call]
+        "d": np.zeros(3, np.float32),
+        "e": jax.numpy.zeros(3, np.float16),
+    }
+    calls: list[int] = []
+    put = jax.device_put
+
+    def counted(values: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(values) if isinstance(values, list) else 0)
+        return put(values, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", counted)
+    made = batch(tree, like, cast=True)
+    assert sum(calls) == 4 and 0 not in calls
+    for (name, values), leaf in zip(tree.items(), made, strict=True):
+        assert type(leaf) is (np.ndarray if name == "d" else type(like["a"]))
+        assert leaf.dtype == like[name].dtype and leaf.tolist() == values.tolist()
+    assert [leaf.committed for leaf in made[:3]] == [False, True, False]
+
+
+def test_the_leaf_that_cannot_be_made_at_once_with_others_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = {name: np.full(n, n, np.int32) for n, name in enumerate("abc", 3)}
+    like: dict[str, Any] = {name: jax.numpy.zeros(n, np.int32) for n, name in enumerate("abc", 3)}
+    put, refused = jax.device_put, [4]
+
+    def refusing(values: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(values, list) or values.size in refused:
+            raise MemoryError("full")
+        return put(values, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", refusing)
+    with pytest.raises(RestoreError, match=r"^b: .* MemoryError: full"):
+        batch(tree, like)
+    refused.clear()  # there is room for one at a time
+    assert [leaf.tolist() for leaf in batch(tree, like)] == [
+        values.tolist() for values in tree.values()
+    ]
+
+
 @pytest.mark.parametrize(
     ("values", "dtype", "expected"),
     [
