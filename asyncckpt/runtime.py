@@ -36,14 +36,16 @@ class StagingMemory(AnonymousMemory):
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             buffer.fill(0)  # NumPy releases the interpreter lock, and CUDA may not
-            importlib.import_module("asyncckpt.adapters.torch").page_lock(buffer)
-            self._locked.add(buffer.ctypes.data)
+            address = buffer.ctypes.data
+            importlib.import_module("asyncckpt.adapters.torch").page_lock(address, nbytes)
+            self._locked.add(address)
         return buffer
 
     def free(self, buffer: Bytes) -> None:
-        if buffer.ctypes.data in self._locked:
-            self._locked.remove(buffer.ctypes.data)
-            importlib.import_module("asyncckpt.adapters.torch").page_unlock(buffer)
+        address = buffer.ctypes.data
+        if address in self._locked:
+            self._locked.remove(address)
+            importlib.import_module("asyncckpt.adapters.torch").page_unlock(address)
 
 
 class Runtime:

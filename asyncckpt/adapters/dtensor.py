@@ -24,7 +24,7 @@ from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import selection
 from asyncckpt.adapters.meshes import Mesh, coordinates_of
 from asyncckpt.adapters.placements import Layout
-from asyncckpt.adapters.torch import TorchAdapter, copy_into, of_kind, tensor_view, waited
+from asyncckpt.adapters.torch import TorchAdapter, copy_all, copy_into, of_kind, tensor_view, waited
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.tiling import grid_boxes
 from asyncckpt.ports import Run, Source, Target
@@ -123,7 +123,22 @@ class DTensorAdapter:
                 target.identity = ("dtensor", target.boxes, local.identity)
             if local.buffer is not None:
                 target.buffers = tuple([local.buffer[selection(box)] for box in division.local])
+            if local.place_all is not None and len(division.local) == 1:
+                target.place_all = self.place_all
         return target
+
+    def place_all(
+        self, targets: Sequence[DTensorTarget], values: Sequence[npt.NDArray[Any]]
+    ) -> Sequence[Any]:
+        pairs = []
+        for target, array in zip(targets, values, strict=True):
+            (box,) = target.division.local
+            assert target.memory is not None
+            pairs.append((target.memory.detach()[selection(box)], tensor_view(array)))
+        copy_all(pairs, self._local.events)
+        for target in targets:
+            torch.autograd.graph.increment_version(target.leaf)
+        return [target.leaf for target in targets]
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, DTensorTarget)

@@ -65,11 +65,16 @@ class Placement:
             else:
                 groups.setdefault(target.place_all, []).append(number)
         for place_all, numbers in groups.items():
+            targets, values = [], []
             try:
-                found = place_all(
-                    [leaves[number].target for number in numbers],
-                    [self.converted(leaves[number], parts[number])[0] for number in numbers],
-                )
+                for number in numbers:
+                    target = leaves[number].target
+                    (array,) = self.converted(leaves[number], parts[number])
+                    assert target is not None
+                    check_parts(target, [array])
+                    targets.append(target)
+                    values.append(array)
+                found = place_all(targets, values)
             except Exception:  # it names no leaf
                 found = [self.place(leaves[number], parts[number]) for number in numbers]
             for number, value in zip(numbers, found, strict=True):

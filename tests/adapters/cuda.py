@@ -1,4 +1,7 @@
-"""A CUDA device that runs on the CPU and records the order of kernels and streams."""
+"""A CUDA device that runs on the CPU and records the order of kernels and streams.
+
+And a runtime that records which memory is locked.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,37 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+class Cudart:
+    """A CUDA runtime: `locked` has the length of what is locked, by address."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.locked: dict[int, int] = {}
+        self.code = code
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+        if self.code == 0:
+            assert not any(
+                pointer < start + length and start < pointer + nbytes
+                for start, length in self.locked.items()
+            )
+            self.locked[pointer] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        del self.locked[pointer]
+        return 0
+
+
 class Cuda(TorchDispatchMode):
     """While entered, CPU tensors are CUDA tensors: `calls` are made on their device, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.runtime = Cudart()
+        self.locked: list[dict[int, int]] = []
+        """What was locked at each copy."""
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self.runtime)
         self.stream = "default stream"
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(self, "caller's stream"))
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream(self, "own stream"))
@@ -26,6 +54,8 @@ class Cuda(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::")
+        if name == "copy_":
+            self.locked.append(dict(self.runtime.locked))
         if name in ("clone", "copy_"):
             self.calls.append(f"{name} on {self.stream}")
         return func(*args, **(kwargs or {}))

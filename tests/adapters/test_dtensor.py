@@ -30,6 +30,7 @@ from asyncckpt import blocking, errors
 from asyncckpt.adapters import adapters_for_loaded_frameworks, dtensor
 from asyncckpt.adapters.dtensor import DTensorAdapter
 from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.ports import Run
 from asyncckpt.spec import Box, Partition
 from tests.adapters.cuda import Cuda
 from tests.adapters.fetching import fetch_box
@@ -238,6 +239,39 @@ def test_a_local_cuda_tensor_is_filled_after_the_work_queued_by_the_caller(
         "copy_ on own stream",
         "wait for own stream",
     ]
+
+
+def test_local_cuda_tensors_are_read_and_filled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rank_of(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        locals_ = [torch.arange(6.0).reshape(2, 3) + 10 * n for n in range(2)]
+        shape, stride = torch.Size((4, 3)), (3, 1)
+        leaves = [
+            DTensor.from_local(one, mesh, [Shard(0)], shape=shape, stride=stride) for one in locals_
+        ]
+        adapter = DTensorAdapter()
+        with Cuda(monkeypatch) as cuda:
+            sources = [adapter.source("p", leaf) for leaf in leaves]
+            runs = [Run(source, 0, 8, np.zeros(12, np.uint8)) for source in sources]
+            adapter.fetch_runs(runs)
+            read, cuda.calls = cuda.calls, []
+            assert {source.fetch_runs for source in sources} == {adapter.fetch_runs}
+            adapter = DTensorAdapter()
+            targets = [adapter.target("p", leaf, in_place=True) for leaf in leaves]
+            assert {target.place_all for target in targets} == {adapter.place_all}
+            versions = [leaf._version for leaf in leaves]
+            values = [np.full((2, 3), n, np.float32) for n in range(2)]
+            assert adapter.place_all(targets, values) == leaves
+    for number, run in enumerate(runs):
+        assert run.out.view(np.float32).tolist() == [n + 10 * number for n in (2, 3, 4)]
+        assert (locals_[number] == number).all()
+        assert leaves[number]._version > versions[number]
+    expected = [
+        "own stream waits for event on caller's stream",
+        *["copy_ on own stream"] * 2,
+        "wait for own stream",
+    ]
+    assert read == cuda.calls == expected
 
 
 def test_a_tensor_kept_off_the_devices_of_its_mesh_is_restored_where_it_is() -> None:

@@ -13,11 +13,12 @@ import torch
 from asyncckpt import LeafOptions, SaveOptions, blocking, errors
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.torch import TorchAdapter, numpy_view, tensor_view
+from asyncckpt.flow.arena import Arena
 from asyncckpt.ports import Run
 from asyncckpt.runtime import StagingMemory
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten_like
-from tests.adapters.cuda import Cuda
+from tests.adapters.cuda import Cuda, Cudart
 
 adapter = TorchAdapter()
 MISSING = ("int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
@@ -336,23 +337,6 @@ def test_a_state_dict_keeps_its_versions() -> None:
     assert norm.weight.tolist() == [2, 2]
 
 
-class Cudart:
-    """A CUDA runtime that records which memory is locked."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.locked: dict[int, int] = {}
-        self.code = code
-
-    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
-        if self.code == 0:
-            self.locked[pointer] = nbytes
-        return self.code
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        del self.locked[pointer]
-        return 0
-
-
 def test_staging_memory_is_page_locked_once_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
@@ -433,7 +417,7 @@ def test_a_failed_copy_from_a_cuda_device_is_waited_for(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_a_state_on_a_cuda_device_is_saved_from_its_memory(
+def test_a_state_on_a_cuda_device_is_saved_from_its_memory_and_restored_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: Any
 ) -> None:
     rng = np.random.default_rng(0)
@@ -475,6 +459,12 @@ def test_a_state_on_a_cuda_device_is_saved_from_its_memory(
         blocking.save(tmp_path / "saved", state, options=options)
         with blocking.Checkpointer(tmp_path / "run", save_options=options) as checkpointer:
             checkpointer.start_save(1, state).result()
+            kept = {key: state[key] for key in ("long", "odd", "turned", "small", "empty")}
+            filled = {key: torch.zeros_like(leaf) for key, leaf in kept.items()}
+            checkpointer.restore_into(filled, include=list(kept))
+            like = checkpointer.restore(like=filled, include=list(kept))
+    for key, leaf in kept.items():
+        assert torch.equal(filled[key], leaf) and torch.equal(like[key], leaf), key
     assert sum(fetched) > 2 * state["long"].nbytes  # nearly all, twice
     for path in (tmp_path / "saved", tmp_path / "run" / "1"):
         restored = blocking.restore(path, leaves="torch")
@@ -499,6 +489,88 @@ def test_cuda_tensors_are_filled_after_the_work_queued_by_the_caller(
         "copy_ on own stream",
         "wait for own stream",
     ]
+
+
+def memory(*sizes: int) -> list[np.ndarray[Any, Any]]:
+    """Arrays of a restore, one behind the other."""
+    arena = Arena(sum(sizes))
+    return [arena.take(size) for size in sizes]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_values_are_copied_to_a_cuda_device_at_once_from_page_locked_memory(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = (100_000, 1 << 16, 3, 200_000)
+    leaves = [torch.zeros(size, dtype=torch.uint8, requires_grad=False) for size in sizes]
+    leaves.append(torch.zeros(8, 2, dtype=torch.uint8).T)
+    arrays = [*memory(*sizes), np.zeros((2, 8), np.uint8)]
+    for number, array in enumerate(arrays):
+        array[...] = number + 1
+    adapter = TorchAdapter()
+    with Cuda(monkeypatch) as cuda:
+        targets = [adapter.target("p", leaf, in_place=in_place) for leaf in leaves]
+        assert {target.place_all for target in targets} == {adapter.place_all}
+        made = adapter.place_all(targets, arrays)
+    for leaf, tensor, array in zip(leaves, made, arrays, strict=True):
+        assert (leaf is tensor) == in_place
+        assert np.array_equal(tensor.numpy(), array)
+        assert np.shares_memory(tensor.numpy(), array) is False
+    assert cuda.calls == [
+        "own stream waits for event on caller's stream",
+        *["copy_ on own stream"] * 5,
+        "wait for own stream",
+    ]
+    # Pages of neighbours in one call, and whole pages.
+    first, page = arrays[0].ctypes.data, mmap.PAGESIZE
+    nbytes = sum(-(-size // page) * page for size in sizes if size > 3)
+    assert cuda.locked == [{first: nbytes}] * 5
+    assert cuda.runtime.locked == {}
+
+
+def test_values_are_copied_if_their_memory_cannot_be_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaf, adapter = torch.zeros(1 << 17, dtype=torch.uint8), TorchAdapter()
+    (array,) = memory(1 << 17)
+    array.fill(3)
+    with Cuda(monkeypatch) as cuda:
+        cuda.runtime.code = 2
+        adapter.place_all([adapter.target("p", leaf, in_place=True)], [array])
+    assert (leaf == 3).all()
+
+
+def test_memory_is_unlocked_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf, adapter = torch.zeros(5, dtype=torch.uint8), TorchAdapter()
+    with Cuda(monkeypatch) as cuda:
+        target = adapter.target("p", leaf, in_place=True)
+        with pytest.raises(RuntimeError, match="size"):
+            adapter.place_all([target], memory(1 << 17))
+    assert cuda.locked and cuda.locked[0] and cuda.runtime.locked == {}
+    assert cuda.calls[-1] == "wait for own stream"
+
+
+def test_tensors_of_any_mode_on_a_cuda_device_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: ThreadPoolExecutor
+) -> None:
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    state = {"inference": inference, "parameter": parameter, "conjugate": torch.ones(3) * 1j}
+    state["conjugate"] = state["conjugate"].conj()
+    loss = (parameter * parameter).sum()
+    saved = {name: torch.full_like(leaf, 5) for name, leaf in state.items()}
+    blocking.save(tmp_path / "c", saved)
+    with monkeypatch.context() as patch:
+        Cuda(patch)
+        blocking.restore_into(tmp_path / "c", state)
+        restored = blocking.restore(tmp_path / "c", like=state)
+    for leaves in (state, restored):
+        for name, leaf in leaves.items():
+            assert torch.equal(leaf.detach().resolve_conj(), saved[name].resolve_conj()), name
+    assert isinstance(restored["parameter"], torch.nn.Parameter)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.gpu
