@@ -562,8 +562,9 @@ class Source:
             of this process only, with all their holders, possibly none.
         partial: this process knows only its own `shards`; the others report theirs.
         adapter: the adapter that fetches values without a view; None if all have one.
-        fetch_runs: copies runs of bytes of shards that are contiguous in device memory, of this
-            and other leaves with an equal `fetch_runs`. Blocking. None if only `fetch` reads them.
+        begin_runs: begins to copy runs of bytes of shards that are contiguous in device memory, of
+            this and other leaves with an equal `begin_runs`, and returns a call that waits for all,
+            which must be made. None if only `fetch` reads them.
         offload: copies this and other leaves with an equal `offload` from devices to host memory of
             the framework's own, sets their views, and drops all references to device memory.
             Blocking. None if the framework has no such memory, or the leaf is not on a device.
@@ -581,7 +582,7 @@ class Source:
     partition: Partition | None = None
     partial: bool = False
     adapter: ArrayAdapter | None = None
-    fetch_runs: Callable[[Sequence[Run]], None] | None = None
+    begin_runs: Callable[[Sequence[Run]], Callable[[], None]] | None = None
     offload: Callable[[Sequence[Source]], None] | None = None
 
 

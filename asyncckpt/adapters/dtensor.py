@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -91,12 +91,12 @@ class DTensorAdapter:
             source.views = tuple(
                 [None if view is None else view[selection(box)] for box in division.local]
             )
-        if local.fetch_runs and all(box.shape == local.spec.shape for box in division.local):
-            source.fetch_runs = self.fetch_runs
+        if local.begin_runs and all(box.shape == local.spec.shape for box in division.local):
+            source.begin_runs = self.begin_runs
         return source
 
-    def fetch_runs(self, runs: Sequence[Run]) -> None:
-        self._local.fetch_runs([run._replace(source=run.source.captured[1]) for run in runs])
+    def begin_runs(self, runs: Sequence[Run]) -> Callable[[], None]:
+        return self._local.begin_runs([run._replace(source=run.source.captured[1]) for run in runs])
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         division, local = source.captured

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,10 @@ class BoxesAdapter:
                 found=dtypes,
             )
         spec = array_spec(leaf.shape, *dtypes)
-        runs = self.fetch_runs if all(part.fetch_runs for part in parts) else None
+        runs = self.begin_runs if all(part.begin_runs for part in parts) else None
         if len(parts) == 1 and leaf.boxes[0].shape == leaf.shape:
             view = parts[0].view
-            return Source(spec, leaf, view, None, "torch", captured=parts, fetch_runs=runs)
+            return Source(spec, leaf, view, None, "torch", captured=parts, begin_runs=runs)
         division = divide(leaf.shape, leaf.boxes)
         return Source(
             spec,
@@ -70,15 +70,15 @@ class BoxesAdapter:
             views=tuple([parts[number].view for number in division.first]),
             captured=[parts[number] for number in division.first],
             partial=division.gap is not None,
-            fetch_runs=runs,
+            begin_runs=runs,
         )
 
     def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
         self._tensor.fetch(source.captured[shard], 0, box, out)
 
-    def fetch_runs(self, runs: Sequence[Run]) -> None:
+    def begin_runs(self, runs: Sequence[Run]) -> Callable[[], None]:
         of_shards = [run._replace(source=run.source.captured[run.shard], shard=0) for run in runs]
-        self._tensor.fetch_runs(of_shards)
+        return self._tensor.begin_runs(of_shards)
 
     def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
         parts = [self._tensor.target(path, tensor, in_place=in_place) for tensor in leaf.tensors]

@@ -51,8 +51,6 @@ NumPy has no type codes for bfloat16 and float8, so their memory is read as inte
 PAGE_LOCK_NBYTES = 1 << 16
 """Smallest tensor whose memory is page-locked for a copy; that of smaller ones is not aligned."""
 
-_AT_ONCE = contextlib.nullcontext()
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -101,7 +99,7 @@ class TorchAdapter:
         elif leaf.is_cuda:
             source.captured = self._queued(leaf.device)
             if not (conj or neg) and leaf.is_contiguous():
-                source.fetch_runs = self.fetch_runs
+                source.begin_runs = self.begin_runs
         return source
 
     def _queued(self, device: torch.device) -> torch.cuda.Event:
@@ -111,19 +109,23 @@ class TorchAdapter:
             event = self.events[device] = torch.cuda.current_stream(device).record_event()
         return event
 
-    def fetch_runs(self, runs: Sequence[Run]) -> None:
+    def begin_runs(self, runs: Sequence[Run]) -> Callable[[], None]:
         by_device: dict[torch.device, list[Run]] = {}
         for run in runs:
             by_device.setdefault(run.source.leaf.device, []).append(run)
-        for device, some in by_device.items():
-            # Waiting for each copy would take longer than most copies, and threads that queue at
-            # the same time slow each other down.
-            with torch.no_grad(), _after(self.events[device], device, self._queueing):
-                for source, _, start, out in some:
-                    flat = source.leaf.view(-1).view(torch.uint8)
-                    if out.size < flat.nbytes:
-                        flat = flat[start : start + out.size]
-                    torch.from_numpy(out).copy_(flat, non_blocking=True)
+        with contextlib.ExitStack() as waits:
+            for device, some in by_device.items():
+                stream = _new_stream(device)
+                waits.callback(stream.synchronize)
+                # Threads that queue at the same time slow each other down tenfold.
+                with self._queueing, torch.no_grad(), torch.cuda.stream(stream):
+                    stream.wait_event(self.events[device])
+                    for source, _, start, out in some:
+                        flat = source.leaf.view(-1).view(torch.uint8)
+                        if out.size < flat.nbytes:
+                            flat = flat[start : start + out.size]
+                        torch.from_numpy(out).copy_(flat, non_blocking=True)
+            return waits.pop_all().close
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         part = source.leaf.detach()[(*box.slices(), ...)]
@@ -248,23 +250,23 @@ def copy_all(
 
 
 @contextlib.contextmanager
-def _after(
-    event: torch.cuda.Event,
-    device: torch.device,
-    queueing: contextlib.AbstractContextManager[Any] = _AT_ONCE,
-) -> Iterator[None]:
+def _after(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
     """Run the block's kernels after the event, and wait for them: their memory may be reused then.
 
     They run on a new stream, so that copies of several threads overlap and the caller's stream is
-    not delayed. `queueing` is held while they are queued.
+    not delayed.
     """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _new_stream(device)
     try:
-        with queueing, torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             stream.wait_event(event)
             yield
     finally:  # after an error, too
         stream.synchronize()
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Memory:

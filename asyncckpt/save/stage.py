@@ -14,7 +14,7 @@ caller may mutate, donate or free every leaf.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -131,7 +131,7 @@ class Staging:
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         opened = self.sources.opened.values()
-        runs = [source.spec.nbytes for source in opened if source.fetch_runs is not None]
+        runs = [source.spec.nbytes for source in opened if source.begin_runs is not None]
         self._has_runs = bool(runs)
         mostly = 2 * sum(runs) > sum([spec.nbytes for spec in self.sources.specs])
         self._threads = min(DEVICE_THREADS, self.compute.count) if mostly else self.compute.count
@@ -425,16 +425,21 @@ class Staging:
     ) -> list[StagedWindow]:
         since = time.perf_counter()
         staged: list[StagedWindow] = []
-        fetched = self._fetched(windows, slots) if self._has_runs else itertools.repeat(())
-        for window, slot, done in zip(windows, slots, fetched, strict=False):
-            step_nbytes = CACHED_NBYTES if seal else window.nbytes
-            filling = self._fill(window, slot.buffer, step_nbytes, done)
-            sums = None
+        runs, fetched = self._runs(windows, slots)
+        arrive = self._begin(runs)
+        try:
             if seal is not None:
-                sums = seal(window, slot.buffer, filling)
-            else:
-                deque(filling, maxlen=0)
-            staged.append(StagedWindow(window, slot, sums))
+                arrive()
+            for window, slot, done in zip(windows, slots, fetched, strict=True):
+                step_nbytes = CACHED_NBYTES if seal else window.nbytes
+                filling, sums = self._fill(window, slot.buffer, step_nbytes, done), None
+                if seal is not None:
+                    sums = seal(window, slot.buffer, filling)
+                else:
+                    deque(filling, maxlen=0)
+                staged.append(StagedWindow(window, slot, sums))
+        finally:
+            arrive()
         self.recorder.add("stage", since, sum(window.nbytes for window in windows))
         return staged
 
@@ -471,18 +476,18 @@ class Staging:
         if group.parts:
             yield group.copy()
 
-    def _fetched(self, windows: Sequence[Window], slots: Sequence[Slot]) -> list[set[int]]:
-        """Copy those pieces of windows that are runs of device memory; return their numbers."""
+    def _runs(
+        self, windows: Sequence[Window], slots: Sequence[Slot]
+    ) -> tuple[list[Run], list[set[int]]]:
+        """Return the runs of device memory in windows, and the numbers of their pieces in each."""
         runs: list[Run] = []
-        fetched: list[set[int]] = []
-        for window, slot in zip(windows, slots, strict=True):
-            fetched.append(done := set())
-            for number, piece in enumerate(window.pieces):
+        fetched: list[set[int]] = [set() for _ in windows]
+        for window, slot, done in zip(windows, slots, fetched, strict=True):
+            for number, piece in enumerate(window.pieces if self._has_runs else ()):
                 out = slot.buffer[piece.position : piece.position + piece.stop - piece.start]
                 if self._add_run(runs, piece.array, piece.row, piece.start, out):
                     done.add(number)
-        self._fetch(runs)
-        return fetched
+        return runs, fetched
 
     def _add_run(self, runs: list[Run], array: int, row: int, start: int, out: Bytes) -> bool:
         """Add the device memory of the bytes of a chunk from `start` on, if it is one run.
@@ -492,22 +497,34 @@ class Staging:
         plan, source = self.plan, self.sources[self._leaf_of[array]]
         first = plan.row_source.item(row)
         cast = plan.arrays.of(array).spec.dtype != source.spec.dtype
-        if source.fetch_runs is None or first < 0 or cast:
+        if source.begin_runs is None or first < 0 or cast:
             return False
         inside = max(0, min(out.size, plan.row_data.item(row) - start))
         out[inside:] = 0
         runs.append(Run(source, plan.row_shard.item(row), first + start, out[:inside]))
         return True
 
-    def _fetch(self, runs: Sequence[Run]) -> None:
-        """Copy runs of device memory, all at once."""
+    def _begin(self, runs: Sequence[Run]) -> Callable[[], None]:
+        """Begin to copy runs of device memory; return a call that waits for them.
+
+        It must be made before the memory is used, or reused after an error.
+        """
+        with contextlib.ExitStack() as begun:
+            for begin in {run.source.begin_runs: None for run in runs}:
+                assert begin is not None
+                some = [run for run in runs if run.source.begin_runs == begin]
+                begun.enter_context(self._naming(some[0].source))
+                begun.callback(begin(some))
+            return begun.pop_all().close
+
+    @contextlib.contextmanager
+    def _naming(self, source: Source) -> Iterator[None]:
+        """Let errors of the block name the leaf."""
         try:
-            for fetch_runs in {run.source.fetch_runs: None for run in runs}:
-                assert fetch_runs is not None
-                fetch_runs([run for run in runs if run.source.fetch_runs == fetch_runs])
+            yield
         except Exception as error:
             sources = map(self.sources.__getitem__, range(len(self.sources)))
-            leaf = next(n for n, source in enumerate(sources) if source is runs[0].source)
+            leaf = next(n for n, one in enumerate(sources) if one is source)
             raise self._failed(leaf, error) from error
 
     def _copy_chunks(self, chunks: StagedChunks) -> None:
@@ -520,7 +537,7 @@ class Staging:
                 if not (self._has_runs and self._add_run(runs, array, row, start, out)):
                     self._copy(array, row, start, start + len(out), out)
                 start += len(out)
-        self._fetch(runs)
+        self._begin(runs)()
         self.recorder.add("stage", since, sum(chunks.nbytes))
 
     def _checksum(self, slot: Slot, rows: Sequence[int]) -> dict[int, int]:
@@ -595,7 +612,7 @@ class Staging:
                         if not self._add_run(runs, array, row, 0, view):
                             self._copy(array, row, 0, view.nbytes, view)
                     payloads[place - start] = view
-            self._fetch(runs)
+            self._begin(runs)()
             try:
                 data += gap.join(payloads)
             except TypeError:  # not all of them are contiguous

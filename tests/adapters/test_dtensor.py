@@ -253,9 +253,9 @@ def test_local_cuda_tensors_are_read_and_filled_at_once(monkeypatch: pytest.Monk
         with Cuda(monkeypatch) as cuda:
             sources = [adapter.source("p", leaf) for leaf in leaves]
             runs = [Run(source, 0, 8, np.zeros(12, np.uint8)) for source in sources]
-            adapter.fetch_runs(runs)
+            adapter.begin_runs(runs)()
             read, cuda.calls = cuda.calls, []
-            assert {source.fetch_runs for source in sources} == {adapter.fetch_runs}
+            assert {source.begin_runs for source in sources} == {adapter.begin_runs}
             adapter = DTensorAdapter()
             targets = [adapter.target("p", leaf, in_place=True) for leaf in leaves]
             assert {target.place_all for target in targets} == {adapter.place_all}

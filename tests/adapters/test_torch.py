@@ -364,7 +364,7 @@ def test_cuda_tensors_are_read_after_the_work_queued_by_the_caller(
     with Cuda(monkeypatch) as cuda:
         source = adapter.source("p", leaf)
         adapter.fetch(source, 0, Box((0,), (2,)), out := np.zeros(2, np.complex64))
-    assert source.fetch_runs is None
+    assert source.begin_runs is None
     assert out.tolist() == [-1j, -2j]
     assert cuda.calls == [
         "own stream waits for event on caller's stream",
@@ -383,7 +383,7 @@ def test_runs_of_contiguous_cuda_tensors_are_copied_with_one_wait(
     with Cuda(monkeypatch) as cuda:
         sources = [adapter.source("p", leaf) for leaf in leaves]
         assert [source.view for source in sources] == [None, None]
-        assert adapter.source("p", leaves[0].T).fetch_runs is None
+        assert adapter.source("p", leaves[0].T).begin_runs is None
         nbytes = leaves[0].nbytes
         parts = [np.zeros(nbytes // 4, np.uint8), np.zeros(nbytes // 2 + 1, np.uint8)]
         whole = np.zeros(leaves[1].nbytes, np.uint8)
@@ -392,9 +392,9 @@ def test_runs_of_contiguous_cuda_tensors_are_copied_with_one_wait(
             Run(sources[0], 0, nbytes // 4, parts[1]),
             Run(sources[1], 0, 0, whole),
         ]
-        (fetch_runs,) = {source.fetch_runs for source in sources}
-        assert fetch_runs is not None
-        fetch_runs(runs)
+        (begin_runs,) = {source.begin_runs for source in sources}
+        assert begin_runs is not None
+        begin_runs(runs)()
     copied = np.concatenate(parts)
     assert bytes(copied) == values(name, (3, 4)).tobytes()[: copied.size]
     assert bytes(whole) == values(name, ()).tobytes()
@@ -412,7 +412,7 @@ def test_a_failed_copy_from_a_cuda_device_is_waited_for(monkeypatch: pytest.Monk
         source = adapter.source("p", torch.zeros(8))
         good = Run(source, 0, 0, np.zeros(8, np.uint8))
         with pytest.raises(RuntimeError, match="size"):
-            adapter.fetch_runs([good, Run(source, 0, 24, np.zeros(16, np.uint8))])
+            adapter.begin_runs([good, Run(source, 0, 24, np.zeros(16, np.uint8))])
     assert cuda.calls[-2:] == ["copy_ on own stream", "wait for own stream"]
 
 
@@ -447,13 +447,13 @@ def test_a_state_on_a_cuda_device_is_saved_from_its_memory_and_restored_to_it(
 
     options = SaveOptions(compression=compression, leaf_options=leaf_options)
     fetched: list[int] = []
-    fetch_runs = TorchAdapter.fetch_runs
+    begin_runs = TorchAdapter.begin_runs
 
-    def counted(adapter: TorchAdapter, runs: Any) -> None:
+    def counted(adapter: TorchAdapter, runs: Any) -> Any:
         fetched.append(sum(run.out.size for run in runs))
-        fetch_runs(adapter, runs)
+        return begin_runs(adapter, runs)
 
-    monkeypatch.setattr(TorchAdapter, "fetch_runs", counted)
+    monkeypatch.setattr(TorchAdapter, "begin_runs", counted)
     with monkeypatch.context() as patch:
         Cuda(patch)
         blocking.save(tmp_path / "saved", state, options=options)
@@ -600,7 +600,7 @@ def test_cuda_tensors_are_fetched_and_filled(name: str, worker: ThreadPoolExecut
     leaf = tensor(name, (30, 40)).cuda()
     source = adapter.source("p", leaf)
     run = Run(source, 0, 160, np.zeros(320, np.uint8))
-    worker.submit(adapter.fetch_runs, [run]).result()
+    worker.submit(lambda: adapter.begin_runs([run])()).result()
     assert bytes(run.out) == expected.tobytes()[160:480]
     for box in (Box.whole((30, 40)), Box((3, 4), (5, 6))):
         out = worker.submit(read, source, box).result()

@@ -151,14 +151,15 @@ async def test_a_failed_offload_names_a_leaf_and_gives_everything_back(workers: 
     assert staged.budget.in_use == 0
 
 
-async def test_a_failed_copy_of_device_memory_names_a_leaf(workers: Workers) -> None:
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_failed_copy_of_device_memory_names_a_leaf(workers: Workers, late: bool) -> None:
     staged = Staged({"a": noise(48 * KIB), "b": noise(48 * KIB)}, workers)
 
-    def failing(runs: Any) -> None:
+    def lost(runs: Any = None) -> Any:
         raise RuntimeError("device lost")
 
     source = staged.snapshot.sources[1]
-    source.view, source.fetch_runs = None, failing
+    source.view, source.begin_runs = None, (lambda runs: lost) if late else lost
     staging = Staging(
         staged.plan,
         staged.snapshot,
@@ -174,6 +175,55 @@ async def test_a_failed_copy_of_device_memory_names_a_leaf(workers: Workers) -> 
     assert isinstance(error, StagingError) and error.path == "b" and "device lost" in str(error)
     staging.release_all()
     assert staged.budget.in_use == 0
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_windows_are_handed_on_only_once_device_memory_has_arrived(
+    workers: Workers, sealed: bool
+) -> None:
+    """Bytes arrive late; those of the host are copied, and trailers written, meanwhile or after."""
+    tree = {name: noise(40 * KIB, seed) for seed, name in enumerate("abcd")}
+    expected = b"".join(leaf.tobytes() for leaf in tree.values())
+    staged = Staged(tree, workers)
+
+    def begin(runs: Any) -> Any:
+        def wait() -> None:
+            for run in runs:
+                leaf = run.source.leaf.view(np.uint8)
+                run.out[...] = leaf[run.start : run.start + run.out.size]
+
+        for run in runs:
+            run.out[...] = 0xEE
+        return wait
+
+    for number in (1, 2):
+        source = staged.snapshot.sources[number]
+        source.view, source.begin_runs = None, begin
+    staging = Staging(
+        staged.plan,
+        staged.snapshot,
+        staged.pool,
+        staged.pool,
+        workers,
+        grow=True,
+        recorder=staged.staging.recorder,
+    )
+    seen: list[bytes] = []
+
+    def seal(window: Any, buffer: Any, filling: Any) -> Any:
+        for _ in filling:
+            pass
+        seen.append(bytes(buffer[: window.nbytes]))
+
+    found: list[bytes] = []
+
+    def emit(item: StagedWindow) -> None:
+        found.extend(payload(staged, item))
+        staging.release([item.slot])
+
+    await staging.windows(emit, seal if sealed else None)
+    assert b"".join(found) == expected
+    assert not sealed or not any(b"\xee" * 64 in window for window in seen)
 
 
 async def test_chunks_take_their_slots_and_room_for_the_compressor_at_once(
