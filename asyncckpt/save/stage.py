@@ -52,15 +52,18 @@ GROUP_NBYTES = 64 * MIB
 0.1 ms, copying 8 MiB 0.4 ms."""
 
 DEVICE_THREADS = 2
-"""Threads that copy from devices: each copy is some microseconds of many short calls, which other
-threads slow down tenfold by taking the interpreter lock in between. One queues while one waits."""
+"""Threads that copy from devices. A copy is many short calls, which other threads make two to ten
+times slower by taking the interpreter lock in between: one thread queues while one waits."""
+
+DEVICE_GROUP_NBYTES = 256 * MIB
+"""Bytes that one of them copies: the device goes on while it queues, and not between two calls."""
 
 OFFLOAD_CALLS = 4
 """Concurrent calls that move leaves to host memory of their framework, which takes longer to begin
 the copies of small leaves than to make them."""
 
 CALLS_PER_THREAD = 4
-"""Minimum number of copy calls per thread, if there are enough windows."""
+"""Minimum number of calls per thread that copies host memory, if there are enough windows."""
 
 GROUPED_NBYTES = 1 * MIB
 """Largest group of small chunks that are compressed together: alone, each would hop between threads
@@ -133,8 +136,9 @@ class Staging:
         opened = self.sources.opened.values()
         runs = [source.spec.nbytes for source in opened if source.begin_runs is not None]
         self._has_runs = bool(runs)
-        mostly = 2 * sum(runs) > sum([spec.nbytes for spec in self.sources.specs])
-        self._threads = min(DEVICE_THREADS, self.compute.count) if mostly else self.compute.count
+        self._on_device = 2 * sum(runs) > sum([spec.nbytes for spec in self.sources.specs])
+        count = self.compute.count
+        self._threads = min(DEVICE_THREADS, count) if self._on_device else count
         self.held: set[Slot] = set()
         self.extra_nbytes = 0
         self.referenced_nbytes = 0
@@ -154,9 +158,11 @@ class Staging:
         """
         windows, pool = self.plan.windows, self.window_pool
         # A single stuck thread must not hold the whole budget.
-        most = max(1, min(GROUP_NBYTES // pool.slot_nbytes, pool.capacity // 4))
-        # Each thread makes several calls, so that all end at about the same time.
-        most = min(most, -(-len(windows) // (CALLS_PER_THREAD * self._threads)))
+        group_nbytes = DEVICE_GROUP_NBYTES if self._on_device else GROUP_NBYTES
+        most = max(1, min(group_nbytes // pool.slot_nbytes, pool.capacity // 4))
+        if not self._on_device:
+            # Each thread makes several calls, so that all end at about the same time.
+            most = min(most, -(-len(windows) // (CALLS_PER_THREAD * self._threads)))
         if seal is not None:
             most = 1  # so that the first write begins after the first call
         # Copies run ahead of `emit` while there are slots, and end in any order.
