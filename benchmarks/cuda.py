@@ -4,6 +4,10 @@ The floor of either direction is as many bytes copied between the device and pag
 is kept, in the way that the framework itself offers. A background save then runs while the device
 computes: steps are timed with saves and without. Every restore is compared with the state.
 
+Other libraries do the same in the way that is fastest for them: asynchronous saves of DCP, with a
+stager that keeps page-locked memory, and of Orbax; restores of both and of safetensors to the
+device. Their saves are finished, as ours are, before the next measurement.
+
 `--device cpu` runs the same code without a GPU, as a trial: its figures say nothing.
 """
 
@@ -19,7 +23,8 @@ import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ import asyncckpt
 from benchmarks import measure, tables
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.machine import facts
+from benchmarks.peers.timing import quiet
 from benchmarks.report import write_page
 from benchmarks.subject import awaited
 from benchmarks.workloads import Tree, Workload, difference, leaves, llama, map_leaves
@@ -50,6 +56,24 @@ STEP_COUNT = 40
 
 Samples = dict[str, list[tuple[float, float]]]
 """By operation: its seconds, and those of the floor."""
+
+Peers = dict[str, list[float]]
+"""By library and operation: seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another library.
+
+    Attributes:
+        name: of the library.
+        save: saves to a new directory, and returns the seconds until the state may change.
+        restore: restores what was saved there to the device, and waits for it.
+    """
+
+    name: str
+    save: Callable[[Path], float]
+    restore: Callable[[Path], object]
 
 
 class Framework(ABC):
@@ -88,6 +112,10 @@ class Framework(ABC):
     @abstractmethod
     def host(self, tree: Tree) -> Tree:
         """Return a tree of the device as NumPy arrays."""
+
+    @abstractmethod
+    def peers(self) -> list[Peer]:
+        """Return the libraries to compare with."""
 
 
 class Torch(Framework):
@@ -132,6 +160,41 @@ class Torch(Framework):
     def host(self, tree: Tree) -> Tree:
         return map_leaves(lambda leaf: self._numpy_view(leaf.cpu()), tree)
 
+    def peers(self) -> list[Peer]:
+        import safetensors.torch
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+        state = dict(leaves(self.state))
+        stager = BlockingAsyncStager(cache_staged_state_dict=self.on_gpu)
+
+        def save(path: Path) -> float:
+            writer = dcp.FileSystemWriter(path, thread_count=8)
+            start = time.perf_counter()
+            saved: Any = dcp.async_save(
+                state, storage_writer=writer, no_dist=True, async_stager=stager
+            )
+            stall_s = time.perf_counter() - start
+            getattr(saved, "upload_completion", saved).result()
+            return stall_s
+
+        def load(path: Path) -> None:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            self.wait()
+
+        def save_file(path: Path) -> float:
+            path.mkdir()
+            file = path / "state.safetensors"
+            return timed(lambda: safetensors.torch.save_file(state, file))
+
+        def load_file(path: Path) -> None:
+            where = "cuda:0" if self.on_gpu else "cpu"
+            loaded = safetensors.torch.load_file(path / "state.safetensors", device=where)
+            self.wait()
+            del loaded
+
+        return [Peer("torch DCP", save, load), Peer("safetensors", save_file, load_file)]
+
 
 class Jax(Framework):
     """JAX: `device_put` to the memory of kind ``pinned_host`` and back."""
@@ -170,6 +233,25 @@ class Jax(Framework):
     def host(self, tree: Tree) -> Tree:
         return map_leaves(np.asarray, tree)
 
+    def peers(self) -> list[Peer]:
+        import orbax.checkpoint as ocp
+
+        # Arrays of their own: Orbax leaves host copies on them.
+        state = self._jax.device_put(self.host(self.state), self._near)
+        checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        how = ocp.checkpoint_utils.construct_restore_args(state)
+
+        def save(path: Path) -> float:
+            stall_s = timed(lambda: checkpointer.save(path, args=ocp.args.PyTreeSave(state)))
+            checkpointer.wait_until_finished()
+            return stall_s
+
+        def restore(path: Path) -> None:
+            args = ocp.args.PyTreeRestore(item=state, restore_args=how)
+            self._jax.block_until_ready(checkpointer.restore(path, args=args))
+
+        return [Peer("Orbax", save, restore)]
+
 
 FRAMEWORKS: dict[str, type[Framework]] = {"torch": Torch, "jax": Jax}
 
@@ -203,6 +285,23 @@ def measured(
     finally:
         subject.close()
     return samples, growth
+
+
+def compared(directory: Path, framework: Framework, rounds: int) -> Peers:
+    """Return the samples of all rounds but the first, of every other library."""
+    found: Peers = {}
+    directory.mkdir()
+    with quiet():
+        for peer in framework.peers():
+            for number in range(rounds + 1):
+                path = directory / f"{peer.name} {number}"
+                save_s = peer.save(path)
+                restore_s = timed(functools.partial(peer.restore, path))
+                shutil.rmtree(path)
+                if number:
+                    found.setdefault(f"{peer.name}: save", []).append(save_s)
+                    found.setdefault(f"{peer.name}: restore", []).append(restore_s)
+    return found
 
 
 async def _start_save(checkpointer: Any, state: Tree, step: int) -> float:
@@ -252,7 +351,10 @@ async def _growth(checkpointer: Any, framework: Framework, saves: int) -> dict[s
 
 
 def report(
-    found: dict[str, tuple[Samples, dict[str, int]]], workload: Workload, about: dict[str, Any]
+    found: dict[str, tuple[Samples, dict[str, int]]],
+    peers: dict[str, Peers],
+    workload: Workload,
+    about: dict[str, Any],
 ) -> str:
     """Return the figures as Markdown."""
     rows = []
@@ -277,7 +379,24 @@ def report(
             rows.append((name, what, grown, "", "", verdict))
     columns = "framework|what|median|floor|of the floor|target"
     title = "# Saves from a CUDA device, and restores to it"
-    return f"{title}\n\n{tables.facts(about)}\n{tables.table(workload.title, columns, rows)}"
+    others = []
+    for name, samples in peers.items():
+        for what, seconds in samples.items():
+            ours = [pair[0] for pair in found[name][0][BACK if "restore" in what else OUT]]
+            times, own = statistics.median(seconds), statistics.median(ours)
+            others.append((name, what, tables.seconds(times), tables.seconds(own), times / own))
+    other_rows = [(*row[:4], f"{row[4]:.1f}") for row in others]
+    return "\n".join(
+        (
+            f"{title}\n\n{tables.facts(about)}",
+            tables.table(workload.title, columns, rows),
+            tables.table(
+                "Other libraries: until the state may change, and until it is restored",
+                "framework|what|median|asyncckpt|times asyncckpt",
+                other_rows,
+            ),
+        )
+    )
 
 
 def gpu_name() -> str | None:
@@ -306,11 +425,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs room, too
     workload = llama(given.size * MIB)
     found: dict[str, tuple[Samples, dict[str, int]]] = {}
+    peers: dict[str, Peers] = {}
     home = Path(tempfile.mkdtemp(dir=given.dir))
     try:
         for name in given.framework:
             framework = FRAMEWORKS[name](workload.tree, on_gpu=on_gpu)
             found[name] = measured(home / name, workload, framework, given.rounds, given.saves)
+            peers[name] = compared(home / f"{name} peers", framework, given.rounds)
     finally:
         shutil.rmtree(home, ignore_errors=True)
     about = {**facts(given.dir), "GPU": device, "rounds": given.rounds, "saves": given.saves}
@@ -318,8 +439,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "about": about,
         "samples": {name: samples for name, (samples, _) in found.items()},
         "growth_nbytes": {name: growth for name, (_, growth) in found.items()},
+        "peers": peers,
     }
-    write_page(given.out, "cuda", report(found, workload, about), document)
+    write_page(given.out, "cuda", report(found, peers, workload, about), document)
     return 0
 
 

@@ -34,8 +34,14 @@ def test_a_trial_measures_every_operation_of_both_frameworks(tmp_path: Path) -> 
         }
         assert all(seconds > 0 for times in samples.values() for pair in times for seconds in pair)
         assert document["growth_nbytes"][name]["host"] <= cuda.GROWTH_NBYTES
+    operations = [f"{name}: {what}" for name in PEERS for what in ("save", "restore")]
+    assert [what for peers in document["peers"].values() for what in peers] == operations
+    assert all(len(times) == 2 for peers in document["peers"].values() for times in peers.values())
     assert "a trial on the CPU" in (tmp_path / "out" / "cuda.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # no state is left
+
+
+PEERS = ("torch DCP", "safetensors", "Orbax")
 
 
 async def test_saves_that_end_at_once_do_not_keep_the_steps_waiting() -> None:
