@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ from asyncckpt.adapters import jax_memory
 from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
 from asyncckpt.adapters.jax_shards import Division, assemble, divide, replica, shard_views
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
-from asyncckpt.ports import PlaceAll, Source, Target
+from asyncckpt.ports import PlaceAll, Run, Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, array_spec
 
 _NO_MESH = "no mesh is set in this thread"
@@ -98,6 +98,8 @@ class JaxAdapter:
         source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
         if jax_memory.offloads(leaf.sharding, name):
             source.offload = self.offload
+            if leaf.size <= jax_memory.MAX_DYNAMIC_OFFSET:
+                source.begin_runs = self.begin_runs
         if single is None:
             self._divide(path, source)
         elif single and name not in jax_memory.PACKED and leaf.is_ready():
@@ -134,33 +136,53 @@ class JaxAdapter:
         return source
 
     def offload(self, sources: Sequence[Source]) -> None:
-        arrays: list[Any] = []
-        names = [source.spec.dtype for source in sources]
-        for source in sources:
-            leaf = source.leaf if source.captured is None else source.captured
-            if source.shards is None and _single_device(leaf.sharding) is not None:
-                arrays.append(leaf)
-                continue
-            division = divide("", leaf.sharding, source.spec.shape)
-            numbers = range(1 if source.shards is None else len(source.shards))
-            arrays += [replica(leaf, division, number, next(self._turns)) for number in numbers]
-        with jax_memory.transfers(), jax_memory.x64_for(*names):
-            views = iter(jax_memory.offloaded(arrays))
-        for source in sources:
+        counts = [1 if source.shards is None else len(source.shards) for source in sources]
+        arrays = [
+            self._array(source, shard)
+            for source, count in zip(sources, counts, strict=True)
+            for shard in range(count)
+        ]
+        with jax_memory.transfers(), jax_memory.x64_for(*[one.spec.dtype for one in sources]):
+            copies = iter(jax_memory.offloaded(arrays))
+        for source, count in zip(sources, counts, strict=True):
+            views = tuple([_host_view(source, copy) for copy in itertools.islice(copies, count)])
             if source.shards is None:
-                source.view = next(views)
+                (source.view,) = views
             else:
-                source.views = tuple(itertools.islice(views, len(source.shards)))
+                source.views = views
             source.leaf = source.captured = None
 
+    def begin_runs(self, runs: Sequence[Run]) -> Callable[[], None]:
+        starts: list[int] = []
+        blocks: list[Any] = []
+        with jax_memory.transfers(), jax_memory.x64_for(*[run.source.spec.dtype for run in runs]):
+            for source, shard, start, out in runs:
+                array, itemsize = self._array(source, shard), source.spec.itemsize
+                found, at = jax_memory.block(array, itemsize, start, out.size)
+                blocks.append(found)
+                starts.append(at)
+            copies = jax_memory.offloaded(blocks)
+
+        def wait() -> None:
+            for run, copy, at in zip(runs, copies, starts, strict=True):
+                values = np.ascontiguousarray(_host_view(run.source, copy))
+                np.copyto(run.out, np.frombuffer(values, np.uint8)[at : at + run.out.size])
+
+        return wait
+
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        leaf = source.leaf if source.captured is None else source.captured
-        if _single_device(leaf.sharding) is None:
-            division = divide("", leaf.sharding, source.spec.shape)
-            leaf = replica(leaf, division, shard, next(self._turns))
+        leaf = self._array(source, shard)
         with jax_memory.transfers():
             values = np.asarray(jax_memory.begin_read(leaf, source.spec.dtype, box))
         np.copyto(out, values, casting="no")
+
+    def _array(self, source: Source, shard: int) -> Any:
+        """Return the array of a shard on one of its devices."""
+        leaf = source.leaf if source.captured is None else source.captured
+        if _single_device(leaf.sharding) is not None:
+            return leaf
+        division = divide("", leaf.sharding, source.spec.shape)
+        return replica(leaf, division, shard, next(self._turns))
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         if isinstance(leaf, jax.core.Tracer):
@@ -299,6 +321,10 @@ def _put(
             return jax.device_put(values, sharding)
         with jax.default_device(device):  # doubles the time for a small array
             return jax.device_put(values)
+
+
+def _host_view(source: Source, copy: Any) -> npt.NDArray[Any]:
+    return jax_memory.host_view(copy.block_until_ready(), source.spec.dtype)
 
 
 def _weakly_typed(values: npt.NDArray[Any], name: str, device: jax.Device | None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import NUMPY_DTYPES, selection
-from asyncckpt.spec import DTYPE_NAMES, Box
+from asyncckpt.options import MIB
+from asyncckpt.spec import Box
 
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 """Dtypes that JAX truncates when 64-bit types are disabled."""
@@ -36,8 +37,11 @@ _GUARDS = tuple(
 config: Any = jax.config
 """JAX's settings, as seen by the reading thread; JAX does not declare their types."""
 
-_MAX_DYNAMIC_OFFSET = 2**31 - 1
+MAX_DYNAMIC_OFFSET = 2**31 - 1
 """`dynamic_slice` takes int32 offsets when x64 is disabled."""
+
+BLOCK_NBYTES = 8 * MIB
+"""Arrays that are copied whole for any part of them, and the shortest part of longer ones."""
 
 
 def on_cpu(device: jax.Device) -> bool:
@@ -96,7 +100,7 @@ def begin_read(array: Any, name: str, box: Box) -> Any:
     with x64_for(name):
         if box.shape == array.shape:
             part = _new_handle(array)
-        elif max(box.offset, default=0) <= _MAX_DYNAMIC_OFFSET:
+        elif max(box.offset, default=0) <= MAX_DYNAMIC_OFFSET:
             part = jax.lax.dynamic_slice(array, box.offset, box.shape)
         else:
             part = jax.lax.slice(array, box.offset, box.stop)
@@ -109,14 +113,35 @@ def _new_handle(array: Any) -> Any:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
 
 
-def offloaded(arrays: Sequence[Any]) -> list[npt.NDArray[Any]]:
-    """Copy arrays, each on one device, to pinned host memory; return views of the copies.
+def offloaded(arrays: Sequence[Any]) -> list[Any]:
+    """Begin to copy arrays, each on one device, to pinned host memory; return the copies.
 
     One call for all: its own time, not that of the copies, is most of it for small arrays.
     """
     devices = [next(iter(array.sharding.device_set)) for array in arrays]
-    copies = jax.device_put(arrays, [_pinned(device) for device in devices])
-    return [host_view(copy.block_until_ready(), DTYPE_NAMES[copy.dtype]) for copy in copies]
+    copies: list[Any] = jax.device_put(arrays, [_pinned(device) for device in devices])
+    return copies
+
+
+def block(array: Any, itemsize: int, start: int, nbytes: int) -> tuple[Any, int]:
+    """Return an array on the same device with some bytes of a larger one, and where they begin.
+
+    The bytes are those of a C-contiguous array, `nbytes` from byte `start` on. XLA compiles a slice
+    once for each shape of array and each length, so blocks have few lengths.
+    """
+    if array.size * itemsize <= BLOCK_NBYTES:
+        return array, start
+    count = BLOCK_NBYTES // itemsize
+    while count * itemsize < nbytes + itemsize:  # an element may be cut on either side
+        count *= 2
+    count = min(count, array.size)
+    first = min(start // itemsize, array.size - count)
+    return _flat_slice(array, first, count), start - first * itemsize
+
+
+@partial(jax.jit, static_argnums=2)
+def _flat_slice(array: Any, first: int, count: int) -> Any:
+    return jax.lax.dynamic_slice(array.reshape(-1), (first,), (count,))
 
 
 @lru_cache(maxsize=1024)

@@ -133,16 +133,20 @@ class Staging:
         self.sources = self.snapshot.sources
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
+        self._find_runs()
+        self.held: set[Slot] = set()
+        self.extra_nbytes = 0
+        self.referenced_nbytes = 0
+        self._copies_nbytes = 0
+
+    def _find_runs(self) -> None:
+        """Find out how much is copied from devices."""
         opened = self.sources.opened.values()
         runs = [source.spec.nbytes for source in opened if source.begin_runs is not None]
         self._has_runs = bool(runs)
         self._on_device = 2 * sum(runs) > sum([spec.nbytes for spec in self.sources.specs])
         count = self.compute.count
         self._threads = min(DEVICE_THREADS, count) if self._on_device else count
-        self.held: set[Slot] = set()
-        self.extra_nbytes = 0
-        self.referenced_nbytes = 0
-        self._copies_nbytes = 0
 
     async def windows(self, emit: Callable[[StagedWindow], None], seal: Seal | None = None) -> None:
         """Stage every window, and hand them to `emit` in plan order.
@@ -289,9 +293,10 @@ class Staging:
         await together(calls)
         for source in opened.values():  # tied ones, too
             if source.offload is not None:
-                source.leaf = source.captured = None
+                source.leaf = source.captured = source.begin_runs = None
         self._readers.clear()
         self.grow = False
+        self._find_runs()
         return True
 
     async def hold_immutable(self) -> bool:

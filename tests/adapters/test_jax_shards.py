@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from asyncckpt import blocking, errors
+from asyncckpt import SaveOptions, blocking, errors
 from asyncckpt.adapters import jax as jax_adapter
 from asyncckpt.adapters import jax_memory, jax_shards, meshes, placements
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.flow.arena import Arena
+from asyncckpt.ports import Run
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from tests.adapters.fetching import fetch_box
 from tests.eight_devices import eight_devices as eight_devices
@@ -323,6 +325,68 @@ def test_arrays_are_moved_to_pinned_host_memory_in_one_call(name: str) -> None:
         assert source.leaf is None and source.captured is None
         for box, view in zip(boxes(source), views(source), strict=True):
             np.testing.assert_array_equal(view, wanted[box.slices()])
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "int64", "complex64"])
+@pytest.mark.parametrize("block_nbytes", [1 << 8, 1 << 20])
+@on_eight_devices
+def test_runs_of_bytes_of_accelerators_are_copied_together(name: str, block_nbytes: int) -> None:
+    expected = values(name)
+    rng = np.random.default_rng(0)
+    layouts = ("bricks, two replicas", "replicated", "rows")
+    leaves = [put(expected, sharding(layout)) for layout in layouts]
+    leaves.append(put(expected, SingleDeviceSharding(jax.devices()[2])))
+    with on_accelerators(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax_memory, "BLOCK_NBYTES", block_nbytes)
+        sources = [adapter.source("p", leaf) for leaf in leaves]
+        runs, wanted = [], []
+        for source in sources:
+            for shard, box in enumerate(boxes(source)):
+                flat = np.frombuffer(np.ascontiguousarray(expected[box.slices()]), np.uint8)
+                cuts = sorted({0, flat.size, *rng.integers(0, flat.size, 5).tolist()})
+                for start, stop in itertools.pairwise(cuts):
+                    runs.append(Run(source, shard, start, np.zeros(stop - start, np.uint8)))
+                    wanted.append(flat[start:stop])
+        assert {source.begin_runs for source in sources} == {adapter.begin_runs}
+        wait = worker.submit(adapter.begin_runs, runs).result()
+        worker.submit(wait).result()
+    for run, values_of_run in zip(runs, wanted, strict=True):
+        np.testing.assert_array_equal(run.out, values_of_run)
+    for leaf in leaves:
+        check_nothing_cached(leaf)
+
+
+@pytest.mark.parametrize("snapshot", ["copy", "reference"])
+@on_eight_devices
+def test_a_state_on_accelerators_that_is_larger_than_the_budget_streams_through_it(
+    tmp_path: Path, snapshot: Any
+) -> None:
+    data = np.random.default_rng(0).standard_normal((3, 2_000_001)).astype(np.float32)
+    state = {
+        "large": put(data, SingleDeviceSharding(jax.devices()[1])),
+        "rows": put(data.T[:1_000_000].copy(), sharding("rows")),
+        "small": jnp.arange(5.0),
+        "half": jnp.asarray(data[:, :1001], jnp.bfloat16),
+    }
+    wanted = {name: np.array(leaf) for name, leaf in state.items()}
+    options = SaveOptions(host_memory_nbytes=64 << 20, snapshot=snapshot)
+    calls = 0
+    begin_runs = JaxAdapter.begin_runs
+
+    def counted(adapter: JaxAdapter, runs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return begin_runs(adapter, runs)
+
+    with on_accelerators(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JaxAdapter, "begin_runs", counted)
+        patch.setattr(JaxAdapter, "fetch", None)
+        with blocking.Checkpointer(tmp_path, save_options=options) as checkpointer:
+            checkpointer.start_save(1, state).result()
+    assert calls > 4
+    restored = blocking.restore(Path(tmp_path) / "1")
+    for name, leaf in restored.items():
+        np.testing.assert_array_equal(leaf, wanted[name])
 
 
 @on_eight_devices
