@@ -99,9 +99,10 @@ def test_sharded_parameters_round_trip(tmp_path: Path) -> None:
 
 
 @with_jax
+@pytest.mark.parametrize("budget_nbytes", [64 << 20, 1 << 30])  # it streams, or is moved at once
 @pytest.mark.parametrize("reference", [False, True])
 def test_a_state_of_jax_round_trips_and_may_be_donated_at_once(
-    tmp_path: Path, reference: bool
+    tmp_path: Path, reference: bool, budget_nbytes: int
 ) -> None:
     mesh = jax.make_mesh((1,), ("x",))
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -114,7 +115,8 @@ def test_a_state_of_jax_round_trips_and_may_be_donated_at_once(
     expected["cast"] = np.asarray(jnp.asarray(expected["cast"], jnp.bfloat16), np.float32)
     donated = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
     snapshot = "reference" if reference else "copy"
-    with blocking.Checkpointer(tmp_path, save_options=options(snapshot=snapshot)) as ckpt:
+    saving = options(snapshot=snapshot, host_memory_nbytes=budget_nbytes)
+    with blocking.Checkpointer(tmp_path, save_options=saving) as ckpt:
         pending = ckpt.start_save(1, state)
         if not reference:
             donated({name: leaf for name, leaf in state.items() if name != "key"})
