@@ -274,7 +274,7 @@ class RestorePipeline:
                 # A value that does not fit must raise before any target is written.
                 parts = self._placement.converted(arrays[number], buffers.take(number))
                 buffers.boxes[number] = parts
-            elif self.opened.arrays.tied:
+            elif self._key(number) is not None:
                 self._place_array(number)
             else:
                 others.append(number)
@@ -283,21 +283,25 @@ class RestorePipeline:
         for number, value in zip(others, made, strict=True):
             self.results[number] = value
 
+    def _key(self, number: int) -> Hashable | None:
+        """Return a key that leaves share if they become one object; None for most leaves."""
+        opened = self.opened
+        if not opened.arrays.tied:
+            return None
+        # Leaves that shared memory become one object, unless their extra facts differ.
+        leaf = self._arrays[number]
+        shared = tied_key(opened, leaf, self.request.framework.name)
+        if shared is None:
+            return None
+        return (shared, opened.leaves.kind[leaf.saved], str(opened.leaves.extra.get(leaf.saved)))
+
     def _place_array(self, number: int) -> None:
-        leaf, opened = self._arrays[number], self.opened
-        key: Hashable | None = None
-        if opened.arrays.tied:
-            # Leaves that shared memory become one object, unless their extra facts differ.
-            shared = tied_key(opened, leaf, self.request.framework.name)
-            if shared is not None:
-                facts = opened.leaves.extra.get(leaf.saved)
-                key = (shared, opened.leaves.kind[leaf.saved], str(facts))
-        if key is not None and key in self._tied:
-            self.results[number] = self._tied[key]
-            return
-        value = self.results[number] = self._placement.place(leaf, self._buffers.take(number))
+        key = self._key(number)
+        if key is None or key not in self._tied:
+            leaf, parts = self._arrays[number], self._buffers.take(number)
+            self.results[number] = self._placement.place(leaf, parts)
         if key is not None:
-            self._tied[key] = value
+            self.results[number] = self._tied.setdefault(key, self.results[number])
 
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then the scalars."""

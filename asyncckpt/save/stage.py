@@ -143,10 +143,9 @@ class Staging:
         """Find out how much is copied from devices."""
         opened = self.sources.opened.values()
         runs = [source.spec.nbytes for source in opened if source.begin_runs is not None]
-        self._has_runs = bool(runs)
-        self._on_device = 2 * sum(runs) > sum([spec.nbytes for spec in self.sources.specs])
-        count = self.compute.count
-        self._threads = min(DEVICE_THREADS, count) if self._on_device else count
+        self._has_runs, self._on_device, self._threads = bool(runs), False, self.compute.count
+        if runs and 2 * sum(runs) > sum([spec.nbytes for spec in self.sources.specs]):
+            self._on_device, self._threads = True, min(DEVICE_THREADS, self.compute.count)
 
     async def windows(self, emit: Callable[[StagedWindow], None], seal: Seal | None = None) -> None:
         """Stage every window, and hand them to `emit` in plan order.
