@@ -151,6 +151,12 @@ async def test_a_failed_offload_names_a_leaf_and_gives_everything_back(workers: 
     assert staged.budget.in_use == 0
 
 
+def staging_of(staged: Staged, workers: Workers, *, grow: bool) -> Staging:
+    """The stage anew, after changes of the sources."""
+    pool, recorder = staged.pool, staged.staging.recorder
+    return Staging(staged.plan, staged.snapshot, pool, pool, workers, grow=grow, recorder=recorder)
+
+
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_failed_copy_of_device_memory_names_a_leaf(workers: Workers, late: bool) -> None:
     staged = Staged({"a": noise(48 * KIB), "b": noise(48 * KIB)}, workers)
@@ -160,15 +166,7 @@ async def test_a_failed_copy_of_device_memory_names_a_leaf(workers: Workers, lat
 
     source = staged.snapshot.sources[1]
     source.view, source.begin_runs = None, (lambda runs: lost) if late else lost
-    staging = Staging(
-        staged.plan,
-        staged.snapshot,
-        staged.pool,
-        staged.pool,
-        workers,
-        grow=False,
-        recorder=staged.staging.recorder,
-    )
+    staging = staging_of(staged, workers, grow=False)
     with pytest.raises(BaseExceptionGroup) as caught:
         await staging.windows(lambda item: None)
     error = leading_error(caught.value)
@@ -199,15 +197,7 @@ async def test_windows_are_handed_on_only_once_device_memory_has_arrived(
     for number in (1, 2):
         source = staged.snapshot.sources[number]
         source.view, source.begin_runs = None, begin
-    staging = Staging(
-        staged.plan,
-        staged.snapshot,
-        staged.pool,
-        staged.pool,
-        workers,
-        grow=True,
-        recorder=staged.staging.recorder,
-    )
+    staging = staging_of(staged, workers, grow=True)
     seen: list[bytes] = []
 
     def seal(window: Any, buffer: Any, filling: Any) -> Any:
