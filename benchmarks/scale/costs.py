@@ -107,8 +107,13 @@ def commit(job: Job, place: Path) -> Figures:
         merged, late = merge(layout, entries, boxes, str)
     for chunk in late:
         merged.chunks.file[chunk] = 0
-    attempt, compute = _Attempt(), Workers(1, "scale")
-    committing = Commit(attempt, layout, request, save_id=SAVE_ID, compute=compute)  # type: ignore[arg-type]
+    attempt: Any = _Attempt()
+
+    async def opened() -> Any:
+        return attempt
+
+    compute = Workers(1, "scale")
+    committing = Commit(opened, layout, request, save_id=SAVE_ID, compute=compute)
     with laps.lap("index"):
         made = asyncio.run(committing.put_index(merged))
     compute.shutdown()
