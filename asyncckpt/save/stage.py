@@ -319,6 +319,7 @@ class Staging:
         if nbytes:
             await self.compute.run(self._copy_mutable, mutable, nbytes)
             self._readers.clear()
+            self._find_runs()
         self.referenced_nbytes = sum(nbytes_of.values()) - nbytes
         self.grow = False
         return True
@@ -422,10 +423,11 @@ class Staging:
             try:
                 if source.shards is None:
                     source.view = _copied(arena, source, 0)
-                    continue
-                source.views = tuple(
-                    [_copied(arena, source, shard) for shard in range(len(source.shards))]
-                )
+                else:
+                    source.views = tuple(
+                        [_copied(arena, source, shard) for shard in range(len(source.shards))]
+                    )
+                source.begin_runs = None  # the caller may mutate what is on the device
             except Exception as error:
                 raise self._failed(leaf, error) from error
         self.recorder.add("stage", since, nbytes)

@@ -19,6 +19,7 @@ from asyncckpt.runtime import StagingMemory
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten_like
 from tests.adapters.cuda import Cuda, Cudart
+from tests.script import Script
 
 adapter = TorchAdapter()
 MISSING = ("int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
@@ -489,6 +490,27 @@ def test_cuda_tensors_are_filled_after_the_work_queued_by_the_caller(
         "copy_ on own stream",
         "wait for own stream",
     ]
+
+
+@pytest.mark.parametrize("snapshot", ["copy", "reference"])
+def test_a_state_on_a_cuda_device_may_be_changed_once_start_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any
+) -> None:
+    state = {"w": torch.arange(3_000_000.0), "b": torch.arange(500.0)}
+    wanted = {name: leaf.clone() for name, leaf in state.items()}
+    with monkeypatch.context() as patch:
+        Cuda(patch)
+        options = SaveOptions(snapshot=snapshot)
+        with blocking.Checkpointer(tmp_path, save_options=options) as checkpointer:
+            write = Script(checkpointer).hold("write")
+            pending = checkpointer.start_save(1, state)
+            for leaf in state.values():
+                leaf.zero_()
+            write.go()
+            pending.result()
+    restored = blocking.restore(tmp_path / "1", leaves="torch")
+    for name, leaf in wanted.items():
+        assert torch.equal(restored[name], leaf), name
 
 
 def memory(*sizes: int) -> list[np.ndarray[Any, Any]]:
