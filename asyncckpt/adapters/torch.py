@@ -327,7 +327,11 @@ def page_lock(address: int, nbytes: int) -> None:
 
 
 def page_unlock(address: int) -> None:
-    """Undo `page_lock`."""
+    """Undo `page_lock`.
+
+    The code is ignored: it may be that of earlier work, which reports it, or of a runtime that has
+    ended, and memory that stays locked can still be read and unmapped.
+    """
     _cudart("cudaHostUnregister", address)
 
 

@@ -13,6 +13,7 @@ from asyncckpt.adapters.python import NUMBERS, same_number, scalar_from_array, s
 from asyncckpt.checkpoint.casts import castable, lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError, DtypeMismatchError, RestoreError
+from asyncckpt.log import logger
 from asyncckpt.ports import FrameworkAdapter, PlaceAll
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore
 from asyncckpt.restore.request import RestoreRequest, enclosing, is_filled
@@ -65,21 +66,31 @@ class Placement:
             else:
                 groups.setdefault(target.place_all, []).append(number)
         for place_all, numbers in groups.items():
-            targets, values = [], []
-            try:
-                for number in numbers:
-                    target = leaves[number].target
-                    (array,) = self.converted(leaves[number], parts[number])
-                    assert target is not None
-                    check_parts(target, [array])
-                    targets.append(target)
-                    values.append(array)
-                found = place_all(targets, values)
-            except Exception:  # it names no leaf
+            found = self._at_once(place_all, [(leaves[n], parts[n]) for n in numbers])
+            if found is None:  # outside the handler, whose traceback keeps the memory of the batch
                 found = [self.place(leaves[number], parts[number]) for number in numbers]
             for number, value in zip(numbers, found, strict=True):
                 made[number] = value
         return made
+
+    def _at_once(
+        self, place_all: PlaceAll, pairs: Sequence[tuple[LeafRestore, Sequence[Memory]]]
+    ) -> Sequence[Any] | None:
+        """Return leaves that are made by one call; None if that fails and no leaf is to blame."""
+        targets, values = [], []
+        try:
+            for leaf, parts in pairs:
+                (array,) = self.converted(leaf, parts)
+                assert leaf.target is not None
+                check_parts(leaf.target, [array])
+                targets.append(leaf.target)
+                values.append(array)
+            return place_all(targets, values)
+        except AsyncCheckpointError:  # it names the leaf
+            raise
+        except Exception:
+            logger.info("%d leaves are made one by one", len(pairs), exc_info=True)
+            return None
 
     def place(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
         """Return the leaf, which owns the memory of `parts` from here on.
