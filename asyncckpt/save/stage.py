@@ -534,6 +534,8 @@ class Staging:
         """Let errors of the block name the leaf."""
         try:
             yield
+        except AsyncCheckpointError:  # of a leaf whose copies began later
+            raise
         except Exception as error:
             sources = map(self.sources.__getitem__, range(len(self.sources)))
             leaf = next(n for n, one in enumerate(sources) if one is source)

@@ -164,13 +164,17 @@ async def test_a_failed_copy_of_device_memory_names_a_leaf(workers: Workers, lat
     def lost(runs: Any = None) -> Any:
         raise RuntimeError("device lost")
 
-    source = staged.snapshot.sources[1]
+    waited: list[int] = []
+    others, source = staged.snapshot.sources[0], staged.snapshot.sources[1]
+    others.view, others.begin_runs = None, lambda runs: lambda: waited.append(len(runs))
     source.view, source.begin_runs = None, (lambda runs: lost) if late else lost
     staging = staging_of(staged, workers, grow=False)
     with pytest.raises(BaseExceptionGroup) as caught:
         await staging.windows(lambda item: None)
     error = leading_error(caught.value)
     assert isinstance(error, StagingError) and error.path == "b" and "device lost" in str(error)
+    assert isinstance(error.__cause__, RuntimeError)
+    assert waited  # also for the copies that had begun
     staging.release_all()
     assert staged.budget.in_use == 0
 
