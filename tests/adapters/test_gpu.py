@@ -53,14 +53,16 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
 
 
 @with_torch
+@pytest.mark.parametrize("snapshot", ["copy", "reference"])
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_a_state_of_torch_round_trips(tmp_path: Path, compression: Any) -> None:
+def test_a_state_of_torch_round_trips(tmp_path: Path, compression: Any, snapshot: Any) -> None:
     made = {name: torch.from_numpy(np.array(array)).cuda() for name, array in arrays().items()}
     made["turned"] = torch.from_numpy(noise(300, 200)).cuda().T
     made["every other"] = torch.from_numpy(noise(600, 100)).cuda()[::2]
     expected = {name: leaf.cpu() for name, leaf in made.items()}
     expected["cast"] = expected["cast"].bfloat16().float()
-    with blocking.Checkpointer(tmp_path, save_options=options(compression=compression)) as ckpt:
+    saving = options(compression=compression, snapshot=snapshot)
+    with blocking.Checkpointer(tmp_path, save_options=saving) as ckpt:
         for step in range(3):
             pending = ckpt.start_save(step, made)
             for leaf in made.values():
