@@ -11,9 +11,7 @@ from collections import Counter
 from typing import Any
 
 from asyncckpt.format.damage import corrupt
-
-MAX_DEPTH = 256
-"""Deepest nesting of containers in a stored document."""
+from asyncckpt.options import MAX_DEPTH
 
 MAX_RANK = 32
 """Most dimensions of an array: the limit of NumPy before 2.0. torch allows 64."""
