@@ -293,13 +293,13 @@ def _overlaps(
 
 
 def coalesce(
-    offsets: npt.NDArray[np.int64],
-    nbytes: npt.NDArray[np.int64],
+    offsets: Column,
+    nbytes: Column,
     *,
     gap_nbytes: int,
     limit_nbytes: int | Column,
     starts: npt.NDArray[np.bool_],
-) -> npt.NDArray[np.int64]:
+) -> Column:
     """Return the index of the first extent of each group that is read as one range.
 
     A group grows while the gap to its next extent is at most `gap_nbytes` and the whole range at
