@@ -22,7 +22,7 @@ def expanded(counts: Column) -> tuple[Column, Column]:
     return item, np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Table(Generic[Row]):
     """Rows `first` to `stop` of some columns, converted to named tuples of a kind on access.
 
