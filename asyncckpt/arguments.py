@@ -15,7 +15,6 @@ from typing import (
     Literal,
     SupportsFloat,
     TypedDict,
-    TypeGuard,
     TypeVar,
     get_args,
     get_origin,
@@ -24,7 +23,14 @@ from typing import (
 
 from asyncckpt.errors import UsageError
 from asyncckpt.log import logger
-from asyncckpt.options import STEP_MAX, RestoreOptions, SaveOptions, check_function, check_seconds
+from asyncckpt.options import (
+    MAX_DEPTH,
+    STEP_MAX,
+    RestoreOptions,
+    SaveOptions,
+    check_function,
+    check_seconds,
+)
 from asyncckpt.reports import Progress, RestoreReport
 from asyncckpt.retention import Retention, is_policy
 
@@ -230,10 +236,6 @@ def as_int(number: Any) -> Any:
         return number
 
 
-def _is_int(number: object) -> TypeGuard[int]:
-    return isinstance(number, int) and not isinstance(number, bool)
-
-
 def step_number(step: object) -> int:
     """Return the step as an int.
 
@@ -241,7 +243,7 @@ def step_number(step: object) -> int:
         UsageError: it is not a non-negative integer of at most 19 digits.
     """
     number = as_int(step)
-    if not _is_int(number):
+    if type(number) is not int:
         raise UsageError(
             f"step={step!r:.80}: a step is a non-negative integer, not {type(step).__name__}; "
             "it comes first, as in save(step, tree), and a target is passed as restore(like=...)",
@@ -315,7 +317,7 @@ def check_coordinator(coordinator: object) -> None:
         )
     index = getattr(coordinator, "process_index", None)
     count = getattr(coordinator, "process_count", None)
-    if not (_is_int(index) and _is_int(count) and 0 <= index < count):
+    if type(index) is not int or type(count) is not int or not 0 <= index < count:
         raise UsageError(
             f"coordinator={coordinator!r:.80}: process_index={index!r} of process_count={count!r}: "
             "pass a number of processes, and an index from 0 to one below it",
@@ -353,12 +355,20 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return copy
 
 
-def _odd_key(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> tuple[object, ...]:
-    """Return the keys that lead to the first key that is not a string, and that key; else ()."""
+def _odd_key(
+    value: dict[Any, Any] | list[Any] | tuple[Any, ...], depth: int = 1
+) -> tuple[object, ...]:
+    """Return the keys that lead to the first key that is not a string, and that key; else ().
+
+    Raises:
+        ValueError: containers are nested deeper than records may be.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if isinstance(value, dict) and not isinstance(key, str):
             return (key,)
-        if isinstance(item, (dict, list, tuple)) and (rest := _odd_key(item)):
+        if isinstance(item, (dict, list, tuple)) and (rest := _odd_key(item, depth + 1)):
             return (key, *rest)
     return ()
 

@@ -66,6 +66,10 @@ MAX_ENTRIES = 1 << 20
 """Most files and directories of a checkpoint, and most names in one directory, that are listed.
 Orbax without OCDBT has one per parameter."""
 
+MAX_DEPTH = 256
+"""Deepest nesting of containers, in trees and stored documents. Real states have about 20; JSON and
+C parsers stop at 1,000."""
+
 MAX_PIECES = 4096
 """Most arrays that store one leaf; a reader compares every pair of them."""
 

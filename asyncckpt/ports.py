@@ -1,4 +1,4 @@
-"""The four seams of the library: stores, array adapters, coordinators and host memory.
+"""The seams of the library: stores, array adapters and coordinators.
 
 A protocol here declares only what the pipeline relies on. Implementations are in `stores/`,
 `adapters/` and `coordinators/`; `asyncckpt.testing` holds the conformance suites that every `Store`
@@ -149,23 +149,17 @@ class AttemptFiles(Protocol):
         """
 
     async def put(self, path: str, *blocks: Buffer, in_record: bool = False) -> None:
-        """Write a whole file durably.
+        """Write a whole file durably, given consecutive blocks of its content.
 
-        Args:
-            path: relative path; may contain directories.
-            blocks: consecutive blocks of the content.
-            in_record: the record will contain the content too, so a store that writes the file
-                after the record need not keep it elsewhere until then.
+        `path` may contain directories. With `in_record`, the record will contain the content too,
+        so a store that writes the file after the record need not keep it elsewhere until then.
         """
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
         """Write a file for the attempt's other processes, not as a part of the checkpoint.
 
-        It need not be durable and is removed when the attempt is published or aborted.
-
-        Args:
-            path: one path part that no other process of the attempt uses.
-            data: the content.
+        It need not be durable and is removed when the attempt is published or aborted. `path` is
+        one path part that no other process of the attempt uses.
         """
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
@@ -407,14 +401,8 @@ class Store(Protocol):
         """Join an attempt that another process has begun or is about to begin.
 
         Nothing is written before the attempt's mark was read through the store, which detects
-        processes that do not share the root.
-
-        Args:
-            name: as for `begin`.
-            save_id: as for `begin`.
-            process: number of this process, above zero and unique in the attempt.
-            timeout_s: how long to wait for the attempt.
-            private: as for `begin`.
+        processes that do not share the root. `process` is the number of this process, above zero
+        and unique in the attempt; the other arguments are those of `begin`.
 
         Raises:
             CheckpointNotFoundError: no such attempt appeared within `timeout_s`.
@@ -480,11 +468,9 @@ class Store(Protocol):
         """Remove leftovers that are proven dead; return their names. Finish interrupted commits."""
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers of any process; return their names.
+        """Remove leftovers of any process; return their names. With `dry_run`, only return them.
 
-        Args:
-            older_than_s: minimum seconds since the last write to the leftover.
-            dry_run: only return the names.
+        `older_than_s` is the minimum number of seconds since the last write to a leftover.
         """
 
     async def close(self) -> None:
@@ -647,13 +633,9 @@ class ArrayAdapter(Protocol):
         """
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        """Copy a part of one shard to host memory. Blocking.
+        """Copy a part of one shard (as in `Run`) to host memory. Blocking.
 
-        Args:
-            source: the leaf, as opened by `source`.
-            shard: index in `source.shards`; 0 for the whole array of a leaf without shards.
-            box: non-empty part, relative to the shard.
-            out: destination, of the box's shape and the spec's dtype.
+        `box` is not empty and relative to the shard; `out` has its shape and the spec's dtype.
         """
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
@@ -693,17 +675,7 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
         """
 
 
-# -------------------------------------------------------------------- host memory and processes
-
-
-class HostMemory(Protocol):
-    """Allocator of staging buffers; CUDA staging plugs in page-locked memory."""
-
-    def allocate(self, nbytes: int) -> Bytes:
-        """Return a page-aligned buffer of zeros, whose pages may be untouched. Blocking."""
-
-    def free(self, buffer: Bytes) -> None:
-        """Free the buffer; live views of it can still be read."""
+# ------------------------------------------------------------------------------------ processes
 
 
 class Coordinator(Protocol):

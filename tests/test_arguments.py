@@ -389,6 +389,19 @@ async def test_a_lone_surrogate_in_metadata_is_an_error_at_the_call(
         assert script.kinds == []
 
 
+async def test_metadata_nested_too_deeply_is_an_error_at_the_call(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {}
+    for _ in range(255):
+        metadata = {"in": metadata}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE, metadata=metadata)
+        assert (await ckpt.inspect(1)).metadata == metadata
+        script = Script(ckpt)
+        with pytest.raises(UsageError, match=r"metadata is not JSON \(.* deeper than 256\)"):
+            await ckpt.start_save(2, TREE, metadata={"in": metadata})
+        assert script.kinds == []
+
+
 @pytest.mark.parametrize("odd", [5, 1.5, True, object(), {1: 2}, [[]], lambda: 1])
 async def test_odd_values_are_usage_errors(tmp_path: Path, odd: Any) -> None:
     place = tmp_path / "x"

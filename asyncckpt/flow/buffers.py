@@ -32,7 +32,7 @@ from asyncckpt.errors import ResourceError
 from asyncckpt.flow.budget import Account, ByteBudget
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.options import PAGE_NBYTES, SLOT_NBYTES
-from asyncckpt.ports import Bytes, HostMemory
+from asyncckpt.ports import Bytes
 
 HUGE_PAGE_NBYTES = 2 << 20
 """Alignment of mappings, so that the kernel can back all of them with huge pages."""
@@ -58,7 +58,7 @@ class AnonymousMemory:
     """Private anonymous mappings with huge pages, empty in forked children."""
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return a zeroed, page-aligned buffer with untouched pages."""
+        """Return a zeroed, page-aligned buffer with untouched pages. Blocking."""
         mapping, start = map_pages(nbytes, forked=False)
         return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
 
@@ -172,7 +172,7 @@ class SlotPool(Account):
         self,
         budget: ByteBudget,
         workers: Workers,
-        memory: HostMemory,
+        memory: AnonymousMemory,
         *,
         slot_nbytes: int = SLOT_NBYTES,
         held_nbytes: int | None = None,

@@ -58,13 +58,11 @@ class ChunkIndex:
         Raises:
             CorruptCheckpointError: a row is not; names the first one.
         """
-        if not len(self):
-            return
         count = len(file_nbytes)
-        inside = (self.file >= 0) & (self.file < count)
-        sizes = np.array([*file_nbytes, 0], np.int64)[np.where(inside, self.file, count)]
-        good = inside & (self.offset >= 0) & (self.nbytes >= CRC_NBYTES)
-        good &= (self.offset <= sizes) & (self.nbytes <= sizes - np.minimum(self.offset, sizes))
+        inside = self.file < count
+        sizes = np.array([*file_nbytes, 0], np.int64)[np.minimum(self.file, count)]
+        # Decoded numbers are below 2^62, so that the sum does not overflow.
+        good = inside & (self.nbytes >= CRC_NBYTES) & (self.offset + self.nbytes <= sizes)
         if good.all():
             return
         row = int(np.argmin(good))

@@ -99,8 +99,8 @@ _MEMBERS: dict[str, Any] = {
     "metrics": dict,
     "database": str,
     "tree": object,
-    "leaves": {"kinds": [str], "kind": [int], "values": list, "extra": dict, "pieces": dict},
-    "specs": [{"shape": [int], "dtype": str, "chunk_shape": [int], "zstd": object}],
+    "leaves": {"kinds": [_KIND], "kind": [int], "values": list, "extra": dict, "pieces": dict},
+    "specs": [{"shape": [_MAX], "dtype": str, "chunk_shape": [_MAX], "zstd": object}],
     "arrays": {"name": [str], "spec": [int], "tied": dict},
     "files": [_FILE],
     "chunk_index": {**_INDEX, "data": (str,)},
@@ -173,15 +173,11 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     `tables` are its encoded tables, possibly from an earlier record; None encodes them.
 
     Raises:
-        UsageError: `metadata` or `metrics` cannot be written as JSON and read back, or the record
-            is longer than readers allow.
+        UsageError: the metadata cannot be written as JSON, or the record is longer than readers
+            allow.
         ValueError: the record contradicts itself.
     """
-    try:
-        check_depth(dict(record.metadata), "metadata")
-    except ValueError as error:
-        raise UsageError(f"{error}; use dicts, lists, strings and numbers") from None
-    metrics, index, fixed = record.metrics, record.chunk_index, record.fixed
+    index, fixed = record.chunk_index, record.fixed
     own = record.files[: len(record.files) - len(fixed)]
     if record.files[len(own) :] != fixed:
         raise ValueError("the files with fixed names do not come last")
@@ -194,7 +190,7 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
         "fixed": [{**_row(f), "md5": f.md5, "object": f.object} for f in fixed],
         **{name: getattr(record, name) for name in _PLAIN},
         "metadata": dict(record.metadata),
-        "metrics": dict(zip(metrics, map(_metric_json, metrics, metrics.values()), strict=True)),
+        "metrics": {n: v if math.isfinite(v) else repr(v) for n, v in record.metrics.items()},
         "database": record.database,
     }
     tail = {
@@ -211,7 +207,9 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     first, values, last = _json(head), _json(_scalars(record.leaves)), _json(tail)
     try:
         _values(record.leaves.kind, json.loads(values))
-        _decode({**json.loads(first), **json.loads(last), "crc32c": ""}, record)
+        document = {**json.loads(first), **json.loads(last), "crc32c": ""}
+        check_form(document, _OWN_MEMBERS)
+        _record(document, record.tree, record.leaves, record.specs, record.arrays)
     except ValueError as error:
         raise ValueError(f"the record contradicts itself: {error}") from error
     data = seal(f"{first[:-1]},{tables[0]}{values}{tables[1]},{last[1:]}")
@@ -289,7 +287,8 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
     if type(version) is not int or not 1 <= version <= RECORD_VERSION:
         raise damaged(f"its version is {repr(version)[:40]}")
     try:
-        return _decode(document)
+        check_form(document, _MEMBERS if version > 1 else _MEMBERS_1)
+        return _record(document, document["tree"], *_tables(document))
     except _UnknownDtypeError as error:
         text = f"the dtype {str(error)!r}, which this release does not know"
         raise _newer(text, location, None, str(error)) from None
@@ -326,8 +325,6 @@ def is_record(data: bytes) -> bool:
 
 def is_sealed(data: bytes) -> bool:
     """Return whether these bytes end with a valid checksum, as `seal` writes it."""
-    if len(data) < RECORD_TAIL_NBYTES:
-        return False
     found = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
     return data[-RECORD_TAIL_NBYTES:] == b'"%08x"}\n' % found
 
@@ -381,21 +378,19 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _decode(document: dict[str, Any], known: CommitRecord | None = None) -> CommitRecord:
-    """Return the record in a JSON document, after checking all of it.
-
-    With `known`, the document has no tables: the record takes the checked tables of `known`.
+def _record(
+    document: dict[str, Any],
+    tree: JsonValue,
+    leaves: LeafTable,
+    specs: tuple[StoredSpec, ...],
+    arrays: ArrayTable,
+) -> CommitRecord:
+    """Return the record in a JSON document of checked form, given its checked tables.
 
     Raises:
         ValueError: a member is wrong; names it and says why.
     """
-    members = _MEMBERS if document["version"] > 1 else _MEMBERS_1
-    check_form(document, members if known is None else _OWN_MEMBERS)
     check_depth(document["metadata"], "metadata")
-    if known is None:
-        tree, (leaves, specs, arrays) = document["tree"], _tables(document)
-    else:
-        tree, leaves, specs, arrays = known.tree, known.leaves, known.specs, known.arrays
     index = document["chunk_index"]
     files = [
         FileEntry(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
@@ -445,8 +440,6 @@ def _fixed(row: dict[str, Any]) -> FixedName:
 
 def _spec(row: dict[str, Any]) -> StoredSpec:
     shape, chunk_shape, dtype, level = row["shape"], row["chunk_shape"], row["dtype"], row["zstd"]
-    if min([0, *shape, *chunk_shape]) < 0 or max([0, *shape, *chunk_shape]) > _MAX:
-        raise ValueError(f"specs has a length that is not between 0 and {_MAX}")
     if dtype not in DTYPES:
         raise _UnknownDtypeError(dtype[:40])
     if len(shape) > MAX_RANK or len(chunk_shape) != len(shape):
@@ -463,9 +456,6 @@ def _spec(row: dict[str, Any]) -> StoredSpec:
 
 def _leaves(table: dict[str, Any], array_count: int) -> LeafTable:
     kinds, codes, values = table["kinds"], table["kind"], table["values"]
-    for word in kinds:
-        if not _KIND.fullmatch(word):
-            raise ValueError(f"leaves.kinds has {word[:40]!r}, not of the form {_KIND.pattern}")
     if len(set(kinds)) != len(kinds):
         raise ValueError("leaves.kinds names a kind twice")
     if codes and not 0 <= min(codes) <= max(codes) < len(kinds):
@@ -515,16 +505,6 @@ def _by_index(table: dict[str, Any], below: int, name: str) -> dict[int, Any]:
             raise ValueError(f"{name} has the key {key[:40]!r}, not an index below {below}")
         result[int(key)] = value
     return result
-
-
-def _metric_json(name: object, value: object) -> float | str:
-    if not isinstance(name, str) or isinstance(value, bool):
-        raise UsageError(f"the metric {name!r} is not a name with a number: {value!r}")
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"the metric {name!r} is not a number: {value!r}") from None
-    return number if math.isfinite(number) else repr(number)
 
 
 def _metric(name: str, value: Any) -> float:

@@ -229,8 +229,6 @@ class CommitRecord:
                 found=len(index),
             )
         index.validate(list(map(attrgetter("nbytes"), self.files)), file=file)
-        if not rows:
-            return
         ends, raw, plain = np.cumsum(counts), np.repeat(raw, counts), np.repeat(plain, counts)
         payload = index.nbytes - CRC_NBYTES
         good = np.where(

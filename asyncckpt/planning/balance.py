@@ -12,7 +12,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
+
+from asyncckpt.planning.table import Column
 
 Processes = tuple[int, ...]
 
@@ -67,20 +68,16 @@ LARGE_MAX = 1 << 14
 """Maximum number of chunks that are assigned one by one, in about 10 ms."""
 
 
-def assign_writers(
-    row_nbytes: npt.ArrayLike, row_class: npt.ArrayLike, holders: Sequence[Processes]
-) -> npt.NDArray[np.int64]:
+def assign_writers(nbytes: Column, kind: Column, holders: Sequence[Processes]) -> Column:
     """Return the process that writes each chunk, one of its holders.
 
     A process writes at most one chunk more than an equal share of the chunks of a class.
 
     Args:
-        row_nbytes: size of each chunk in bytes.
-        row_class: index of each chunk into `holders`.
+        nbytes: size of each chunk in bytes.
+        kind: index of each chunk into `holders`.
         holders: per class, the processes that hold its chunks; distinct, as `Holders.sets`.
     """
-    nbytes = np.asarray(row_nbytes, np.int64)
-    kind = np.asarray(row_class, np.int64)
     writers = np.empty(len(nbytes), np.int64)
     if not len(nbytes):
         return writers
@@ -88,7 +85,7 @@ def assign_writers(
     order = np.argsort(kind, kind="stable")
     used, firsts = np.unique(kind[order], return_index=True)
     rows_of = dict(zip(used.tolist(), np.split(order, firsts[1:]), strict=True))
-    done: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    done: list[tuple[Column, Column]] = []
     for number in sorted(rows_of, key=lambda number: (-len(holders[number]), holders[number])):
         rows, processes = rows_of[number], holders[number]
         members = np.array(processes, np.int64)
@@ -103,7 +100,7 @@ def assign_writers(
     return writers
 
 
-def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _assign(nbytes: Column, loads: Column) -> Column:
     """Return the index of the writer of each chunk; `loads` are the bytes already assigned."""
     count = len(loads)
     turns = np.zeros(len(nbytes), np.int64)
@@ -131,7 +128,7 @@ def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.
     return turns
 
 
-def least_loaded(sizes: npt.NDArray[np.int64], loads: list[tuple[int, int]]) -> list[int]:
+def least_loaded(sizes: Column, loads: list[tuple[int, int]]) -> list[int]:
     """Assign each size, in order, to the number with the least load; return these numbers.
 
     `loads` is a heap of (load, number), and is updated.
@@ -144,19 +141,17 @@ def least_loaded(sizes: npt.NDArray[np.int64], loads: list[tuple[int, int]]) -> 
     return chosen
 
 
-def _sums(
-    turns: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], count: int
-) -> npt.NDArray[np.int64]:
+def _sums(turns: Column, nbytes: Column, count: int) -> Column:
     sums = np.zeros(count, np.int64)
     np.add.at(sums, turns, nbytes)  # exact, unlike bincount with weights
     return sums
 
 
-def _room(loads: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.int64]:
+def _room(loads: Column, nbytes: int) -> Column:
     """Return how many of `nbytes` each process gets to equalise the loads."""
     order = np.sort(loads)
     # The first k processes whose common level does not exceed the next one's load.
     levels = (nbytes + np.cumsum(order)) // np.arange(1, len(loads) + 1)
     reached = np.flatnonzero(np.append(levels[:-1] <= order[1:], True))
-    room: npt.NDArray[np.int64] = np.maximum(levels[reached[0]] - loads, 0)
+    room: Column = np.maximum(levels[reached[0]] - loads, 0)
     return room

@@ -31,6 +31,12 @@ from asyncckpt.planning.tiling import grid_boxes, tiling_fault
 from asyncckpt.reports.texts import few
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Partition, Shard
 
+Division = tuple[Shard, ...] | Partition | None
+"""All shards of a leaf, the partition that they form, or None for a single shard."""
+
+Grids = tuple[tuple[tuple[int, ...], ChunkGrid], ...]
+"""The arrays that store one leaf, as (offset in the leaf, grid); usually just one."""
+
 PADDED_NBYTES = 1 * MIB
 """Arrays up to this size may have any padding; larger ones at most 1/50 of their elements."""
 
@@ -59,21 +65,20 @@ _UNCUT = _Cuts((), 1, list)
 
 def choose_grid(
     spec: ArraySpec,
-    division: tuple[Shard, ...] | Partition | None,
+    division: Division,
     *,
     chunk_nbytes: int,
     chunk_shape: tuple[int, ...] | None = None,
     regular: bool = False,
-) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
-    """Return the arrays that store one leaf, as (offset in the leaf, grid); usually just one.
+) -> Grids:
+    """Return the arrays that store one leaf.
 
     A partition gives the same arrays as the list of all its cells, at a cost that depends only on
     the number of cuts.
 
     Args:
         spec: the leaf.
-        division: all shards of the leaf on all processes, whose distinct non-empty boxes tile it;
-            or the partition that they form; or None for a single shard.
+        division: shards on all processes, whose distinct non-empty boxes tile the leaf.
         chunk_nbytes: target size of a chunk in bytes.
         chunk_shape: exact chunk shape in elements; overrides `chunk_nbytes`.
         regular: return one array or raise.
@@ -106,7 +111,7 @@ def choose_grid(
     return _follow_cuts(spec, cuts, chunk_nbytes, strict, regular=regular)
 
 
-def travels_in_parts(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) -> bool:
+def travels_in_parts(spec: ArraySpec, division: Division) -> bool:
     """Return whether the leaf is small enough for process 0 to assemble its shards to one chunk."""
     return 0 < spec.nbytes <= WHOLE_NBYTES and _cuts_of(spec, division).count > 1
 
@@ -132,7 +137,7 @@ def cell_starts(shape: tuple[int, ...], partition: Partition) -> tuple[Sequence[
     return tuple(starts)
 
 
-def _cuts_of(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) -> _Cuts:
+def _cuts_of(spec: ArraySpec, division: Division) -> _Cuts:
     if division is None:
         return _UNCUT
     if isinstance(division, Partition):
@@ -151,7 +156,7 @@ def _cells(shape: tuple[int, ...], starts: Sequence[Sequence[int]]) -> list[Box]
     return grid_boxes([list(itertools.pairwise((*at, n))) for at, n in axes])
 
 
-def _held_whole(division: tuple[Shard, ...] | Partition | None) -> bool:
+def _held_whole(division: Division) -> bool:
     """Return whether some process is known to hold all shards."""
     # Of a partition, each process knows only its own cells, so processes could disagree.
     return isinstance(division, tuple) and bool(
@@ -182,7 +187,7 @@ def _distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...]) -> list[Box]:
 
 def _follow_cuts(
     spec: ArraySpec, cuts: _Cuts, target: int, strict: bool, *, regular: bool
-) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
+) -> Grids:
     """Choose grids without chunks across shard edges: one if possible, else pieces."""
     axes = list(zip(cuts.starts, spec.shape, strict=True))
     whole = [[(0, n, _common_cell(starts, n))] for starts, n in axes]
@@ -218,9 +223,7 @@ def _common_cell(starts: Sequence[int], n: int) -> int:
     return math.gcd(*starts[1:]) or n
 
 
-def _cut_cells(
-    total: Limits, axes: Sequence[Sequence[tuple[int, int, int]]]
-) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...] | None:
+def _cut_cells(total: Limits, axes: Sequence[Sequence[tuple[int, int, int]]]) -> Grids | None:
     """Cut the product of all axes' segments by exact divisors of their cells."""
     pieces = []
     count = 0

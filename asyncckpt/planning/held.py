@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.planning.balance import Holders
 from asyncckpt.planning.grid import WHOLE_NBYTES
@@ -173,9 +172,7 @@ class HeldShards:
         return [HeldBox(array, box, writer) for box, writer in writers.items()]
 
 
-def _cells_inside(
-    grid: ChunkGrid, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
-) -> tuple[Column, Column]:
+def _cells_inside(grid: ChunkGrid, starts: Column, stops: Column) -> tuple[Column, Column]:
     """Return the chunks that lie whole in a shard, sorted, and the first such shard of each.
 
     `starts` and `stops` delimit each shard; they may lie outside the array.

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.planning.balance import least_loaded
 from asyncckpt.planning.table import Column, Table, expanded
@@ -169,8 +168,8 @@ def even_count(nbytes: int, data_file_nbytes: int, streams: int) -> int:
 
 
 def even_order(
-    payloads: npt.NDArray[np.int64], data_file_nbytes: int, streams: int
-) -> tuple[npt.NDArray[np.int64], list[int]] | None:
+    payloads: Column, data_file_nbytes: int, streams: int
+) -> tuple[Column, list[int]] | None:
     """Return an order of the chunks that keeps all streams busy, and where each file begins in it.
 
     None if filling files one by one does so too: for a single file, or very many. A file has at

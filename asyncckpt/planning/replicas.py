@@ -26,10 +26,8 @@ def checked_rows(plan: SavePlan, number: int, *, whole: bool) -> Column:
     arrays = plan.arrays
     if whole or not plan.row_shared.any():
         return np.flatnonzero(plan.row_shared)
-    nbytes = arrays.part_payload[arrays.part]
-    own = np.ones(len(arrays.part), np.int64)
-    own[list(arrays.tied)] = 0
-    sizes = nbytes * arrays.part_chunks[arrays.part] * own
+    sizes = (arrays.part_payload * arrays.part_chunks)[arrays.part]
+    sizes[list(arrays.tied)] = 0
     starts = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
     cell = plan.row_chunk - arrays.first_chunk[plan.row_array]

@@ -117,9 +117,9 @@ def plan_restore(
     arrays: StoredArrays,
     requests: Requests,
     *,
-    row_file: npt.ArrayLike,
-    row_offset: npt.ArrayLike,
-    row_nbytes: npt.ArrayLike,
+    row_file: Column,
+    row_offset: Column,
+    row_nbytes: Column,
     slot_nbytes: int,
     gap_nbytes: int,
     direct_nbytes: int,
@@ -143,39 +143,32 @@ def plan_restore(
         only: whether to read each row; None to read all wanted rows.
 
     Raises:
-        ValueError: a request is outside its array, or an array's rows are outside the columns.
+        ValueError: a request is outside its array.
     """
-    files = np.asarray(row_file, np.int64)
-    offsets = np.asarray(row_offset, np.int64)
-    lengths = np.asarray(row_nbytes, np.int64)
     row, request, direct, nbytes = _parts(arrays, requests)
-    if len(row) and (row.min() < 0 or row.max() >= len(files)):
-        raise ValueError(
-            f"requests need rows {row.min()} to {row.max()}, the checkpoint has {len(files)}"
-        )
-
     counts = np.bincount(request, minlength=len(requests.array)).tolist()
     if only is not None:
         kept = only[row]
         row, request, direct, nbytes = row[kept], request[kept], direct[kept], nbytes[kept]
-    order = np.lexsort((request, row, offsets[row], files[row]))
+    order = np.lexsort((request, row, row_offset[row], row_file[row]))
     row, request, direct, nbytes = row[order], request[order], direct[order], nbytes[order]
     fresh = np.ones(len(row), bool)
     fresh[1:] = row[1:] != row[:-1]
     leads = np.flatnonzero(fresh)
     wanted = row[leads]
-    stored = files[wanted] >= 0
+    stored = row_file[wanted] >= 0
 
     part_edges = np.append(leads, len(row))
     into = stored & (np.diff(part_edges) == 1) & (direct[leads] >= 0)
-    tails = lengths[wanted] - nbytes[leads]  # negative only in damaged foreign checkpoints
-    into &= (lengths[wanted] >= direct_nbytes) & (tails >= 0) & (tails <= TAIL_NBYTES)
+    lengths = row_nbytes[wanted]
+    tails = lengths - nbytes[leads]  # negative only in damaged foreign checkpoints
+    into &= (lengths >= direct_nbytes) & (tails >= 0) & (tails <= TAIL_NBYTES)
     is_direct = into[np.cumsum(fresh) - 1]
     parts = (row, request, np.where(is_direct, direct, -1), np.where(is_direct, nbytes, -1))
 
     inline = int(np.count_nonzero(~stored))
     wanted, into, part_edges = wanted[inline:], into[inline:], part_edges[inline:]
-    file, offset, length = files[wanted], offsets[wanted], lengths[wanted]
+    file, offset, length = row_file[wanted], row_offset[wanted], row_nbytes[wanted]
     starts = length >= OWN_BATCH_NBYTES
     starts[1:] |= starts[:-1] | (file[1:] != file[:-1]) | (into[1:] != into[:-1])
     # Extents of foreign files may overlap; those that are read directly must not.
@@ -218,10 +211,8 @@ def intersection(
     of the box's shape.
 
     Raises:
-        ValueError: they do not overlap, or the chunk does not exist.
+        ValueError: they do not overlap.
     """
-    if not 0 <= row_in_array < grid.chunk_count:
-        raise ValueError(f"chunk {row_in_array} of {grid.chunk_count}")
     in_chunk: list[slice] = []
     in_box: list[slice] = []
     rest = row_in_array
@@ -239,9 +230,7 @@ def intersection(
 
 def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Column, Column]:
     """Return every chunk of every request, as the columns row, request, direct and nbytes."""
-    array, count = requests.array, len(stored.first_row)
-    if len(array) and not 0 <= array.min() <= array.max() < count:
-        raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {count}")
+    array = requests.array
     # One computation per kind of array, for all its distinct wanted boxes.
     boxes = list(dict.fromkeys(requests.box))
     wanted = stored.kind[array] * 2 + requests.contiguous
@@ -304,13 +293,13 @@ def _overlaps(
 
 
 def coalesce(
-    offsets: npt.NDArray[np.int64],
-    nbytes: npt.NDArray[np.int64],
+    offsets: Column,
+    nbytes: Column,
     *,
     gap_nbytes: int,
     limit_nbytes: int | Column,
-    starts: npt.NDArray[np.bool_] | None = None,
-) -> npt.NDArray[np.int64]:
+    starts: npt.NDArray[np.bool_],
+) -> Column:
     """Return the index of the first extent of each group that is read as one range.
 
     A group grows while the gap to its next extent is at most `gap_nbytes` and the whole range at
@@ -323,11 +312,8 @@ def coalesce(
     if not len(offsets):
         return np.zeros(0, np.int64)
     ends = offsets + nbytes
-    breaks = np.ones(len(offsets), bool)
-    breaks[1:] = offsets[1:] - ends[:-1] > gap_nbytes
-    if starts is not None:
-        breaks |= starts
-    firsts = np.flatnonzero(breaks)
+    breaks = np.append(True, offsets[1:] - ends[:-1] > gap_nbytes)
+    firsts = np.flatnonzero(breaks | starts)
     lasts = np.append(firsts[1:], len(offsets))
     # Extents of foreign files may be nested, so ends need not increase.
     limits = np.broadcast_to(limit_nbytes, offsets.shape)

@@ -112,8 +112,6 @@ def plan_save(
             the name of the array.
         ValueError: sizes are inconsistent, or the shards of a leaf do not tile it.
     """
-    if page_nbytes % (2 * SMALL_ALIGNMENT_NBYTES) or page_nbytes < 1:
-        raise ValueError(f"page_nbytes={page_nbytes} is not a positive multiple of 16")
     if slot_nbytes % page_nbytes or slot_nbytes < 2 * page_nbytes:
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
     holders = Holders(process, process_count)

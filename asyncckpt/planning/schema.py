@@ -139,8 +139,6 @@ def _schema(document: Any) -> Schema:
     Raises:
         ValueError, KeyError, TypeError, IndexError, UsageError: it is malformed.
     """
-    if not isinstance(document, dict):
-        raise TypeError("it is not an object")
     version = document["version"]
     if version != SCHEMA_VERSION:
         raise ValueError(f"version is {version!r:.40}, this library's is {SCHEMA_VERSION}")

@@ -223,17 +223,10 @@ def streams(
     first_batch: int,
     batch_nbytes: int,
 ) -> list[Stream]:
-    """Return the streams of a restore, by number.
+    """Return the streams of a restore, by number, given the file, offset and length of each chunk.
 
-    Streams without common members are exchanged concurrently.
-
-    Args:
-        sharing: the chunks of each stream.
-        file: data file of each chunk; -1 for inline chunks, which belong to no stream.
-        offset: offset of each chunk in its file.
-        nbytes: length of each chunk.
-        first_batch: number of the first batch.
-        batch_nbytes: approximate size of a batch in bytes.
+    Streams without common members are exchanged concurrently. Inline chunks, whose `file` is -1,
+    belong to no stream.
     """
     rows = np.flatnonzero((sharing.stream >= 0) & (file >= 0))
     rows = rows[np.lexsort((offset[rows], file[rows], sharing.stream[rows]))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Sequence
 
@@ -27,14 +26,15 @@ def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
         return f"{box_text(pair[0])} and {box_text(pair[1])} overlap"
     if sum(box.size for box in boxes) == whole.size:
         return None
-    # Find the first uncovered part; only parts before it are cut up.
-    index = BoxIndex(boxes)
-    rest = [(whole.offset, whole)]
-    while (meeting := index.meeting(rest[0][1])).size:
-        _, part = heapq.heappop(rest)
-        for left in _without(part, boxes[meeting[0]]):
-            heapq.heappush(rest, (left.offset, left))
-    return f"nothing holds {box_text(rest[0][1])}"
+    # The boxes lie inside and apart: cut at their edges, and keep a part that they do not fill.
+    part = whole
+    while boxes:
+        for side in _cut(part, boxes[len(boxes) // 2]):
+            inside = [common for box in boxes if (common := box.intersect(side)) is not None]
+            if sum(box.size for box in inside) < side.size:
+                part, boxes = side, inside
+                break
+    return f"nothing holds {box_text(part)}"
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
@@ -88,22 +88,15 @@ def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
     return not np.add.reduceat(sums, np.flatnonzero(fresh)).any()
 
 
-def _without(box: Box, taken: Box) -> list[Box]:
-    """Return boxes that tile the rest of `box`."""
-    common = box.intersect(taken)
-    if common is None:
-        return [box]
-    rest = []
-    offset, shape = list(box.offset), list(box.shape)
-    for axis, (first, last) in enumerate(zip(common.offset, common.stop, strict=True)):
-        stop = offset[axis] + shape[axis]
-        for low, high in ((offset[axis], first), (last, stop)):
-            if low < high:
-                rest.append(
-                    Box(
-                        (*offset[:axis], low, *offset[axis + 1 :]),
-                        (*shape[:axis], high - low, *shape[axis + 1 :]),
-                    )
-                )
-        offset[axis], shape[axis] = first, last - first
-    return rest
+def _cut(part: Box, box: Box) -> tuple[Box, Box]:
+    """Cut a part in two at the first edge of the box that is inside."""
+    axis, at = next(
+        (axis, edge)
+        for axis, edges in enumerate(zip(box.offset, box.stop, strict=True))
+        for edge in edges
+        if part.offset[axis] < edge < part.stop[axis]
+    )
+    offset, low, high = list(part.offset), list(part.shape), list(part.shape)
+    low[axis], high[axis] = at - offset[axis], part.stop[axis] - at
+    offset[axis] = at
+    return Box(part.offset, tuple(low)), Box(tuple(offset), tuple(high))

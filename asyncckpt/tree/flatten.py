@@ -94,7 +94,10 @@ class _Flattener:
                     if self._enter(child, kind, prefix + part):
                         break
             else:
-                self._leave(frame)
+                node = Node(frame.kind, frame.keys, tuple(children), type_name(frame.value))
+                self._nodes[frame.index] = node
+                self._open.discard(id(frame.value))
+                stack.pop()
         structure = Structure(cast(tuple[Node, ...], tuple(self._nodes)), len(leaves))
         return Flat(structure, paths, leaves, self._objects, self._stateful)
 
@@ -137,12 +140,6 @@ class _Flattener:
         pending = zip(parts, values, strict=True)
         self._stack.append(_Frame(index, cast(Kind, kind), keys, prefix, pending, value, []))
         return True
-
-    def _leave(self, frame: _Frame) -> None:
-        name = type_name(frame.value)
-        self._nodes[frame.index] = Node(frame.kind, frame.keys, tuple(frame.children), name)
-        self._open.discard(id(frame.value))
-        self._stack.pop()
 
     def _expand(
         self, value: Any, kind: str, path: str, fields: Sequence[str] | None

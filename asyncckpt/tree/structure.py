@@ -9,12 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
+from asyncckpt.options import MAX_DEPTH as MAX_DEPTH
 from asyncckpt.tree.names import Key, escape_keys
 
 Kind = Literal["dict", "list", "tuple", "namedtuple", "dataclass", "registered", "stateful", "none"]
-
-MAX_DEPTH = 256
-"""Nested containers. Real states have about 20; JSON and C parsers stop at 1,000."""
 
 MAX_KEY_BITS = 1024
 """Int keys are stored in decimal, and Python refuses to parse more than 4,300 digits."""

@@ -210,7 +210,7 @@ def nested(depth: int) -> JsonValue:
         ("tree", nested(300), "tree is nested deeper than 256"),
         ("metadata", {"a": nested(300)}, "metadata is nested deeper than 256"),
         ("leaves.kinds", ["jax", "jax", "int", "numpy"], "names a kind twice"),
-        ("leaves.kinds", ["Jax", "a", "b", "c"], "has 'Jax'"),
+        ("leaves.kinds", ["Jax", "a", "b", "c"], r"leaves\.kinds\[0\] is 'Jax', not of the form"),
         ("leaves.kinds", 5, "leaves.kinds is not a list"),
         ("leaves.kind", [0, 9], "not between 0 and 3"),
         ("leaves.kind", [0, True], "not an integer"),
@@ -227,7 +227,8 @@ def nested(depth: int) -> JsonValue:
         ("leaves.pieces", {"3": [[[0], 3], [[2], 2]]}, "not of rank 2"),
         ("leaves.pieces", {"3": [[[0, 0], 3], [[2, 0], 4]]}, "different dtypes or ranks"),
         ("leaves.pieces", {"2": [[[0, 0], 3], [[2, 0], 2]]}, "is a scalar"),
-        ("specs.0.shape", [4, -6], "not between"),
+        ("specs.0.shape", [4, -6], r"specs\[0\]\.shape\[1\] is -6"),
+        ("specs.0.chunk_shape", [2, 1 << 63], r"specs\[0\]\.chunk_shape\[1\] is 9223"),
         ("specs.0.shape", [2**40, 2**40], "beyond 2\\^62 bytes"),
         ("specs.0.shape", [1] * 33, "rank of at most 32"),
         ("specs.0.chunk_shape", [0, 6], "has a zero"),
@@ -319,9 +320,6 @@ def test_changed_bytes_with_a_right_checksum_are_a_record_or_an_error(data: st.D
     ("metadata", "reason"),
     [
         ({"a": math.nan}, "cannot be written as JSON"),
-        ({"a": object()}, "holds a object"),
-        ({"a": {1: 2}}, "has the key 1, which is not a string"),
-        ({"a": nested(300)}, "nested deeper than 256"),
         ({"a": "\ud800"}, "not valid Unicode"),
         ({"a": 10**5000}, "cannot be written as JSON"),
     ],
@@ -331,17 +329,6 @@ def test_metadata_that_json_cannot_hold_is_a_usage_error(
 ) -> None:
     with pytest.raises(UsageError, match=reason):
         encode_record(dataclasses.replace(SMALL, metadata=metadata))
-
-
-@pytest.mark.parametrize("value", [True, "x", None, 1j])
-def test_metrics_are_numbers(value: Any) -> None:
-    with pytest.raises(UsageError, match="the metric 'loss'"):
-        encode_record(dataclasses.replace(SMALL, metrics={"loss": value}))
-
-
-def test_metrics_may_be_numpy_numbers() -> None:
-    data = encode_record(dataclasses.replace(SMALL, metrics={"loss": np.float32(0.5)}))  # type: ignore[dict-item]
-    assert decode_record(data, location="x").metrics == {"loss": 0.5}
 
 
 def test_a_record_longer_than_readers_allow_is_not_written(

@@ -14,7 +14,8 @@ def assign_writers(nbytes: Any, kinds: Any, holders: Sequence[Sequence[int]]) ->
     """Return the writers of rows whose holders come in any order, and repeatedly."""
     sets = balance.Holders(process_count=10)
     numbers = np.array([sets.number(tuple(each)) for each in holders])
-    return balance.assign_writers(nbytes, numbers[np.asarray(kinds, int)], sets.sets)
+    kind = numbers[np.asarray(kinds, int)]
+    return balance.assign_writers(np.asarray(nbytes, np.int64), kind, sets.sets)
 
 
 @st.composite

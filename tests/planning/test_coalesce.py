@@ -4,7 +4,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.planning.restore import coalesce
+from asyncckpt.planning import restore
+
+
+def coalesce(
+    offsets: np.ndarray, nbytes: np.ndarray, *, starts: np.ndarray | None = None, **sizes: int
+) -> np.ndarray:
+    if starts is None:
+        starts = np.zeros(len(offsets), bool)
+    return restore.coalesce(offsets, nbytes, starts=starts, **sizes)
 
 
 @st.composite

@@ -23,7 +23,7 @@ def test_a_table_is_the_sequence_of_its_rows() -> None:
     table = pairs(3, 7)
     assert list(table) == list(table) == expected
     assert [table[i] for i in range(-4, 4)] == expected + expected
-    assert (len(table), repr(table)) == (4, repr(tuple(expected)))
+    assert len(table) == 4
     assert Pair(4, True) in table
 
 
