@@ -696,16 +696,6 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
 # -------------------------------------------------------------------- host memory and processes
 
 
-class HostMemory(Protocol):
-    """Allocator of staging buffers; CUDA staging plugs in page-locked memory."""
-
-    def allocate(self, nbytes: int) -> Bytes:
-        """Return a page-aligned buffer of zeros, whose pages may be untouched. Blocking."""
-
-    def free(self, buffer: Bytes) -> None:
-        """Free the buffer; live views of it can still be read."""
-
-
 class Coordinator(Protocol):
     """The processes that save and restore together, and a place for their messages.
 

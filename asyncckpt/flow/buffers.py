@@ -22,7 +22,7 @@ import gc
 import mmap
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,7 +32,7 @@ from asyncckpt.errors import ResourceError
 from asyncckpt.flow.budget import Account, ByteBudget
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.options import PAGE_NBYTES, SLOT_NBYTES
-from asyncckpt.ports import Bytes, HostMemory
+from asyncckpt.ports import Bytes
 
 HUGE_PAGE_NBYTES = 2 << 20
 """Alignment of mappings, so that the kernel can back all of them with huge pages."""
@@ -58,12 +58,12 @@ class AnonymousMemory:
     """Private anonymous mappings with huge pages, empty in forked children."""
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return a zeroed, page-aligned buffer with untouched pages."""
+        """Return a zeroed, page-aligned buffer with untouched pages. Blocking."""
         mapping, start = map_pages(nbytes, forked=False)
         return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
 
     def free(self, buffer: Bytes) -> None:
-        """Do nothing: the memory is unmapped when its last view is dropped."""
+        """Do nothing: live views can still be read, and the last one to be dropped unmaps it."""
 
 
 def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
@@ -172,7 +172,7 @@ class SlotPool(Account):
         self,
         budget: ByteBudget,
         workers: Workers,
-        memory: HostMemory,
+        memory: AnonymousMemory,
         *,
         slot_nbytes: int = SLOT_NBYTES,
         held_nbytes: int | None = None,
@@ -192,9 +192,6 @@ class SlotPool(Account):
         self._arrivals: list[asyncio.Future[None]] = []
         self._closed = False
         budget.accounts.append(self)
-
-    def __repr__(self) -> str:
-        return f"SlotPool({self._allocated} allocated, {len(self._free)} free, {self.budget!r})"
 
     @property
     def capacity(self) -> int:
@@ -294,7 +291,6 @@ class SlotPool(Account):
         caller keeps them for a `replacement` of each slot, and the memory that the client holds
         exceeds the budget.
         """
-        loop = asyncio.get_running_loop()
 
         def gone() -> None:
             self.discarded -= 1
@@ -304,11 +300,7 @@ class SlotPool(Account):
                 self.budget.keep(-self.held_nbytes)
                 self.budget.release(self.held_nbytes)
 
-        def collected() -> None:
-            # Called in whichever thread drops the last reference.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(gone)
-
+        collected = _in_loop(gone)
         for slot in slots:
             self.discarded += 1
             self._allocated -= 1
@@ -418,15 +410,21 @@ class SlotPool(Account):
 
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
         # Its bytes of the budget stay in use, because the thread may still write to it.
-        loop = asyncio.get_running_loop()
         self.keep(1)
 
         def ended() -> None:
             self.keep(-1)
             self._return(slot)
 
-        def from_thread(_: Future[Any]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(ended)
+        user.add_done_callback(_in_loop(ended))
 
-        user.add_done_callback(from_thread)
+
+def _in_loop(call: Callable[[], None]) -> Callable[..., None]:
+    """Return a function that any thread may call to make the call in this thread's event loop."""
+    loop = asyncio.get_running_loop()
+
+    def from_any_thread(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call)
+
+    return from_any_thread
