@@ -15,7 +15,7 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError, DtypeMismatchError, RestoreError
 from asyncckpt.log import logger
 from asyncckpt.ports import FrameworkAdapter, PlaceAll
-from asyncckpt.restore.matched import NO_FACTS, LeafRestore
+from asyncckpt.restore.matched import NO_FACTS, LeafRestore, Matching
 from asyncckpt.restore.request import RestoreRequest, enclosing, is_filled
 from asyncckpt.spec import DTYPES, numeric_class
 from asyncckpt.tree import where
@@ -36,6 +36,10 @@ class Placement:
         if not self._into or leaf.target is None:
             return False
         return is_filled(leaf.target) and leaf.target.boxes != ()
+
+    def written(self, matching: Matching) -> list[str]:
+        """Return the paths of the targets whose own memory a restore fills."""
+        return [leaf.path for leaf in matching.leaves if self.writes(leaf)]
 
     def converted(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Sequence[Memory]:
         """Return the values in the dtype of the leaf's target, if it has one.
@@ -58,17 +62,15 @@ class Placement:
     ) -> list[Any]:
         """Return the leaves, as `place`; those that their framework makes at once, in one call."""
         made: list[Any] = [None] * len(leaves)
-        groups: dict[PlaceAll, list[int]] = {}
+        groups: dict[PlaceAll | None, list[int]] = {}
         for number, leaf in enumerate(leaves):
-            target = leaf.target
-            if target is None or leaf.spec is None or target.place_all is None:
-                made[number] = self.place(leaf, parts[number])
-            else:
-                groups.setdefault(target.place_all, []).append(number)
+            at_once = None if leaf.target is None else leaf.target.place_all
+            groups.setdefault(at_once, []).append(number)
         for place_all, numbers in groups.items():
-            found = self._at_once(place_all, [(leaves[n], parts[n]) for n in numbers])
+            pairs = [(leaves[n], parts[n]) for n in numbers]
+            found = None if place_all is None else self._at_once(place_all, pairs)
             if found is None:  # outside the handler, whose traceback keeps the memory of the batch
-                found = [self.place(leaves[number], parts[number]) for number in numbers]
+                found = [self.place(*pair) for pair in pairs]
             for number, value in zip(numbers, found, strict=True):
                 made[number] = value
         return made
