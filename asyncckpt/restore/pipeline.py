@@ -303,7 +303,7 @@ class RestorePipeline:
         Raises:
             MismatchError: two values differ; names both leaves.
         """
-        leaves = [*self._arrays, *self._scalars] if self._equal else []
+        leaves = self.matching.leaves if self._equal else []
         for number, first in self._equal.items():
             pair = [self._held.get(n) or (leaves[n].scalar,) for n in (first, number)]
             if all(map(_same, *pair)):

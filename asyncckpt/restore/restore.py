@@ -86,8 +86,8 @@ async def run_restore(
 ) -> RestoreOutcome:
     """Restore and check every wanted leaf, into the memory or as the type requested.
 
-    `step` is for the report; `agreement` is None if no other process restores the checkpoint. Adds
-    to `written`.
+    `step` is for the report; `agreement` is None if no other process restores the checkpoint. Once
+    the restore has begun or failed, `written` has a function for it.
 
     Cancellation: waits until no thread writes to the targets; their contents are undefined.
 
