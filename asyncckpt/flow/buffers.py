@@ -37,6 +37,8 @@ from asyncckpt.ports import Bytes
 HUGE_PAGE_NBYTES = 2 << 20
 """Alignment of mappings, so that the kernel can back all of them with huge pages."""
 
+# Windows has neither; saving is refused there, but inspection imports this module.
+_PRIVATE_ANONYMOUS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 _NOT_IN_CHILDREN = getattr(mmap, "MADV_DONTFORK", None)
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None
@@ -106,12 +108,6 @@ def allocating(nbytes: int) -> Iterator[None]:
             "process or container",
             expected=nbytes,
         ) from error
-
-
-if sys.platform == "win32":  # saving is refused there, but inspection imports this module
-    _PRIVATE_ANONYMOUS = 0
-else:
-    _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Slot:
