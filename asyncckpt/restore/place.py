@@ -62,15 +62,17 @@ class Placement:
     ) -> list[Any]:
         """Return the leaves, as `place`; those that their framework makes at once, in one call."""
         made: list[Any] = [None] * len(leaves)
-        groups: dict[PlaceAll | None, list[int]] = {}
+        groups: dict[PlaceAll, list[int]] = {}
         for number, leaf in enumerate(leaves):
-            at_once = None if leaf.target is None else leaf.target.place_all
-            groups.setdefault(at_once, []).append(number)
+            target = leaf.target
+            if target is None or target.place_all is None:
+                made[number] = self.place(leaf, parts[number])
+            else:
+                groups.setdefault(target.place_all, []).append(number)
         for place_all, numbers in groups.items():
-            pairs = [(leaves[n], parts[n]) for n in numbers]
-            found = None if place_all is None else self._at_once(place_all, pairs)
+            found = self._at_once(place_all, [(leaves[n], parts[n]) for n in numbers])
             if found is None:  # outside the handler, whose traceback keeps the memory of the batch
-                found = [self.place(*pair) for pair in pairs]
+                found = [self.place(leaves[number], parts[number]) for number in numbers]
             for number, value in zip(numbers, found, strict=True):
                 made[number] = value
         return made
