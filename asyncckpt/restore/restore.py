@@ -86,8 +86,8 @@ async def run_restore(
 ) -> RestoreOutcome:
     """Restore and check every wanted leaf, into the memory or as the type requested.
 
-    `step` is for the report; `agreement` is None if no other process restores the checkpoint. Once
-    the restore has begun or failed, `written` has a function for it.
+    `step` is for the report; `agreement` is None if no other process restores the checkpoint. Adds
+    to `written` if targets may have been written.
 
     Cancellation: waits until no thread writes to the targets; their contents are undefined.
 
@@ -127,7 +127,8 @@ async def run_restore(
             await agreement.staged()
         await pipeline.finish()
     finally:
-        written.append(pipeline.written)
+        if request.mode == "into":  # otherwise, this would only keep memory
+            written.append(pipeline.written)
     notes = pipeline.notes
     if not request.strict and 2 * matching.matched < matching.wanted:
         notes.append(
