@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Account:
@@ -51,6 +51,7 @@ class _Request:
     limit: int | None
     account: Account | None
     extra: int = 0
+    granted: asyncio.Future[None] = field(init=False)  # set when it has to wait
 
 
 class ByteBudget:
@@ -76,13 +77,7 @@ class ByteBudget:
         self.peak = 0
         self.kept = 0
         self.accounts: list[Account] = []
-        self._waiters: deque[tuple[_Request, asyncio.Future[None]]] = deque()
-
-    def __repr__(self) -> str:
-        return (
-            f"ByteBudget({self.in_use} of {self.capacity} bytes in use, "
-            f"{len(self._waiters)} waiting)"
-        )
+        self._waiters: deque[_Request] = deque()
 
     @property
     def waiting(self) -> int:
@@ -117,15 +112,14 @@ class ByteBudget:
         request = _Request(nbytes, limit, account, extra)
         if self._try(request):
             return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = request, granted
-        self._waiters.append(waiter)
+        request.granted = asyncio.get_running_loop().create_future()
+        self._waiters.append(request)
         try:
-            await granted
+            await request.granted
         except asyncio.CancelledError:
-            if granted.cancelled():
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+            if request.granted.cancelled():
+                if request in self._waiters:
+                    self._waiters.remove(request)
                 self._grant()
             else:
                 if account is not None:
@@ -179,8 +173,8 @@ class ByteBudget:
         return request.nbytes > self.capacity - self.kept
 
     def _try(self, request: _Request) -> bool:
-        for other, granted in self._waiters:
-            if not granted.done() and not self._must_wait(other):
+        for other in self._waiters:
+            if not other.granted.done() and not self._must_wait(other):
                 return False
         return self._take(request)
 
@@ -199,15 +193,15 @@ class ByteBudget:
         return True
 
     def _grant(self) -> None:
-        passed: list[tuple[_Request, asyncio.Future[None]]] = []
+        passed: list[_Request] = []
         while self._waiters:
-            request, granted = waiter = self._waiters.popleft()
-            if granted.done():
+            request = self._waiters.popleft()
+            if request.granted.done():
                 continue  # cancelled, but its task has not run yet
             if self._take(request):
-                granted.set_result(None)
+                request.granted.set_result(None)
                 continue
-            passed.append(waiter)
+            passed.append(request)
             if not self._must_wait(request):
                 break
         self._waiters.extendleft(reversed(passed))

@@ -22,7 +22,7 @@ import gc
 import mmap
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -37,6 +37,8 @@ from asyncckpt.ports import Bytes
 HUGE_PAGE_NBYTES = 2 << 20
 """Alignment of mappings, so that the kernel can back all of them with huge pages."""
 
+# Windows has neither; saving is refused there, but inspection imports this module.
+_PRIVATE_ANONYMOUS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 _NOT_IN_CHILDREN = getattr(mmap, "MADV_DONTFORK", None)
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None
@@ -63,7 +65,7 @@ class AnonymousMemory:
         return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
 
     def free(self, buffer: Bytes) -> None:
-        """Do nothing: the memory is unmapped when its last view is dropped."""
+        """Do nothing: live views can still be read, and the last one to be dropped unmaps it."""
 
 
 def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
@@ -106,12 +108,6 @@ def allocating(nbytes: int) -> Iterator[None]:
             "process or container",
             expected=nbytes,
         ) from error
-
-
-if sys.platform == "win32":  # saving is refused there, but inspection imports this module
-    _PRIVATE_ANONYMOUS = 0
-else:
-    _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Slot:
@@ -192,9 +188,6 @@ class SlotPool(Account):
         self._arrivals: list[asyncio.Future[None]] = []
         self._closed = False
         budget.accounts.append(self)
-
-    def __repr__(self) -> str:
-        return f"SlotPool({self._allocated} allocated, {len(self._free)} free, {self.budget!r})"
 
     @property
     def capacity(self) -> int:
@@ -294,7 +287,6 @@ class SlotPool(Account):
         caller keeps them for a `replacement` of each slot, and the memory that the client holds
         exceeds the budget.
         """
-        loop = asyncio.get_running_loop()
 
         def gone() -> None:
             self.discarded -= 1
@@ -304,11 +296,7 @@ class SlotPool(Account):
                 self.budget.keep(-self.held_nbytes)
                 self.budget.release(self.held_nbytes)
 
-        def collected() -> None:
-            # Called in whichever thread drops the last reference.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(gone)
-
+        collected = _in_loop(gone)
         for slot in slots:
             self.discarded += 1
             self._allocated -= 1
@@ -418,15 +406,21 @@ class SlotPool(Account):
 
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
         # Its bytes of the budget stay in use, because the thread may still write to it.
-        loop = asyncio.get_running_loop()
         self.keep(1)
 
         def ended() -> None:
             self.keep(-1)
             self._return(slot)
 
-        def from_thread(_: Future[Any]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(ended)
+        user.add_done_callback(_in_loop(ended))
 
-        user.add_done_callback(from_thread)
+
+def _in_loop(call: Callable[[], None]) -> Callable[..., None]:
+    """Return a function that any thread may call to make the call in this thread's event loop."""
+    loop = asyncio.get_running_loop()
+
+    def from_any_thread(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call)
+
+    return from_any_thread

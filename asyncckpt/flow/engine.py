@@ -19,13 +19,14 @@ all logic: each submits a coroutine to the engine and waits for it.
 #   If a signal handler's exception interrupts `start()`, the thread may begin later or never: a
 #   thread whose loop was not assigned ends at once.
 #   (test_an_exception_of_a_signal_handler_while_the_thread_starts_leaves_none)
-# Rule 5: `_closed` is checked under `_lock` together with the post to the loop: a job either
+# Rule 5: `closed` is checked under `_lock` together with the post to the loop: a job either
 #   reaches the loop before it stops, and is cancelled there, or is refused.
 # Rule 6: the engine's own work per chunk is microseconds; everything heavy runs in `Workers`.
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
 import logging
@@ -207,12 +208,13 @@ class Job(Generic[T]):
         if error is None:
             self.future.set_result(task.result())
             return
+        engine = self._engine
         if not self.cancelled and (
             isinstance(error, asyncio.CancelledError)
-            or (isinstance(error, SaveAbortedError) and self._engine.ending)
+            or (isinstance(error, SaveAbortedError) and (engine.closed or engine._died))
         ):
             # The job was not cancelled: the engine ended while it ran.
-            cause, error = error, self._engine.end_error()
+            cause, error = error, engine.end_error()
             error.__cause__ = cause
         self.future.set_exception(error)
 
@@ -222,6 +224,7 @@ class Engine:
 
     Attributes:
         owner: owner of the engine, as errors name it.
+        closed: whether `close` was called.
         abandoned: whether a second interrupt ended a wait for clean-up.
         drain_deadline_s: limit of the wait for saves in flight at process exit, in seconds.
     """
@@ -236,7 +239,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._ended: Outcome[None] = Outcome()
         self._jobs: dict[Future[Any], Job[Any]] = {}  # unfinished jobs
-        self._closed = False
+        self.closed = False
         self._died = False
         self._in_teardown = False
         self.abandoned = False
@@ -245,13 +248,8 @@ class Engine:
         self.compute = Workers(min(COMPUTE_THREADS_MAX, os.cpu_count() or 1), f"{name}-compute")
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "running" if self._thread else "not started"
+        state = "closed" if self.closed else "running" if self._thread else "not started"
         return f"Engine({self._name!r}, {state}, {len(self._jobs)} jobs)"
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     @property
     def forked(self) -> bool:
@@ -261,18 +259,13 @@ class Engine:
     @property
     def usable(self) -> bool:
         """Whether the engine was started and still accepts and finishes jobs."""
-        ended = self._closed or self._died or self.abandoned or self.forked or exiting()
+        ended = self.closed or self._died or self.abandoned or self.forked or exiting()
         return self._thread is not None and not ended
 
     @property
     def runs_here(self) -> bool:
         """Whether this is the engine's own thread, which runs callbacks."""
         return getattr(_here, "engine", None) is self
-
-    @property
-    def ending(self) -> bool:
-        """Whether the engine was closed or died, which cancels running jobs."""
-        return self._closed or self._died
 
     def submit(
         self,
@@ -344,7 +337,7 @@ class Engine:
             )
         if self._died:
             raise EngineDiedError(f"{self._name}: its thread has ended; create a new Checkpointer")
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"{self.owner} is closed; create a new Checkpointer")
 
     def end_error(self) -> AsyncCheckpointError:
@@ -362,8 +355,8 @@ class Engine:
     def begin_close(self) -> Outcome[None]:
         """Refuse new jobs and cancel running ones; the outcome resolves when all have ended."""
         with self._lock:
-            first = not self._closed
-            self._closed = True
+            first = not self.closed
+            self.closed = True
             if self._loop is None:
                 if first:
                     self._ended.set_result(None)
@@ -384,7 +377,7 @@ class Engine:
         ended = self.begin_close()
         if not self.abandoned and not sys.is_finalizing():  # then no other thread runs
             ended.result()
-            if self._thread is not None and self._thread is not threading.current_thread():
+            if self._thread is not None:
                 self._thread.join()  # its last act resolved `_ended`
 
     async def aclose(self) -> None:
@@ -423,7 +416,7 @@ class Engine:
             thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
             thread.start()
             # Otherwise a signal handler has started one, or closed the engine.
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self.closed:
                 self._loop, self._thread = loop, thread
         except BaseException as error:
             if loop is not None:
@@ -454,7 +447,7 @@ class Engine:
         finally:
             self._in_teardown = True
             with self._lock:
-                self._died = not self._closed
+                self._died = not self.closed
             try:
                 tasks = asyncio.all_tasks(loop)
                 for task in tasks:
@@ -485,7 +478,7 @@ class Engine:
         """
         if self.forked or self._thread is None:
             return
-        given_up = self._closed or self.abandoned
+        given_up = self.closed or self.abandoned
         with self._lock:
             jobs = () if given_up else tuple(self._jobs.values())
         pending = [job.future for job in jobs if job.drained and not job.done()]
@@ -587,11 +580,7 @@ def _register_exit_hook() -> None:
     global _hook_registered, _exit_begun
     if _hook_registered:
         return
-    register = getattr(threading, "_register_atexit", None)
-    if register is None:
-        import atexit
-
-        register = atexit.register
+    register = getattr(threading, "_register_atexit", atexit.register)
     try:
         register(_drain_all)
     except RuntimeError:  # threading's own hooks have been called

@@ -67,9 +67,6 @@ class Workers:
         self._abandoned = 0
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"Workers({self._name!r}, {self.count} threads)"
-
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue the call; the future resolves with its result.
 
@@ -101,10 +98,7 @@ class Workers:
         except asyncio.CancelledError:
             # `asyncio.wait` did not cancel the waiter, so the call may still be queued.
             if not future.cancel():
-                if not await finished(waiter, timeout_s=self._abandon_s):
-                    since = "it was cancelled"
-                    raise self._abandoned_error(future, waiter, fn, since) from None
-                seen(waiter)
+                await self._end(future, waiter, fn)
             raise
         return waiter.result()
 
@@ -131,19 +125,22 @@ class Workers:
         """
         future = self.submit(call)
         waiter = asyncio.wrap_future(future)
-        cancelled = False
         try:
             await asyncio.wait((waiter,), timeout=self._abandon_s)
         except asyncio.CancelledError:
-            cancelled = True
-            await finished(waiter, timeout_s=self._abandon_s)
+            await self._end(future, waiter, call)
+            raise
         if not waiter.done():
-            since = "it was cancelled" if cancelled else "clean-up began"
-            raise self._abandoned_error(future, waiter, call, since)
-        if cancelled:
-            seen(waiter)
-            raise asyncio.CancelledError
+            raise self._abandoned_error(future, waiter, call, "clean-up began")
         waiter.result()
+
+    async def _end(
+        self, future: Future[Any], waiter: asyncio.Future[Any], call: Callable[..., Any]
+    ) -> None:
+        """Wait for a call whose waiting task was cancelled, through repeated cancellations."""
+        if not await finished(waiter, timeout_s=self._abandon_s):
+            raise self._abandoned_error(future, waiter, call, "it was cancelled") from None
+        seen(waiter)
 
     def _abandoned_error(
         self, future: Future[Any], waiter: asyncio.Future[Any], call: Callable[..., Any], since: str

@@ -36,6 +36,7 @@ class Buffers:
         destinations: the overlaps of wanted boxes and stored arrays, to be fetched.
         owners: for each destination, the number of the leaf that waits for it.
         sharers: by destination, the numbers of other leaves that wait for it (tied arrays).
+        ties: by leaf, a key that leaves share if they become one object; few leaves have one.
     """
 
     values: list[Memory | None]
@@ -44,6 +45,7 @@ class Buffers:
     destinations: Destinations
     owners: Sequence[int]
     sharers: Mapping[int, Sequence[int]]
+    ties: Mapping[int, Hashable]
 
     def chunks_of_leaves(self, counts: Sequence[int]) -> list[int]:
         """Return the number of chunks of each leaf, given those of each destination."""
@@ -77,7 +79,7 @@ def allocate(
     stored dtype are used, except those of `twins`.
     """
     memory = _memory(opened, arrays, framework, recycled, twins, in_place=in_place)
-    values_of, boxes_of, nbytes = memory
+    values_of, boxes_of, nbytes, ties = memory
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
     # Chunks of tied arrays are read once into memory that their targets share.
@@ -114,7 +116,7 @@ def allocate(
                         continue
                 destinations.add(leaf.path, array, box, values)
                 owners.append(number)
-    return Buffers(values_of, boxes_of, nbytes, destinations, owners, sharers)
+    return Buffers(values_of, boxes_of, nbytes, destinations, owners, sharers, ties)
 
 
 def _memory(
@@ -125,22 +127,18 @@ def _memory(
     twins: Collection[int],
     *,
     in_place: bool,
-) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], int]:
-    """Return `Buffers.values`, `boxes` and `nbytes`: the buffers of targets, or new memory."""
+) -> tuple[list[Memory | None], dict[int, Sequence[Memory]], int, dict[int, Hashable]]:
+    """Return `Buffers.values`, `boxes`, `nbytes` and `ties`: buffers of targets, or new memory."""
     specs = [storage.spec for storage in opened.storages]
     kinds = list(map(opened.arrays.spec.__getitem__, arrays.arrays()))
     nbytes_of = list(map([spec.nbytes for spec in specs].__getitem__, kinds))
     values: list[Memory | None] = [None] * len(arrays)
     boxes: dict[int, Sequence[Memory]] = {}
-    own: list[int] = []
+    own = arrays.ordinary()
     if in_place and arrays.targets is not None:
-        for number in arrays.ordinary():
-            if number in twins:
-                own.append(number)
-            else:
-                values[number] = arrays.targets.leaves[arrays.number[number]]
-    else:
-        own = arrays.ordinary()
+        for number in own:
+            values[number] = arrays.targets.leaves[arrays.number[number]]
+        own = [number for number in own if number in twins]
     for number, leaf in arrays.described.items():
         spec, target = leaf.spec, leaf.target
         assert spec is not None
@@ -158,18 +156,23 @@ def _memory(
     own_nbytes = sum(map(nbytes_of.__getitem__, own))
     arena = Arena(own_nbytes, recycled)
     made: dict[Hashable, int] = {}
+    ties: dict[int, Hashable] = {}
     with allocating(own_nbytes):
         for number in own:
             spec, key = specs[kinds[number]], None
             if number in arrays.described:
                 leaf = arrays.described[number]
                 spec, target = leaf.spec or spec, leaf.target
+                key = _tied_key(opened, leaf, framework)
+                if key is not None:
+                    # Leaves that share memory become one object, unless their facts differ.
+                    extra = str(opened.leaves.extra.get(leaf.saved))
+                    ties[number] = key, opened.leaves.kind[leaf.saved], extra
                 if target is not None and target.boxes is not None:
                     dtype = DTYPES[spec.dtype]
                     sizes = [(box.shape, box.size * dtype.itemsize) for box in target.boxes]
                     boxes[number] = [arena.take(size).view(dtype).reshape(n) for n, size in sizes]
                     continue
-                key = tied_key(opened, leaf, framework)
             first = number if key is None else made.setdefault(key, number)
             if first != number:
                 values[number] = values[first]
@@ -179,11 +182,11 @@ def _memory(
                 flat = arena.take(nbytes_of[number])
                 values[number] = flat.view(DTYPES[spec.dtype]).reshape(spec.shape)
     arena.close()
-    return values, boxes, sum(nbytes_of)
+    return values, boxes, sum(nbytes_of), ties
 
 
-def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
-    """Return a key that leaves share if they are restored as one array; None for all others.
+def _tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
+    """Return a key that leaves share if they are restored as one array; None for most leaves.
 
     Such leaves were one mutable array, or become one immutable array. Others that share chunks
     (`bytes` and the array that they were made of, or one JAX array in two places) get memory of

@@ -36,7 +36,7 @@ from asyncckpt.options import GIL_NBYTES
 from asyncckpt.planning.restore import Part, ReadBatch, intersection
 from asyncckpt.ports import Bytes
 from asyncckpt.restore.plan import PlannedReads
-from asyncckpt.spec import DTYPES, Box
+from asyncckpt.spec import DTYPES
 
 SHORT_NBYTES = 8 << 10
 """Compressed chunks below this mean size are decoded by one thread at a time: every chunk releases
@@ -98,6 +98,7 @@ class Decode:
         self._has_crcs = reads.extents.crc32c is not None
         self._plan = reads.plan
         self._destinations = reads.destinations
+        self._place = reads.place
         self._short_lock = threading.Lock()  # held while decoding short chunks (`SHORT_NBYTES`)
         codecs = [storage.codec for storage in reads.opened.storages]
         self._any_encoded = any(codec.decode for codec in codecs)
@@ -124,7 +125,8 @@ class Decode:
                 self._fill(part)
                 continue
             batch = ReadBatch(-1, 0, len(data), inline, False)
-            self._scatter(part, self._payload(batch, part, [np.frombuffer(data, np.uint8)]), 0)
+            stored = [np.frombuffer(data, np.uint8)]
+            self._scatter(part, self._payload(batch, part.row, self.storage(part), stored), 0)
 
     def checks(
         self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]
@@ -195,57 +197,64 @@ class Decode:
     def encoded(self, batch: ReadBatch, stored: list[Bytes]) -> None:
         """Check, decode and copy a chunk that was read into several buffers."""
         first, *others = batch.parts
-        target = self._target(first.row, first.request)
-        payload = self._payload(batch, first, stored, target)
-        if payload is not target:
-            self._scatter(first, payload, 0)
-        for part in others:
+        storage = self.storage(first)
+        target = self._target(storage, first.row, first.request)
+        payload = self._payload(batch, first.row, storage, stored, target)
+        for part in others if payload is target else batch.parts:
             self._scatter(part, payload, 0)
 
     def small(self, batch: ReadBatch, data: Bytes) -> None:
         """Check and copy the chunks of a batch, all of which `data` holds."""
         # This loop determines the cost of a small leaf: no object per part, few lookups. A row that
         # several destinations want has several parts; it is checked and decoded once.
-        if not self._has_crcs:
-            self._small_foreign(batch, data)
-            return
         values, counts = self._destinations.values, self._plan.counts
-        any_encoded = self._any_encoded
+        has_crcs, any_encoded = self._has_crcs, self._any_encoded
+        decodes = any_encoded or not has_crcs
         rows, requests = batch.parts.column(0), batch.parts.column(1)
-        starts, stops, crcs = self._check_trailers(batch, data, rows)
+        starts, stops, crcs = self._bounds(batch, data, rows)
         view = memoryview(data)
         payload = view[:0]
         last = -1
-        short = any_encoded and batch.nbytes < SHORT_NBYTES * len(rows)
+        short = has_crcs and any_encoded and batch.nbytes < SHORT_NBYTES * len(rows)
         with self._short_lock if short else nullcontext():
             for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
                 if row != last:
                     last, start, stop = row, starts[number], stops[number]
                     payload = view[start:stop]
-                    crc = crc32c(payload)
-                    if crc != crcs[number]:
-                        self.expect(batch, row, crc, data[stop : stop + CRC_NBYTES])
-                    if any_encoded:
-                        elements = None  # one decoded chunk at a time is counted in the budget
+                    if has_crcs:
+                        crc = crc32c(payload)
+                        if crc != crcs[number]:
+                            self.expect(batch, row, crc, data[stop : stop + CRC_NBYTES])
+                    if decodes:
                         storage = self._opened.storage(self._destinations.array[request])
-                        target = self._target(row, request)
-                        elements = self._elements(batch, row, storage, [data[start:stop]], target)
-                        payload = memoryview(elements)
-                        if elements is target:
-                            continue
+                        if storage.codec is PLAIN:
+                            self.check_length(batch, row, storage, stop - start)
+                        else:
+                            elements = None  # one decoded chunk at a time is in the budget
+                            target = self._target(storage, row, request)
+                            check = self._elements if has_crcs else self._payload
+                            elements = check(batch, row, storage, [data[start:stop]], target)
+                            payload = memoryview(elements)
+                            if elements is target:
+                                continue
                 # Only if the destination wants one chunk: part of another may be as long.
                 if counts[request] != 1 or not _copied(values[request], payload):
                     self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
 
-    def _check_trailers(
+    def _bounds(
         self, batch: ReadBatch, data: Bytes, rows: Sequence[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Compare each row's trailer with the index; return starts, stops and CRCs of payloads."""
+        """Return starts, stops and CRCs of the chunks, after comparing trailers with the index.
+
+        Without checksums in the index, return no CRCs, and stops behind any trailers.
+        """
         extents, numbers = self._extents, np.array(rows, np.int64)
-        assert extents.crc32c is not None
-        crcs = extents.crc32c[numbers]
         starts = extents.offset[numbers] - batch.offset
-        stops = starts + extents.nbytes[numbers] - CRC_NBYTES
+        stops = starts + extents.nbytes[numbers]
+        if extents.crc32c is None:
+            return starts.tolist(), stops.tolist(), []
+        stops -= CRC_NBYTES
+        crcs = extents.crc32c[numbers]
         trailers = data[stops[:, None] + np.arange(CRC_NBYTES)].view("<u4").reshape(-1)
         bad = np.flatnonzero(trailers != crcs)
         if len(bad):
@@ -254,51 +263,27 @@ class Decode:
             self.expect(batch, row, crc, data[stop : stop + CRC_NBYTES])
         return starts.tolist(), stops.tolist(), crcs.tolist()
 
-    def _small_foreign(self, batch: ReadBatch, data: Bytes) -> None:
-        extents, values, counts = self._extents, self._destinations.values, self._plan.counts
-        rows, requests = batch.parts.column(0), batch.parts.column(1)
-        starts = (extents.offset[rows] - batch.offset).tolist()
-        lengths = extents.nbytes[rows].tolist()
-        payload = data[:0]
-        last = -1
-        for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
-            if row != last:
-                last, start = row, starts[number]
-                stored = data[start : start + lengths[number]]
-                storage = self._opened.storage(self._destinations.array[request])
-                if storage.codec is PLAIN:
-                    payload = stored
-                    self.check_length(batch, row, storage, payload.nbytes)
-                else:
-                    target, payload = self._target(row, request), data[:0]
-                    payload = self._payload(batch, batch.parts[number], [stored], target)
-                    if payload is target:
-                        continue
-            if counts[request] != 1 or not _copied(values[request], payload.data):
-                self._scatter(batch.parts[number], payload, 0)
-
     # -- steps of these
 
     def _fill(self, part: Part) -> None:
-        array, box, values = self._destination(part)
+        values = self._destinations.values[part.request]
         if values is None:
             return
-        storage = self._opened.storage(array)
+        storage, number, box = self._place(part.row, part.request)
         element = np.frombuffer(storage.fill or bytes(storage.spec.itemsize), np.uint8)
-        _, within = intersection(storage.grid, part.row - self._opened.first_rows[array], box)
+        _, within = intersection(storage.grid, number, box)
         values[within] = element.view(DTYPES[storage.spec.dtype])[0]
 
-    def _target(self, row: int, request: int) -> Bytes | None:
+    def _target(self, storage: Storage, row: int, request: int) -> Bytes | None:
         """Return the memory for all elements of a chunk, if they are decoded straight into it.
 
         None if it is not one run of bytes, or if the chunk is so short that copying costs less.
         """
-        array, values = self._destinations.array[request], self._destinations.values[request]
-        storage = self._opened.storage(array)
+        values = self._destinations.values[request]
         if values is None or not storage.codec.decode_into or storage.chunk_nbytes < INTO_NBYTES:
             return None
-        box = self._destinations.box[request] or Box.whole(storage.spec.shape)
-        _, within = intersection(storage.grid, row - self._opened.first_rows[array], box)
+        _, number, box = self._place(row, request)
+        _, within = intersection(storage.grid, number, box)
         index: Any = (*within, ...)
         target = values[index]
         if not target.flags.carray or target.nbytes != storage.chunk_nbytes:
@@ -306,23 +291,26 @@ class Decode:
         return np.frombuffer(target, np.uint8)
 
     def _payload(
-        self, batch: ReadBatch, part: Part, stored: Sequence[Bytes], target: Bytes | None = None
+        self,
+        batch: ReadBatch,
+        row: int,
+        storage: Storage,
+        stored: list[Bytes],
+        target: Bytes | None = None,
     ) -> Bytes:
         """Check a chunk in these buffers and return its elements: in `target` if that is given."""
-        codec = self.storage(part).codec
-        buffers = list(stored)
-        if buffers[-1].nbytes < codec.trailer_nbytes:
-            buffers = [np.concatenate(buffers)]
-        end = buffers[-1].nbytes - codec.trailer_nbytes
-        if end < 0:
-            raise self._damaged(batch, part.row, f"{buffers[-1].nbytes} bytes hold no checksum")
-        trailer, buffers[-1] = buffers[-1][end:], buffers[-1][:end]
-        if self._has_crcs or codec.crc32c:
+        if self._has_crcs or storage.codec.crc32c:
+            if stored[-1].nbytes < CRC_NBYTES:
+                stored = [np.concatenate(stored)]
+            *others, last = stored
+            if last.nbytes < CRC_NBYTES:
+                raise self._damaged(batch, row, f"{last.nbytes} bytes hold no checksum")
+            stored = [*others, last[:-CRC_NBYTES]]
             crc = 0
-            for buffer in buffers:
+            for buffer in stored:
                 crc = crc32c(buffer, crc)
-            self.expect(batch, part.row, crc, trailer)
-        return self._elements(batch, part.row, self.storage(part), buffers, target)
+            self.expect(batch, row, crc, last[-CRC_NBYTES:])
+        return self._elements(batch, row, storage, stored, target)
 
     def _elements(
         self,
@@ -353,12 +341,11 @@ class Decode:
             raise self._damaged(batch, row, reason)
 
     def _scatter(self, part: Part, payload: Bytes, start: int) -> None:
-        array, box, values = self._destination(part)
+        values = self._destinations.values[part.request]
         if values is None:
             return
-        storage = self._opened.storage(array)
+        storage, number, box = self._place(part.row, part.request)
         grid = storage.grid
-        number = part.row - self._opened.first_rows[array]
         if payload.nbytes == storage.chunk_nbytes:
             # Nearly all chunks. The arithmetic for pieces takes several times as long as the copy
             # of a small chunk.
@@ -374,13 +361,6 @@ class Decode:
         cell = np.unravel_index(number, grid.counts or (1,))
         index = tuple(int(i) for i in cell) if grid.shape else ()
         scatter(payload, storage.spec, grid, index, start, values, box)
-
-    def _destination(self, part: Part) -> tuple[int, Box, npt.NDArray[Any] | None]:
-        """Return the array of a part, the wanted box of it, and the memory for the box."""
-        number, wanted = part.request, self._destinations
-        array = wanted.array[number]
-        box = wanted.box[number] or Box.whole(self._opened.storage(array).spec.shape)
-        return array, box, wanted.values[number]
 
     def expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:
         """Compare the checksum of a chunk's bytes with the index and the trailer."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -21,9 +22,11 @@ from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import raise_leading
 from asyncckpt.flow.threads import Workers
-from asyncckpt.planning.restore import ReadBatch
+from asyncckpt.planning.restore import Part, ReadBatch, intersection
 from asyncckpt.ports import FRESH, Bytes, Reading
+from asyncckpt.reports import ReadItem, ReadRange
 from asyncckpt.restore.decode import Check, Decode
+from asyncckpt.restore.matched import LeafRestore
 from asyncckpt.restore.plan import PlannedReads
 from asyncckpt.restore.ranges import RUN_NBYTES, Read, reads_of, span
 
@@ -101,6 +104,44 @@ class Fetch:
         except BaseExceptionGroup as errors:
             raise_leading(errors)
 
+    def explained(self, leaves: Sequence[LeafRestore], owners: Sequence[int]) -> list[ReadRange]:
+        """Return the ranges read, and for which parts of leaves. Blocking: microseconds per item.
+
+        `owners` has the number of the leaf for each destination.
+        """
+        stored_files = self.reads.opened.stored_files
+        return [
+            ReadRange(
+                file=stored_files[read.batches[0].file].path,
+                offset=read.batches[0].offset,
+                nbytes=span(read.batches),
+                items=tuple(
+                    self._item(part, leaves[owners[part.request]])
+                    for batch in read.batches
+                    for part in batch.parts
+                ),
+            )
+            for read in self.calls
+        ]
+
+    def _item(self, part: Part, leaf: LeafRestore) -> ReadItem:
+        opened, extents = self.reads.opened, self.reads.extents
+        storage, cell, box = self.reads.place(part.row, part.request)
+        _, within = intersection(storage.grid, cell, box)
+        array = self.reads.destinations.array[part.request]
+        pieces = opened.pieces(leaf.saved, leaf.array)
+        origin = next(piece.offset for piece in pieces if piece.array == array)
+        starts = zip(origin, box.offset, within, strict=True)
+        shape = tuple([s.stop - s.start for s in within])
+        return ReadItem(
+            path=leaf.path,
+            offset=tuple([piece + start + s.start for piece, start, s in starts]),
+            shape=shape,
+            chunk_offset=int(extents.offset[part.row]),
+            chunk_nbytes=int(extents.nbytes[part.row]),
+            wanted_nbytes=math.prod(shape) * storage.spec.itemsize,
+        )
+
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one, because it needs no slot."""
         if batch.direct:
@@ -153,7 +194,8 @@ class Fetch:
         ahead = span(batches) * held // copies if copies else None
         try:
             if read.together:
-                await self._direct(batches, path, ahead, stream)
+                into, fresh = self._buffers(batches), self.own_memory
+                await self._checked(batches, path, into, stream, ahead, fresh=fresh)
             elif batches[0].nbytes <= self.pool.slot_nbytes:
                 memory = slots[0].buffer
                 buffers = memory[: batches[0].nbytes], memory[:0]
@@ -184,10 +226,8 @@ class Fetch:
             error.args = (f"{error.path}: {error}",)
         return error
 
-    async def _direct(
-        self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit
-    ) -> None:
-        # The buffers that `Decode.checks` expects. Small chunks get memory of their own.
+    def _buffers(self, batches: Sequence[ReadBatch]) -> list[Bytes]:
+        """Return the buffers that `Decode.checks` expects; small chunks get memory of their own."""
         buffers: list[Bytes] = []
         memory, offset_of = self.reads.destinations.values, self.reads.extents.offset
         ends = [*[batch.offset for batch in batches[1:]], batches[-1].offset + batches[-1].nbytes]
@@ -202,7 +242,7 @@ class Fetch:
                 assert values is not None
                 data = np.frombuffer(values, np.uint8, part.nbytes, part.direct)
                 buffers += (data, np.empty(then - offset - part.nbytes, np.uint8))
-        await self._checked(batches, path, buffers, stream, ahead_nbytes, fresh=self.own_memory)
+        return buffers
 
     async def _checked(
         self,

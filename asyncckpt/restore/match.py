@@ -184,12 +184,13 @@ class _Matcher:
         if request.include is not None:
             self._refuse_parts(request.include)
             self._included = match_glob(request.wanted.paths, request.include)[0]
-        absent = self._absent()
+        selected = self._selected_objects()
+        absent = self._absent(selected)
         self._check_process_counts()
         self._match_wanted(absent)
         some_wanted = bool(self._found or self._scalars)
         self._match_rest()
-        self._check_required(absent)
+        self._check_required(selected.difference(absent))
         if request.strict:
             self._refuse_missing(absent)
         self._mismatches.raise_any(self.opened.location)
@@ -244,17 +245,14 @@ class _Matcher:
                 optional = root is not None and self._stateful[root].required is None
                 self._wanted += root in lacking or not optional
                 continue
-            self._wanted += 1
-            self._matched += 1
             if root is not None and self._may_differ(root, want, saved):
                 self._add_as_saved(path, root, saved)
             elif root is not None and want.is_template:
                 self._add(self._like_parameter(self._leaf(number, want, saved), root))
             else:
                 self._add(self._leaf(number, want, saved))
-        count = len(found) - len(found.described)
-        self._wanted += count
-        self._matched += count
+        self._matched = len(found) + len(self._scalars)
+        self._wanted += self._matched
         if every:
             self._match_all(every)
 
@@ -362,8 +360,7 @@ class _Matcher:
             facts = opened.leaves.extra.get(saved, NO_FACTS), target.extra or NO_FACTS
             cast = self.request.cast
             check_array(self._mismatches, path, spec, target.spec, facts, cast=cast)
-        array, pieces = leaf.array, leaf.pieces
-        return LeafRestore(number, path, saved, array, pieces, spec, value, want, target)
+        return leaf._replace(number=number, scalar=value, want=want, target=target)
 
     def _scalar(self, want: Wanted, value: Any) -> Any:
         """Return a scalar of the record, as a rank-0 array where the target is an array."""
@@ -419,21 +416,27 @@ class _Matcher:
 
     # -- objects with a state dict
 
-    def _absent(self) -> list[str]:
-        """Return the paths of the objects of which the checkpoint has nothing.
+    def _selected_objects(self) -> set[str | None]:
+        """Return the objects that `include` selects: by path, or by a saved or wanted leaf."""
+        include, roots = self.request.include, list(self._stateful)
+        if include is None or not roots:
+            return {*roots}
+        found: set[str | None] = {*map(roots.__getitem__, match_glob(roots, include)[0])}
+        found |= {self._wanted_in[number] for number in self._included}
+        return found | {self._saved_in[leaf] for leaf in self.selected or ()}
+
+    def _absent(self, selected: set[str | None]) -> list[str]:
+        """Return the paths of the selected objects of which the checkpoint has nothing.
 
         Foreign formats drop empty containers: there, objects without leaves are not missing.
         """
         if not self._stateful:
             return []
         held = {*self.structure.node_paths(), *self.paths}
-        roots = set(self._stateful if self.opened.record is not None else self._wanted_in)
-        absent = [root for root in self._stateful if root in roots and root not in held]
-        if self.request.include is not None:
-            included = {self._wanted_in[number] for number in self._included}
-            included.update(map(absent.__getitem__, match_glob(absent, self.request.include)[0]))
-            absent = [root for root in absent if root in included]
-        return absent
+        roots = selected.intersection(
+            self._stateful if self.opened.record is not None else self._wanted_in
+        )
+        return [root for root in self._stateful if root in roots and root not in held]
 
     def _refuse_parts(self, include: Sequence[str]) -> None:
         """Raise if `include` selects only a part of an object's state."""
@@ -460,15 +463,14 @@ class _Matcher:
                 found=patterns,
             )
 
-    def _check_required(self, absent: Collection[str]) -> None:
-        """Check that both states of each object have the same required keys."""
+    def _check_required(self, roots: Collection[str | None]) -> None:
+        """Check that both states of each of these objects have the same required keys."""
         if not any([target.required for target in self._stateful.values()]):
             return
         wanted = self._required_keys(self._wanted_in, self.request.wanted.paths, None)
         saved = self._required_keys(self._saved_in, self.paths, self.selected)
-        selected = self._selected_objects()
         for root in dict.fromkeys([*saved, *wanted]):
-            if root in absent or root not in selected:
+            if root not in roots:
                 continue
             lenient = self._stateful[root].takes_strict
             if lenient and not self.request.strict:
@@ -482,29 +484,17 @@ class _Matcher:
                 path, having = f"{root}/{key}" if root else key, key in need
                 self._note(path, "a key", having, advice)
 
-    def _selected_objects(self) -> Collection[str | None]:
-        """Return the objects that `include` selects: by path, or by a saved or wanted leaf."""
-        if self.request.include is None:
-            return self._stateful
-        bare = [*self._stateful.keys() - set(self._saved_in)]
-        found: set[str | None] = set(
-            map(bare.__getitem__, match_glob(bare, self.request.include)[0])
-        )
-        found |= {self._wanted_in[number] for number in self._included}
-        return found | {self._saved_in[leaf] for leaf in self.selected or ()}
-
     def _required_keys(
         self, roots: Sequence[str | None], paths: Sequence[str], selected: Collection[int] | None
     ) -> dict[str, dict[str, None]]:
         """Return the required keys of each object, in order."""
         keys: dict[str, dict[str, None]] = defaultdict(dict)
         for leaf, root in enumerate(roots):
-            if root is None or (selected is not None and leaf not in selected):
-                continue
-            required = self._stateful[root].required
-            key = required(below(paths[leaf], root)) if required else None
-            if key is not None:
-                keys[root][key] = None
+            if root is not None and (selected is None or leaf in selected):
+                required = self._stateful[root].required
+                key = required(below(paths[leaf], root)) if required else None
+                if key is not None:
+                    keys[root][key] = None
         return keys
 
     # -- leaves of one side only

@@ -22,9 +22,8 @@ from asyncckpt.errors import MismatchError
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import raise_leading
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
-from asyncckpt.restore.buffers import Buffers, allocate, find_shared, find_twins, tied_key
+from asyncckpt.restore.buffers import Buffers, allocate, find_shared, find_twins
 from asyncckpt.restore.exchange.exchanger import Exchanger
-from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.matched import Matching
 from asyncckpt.restore.place import Placement
@@ -49,7 +48,6 @@ class RestorePipeline:
         unverified: paths of arrays without checksums.
         notes: for the report.
         reads: the ranges read, and for which leaves, with `RestoreOptions.explain`.
-        wrote: targets may have been written.
     """
 
     runtime: Runtime
@@ -79,7 +77,7 @@ class RestorePipeline:
         self._equal: dict[int, int] = {}  # leaves that must equal another: twins, shared ones
         self._held: dict[int, Sequence[Any]] = {}  # values of the arrays among both
         self._done_nbytes = 0
-        self.wrote = False
+        self._wrote = False  # targets may have been written
         self.results: list[Any] = [None] * (len(self._arrays) + len(self._scalars))
         self.nbytes = 0
         self.read_nbytes = 0
@@ -119,42 +117,40 @@ class RestorePipeline:
         with self.recorder.span("plan"):
             extents = await opened.read_extents(opened, wanted)
             reads = await compute.run(self._prepare, extents)
-        self.wrote = self._in_place
+        self._wrote = self._in_place
         self._arrived.set()
         shared = None
         if self.exchanger is not None and opened.record is not None:
             shared = await self.exchanger.share(reads, self._plan)
         options = self.request.options
-        fetch = partial(
-            Fetch,
-            pool=runtime.pool,
-            compute=compute,
-            concurrency=None if options.concurrency == "auto" else options.concurrency,
-            own_memory=not self._in_place,
-            # Processes of one host that fill the same whole arrays read them from its disk once.
-            shared=self._into and self.request.process_count > 1,
-            arrived=self._count_down,
-            progress=partial(self._progress, reads.plan.read_nbytes),
-            recorder=self.recorder,
-        )
-        fetches = [fetch(reads)]
-        if shared is not None:
-            fetches = [fetch(shared.own), fetch(shared.streamed)]
+        fetches = [
+            Fetch(
+                each,
+                runtime.pool,
+                compute,
+                concurrency=None if options.concurrency == "auto" else options.concurrency,
+                own_memory=not self._in_place,
+                # Processes of one host that fill the same arrays read them from its disk once.
+                shared=self._into and self.request.process_count > 1,
+                arrived=self._count_down,
+                progress=partial(self._progress, reads.plan.read_nbytes),
+                recorder=self.recorder,
+            )
+            for each in ([reads] if shared is None else [shared.own, shared.streamed])
+        ]
         async with asyncio.TaskGroup() as group:
-            placing = group.create_task(self._place_arrived())
-            async with asyncio.TaskGroup() as fetching:
-                if shared is not None:
-                    fetching.create_task(shared.exchange())
-                for each in fetches:
-                    fetching.create_task(each.run())
-            await placing
+            group.create_task(self._place_arrived())
+            if shared is not None:
+                group.create_task(shared.exchange())
+            for fetch in fetches:
+                group.create_task(fetch.run())
         for_all: Sequence[ReadRange] = ()
         if self.exchanger is not None:
             for_all, self.received_nbytes = self.exchanger.ranges, self.exchanger.received_nbytes
         self.read_nbytes = fetches[0].read_nbytes + sum(one.nbytes for one in for_all)
         if options.explain:
             owners = self._buffers.owners
-            own = await compute.run(explained, fetches[0], self._arrays, owners)
+            own = await compute.run(fetches[0].explained, self._arrays, owners)
             self.reads = tuple(sorted([*own, *for_all], key=lambda one: (one.file, one.offset)))
 
     def _count_down(self, destinations: Sequence[int]) -> None:
@@ -189,14 +185,8 @@ class RestorePipeline:
             self.request.progress(Progress("fetch", done, total_nbytes))
 
     def written(self) -> list[str]:
-        """Return the paths of the targets whose own memory is filled."""
-        if not self._into:
-            return []
-        writes, described = self._placement.writes, self._arrays.described
-        leaves = [*map(described.get, range(len(self._arrays))), *self._scalars]
-        paths = [*self._arrays.paths(), *(leaf.path for leaf in self._scalars)]
-        found = zip(paths, leaves, strict=True)
-        return [path for path, leaf in found if leaf is None or writes(leaf)]
+        """Return the paths of the targets that may have been written so far."""
+        return self._placement.written(self.matching) if self._wrote else []
 
     # -- in worker threads
 
@@ -274,7 +264,7 @@ class RestorePipeline:
                 # A value that does not fit must raise before any target is written.
                 parts = self._placement.converted(arrays[number], buffers.take(number))
                 buffers.boxes[number] = parts
-            elif self._key(number) is not None:
+            elif number in buffers.ties:
                 self._place_array(number)
             else:
                 others.append(number)
@@ -283,20 +273,8 @@ class RestorePipeline:
         for number, value in zip(others, made, strict=True):
             self.results[number] = value
 
-    def _key(self, number: int) -> Hashable | None:
-        """Return a key that leaves share if they become one object; None for most leaves."""
-        opened = self.opened
-        if not opened.arrays.tied:
-            return None
-        # Leaves that shared memory become one object, unless their extra facts differ.
-        leaf = self._arrays[number]
-        shared = tied_key(opened, leaf, self.request.framework.name)
-        if shared is None:
-            return None
-        return (shared, opened.leaves.kind[leaf.saved], str(opened.leaves.extra.get(leaf.saved)))
-
     def _place_array(self, number: int) -> None:
-        key = self._key(number)
+        key = self._buffers.ties.get(number)
         if key is None or key not in self._tied:
             leaf, parts = self._arrays[number], self._buffers.take(number)
             self.results[number] = self._placement.place(leaf, parts)
@@ -306,7 +284,7 @@ class RestorePipeline:
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then the scalars."""
         self._compare()
-        self.wrote = self._into
+        self._wrote = self._into
         if self._atomic:
             for writing in (False, True):
                 for number, leaf in enumerate(self._arrays):
@@ -325,7 +303,7 @@ class RestorePipeline:
         Raises:
             MismatchError: two values differ; names both leaves.
         """
-        leaves = [*self._arrays, *self._scalars] if self._equal else []
+        leaves = self.matching.leaves if self._equal else []
         for number, first in self._equal.items():
             pair = [self._held.get(n) or (leaves[n].scalar,) for n in (first, number)]
             if all(map(_same, *pair)):

@@ -15,7 +15,7 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError, DtypeMismatchError, RestoreError
 from asyncckpt.log import logger
 from asyncckpt.ports import FrameworkAdapter, PlaceAll
-from asyncckpt.restore.matched import NO_FACTS, LeafRestore
+from asyncckpt.restore.matched import NO_FACTS, LeafRestore, Matching
 from asyncckpt.restore.request import RestoreRequest, enclosing, is_filled
 from asyncckpt.spec import DTYPES, numeric_class
 from asyncckpt.tree import where
@@ -36,6 +36,10 @@ class Placement:
         if not self._into or leaf.target is None:
             return False
         return is_filled(leaf.target) and leaf.target.boxes != ()
+
+    def written(self, matching: Matching) -> list[str]:
+        """Return the paths of the targets whose own memory a restore fills."""
+        return [leaf.path for leaf in matching.leaves if self.writes(leaf)]
 
     def converted(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Sequence[Memory]:
         """Return the values in the dtype of the leaf's target, if it has one.
@@ -61,7 +65,7 @@ class Placement:
         groups: dict[PlaceAll, list[int]] = {}
         for number, leaf in enumerate(leaves):
             target = leaf.target
-            if target is None or leaf.spec is None or target.place_all is None:
+            if target is None or target.place_all is None:
                 made[number] = self.place(leaf, parts[number])
             else:
                 groups.setdefault(target.place_all, []).append(number)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage
 from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.planning.restore import Requests, RestorePlan, StoredArrays, plan_restore
 from asyncckpt.ports import CheckpointFiles
@@ -80,6 +80,13 @@ class PlannedReads:
     extents: Extents
     destinations: Destinations
     plan: RestorePlan
+
+    def place(self, row: int, request: int) -> tuple[Storage, int, Box]:
+        """Return how a chunk is stored, its number in its array, and the wanted part of that."""
+        array = self.destinations.array[request]
+        storage = self.opened.storage(array)
+        box = self.destinations.box[request] or Box.whole(storage.spec.shape)
+        return storage, row - self.opened.first_rows[array], box
 
 
 def plan_reads(

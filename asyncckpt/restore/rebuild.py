@@ -181,7 +181,7 @@ def _refused(
         stage="place",
         location=outcome.report.location,
     )
-    refusal.written = tuple(dict.fromkeys([*outcome.written, *done]))
+    refusal.written = tuple(dict.fromkeys([*outcome.written(), *done]))
     refusal.add_note(
         f"{len(refusal.written)} targets have been written (error.written lists them): arrays, "
         "modules and optimizers are filled before objects are given their state, with atomic=True "

@@ -324,14 +324,13 @@ def _target_leaves(
             if is_plain and leaf.dtype == DTYPES[target.spec.dtype]:
                 known[leaf.dtype, leaf.shape] = specs[number] = target.spec
                 continue
-        if in_place and not is_filled(target):
+        if in_place and not is_filled(target) and enclosing(path, stateful) is None:
             immutable.append(number)
         is_template = in_place and not fill
         described[number] = Wanted(path, leaf, adapter, target, is_template=is_template)
     if immutable:
-        plain = [n for n in immutable if enclosing(flat.paths[n], stateful) is None]
-        holders = _holders(flat, set(plain))
-        for number in plain:
+        holders = _holders(flat, set(immutable))
+        for number in immutable:
             holder = holders.get(number)
             described[number] = described[number]._replace(holder=holder, fixed=holder is None)
     return made

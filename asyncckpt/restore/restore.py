@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncckpt.checkpoint.open import open_any
@@ -22,6 +23,7 @@ from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
 from asyncckpt.restore.match import match
 from asyncckpt.restore.matched import Matching
 from asyncckpt.restore.pipeline import RestorePipeline
+from asyncckpt.restore.place import Placement
 from asyncckpt.restore.request import Holder, RestoreRequest
 from asyncckpt.runtime import Runtime
 from asyncckpt.tree import Structure
@@ -38,7 +40,7 @@ class RestoreOutcome:
             ordinal of the saved leaf.
         wanted: leaves of a target that is not filled, by ordinal of the target's leaf.
         replaced: path, holder and new value of each immutable leaf.
-        written: paths of the targets whose own memory was filled.
+        written: returns the paths of the targets whose own memory was filled.
     """
 
     request: RestoreRequest
@@ -47,7 +49,7 @@ class RestoreOutcome:
     saved: Mapping[int, Any]
     wanted: Mapping[int, Any]
     replaced: Sequence[tuple[str, Holder, Any]]
-    written: Sequence[str]
+    written: Callable[[], Sequence[str]]
     report: RestoreReport
 
 
@@ -85,7 +87,7 @@ async def run_restore(
     """Restore and check every wanted leaf, into the memory or as the type requested.
 
     `step` is for the report; `agreement` is None if no other process restores the checkpoint. Adds
-    to `written` once a target may have been written.
+    to `written` if targets may have been written.
 
     Cancellation: waits until no thread writes to the targets; their contents are undefined.
 
@@ -114,11 +116,10 @@ async def run_restore(
             found=opened.save_id,
         )
     recorder.add("open", recorder.begun)
-    since = time.perf_counter()
-    matching = await compute.run(match, opened, request)
-    if agreement is not None:
-        await agreement.matched(opened, matching, request.strict)
-    recorder.add("match", since)
+    with recorder.span("match"):
+        matching = await compute.run(match, opened, request)
+        if agreement is not None:
+            await agreement.matched(opened, matching, request.strict)
     pipeline = RestorePipeline(runtime, opened, matching, request, exchanger, recorder)
     try:
         await pipeline.read()
@@ -126,7 +127,7 @@ async def run_restore(
             await agreement.staged()
         await pipeline.finish()
     finally:
-        if pipeline.wrote:
+        if request.mode == "into":  # otherwise, this would only keep memory
             written.append(pipeline.written)
     notes = pipeline.notes
     if not request.strict and 2 * matching.matched < matching.wanted:
@@ -154,7 +155,8 @@ async def run_restore(
         timeline=recorder.timeline(),
     )
     saved, wanted, replaced = _results(matching, pipeline.results, request)
-    filled = pipeline.written() if replaced or request.stateful else []
+    # Not of the pipeline, which keeps the memory that was read into.
+    filled = partial(Placement(opened, request).written, matching)
     return RestoreOutcome(
         request, matching.structure, opened.format, saved, wanted, replaced, filled, report
     )

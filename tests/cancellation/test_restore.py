@@ -89,7 +89,7 @@ class Restores:
         return fired
 
 
-WAYS = ((Fetch, "_direct"), (Decode, "small"), (Fetch, "_large"), (Fetch, "_large_encoded"))
+WAYS = ((Fetch, "_buffers"), (Decode, "small"), (Fetch, "_large"), (Fetch, "_large_encoded"))
 """The ways from a file to a target."""
 
 

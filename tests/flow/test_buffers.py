@@ -29,7 +29,7 @@ from asyncckpt.ports import Bytes
 SLOT = 64 << 10
 
 
-class CountingMemory:
+class CountingMemory(AnonymousMemory):
     """Ordinary memory that counts allocations, and fails or waits as a test says."""
 
     def __init__(self) -> None:

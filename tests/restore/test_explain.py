@@ -12,7 +12,7 @@ import asyncckpt
 from asyncckpt import LeafOptions, RestoreOptions, RestoreReport, SaveOptions, ShardedArray
 from asyncckpt.flow.buffers import SlotPool
 from asyncckpt.options import KIB, MIB
-from asyncckpt.restore import pipeline
+from asyncckpt.restore.fetch import Fetch
 
 EXPLAIN = RestoreOptions(explain=True)
 
@@ -82,7 +82,7 @@ async def test_nothing_is_computed_unless_it_is_asked_for(
     def never(*_: object) -> None:
         raise AssertionError("explained")
 
-    monkeypatch.setattr(pipeline, "explained", never)
+    monkeypatch.setattr(Fetch, "explained", never)
     await asyncckpt.save(tmp_path / "x", {"w": np.ones(1 << 18)})
     reports: list[RestoreReport] = []
     await asyncckpt.restore(tmp_path / "x", on_report=reports.append)

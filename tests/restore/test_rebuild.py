@@ -60,7 +60,7 @@ def outcome(tree: Any, mode: str, like: Any = None, **changed: Any) -> RestoreOu
         "saved": dict(enumerate(flat.leaves)),
         "wanted": dict(enumerate(flat.leaves)),
         "replaced": [],
-        "written": [],
+        "written": list,
         "report": RestoreReport(LOCATION, 1, len(flat.leaves), 0, 0, 0.0),
     }
     return RestoreOutcome(**{**arguments, **changed})
@@ -143,7 +143,7 @@ def test_a_refusal_says_what_has_been_written(refusing: str) -> None:
         {"a": state, "b": state, "n": 3},
         "into",
         target,
-        written=["deep/w"],
+        written=lambda: ["deep/w"],
         replaced=[("n", Holder(refuses=refusing == "container"), 3)],
     )
     with pytest.raises(RestoreError) as caught:
