@@ -14,14 +14,15 @@ from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.format.fields import excess
 from asyncckpt.format.foreign.safetensors import (
     CODES,
+    INDEX_SUFFIX,
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
     MAX_NAME_CHARS,
     METADATA_KEY,
     SUFFIX,
     encode_header,
+    encode_index,
 )
-from asyncckpt.format.foreign.safetensors_set import INDEX_SUFFIX, encode_index
 from asyncckpt.format.foreign.safetensors_tree import TREE_KEY, SavedTree, encode_tree
 from asyncckpt.format.record_values import LeafTable
 from asyncckpt.format.scalars import is_unicode

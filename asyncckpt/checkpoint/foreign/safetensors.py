@@ -14,19 +14,17 @@ from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.foreign.safetensors import (
-    LENGTH_NBYTES,
-    SUFFIX,
-    Header,
-    decode_header,
-    header_nbytes,
-)
-from asyncckpt.format.foreign.safetensors_set import (
     INDEX_SUFFIX,
-    MAX_INDEX_NBYTES,
+    LENGTH_NBYTES,
+    MAX_HEADER_NBYTES,
     SHARD_NAME,
     SHARDS_KEY,
+    SUFFIX,
+    Header,
     check_set,
+    decode_header,
     decode_index,
+    header_nbytes,
     holds_parts,
 )
 from asyncckpt.format.foreign.safetensors_tree import DEFAULT_KIND, SavedTree, decode_tree
@@ -69,7 +67,7 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
 
 
 async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
-    data = await files.read(path, max_nbytes=MAX_INDEX_NBYTES)
+    data = await files.read(path, max_nbytes=MAX_HEADER_NBYTES)
     with named(files, path) as shown:
         weight_map = decode_index(data, file=shown)
     listing = await list_some(files, dict.fromkeys(weight_map.values()))

@@ -23,16 +23,14 @@ from asyncckpt.format.foreign.safetensors import (
     DTYPES,
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
-    Header,
-    decode_header,
-    encode_header,
-    header_nbytes,
-)
-from asyncckpt.format.foreign.safetensors_set import (
     SHARDS_KEY,
+    Header,
     check_set,
+    decode_header,
     decode_index,
+    encode_header,
     encode_index,
+    header_nbytes,
     holds_parts,
 )
 from asyncckpt.options import MIB
