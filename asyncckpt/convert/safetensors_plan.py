@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncckpt.convert.destination import Target
+from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.format.fields import excess
 from asyncckpt.format.foreign.safetensors import (
@@ -28,6 +30,7 @@ from asyncckpt.format.record_values import LeafTable
 from asyncckpt.format.scalars import is_unicode
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window, cut_windows
+from asyncckpt.save.plan_cache import options_of_leaf, stored_spec, untie
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import Key, where
@@ -121,39 +124,44 @@ def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list
     return names
 
 
-def plan_files(
-    snapshot: Snapshot,
-    specs: Sequence[ArraySpec],
-    *,
-    metadata: Mapping[str, object],
-    metrics: Mapping[str, float],
-    max_file_nbytes: int | None,
-    tiled: Sequence[bool],
-    name: str,
-) -> FilesPlan:
-    """Plan the files for the tree of a snapshot.
-
-    By array, `specs` has shape and stored dtype, and `tiled` whether it is written tile by tile.
-    `max_file_nbytes` is that of `Target`; `name` is the name of a single file.
+def plan_files(target: Target, reader: LeafReader, snapshot: Snapshot) -> FilesPlan:
+    """Plan the files at the target for the tree of a snapshot. Blocking.
 
     Raises:
         UsageError: names, dtypes or sizes do not fit the format; names the leaf.
     """
+    untie(snapshot, target.options)
+    specs: list[ArraySpec] = []
+    owned: list[int] = []
+    for number, leaf in enumerate(snapshot.array_leaf):
+        if number in snapshot.tied:
+            specs.append(specs[snapshot.tied[number]])
+            continue
+        path, source = snapshot.paths[leaf], snapshot.sources[number]
+        own = options_of_leaf(target.options, path, source.spec)
+        specs.append(source.spec if own is None else stored_spec(path, source, own))
+        owned.append(number)
     leaf_names = tensor_names(snapshot.structure.parts(), snapshot.paths)
-    owned = [number for number in range(len(specs)) if number not in snapshot.tied]
     for number in owned:
         _check_dtype(snapshot.paths[snapshot.array_leaf[number]], specs[number].dtype)
-    files = _share(owned, specs, max_file_nbytes)
-    texts = _metadata(snapshot, leaf_names, metadata, metrics)
-    names = _file_names(len(files), None if max_file_nbytes else name)
+    files = _share(owned, specs, target.max_file_nbytes)
+    texts = _metadata(
+        snapshot, leaf_names, {**reader.opened.metadata, **target.metadata}, reader.opened.metrics
+    )
+    names = _file_names(len(files), None if target.max_file_nbytes else target.name)
+    # Stores without positional writes need each file in order, even if chunks are read repeatedly.
+    scattered = target.store.capabilities.positional_writes
     headers: list[bytes] = []
     sizes: list[int] = []
     tensors: list[Tensor] = []
     for file, numbers in enumerate(files):
-        rows = [(leaf_names[snapshot.array_leaf[number]], specs[number]) for number in numbers]
+        leaves = [snapshot.array_leaf[number] for number in numbers]
+        rows = [
+            (leaf_names[leaf], specs[number]) for leaf, number in zip(leaves, numbers, strict=True)
+        ]
         # The first file of a set stores the tree.
-        own = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
-        header, offsets = encode_header(rows, own)
+        own_texts = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
+        header, offsets = encode_header(rows, own_texts)
         if reason := excess(header[LENGTH_NBYTES:], MAX_HEADER_NBYTES):
             raise UsageError(
                 f"readers would refuse the header of {names[file]}: {reason}; if the tree has too "
@@ -164,8 +172,8 @@ def plan_files(
         headers.append(header)
         sizes.append(len(header) + sum(spec.nbytes for _, spec in rows))
         placed = [
-            Tensor(number, *row, file, offset, tiled[number])
-            for number, row, offset in zip(numbers, rows, offsets, strict=True)
+            Tensor(number, *row, file, offset, scattered and reader.is_banded(leaf))
+            for number, leaf, row, offset in zip(numbers, leaves, rows, offsets, strict=True)
         ]
         tensors += sorted(placed, key=lambda tensor: tensor.offset)
     index = None

@@ -97,7 +97,7 @@ def test_every_truncation_of_a_manifest_is_found() -> None:
 def reframed(change: object) -> bytes:
     body = bytearray(encode_manifest(SMALL)[14:-4])
     change(body)  # type: ignore[operator]
-    return frame(MANIFEST_MAGIC, bytes(body))
+    return bytes(frame(MANIFEST_MAGIC, bytes(body)))
 
 
 @given(st.integers(0, len(encode_manifest(SMALL)) - 19), st.integers(0, 255))

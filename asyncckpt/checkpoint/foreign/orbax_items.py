@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -112,7 +112,12 @@ async def read_tree(listing: Listing) -> Item:
                 f"{path} is missing: lists are dicts, and strings and empty containers are left out"
             )
         return item
-    item.tree = _nested(listing, metadata, await _leaves(listing, table, metadata))
+    leaves = await _leaves(listing, table, metadata)
+    try:
+        item.tree = nest([entry.path for entry in metadata.entries], leaves, strict=True)
+    except ValueError as error:
+        reason = f"{METADATA_FILE} contradicts itself: {error}; use another checkpoint"
+        raise _contradiction(listing, reason, found=str(error)) from None
     if isinstance(metadata.custom, dict):
         item.custom = metadata.custom
     elif metadata.custom is not None:
@@ -158,24 +163,19 @@ async def _leaves(listing: Listing, table: KeyTable, metadata: TreeMetadata) -> 
     for entry in metadata.entries:
         if entry.kind in EMPTY:
             leaves.append(_EMPTY[entry.kind])
-        elif entry.kind == "string":
-            leaves.append(strings[entry.name])
+            continue
+        name = entry.name
+        if entry.kind == "string":
+            leaves.append(strings[name])
+        elif entry.kind == "jax.Array":
+            extra = {"prng_impl": implementations[name]} if name in implementations else None
+            leaves.append(ForeignLeaf("jax", arrays[name], extra))
         else:
-            leaves.append(_array_leaf(entry, arrays[entry.name], implementations))
+            spec = arrays[name].zarr.spec
+            number = entry.kind == "scalar" and not spec.shape
+            extra = {"python": numeric_class(spec.dtype)} if number else None
+            leaves.append(ForeignLeaf("numpy", arrays[name], extra))
     return leaves
-
-
-def _array_leaf(
-    entry: TreeEntry, array: FoundArray, implementations: Mapping[str, str]
-) -> ForeignLeaf:
-    if entry.kind == "scalar" and not array.zarr.spec.shape:
-        python = numeric_class(array.zarr.spec.dtype)
-        return ForeignLeaf("numpy", array, {"python": python})
-    if entry.kind == "jax.Array":
-        implementation = implementations.get(entry.name)
-        extra = None if implementation is None else {"prng_impl": implementation}
-        return ForeignLeaf("jax", array, extra)
-    return ForeignLeaf("numpy", array)
 
 
 async def _arrays(
@@ -279,21 +279,3 @@ async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str
     read = partial(read_document, listing.files, decode=decode_array_metadatas)
     found = await concurrently(listing.files, read, paths)
     return {name: prng for document in found for name, prng in document.items()}
-
-
-def _nested(listing: Listing, metadata: TreeMetadata, leaves: Sequence[Any]) -> Any:
-    try:
-        paths = [
-            [_index(key) if is_index else key for key, is_index in entry.path]
-            for entry in metadata.entries
-        ]
-        return nest(paths, leaves, strict=True)
-    except ValueError as error:
-        reason = f"{METADATA_FILE} contradicts itself: {error}; use another checkpoint"
-        raise _contradiction(listing, reason, found=str(error)) from None
-
-
-def _index(key: str) -> int:
-    if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
-        raise ValueError(f"{key[:40]!r} is not an index of a list")
-    return int(key)

@@ -92,27 +92,26 @@ def generation_of(name: str) -> int | None:
 def encode_manifest(uuid: bytes, version: Version) -> bytes:
     """Encode the manifest of a database with only this version."""
     root = version.root or Location("", MISSING, MISSING)
-    body = b"".join(
-        (
-            uuid,
-            b"\0",  # kind: single
-            encode_varint(INLINE_NBYTES),
-            encode_varint(NODE_NBYTES),
-            bytes((VERSION_TREE_ARITY_LOG2, 0)),  # not compressed
-            encode_data_files([root.file]),
-            b"\1",  # one version
-            encode_varint(version.generation),
-            bytes((version.root_height, 0)),  # in the first data file
-            encode_varint(root.offset),
-            encode_varint(root.nbytes),
-            encode_varint(version.num_keys),
-            encode_varint(version.tree_nbytes),
-            encode_varint(version.indirect_value_nbytes),
-            version.commit_time_ns.to_bytes(8, "little"),
-            b"\0",  # no nodes of older versions
-        )
+    manifest = frame(
+        MANIFEST_MAGIC,
+        uuid,
+        b"\0",  # kind: single
+        encode_varint(INLINE_NBYTES),
+        encode_varint(NODE_NBYTES),
+        bytes((VERSION_TREE_ARITY_LOG2, 0)),  # not compressed
+        encode_data_files([root.file]),
+        b"\1",  # one version
+        encode_varint(version.generation),
+        bytes((version.root_height, 0)),  # in the first data file
+        encode_varint(root.offset),
+        encode_varint(root.nbytes),
+        encode_varint(version.num_keys),
+        encode_varint(version.tree_nbytes),
+        encode_varint(version.indirect_value_nbytes),
+        version.commit_time_ns.to_bytes(8, "little"),
+        b"\0",  # no nodes of older versions
     )
-    return frame(MANIFEST_MAGIC, body)
+    return bytes(manifest)
 
 
 def decode_manifest(data: bytes, *, file: str) -> Manifest:
