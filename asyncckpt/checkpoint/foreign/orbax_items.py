@@ -18,7 +18,7 @@ from asyncckpt.checkpoint.foreign.listing import (
 )
 from asyncckpt.checkpoint.foreign.ocdbt import tree_of
 from asyncckpt.checkpoint.foreign.tables import KeyTable, directory_table, merge, read_database
-from asyncckpt.checkpoint.foreign.zarr_arrays import ArrayKey, read_arrays
+from asyncckpt.checkpoint.foreign.zarr_arrays import array_key, read_arrays
 from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import zarr3
@@ -183,7 +183,7 @@ async def _arrays(
 ) -> dict[str, FoundArray]:
     """Find the arrays of all leaves that are arrays, by name."""
     location = listing.files.location
-    keys: dict[str, ArrayKey] = {}
+    keys: dict[str, bytes] = {}
     names = (zarr3.METADATA_NAME, zarr2.METADATA_NAME)
     for entry in metadata.entries:
         if entry.kind in EMPTY or entry.kind == "string":
@@ -205,8 +205,8 @@ async def _arrays(
                 found=entry.name,
             )
         for document in names if metadata.use_zarr3 else reversed(names):
-            key = ArrayKey(entry.name, document)
-            if key.key in table.places:
+            key = array_key(entry.name, document)
+            if key in table.places:
                 keys[entry.name] = key
                 break
         else:

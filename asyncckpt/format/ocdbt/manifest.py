@@ -45,7 +45,8 @@ VERSION_TREE_ARITY_LOG2 = 4
 MANIFEST_NAME = "manifest.ocdbt"
 """Name of the manifest in the directory of a database."""
 
-_NUMBERED = re.compile(r"manifest\.([0-9a-f]{16})")
+NUMBERED = re.compile(r"manifest\.[0-9a-f]{16}")
+"""File names of the manifests of one generation, which sort by generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,6 @@ class Manifest:
 def numbered_name(generation: int) -> str:
     """Return the file name of the manifest of one generation."""
     return f"manifest.{generation:016x}"
-
-
-def generation_of(name: str) -> int | None:
-    """Return the generation whose manifest has this file name; None for other names."""
-    found = _NUMBERED.fullmatch(name)
-    return int(found[1], 16) if found is not None else None
 
 
 def encode_manifest(uuid: bytes, version: Version) -> bytes:
