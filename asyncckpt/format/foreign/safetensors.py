@@ -36,8 +36,8 @@ MAX_HEADER_NBYTES = 100_000_000
 
 MAX_NAME_CHARS = 1 << 16
 
-# safetensors dtype -> zarr v3 data type name; None for dtypes that cannot be restored.
-DTYPES: dict[str, str | None] = {
+# safetensors dtype -> zarr v3 data type name, except for the packed dtypes of 4 and 6 bits.
+DTYPES: dict[str, str] = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -57,11 +57,8 @@ DTYPES: dict[str, str | None] = {
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
-    "F6_E2M3": None,
-    "F6_E3M2": None,
-    "F4": None,
 }
-CODES: dict[str, str] = {name: code for code, name in DTYPES.items() if name is not None}
+CODES: dict[str, str] = {name: code for code, name in DTYPES.items()}
 
 SHARDS_KEY = "DCP_SHARDING_INFO"
 """Metadata of torch's `HuggingFaceStorageWriter`: offset of each shard in its tensor."""
@@ -145,10 +142,9 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
             begin, end = span
             dtype = DTYPES.get(code)
             if dtype is None:
-                known = "cannot be restored" if code in DTYPES else "is unknown to this release"
                 raise unsupported(
-                    f"the dtype {code[:40]!a} of {where} {known}; convert the tensor with the "
-                    "library that wrote it",
+                    f"the dtype {code[:40]!a} of {where} is not read here; convert the tensor with "
+                    "the library that wrote it",
                     file=file,
                     offset=_place(data, name),
                     expected=tuple(CODES.values()),
