@@ -131,20 +131,16 @@ def plan_files(target: Target, reader: LeafReader, snapshot: Snapshot) -> FilesP
         UsageError: names, dtypes or sizes do not fit the format; names the leaf.
     """
     untie(snapshot, target.options)
-    specs: list[ArraySpec] = []
-    owned: list[int] = []
+    specs: dict[int, ArraySpec] = {}
     for number, leaf in enumerate(snapshot.array_leaf):
-        if number in snapshot.tied:
-            specs.append(specs[snapshot.tied[number]])
-            continue
-        path, source = snapshot.paths[leaf], snapshot.sources[number]
-        own = options_of_leaf(target.options, path, source.spec)
-        specs.append(source.spec if own is None else stored_spec(path, source, own))
-        owned.append(number)
+        if number not in snapshot.tied:
+            path, source = snapshot.paths[leaf], snapshot.sources[number]
+            own = options_of_leaf(target.options, path, source.spec)
+            specs[number] = source.spec if own is None else stored_spec(path, source, own)
     leaf_names = tensor_names(snapshot.structure.parts(), snapshot.paths)
-    for number in owned:
-        _check_dtype(snapshot.paths[snapshot.array_leaf[number]], specs[number].dtype)
-    files = _share(owned, specs, target.max_file_nbytes)
+    for number, spec in specs.items():
+        _check_dtype(snapshot.paths[snapshot.array_leaf[number]], spec.dtype)
+    files = _share(specs, target.max_file_nbytes)
     texts = _metadata(
         snapshot, leaf_names, {**reader.opened.metadata, **target.metadata}, reader.opened.metrics
     )
@@ -204,19 +200,16 @@ def _check_dtype(path: str, dtype: str) -> None:
     )
 
 
-def _share(
-    numbers: Sequence[int], specs: Sequence[ArraySpec], max_file_nbytes: int | None
-) -> list[list[int]]:
+def _share(specs: Mapping[int, ArraySpec], max_file_nbytes: int | None) -> list[list[int]]:
     """Return the arrays of each file, in tree order; at least one file."""
     files: list[list[int]] = [[]]
     nbytes = 0
-    for number in numbers:
-        size = specs[number].nbytes
-        if max_file_nbytes is not None and files[-1] and nbytes + size > max_file_nbytes:
+    for number, spec in specs.items():
+        if max_file_nbytes is not None and files[-1] and nbytes + spec.nbytes > max_file_nbytes:
             files.append([])
             nbytes = 0
         files[-1].append(number)
-        nbytes += size
+        nbytes += spec.nbytes
     return files
 
 
@@ -234,19 +227,14 @@ def _metadata(
     metadata: Mapping[str, object],
     metrics: Mapping[str, float],
 ) -> dict[str, str]:
-    number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
-    tensors: list[str | None] = []
+    tensors: list[str | None] = [None] * len(names)
     texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
-    for leaf, name in enumerate(names):
-        number = number_of.get(leaf)
-        if number is None:
-            tensors.append(None)
-            continue
+    for number, leaf in enumerate(snapshot.array_leaf):
         kept = names[snapshot.array_leaf[snapshot.tied.get(number, number)]]
-        tensors.append(kept)
-        if kept != name:
+        tensors[leaf] = kept
+        if kept != names[leaf]:
             # Like safetensors.torch.save_model for tensors that share memory.
-            texts[name] = kept
+            texts[names[leaf]] = kept
     # The tree holds the user's strings, too, so those under reserved keys are not lost.
     texts = {key: text for key, text in texts.items() if key.partition(".")[0] != TREE_KEY}
     leaves = LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, {})

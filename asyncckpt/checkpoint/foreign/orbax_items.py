@@ -139,12 +139,9 @@ async def _table(listing: Listing, metadata: TreeMetadata | None) -> KeyTable:
         if await listing.exists(MANIFEST_NAME):
             return await read_database(listing)
         base = listing.path("")
-        first_parts = {p.removeprefix(base).partition("/")[0] for p in listing.nbytes_of}
-        processes = sorted(
-            name
-            for name in first_parts
-            if PROCESS_DIRECTORY.fullmatch(name) and listing.has(f"{name}/{MANIFEST_NAME}")
-        )
+        split = [posixpath.split(path.removeprefix(base)) for path in listing.nbytes_of]
+        directories = {directory for directory, name in split if name == MANIFEST_NAME}
+        processes = sorted(filter(PROCESS_DIRECTORY.fullmatch, directories))
         if processes:
             read = partial(read_database, listing)
             return merge(await concurrently(listing.files, read, processes))
