@@ -22,6 +22,7 @@ from asyncckpt.checkpoint.foreign.zarr_arrays import array_key, read_arrays
 from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import zarr3
+from asyncckpt.format.damage import path_fault
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import EMPTY_NAMEDTUPLE, ForeignLeaf, nest
 from asyncckpt.format.foreign.orbax_read import (
@@ -232,8 +233,9 @@ async def _refuse(
             location=location,
             found=entry.kind,
         )
-    if table.is_directory:
-        await refuse_link(listing.files, listing.path(posixpath.join(entry.name, document)))
+    path = listing.path(posixpath.join(entry.name, document))
+    if table.is_directory and path_fault(path) is None:
+        await refuse_link(listing.files, path)
     raise _contradiction(
         listing,
         f"the array {entry.name!r} has no {document}, {METADATA_FILE} lists it; use another copy",

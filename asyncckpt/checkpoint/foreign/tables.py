@@ -50,6 +50,7 @@ class KeyTable:
                 found[key] = place
                 continue
             path, offset, nbytes = ranges[key] = place
+            await self.listing.check(path, offset, nbytes)
             if nbytes > max_nbytes:
                 raise damaged(
                     self.listing.files,
@@ -86,6 +87,8 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
             return KeyTable(listing, {})
         if is_our_data(version.root.file):
             raise without_record(files.location, is_database=not directory)
+        root = version.root
+        await listing.check(posixpath.join(directory, root.file), root.offset, root.nbytes)
         limits = TreeLimits.of_files(len(listing.nbytes_of), listing.nbytes)
         decoder = TreeDecoder(version, limits, base=posixpath.join(directory, ""))
         while wanted := decoder.wanted:

@@ -38,7 +38,8 @@ _DECODERS: Mapping[str, Callable[..., ZarrArray | None]] = {
 
 def array_key(name: str, document: str) -> bytes:
     """Return the key of the metadata document of an array."""
-    return f"{name}/{document}".encode() if name else document.encode()
+    # Names with lone surrogates are keys of no table.
+    return (f"{name}/{document}" if name else document).encode("utf-8", "surrogatepass")
 
 
 def array_keys(table: KeyTable) -> list[bytes]:
