@@ -108,7 +108,7 @@ async def _newest(listing: Listing, directory: str) -> Version | None:
         return None
     name = max(names)
     newest = await _manifest(files, directory, name)
-    found = newest.latest and newest.latest.generation
+    found = None if newest.latest is None else newest.latest.generation
     if newest.uuid != manifest.uuid or found is None or numbered_name(found) != name:
         path = posixpath.join(directory, name)
         raise damaged(
