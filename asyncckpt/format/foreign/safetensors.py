@@ -174,8 +174,8 @@ def _place(data: bytes, name: str) -> int:
 def _check_cover(document: dict[str, Any], nbytes: int, start: int, file: str) -> None:
     """Raise unless the tensors fill the `nbytes` of data from `start` without gaps or overlaps."""
     due = 0
-    for name, tensor in sorted(document.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = tensor["data_offsets"]
+    for name in sorted(document, key=lambda name: document[name]["data_offsets"]):
+        begin, end = document[name]["data_offsets"]
         if begin != due:
             what = "overlap" if begin < due else "leave a gap"
             raise corrupt(
