@@ -49,31 +49,26 @@ class Difference:
         """
         first, second = first.reshape(-1), second.reshape(-1)
         for start in range(0, box.size, BLOCK_SIZE):
-            block = slice(start, start + BLOCK_SIZE)
-            self._add_block(box, start, first[block], second[block], bitwise=bitwise)
-
-    def _add_block(
-        self, box: Box, start: int, first: Values, second: Values, *, bitwise: bool
-    ) -> None:
-        if first.dtype == second.dtype and np.array_equal(bits(first), bits(second)):
-            return
-        with np.errstate(all="ignore"):
-            where = np.flatnonzero(_unequal(first, second, bitwise=bitwise))
-            if not len(where):
-                return
-            distance, relative, nan = _distances(first[where], second[where])
-        distance = np.where(nan, -1.0, distance)
-        at = int(np.argmax(distance))
-        index = np.unravel_index(start + where[at], box.shape) if box.shape else ()
-        self.merge(
-            Difference(
-                len(where),
-                int(np.count_nonzero(nan)),
-                float(distance[at]),
-                float(relative[~nan].max(initial=0.0)),
-                tuple(int(i) + o for i, o in zip(index, box.offset, strict=True)),
+            a, b = (values[start : start + BLOCK_SIZE] for values in (first, second))
+            if a.dtype == b.dtype and np.array_equal(bits(a), bits(b)):
+                continue
+            with np.errstate(all="ignore"):
+                where = np.flatnonzero(_unequal(a, b, bitwise=bitwise))
+                if not len(where):
+                    continue
+                distance, relative, nan = _distances(a[where], b[where])
+            distance = np.where(nan, -1.0, distance)
+            at = int(np.argmax(distance))
+            index = np.unravel_index(start + where[at], box.shape) if box.shape else ()
+            self.merge(
+                Difference(
+                    len(where),
+                    int(np.count_nonzero(nan)),
+                    float(distance[at]),
+                    float(relative[~nan].max(initial=0.0)),
+                    tuple(int(i) + o for i, o in zip(index, box.offset, strict=True)),
+                )
             )
-        )
 
     def merge(self, other: Difference) -> None:
         """Add the differences of `other`, in any order."""

@@ -274,24 +274,11 @@ class LeafReader:
         return rows, total
 
     def _load(self, rows: Sequence[int]) -> list[Values]:
-        destinations, values = self._destinations(rows)
-        pool, compute = self._runtime.pool, self._runtime.engine.compute
-        reads = plan_reads(self.opened, self.extents, destinations, slot_nbytes=pool.slot_nbytes)
-
-        async def read() -> None:
-            fetch = Fetch(reads, pool, compute)
-            await fetch.run()
-            self.read_nbytes += fetch.read_nbytes
-
-        self._runtime.engine.submit(read).future.result()
-        return values
-
-    def _destinations(self, rows: Sequence[int]) -> tuple[Destinations, list[Values]]:
         numbers = np.array(rows, np.int64)
         arena = Arena(int(self._row_nbytes[numbers].sum()))
         arrays = self._row_array[numbers]
         cells = numbers - self.opened.stored.first_row[arrays]
-        destinations, memories = Destinations(), list[Values]()
+        destinations, values = Destinations(), list[Values]()
         for array, cell in zip(arrays.tolist(), cells.tolist(), strict=True):
             storage = self.opened.storage(array)
             grid, dtype = storage.grid, DTYPES[storage.spec.dtype]
@@ -303,8 +290,17 @@ class LeafReader:
             memory = arena.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
             path = self.paths[self._leaf_of[array]]
             destinations.add(path, array, box, memory)
-            memories.append(memory)
-        return destinations, memories
+            values.append(memory)
+        pool, compute = self._runtime.pool, self._runtime.engine.compute
+        reads = plan_reads(self.opened, self.extents, destinations, slot_nbytes=pool.slot_nbytes)
+
+        async def read() -> None:
+            fetch = Fetch(reads, pool, compute)
+            await fetch.run()
+            self.read_nbytes += fetch.read_nbytes
+
+        self._runtime.engine.submit(read).future.result()
+        return values
 
 
 def _part(values: Values, where: tuple[slice, ...]) -> Values:

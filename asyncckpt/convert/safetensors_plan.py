@@ -10,23 +10,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncckpt.convert.destination import Target
+from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.format.fields import excess
 from asyncckpt.format.foreign.safetensors import (
     CODES,
+    INDEX_SUFFIX,
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
     MAX_NAME_CHARS,
     METADATA_KEY,
     SUFFIX,
     encode_header,
+    encode_index,
 )
-from asyncckpt.format.foreign.safetensors_set import INDEX_SUFFIX, encode_index
 from asyncckpt.format.foreign.safetensors_tree import TREE_KEY, SavedTree, encode_tree
 from asyncckpt.format.record_values import LeafTable
 from asyncckpt.format.scalars import is_unicode
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window, cut_windows
+from asyncckpt.save.plan_cache import options_of_leaf, stored_spec, untie
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import Key, where
@@ -120,39 +124,40 @@ def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list
     return names
 
 
-def plan_files(
-    snapshot: Snapshot,
-    specs: Sequence[ArraySpec],
-    *,
-    metadata: Mapping[str, object],
-    metrics: Mapping[str, float],
-    max_file_nbytes: int | None,
-    tiled: Sequence[bool],
-    name: str,
-) -> FilesPlan:
-    """Plan the files for the tree of a snapshot.
-
-    By array, `specs` has shape and stored dtype, and `tiled` whether it is written tile by tile.
-    `max_file_nbytes` is that of `Target`; `name` is the name of a single file.
+def plan_files(target: Target, reader: LeafReader, snapshot: Snapshot) -> FilesPlan:
+    """Plan the files at the target for the tree of a snapshot. Blocking.
 
     Raises:
         UsageError: names, dtypes or sizes do not fit the format; names the leaf.
     """
+    untie(snapshot, target.options)
+    specs: dict[int, ArraySpec] = {}
+    for number, leaf in enumerate(snapshot.array_leaf):
+        if number not in snapshot.tied:
+            path, source = snapshot.paths[leaf], snapshot.sources[number]
+            own = options_of_leaf(target.options, path, source.spec)
+            specs[number] = source.spec if own is None else stored_spec(path, source, own)
     leaf_names = tensor_names(snapshot.structure.parts(), snapshot.paths)
-    owned = [number for number in range(len(specs)) if number not in snapshot.tied]
-    for number in owned:
-        _check_dtype(snapshot.paths[snapshot.array_leaf[number]], specs[number].dtype)
-    files = _share(owned, specs, max_file_nbytes)
-    texts = _metadata(snapshot, leaf_names, metadata, metrics)
-    names = _file_names(len(files), None if max_file_nbytes else name)
+    for number, spec in specs.items():
+        _check_dtype(snapshot.paths[snapshot.array_leaf[number]], spec.dtype)
+    files = _share(specs, target.max_file_nbytes)
+    texts = _metadata(
+        snapshot, leaf_names, {**reader.opened.metadata, **target.metadata}, reader.opened.metrics
+    )
+    names = _file_names(len(files), None if target.max_file_nbytes else target.name)
+    # Stores without positional writes need each file in order, even if chunks are read repeatedly.
+    scattered = target.store.capabilities.positional_writes
     headers: list[bytes] = []
     sizes: list[int] = []
     tensors: list[Tensor] = []
     for file, numbers in enumerate(files):
-        rows = [(leaf_names[snapshot.array_leaf[number]], specs[number]) for number in numbers]
+        leaves = [snapshot.array_leaf[number] for number in numbers]
+        rows = [
+            (leaf_names[leaf], specs[number]) for leaf, number in zip(leaves, numbers, strict=True)
+        ]
         # The first file of a set stores the tree.
-        own = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
-        header, offsets = encode_header(rows, own)
+        own_texts = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
+        header, offsets = encode_header(rows, own_texts)
         if reason := excess(header[LENGTH_NBYTES:], MAX_HEADER_NBYTES):
             raise UsageError(
                 f"readers would refuse the header of {names[file]}: {reason}; if the tree has too "
@@ -163,8 +168,8 @@ def plan_files(
         headers.append(header)
         sizes.append(len(header) + sum(spec.nbytes for _, spec in rows))
         placed = [
-            Tensor(number, *row, file, offset, tiled[number])
-            for number, row, offset in zip(numbers, rows, offsets, strict=True)
+            Tensor(number, *row, file, offset, scattered and reader.is_banded(leaf))
+            for number, leaf, row, offset in zip(numbers, leaves, rows, offsets, strict=True)
         ]
         tensors += sorted(placed, key=lambda tensor: tensor.offset)
     index = None
@@ -195,19 +200,16 @@ def _check_dtype(path: str, dtype: str) -> None:
     )
 
 
-def _share(
-    numbers: Sequence[int], specs: Sequence[ArraySpec], max_file_nbytes: int | None
-) -> list[list[int]]:
+def _share(specs: Mapping[int, ArraySpec], max_file_nbytes: int | None) -> list[list[int]]:
     """Return the arrays of each file, in tree order; at least one file."""
     files: list[list[int]] = [[]]
     nbytes = 0
-    for number in numbers:
-        size = specs[number].nbytes
-        if max_file_nbytes is not None and files[-1] and nbytes + size > max_file_nbytes:
+    for number, spec in specs.items():
+        if max_file_nbytes is not None and files[-1] and nbytes + spec.nbytes > max_file_nbytes:
             files.append([])
             nbytes = 0
         files[-1].append(number)
-        nbytes += size
+        nbytes += spec.nbytes
     return files
 
 
@@ -225,19 +227,14 @@ def _metadata(
     metadata: Mapping[str, object],
     metrics: Mapping[str, float],
 ) -> dict[str, str]:
-    number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
-    tensors: list[str | None] = []
+    tensors: list[str | None] = [None] * len(names)
     texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
-    for leaf, name in enumerate(names):
-        number = number_of.get(leaf)
-        if number is None:
-            tensors.append(None)
-            continue
+    for number, leaf in enumerate(snapshot.array_leaf):
         kept = names[snapshot.array_leaf[snapshot.tied.get(number, number)]]
-        tensors.append(kept)
-        if kept != name:
+        tensors[leaf] = kept
+        if kept != names[leaf]:
             # Like safetensors.torch.save_model for tensors that share memory.
-            texts[name] = kept
+            texts[names[leaf]] = kept
     # The tree holds the user's strings, too, so those under reserved keys are not lost.
     texts = {key: text for key, text in texts.items() if key.partition(".")[0] != TREE_KEY}
     leaves = LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, {})

@@ -34,9 +34,8 @@ from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
 from asyncckpt.ports import Bytes, DataFile, Export, ExportingStore, ScatteredFile, Sizes
 from asyncckpt.reports import Progress
-from asyncckpt.save.plan_cache import options_of_leaf, stored_spec, untie
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
+from asyncckpt.spec import DTYPES, Box, ChunkGrid
 
 T = TypeVar("T")
 
@@ -52,7 +51,7 @@ async def write_files(target: Target, reader: LeafReader, snapshot: Snapshot) ->
         StoreError: writing failed. Nothing remains.
     """
     runtime, store = target.runtime, target.store
-    plan = await runtime.engine.compute.run(_plan, target, reader, snapshot)
+    plan = await runtime.engine.compute.run(plan_files, target, reader, snapshot)
     reader.in_order([snapshot.array_leaf[tensor.number] for tensor in plan.tensors])
     total = sum(plan.file_nbytes)
     wanted = target.options.concurrency
@@ -87,32 +86,6 @@ async def write_files(target: Target, reader: LeafReader, snapshot: Snapshot) ->
     )
 
 
-def _plan(target: Target, reader: LeafReader, snapshot: Snapshot) -> FilesPlan:
-    untie(snapshot, target.options)
-    specs: list[ArraySpec] = []
-    tiled: list[bool] = []
-    # Stores without positional writes need each file in order, even if chunks are read repeatedly.
-    scattered = target.store.capabilities.positional_writes
-    for number, leaf in enumerate(snapshot.array_leaf):
-        source = snapshot.sources[number]
-        tiled.append(scattered and reader.is_banded(leaf))
-        if number in snapshot.tied:
-            specs.append(specs[snapshot.tied[number]])
-            continue
-        path = snapshot.paths[leaf]
-        own = options_of_leaf(target.options, path, source.spec)
-        specs.append(source.spec if own is None else stored_spec(path, source, own))
-    return plan_files(
-        snapshot,
-        specs,
-        metadata={**reader.opened.metadata, **target.metadata},
-        metrics=reader.opened.metrics,
-        max_file_nbytes=target.max_file_nbytes,
-        tiled=tiled,
-        name=target.name,
-    )
-
-
 @dataclass(eq=False, repr=False)
 class FilesWriter:
     """Writer of the planned files of an attempt, window by window in slots of `pool`.
@@ -127,11 +100,7 @@ class FilesWriter:
     attempt: Export
     pool: SlotPool
     concurrency: int
-
-    def __post_init__(self) -> None:
-        self._compute = self.target.runtime.engine.compute
-        self._positional = self.target.store.capabilities.positional_writes
-        self._done_nbytes = 0
+    done_nbytes: int = 0
 
     async def run(self) -> None:
         """Write every file, whole and durable. Cancellation, errors: as `write_files`."""
@@ -158,7 +127,7 @@ class FilesWriter:
         async def stream() -> None:
             for item in waiting:
                 slots = await self.pool.take(1, grow=False)
-                reusable = self._positional
+                reusable = self.target.store.capabilities.positional_writes
                 try:
                     reusable |= await write(slots[0], item)
                 finally:
@@ -180,13 +149,15 @@ class FilesWriter:
                 yield tensor, box
 
     def _written(self, nbytes: int) -> None:
-        self._done_nbytes += nbytes
+        self.done_nbytes += nbytes
         if self.target.progress is not None:
             total = sum(self.plan.file_nbytes)
-            self.target.progress(Progress("convert", min(self._done_nbytes, total), total))
+            self.target.progress(Progress("convert", min(self.done_nbytes, total), total))
 
     async def _window(self, file: DataFile, slot: Slot, window: Window) -> bool:
-        await self._compute.run(self._fill, window, slot.buffer[: window.nbytes])
+        await self.target.runtime.engine.compute.run(
+            self._fill, window, slot.buffer[: window.nbytes]
+        )
         # The client keeps the body while it sends it: no other view of the slot may exist now.
         reusable = await file.write(window.offset, slot.body(window.nbytes))
         self._written(window.nbytes)
@@ -196,7 +167,9 @@ class FilesWriter:
         tensor, box = tile
         dtype = DTYPES[tensor.spec.dtype]
         data = slot.buffer[: box.size * dtype.itemsize]
-        await self._compute.run(self._reader(tensor).read, box, data.view(dtype).reshape(box.shape))
+        await self.target.runtime.engine.compute.run(
+            self._reader(tensor).read, box, data.view(dtype).reshape(box.shape)
+        )
         offsets, runs = _runs(tensor, box, data)
         await cast(ScatteredFile, file).write_runs(offsets, runs)
         self._written(data.nbytes)

@@ -50,7 +50,7 @@ def encode_manifest(
         b"\0" if config.zstd_level is None else b"\1" + struct.pack("<i", config.zstd_level),
     ]
     if manifest.numbered:
-        return frame(MANIFEST_MAGIC, b"".join(head))
+        return bytes(frame(MANIFEST_MAGIC, b"".join(head)))
     paths: dict[str, int] = {}
 
     def place(location: Location | None) -> tuple[bytes, bytes, bytes]:
@@ -83,4 +83,4 @@ def encode_manifest(
         *(n.commit_time_ns.to_bytes(8, "little") for n in nodes),
         bytes(n.height for n in nodes),
     ]
-    return frame(MANIFEST_MAGIC, b"".join(out))
+    return bytes(frame(MANIFEST_MAGIC, b"".join(out)))

@@ -232,7 +232,7 @@ def test_changed_bytes_with_a_right_checksum_are_a_node_or_an_error(
     cut = data.draw(st.integers(0, 3))
     try:
         node = decode_node(
-            frame(NODE_MAGIC, bytes(body[: len(body) - cut])), file="d/nodes", offset=0
+            bytes(frame(NODE_MAGIC, body[: len(body) - cut])), file="d/nodes", offset=0
         )
     except CorruptCheckpointError as error:
         assert "d/nodes, byte" in str(error)
@@ -243,7 +243,7 @@ def test_changed_bytes_with_a_right_checksum_are_a_node_or_an_error(
 @given(st.binary(max_size=80))
 def test_any_bytes_with_a_right_checksum_are_a_node_or_an_error(body: bytes) -> None:
     try:
-        decode_node(frame(NODE_MAGIC, body), file="d/nodes", offset=0)
+        decode_node(bytes(frame(NODE_MAGIC, body)), file="d/nodes", offset=0)
     except CorruptCheckpointError:
         pass
 
@@ -267,7 +267,7 @@ def leaf_body(count: int, *columns: bytes) -> bytes:
 )
 def test_contradictions_inside_a_node_are_named(body: bytes, reason: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=reason):
-        decode_node(frame(NODE_MAGIC, body), file="d/nodes", offset=0)
+        decode_node(bytes(frame(NODE_MAGIC, body)), file="d/nodes", offset=0)
 
 
 def test_keys_that_share_prefixes_cannot_stand_for_gigabytes() -> None:
@@ -279,7 +279,7 @@ def test_keys_that_share_prefixes_cannot_stand_for_gigabytes() -> None:
         b"k" * long + b"".join(b"%c%c" % (i >> 6, i & 63) for i in range(1, count)),
         bytes(2 * count),
     )
-    data = frame(NODE_MAGIC, leaf_body(count, *columns))
+    data = bytes(frame(NODE_MAGIC, leaf_body(count, *columns)))
     with pytest.raises(CorruptCheckpointError, match="keys pass the limit"):
         decode_node(data, file="d/nodes", offset=0, max_keys_nbytes=1 << 24)
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.manifest import (
+    NUMBERED,
     Manifest,
     Version,
     decode_manifest,
-    generation_of,
     numbered_name,
 )
 from asyncckpt.format.ocdbt.manifest import encode_manifest as manifest_of
@@ -97,7 +97,7 @@ def test_every_truncation_of_a_manifest_is_found() -> None:
 def reframed(change: object) -> bytes:
     body = bytearray(encode_manifest(SMALL)[14:-4])
     change(body)  # type: ignore[operator]
-    return frame(MANIFEST_MAGIC, bytes(body))
+    return bytes(frame(MANIFEST_MAGIC, bytes(body)))
 
 
 @given(st.integers(0, len(encode_manifest(SMALL)) - 19), st.integers(0, 255))
@@ -128,11 +128,12 @@ def test_a_manifest_of_numbered_manifests_has_no_versions() -> None:
         decode_manifest(reframed(lambda body: body.__setitem__(16, 1)), file="m")
 
 
-def test_names_of_numbered_manifests_are_generations() -> None:
+def test_names_of_numbered_manifests_sort_by_generation() -> None:
     assert numbered_name(21) == "manifest.0000000000000015"
-    assert generation_of(numbered_name(2**64 - 1)) == 2**64 - 1
+    names = [numbered_name(generation) for generation in (1, 21, 2**32, 2**64 - 1)]
+    assert names == sorted(names) and all(map(NUMBERED.fullmatch, names))
     for name in ("manifest.ocdbt", "manifest.15", "manifest.000000000000001F", "x"):
-        assert generation_of(name) is None
+        assert NUMBERED.fullmatch(name) is None
 
 
 def test_kinds_of_manifests_from_the_future_are_named() -> None:

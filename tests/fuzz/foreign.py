@@ -14,16 +14,19 @@ import zstandard
 
 from asyncckpt.format import orbax, zarr3
 from asyncckpt.format.foreign import orbax_read, zarr2
-from asyncckpt.format.foreign.safetensors import decode_header, header_nbytes
-from asyncckpt.format.foreign.safetensors_set import decode_index, holds_parts
+from asyncckpt.format.foreign.safetensors import (
+    decode_header,
+    decode_index,
+    header_nbytes,
+    holds_parts,
+)
 from asyncckpt.format.foreign.safetensors_tree import TREE_KEY, SavedTree, decode_tree, encode_tree
-from asyncckpt.format.foreign.sharding import decode_index as decode_shard_index
 from asyncckpt.format.foreign.torch.dcp import decode_entries
 from asyncckpt.format.foreign.torch.plain_values import load_value
 from asyncckpt.format.foreign.torch.torch_pickle import metadata_names
 from asyncckpt.format.foreign.torch.torch_zip import Archive
 from asyncckpt.format.foreign.torch.unpickle import Allowance, PickleSource, Unpickler
-from asyncckpt.format.foreign.zarr_codecs import make_codec
+from asyncckpt.format.foreign.zarr_codecs import decode_shard_index, make_codec
 from asyncckpt.format.orbax import OrbaxLeaf
 from asyncckpt.format.record_values import LeafTable
 from asyncckpt.format.scalars import encode_scalar

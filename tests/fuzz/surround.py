@@ -26,7 +26,7 @@ def framed(data: bytes, magic: int) -> bytes:
     if kind == RAW:
         return body
     if kind not in (PACKED, PRESSED):
-        return frame(magic, body)
+        return bytes(frame(magic, body))
     packed = b"\0\1" + (body if kind == PRESSED else zstandard.compress(body, 1))
     return sealed(magic.to_bytes(4, "big") + (len(packed) + 16).to_bytes(8, "little") + packed)
 

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from asyncckpt.checkpoint.foreign.listing import Listing, Range, batches, named
+from asyncckpt.checkpoint.foreign.listing import Listing, Range, batches, located
 from asyncckpt.checkpoint.foreign.raw import Run
 from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.damage import corrupt, unsupported
@@ -96,17 +96,17 @@ class Archives:
         """Yield the range to read of every archive that is not at fault."""
         for number, entry in enumerate(self._entries):
             for shard, item in enumerate(entry.items):
-                with self._recording(number, item.file) as shown:
-                    _check(entry, item, self._listing.nbytes_of[item.file], shown)
+                with self._recording(number):
+                    _check(entry, item, self._listing.nbytes_of[item.file])
                     nbytes = item.nbytes if entry.shape is None else min(item.nbytes, HEAD_NBYTES)
                     yield _Want((item.file, item.offset, nbytes), number, shard)
 
     def _take(self, want: _Want, data: bytes) -> None:
         entry = self._entries[want.number]
         item = entry.items[want.shard]
-        with self._recording(want.number, item.file) as shown:
+        with self._recording(want.number):
             what = f"the archive of {entry.key[:200]!r}"
-            archive = Archive(data, item.nbytes, what, shown, item.offset)
+            archive = Archive(data, item.nbytes, what, item.file, item.offset)
             if entry.shape is None:
                 self._allowance.left += ALLOWANCE_RATIO * len(data)
                 self.values[want.number] = self._value(archive, entry)
@@ -161,23 +161,23 @@ class Archives:
         return tensor, payload
 
     @contextlib.contextmanager
-    def _recording(self, number: int, path: str) -> Iterator[str]:
+    def _recording(self, number: int) -> Iterator[None]:
         """Record an error of parsers as the fault of an entry."""
         try:
-            with named(self._listing.files, path) as shown:
-                yield shown
+            with located(self._listing.files):
+                yield
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
             # A copy: the error's traceback would keep half-decoded objects alive.
             self.faults[number] = copy.copy(error)
 
 
-def _check(entry: Entry, item: Item, size: int, file: str) -> None:
+def _check(entry: Entry, item: Item, size: int) -> None:
     """Check that the archive is within its file of `size` bytes and can be restored."""
     end = item.offset + item.nbytes
     where = f"{entry.key[:200]!r}"
     if end > size:
         reason = f"it is truncated: the archive of {where} ends at byte {end}, the file at {size}"
-        raise corrupt("the file", reason, file=file, offset=size, expected=end, found=size)
+        raise corrupt("the file", reason, file=item.file, offset=size, expected=end, found=size)
     found = ""
     if entry.shape is None and item.nbytes > MAX_VALUE_NBYTES:
         found = f"a value of {item.nbytes} bytes that is not a tensor"
@@ -187,7 +187,7 @@ def _check(entry: Entry, item: Item, size: int, file: str) -> None:
         raise unsupported(
             f"{where} is {found}, which is not restored; save it as a tensor of another dtype, or "
             "leave it out with include=",
-            file=file,
+            file=item.file,
             offset=item.offset,
             expected=DTYPES,
             found=found,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from asyncckpt.checkpoint.foreign.archives import Archives
-from asyncckpt.checkpoint.foreign.listing import list_some, named
+from asyncckpt.checkpoint.foreign.listing import list_some, located
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.format.damage import corrupt
@@ -51,15 +51,16 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     """Open a checkpoint from its metadata, the heads of its tensors, and its other values."""
     data = await files.read(METADATA_NAME, max_nbytes=MAX_METADATA_NBYTES)
     allowance = Allowance(ALLOWANCE_RATIO * len(data) + FREE_NBYTES)
-    with named(files, METADATA_NAME) as shown:
-        source = PickleSource(data, "the metadata of torch.distributed.checkpoint", shown)
+    with located(files):
+        what = "the metadata of torch.distributed.checkpoint"
+        source = PickleSource(data, what, METADATA_NAME)
         unpickler = Unpickler(source, metadata_names(), allowance)
         while True:
             if unpickler.step(OPCODES_PER_TURN):
                 break
             await asyncio.sleep(0)
-        entries = decode_entries(unpickler.value, file=shown)
-        check_tiling(entries, file=shown)
+        entries = decode_entries(unpickler.value, file=METADATA_NAME)
+        check_tiling(entries, file=METADATA_NAME)
     notes: tuple[str, ...] = ()
     if unpickler.unknown:  # fields that torch 2.13 lacks
         notes = (
@@ -71,11 +72,11 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     archives = Archives(listing, entries, allowance)
     await archives.read()
     values = [archives.values.get(n, ForeignLeaf("torch", n)) for n in range(len(entries))]
-    with named(files, METADATA_NAME) as shown:
+    with located(files):
         try:
             structure, leaves = structure_of(nest([entry.path for entry in entries], values))
         except ValueError as error:
-            raise corrupt("planner_data", str(error), file=shown) from None
+            raise corrupt("planner_data", str(error), file=METADATA_NAME) from None
     tables = RunTables()
     for leaf in leaves:
         if isinstance(leaf, SavedArray):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from asyncckpt.checkpoint.foreign.listing import Listing, Range, concurrently, damaged, refuse_link
 from asyncckpt.checkpoint.foreign.tables import KeyTable
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage
 from asyncckpt.format.damage import path_fault
 from asyncckpt.format.zarr import ZarrArray
 
@@ -119,24 +120,14 @@ def _check_sizes(extents: Extents, arrays: Sequence[FoundArray], opened: OpenChe
         return
     stored = extents.nbytes[rows]
     array = np.searchsorted(opened.stored.first_row, rows, "right") - 1
-    spec = opened.stored.kind[array]
-    kinds = opened.storages
-    compressed = np.array([s.codec.decode is not None for s in kinds])[spec]
-    payload = np.array([s.chunk_nbytes for s in kinds], np.int64)[spec]
-    sparse = re.compile("bz2|sharding")
-    ratios = [MAX_RATIO_SPARSE if sparse.search(s.codec.name) else MAX_RATIO for s in kinds]
-    ratio = np.array(ratios, np.float64)[spec]
-    most = np.array([4 * s.spec.nbytes + PADDING_NBYTES for s in kinds], np.float64)[spec]
-    trailer = np.array([s.codec.trailer_nbytes for s in kinds], np.int64)[spec]
-    good = np.where(
-        compressed,
-        (payload <= np.maximum(stored - trailer, 0) * ratio) & (payload <= most),
-        stored == payload + trailer,
-    )
+    limits = np.array([_stored_nbytes(storage) for storage in opened.storages])
+    least, most = limits[opened.stored.kind[array]].T
+    good = (least <= stored) & (stored <= most)
     if good.all():
         return
     bad = int(np.argmin(good))
     row, found = int(rows[bad]), arrays[int(array[bad])]
+    payload = opened.storage(int(array[bad])).chunk_nbytes
     file, offset, where = None, None, "in the metadata"
     if extents.file[row] >= 0:
         file = opened.stored_files[int(extents.file[row])].path
@@ -146,9 +137,20 @@ def _check_sizes(extents: Extents, arrays: Sequence[FoundArray], opened: OpenChe
         opened.files,
         file,
         f"a chunk of array {found.name!r} {where} has {stored[bad]} bytes, which cannot hold its "
-        f"{payload[bad]} bytes of elements (the array has {found.zarr.spec.nbytes}); the "
+        f"{payload} bytes of elements (the array has {found.zarr.spec.nbytes}); the "
         "checkpoint is damaged or hostile: use another, or leave this array out with include=",
         offset=offset,
-        expected=int(payload[bad]),
+        expected=payload,
         found=int(stored[bad]),
     )
+
+
+def _stored_nbytes(storage: Storage) -> tuple[float, float]:
+    """Return the least and most bytes of a stored chunk."""
+    payload, trailer = storage.chunk_nbytes, storage.codec.trailer_nbytes
+    if storage.codec.decode is None:
+        return payload + trailer, payload + trailer
+    if payload > 4 * storage.spec.nbytes + PADDING_NBYTES:
+        return math.inf, math.inf
+    sparse = re.search("bz2|sharding", storage.codec.name)
+    return trailer + payload / (MAX_RATIO_SPARSE if sparse else MAX_RATIO), math.inf

@@ -266,24 +266,18 @@ def damaged(
 
 
 @contextlib.contextmanager
-def named(files: CheckpointFiles, path: str) -> Iterator[str]:
-    """Yield the name of a file for errors; add location and file to the errors of parsers."""
-    try:
-        yield place(files, path)
-    except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        error.location, error.file = files.location, path
-        raise
-
-
-@contextlib.contextmanager
 def located(files: CheckpointFiles, directory: str = "") -> Iterator[None]:
-    """Add the location to errors of parsers, and make their files relative to the checkpoint."""
+    """Add the location to errors of parsers, whose files are relative to `directory`.
+
+    The empty path is the location itself, if that is a file.
+    """
     try:
         yield
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         if error.location is None:
             error.location = files.location
-            error.args = (f"{place(files, directory)}: {error}",)
+            separator = "" if error.file == "" else ": "
+            error.args = (f"{place(files, directory)}{separator}{error}",)
             if error.file is not None:
                 error.file = posixpath.join(directory, error.file)
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,10 +18,11 @@ from asyncckpt.checkpoint.foreign.listing import (
 )
 from asyncckpt.checkpoint.foreign.ocdbt import tree_of
 from asyncckpt.checkpoint.foreign.tables import KeyTable, directory_table, merge, read_database
-from asyncckpt.checkpoint.foreign.zarr_arrays import ArrayKey, read_arrays
+from asyncckpt.checkpoint.foreign.zarr_arrays import array_key, read_arrays
 from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import zarr3
+from asyncckpt.format.damage import path_fault
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import EMPTY_NAMEDTUPLE, ForeignLeaf, nest
 from asyncckpt.format.foreign.orbax_read import (
@@ -112,7 +113,12 @@ async def read_tree(listing: Listing) -> Item:
                 f"{path} is missing: lists are dicts, and strings and empty containers are left out"
             )
         return item
-    item.tree = _nested(listing, metadata, await _leaves(listing, table, metadata))
+    leaves = await _leaves(listing, table, metadata)
+    try:
+        item.tree = nest([entry.path for entry in metadata.entries], leaves, strict=True)
+    except ValueError as error:
+        reason = f"{METADATA_FILE} contradicts itself: {error}; use another checkpoint"
+        raise _contradiction(listing, reason, found=str(error)) from None
     if isinstance(metadata.custom, dict):
         item.custom = metadata.custom
     elif metadata.custom is not None:
@@ -134,12 +140,9 @@ async def _table(listing: Listing, metadata: TreeMetadata | None) -> KeyTable:
         if await listing.exists(MANIFEST_NAME):
             return await read_database(listing)
         base = listing.path("")
-        first_parts = {p.removeprefix(base).partition("/")[0] for p in listing.nbytes_of}
-        processes = sorted(
-            name
-            for name in first_parts
-            if PROCESS_DIRECTORY.fullmatch(name) and listing.has(f"{name}/{MANIFEST_NAME}")
-        )
+        split = [posixpath.split(path.removeprefix(base)) for path in listing.nbytes_of]
+        directories = {directory for directory, name in split if name == MANIFEST_NAME}
+        processes = sorted(filter(PROCESS_DIRECTORY.fullmatch, directories))
         if processes:
             read = partial(read_database, listing)
             return merge(await concurrently(listing.files, read, processes))
@@ -158,24 +161,19 @@ async def _leaves(listing: Listing, table: KeyTable, metadata: TreeMetadata) -> 
     for entry in metadata.entries:
         if entry.kind in EMPTY:
             leaves.append(_EMPTY[entry.kind])
-        elif entry.kind == "string":
-            leaves.append(strings[entry.name])
+            continue
+        name = entry.name
+        if entry.kind == "string":
+            leaves.append(strings[name])
+        elif entry.kind == "jax.Array":
+            extra = {"prng_impl": implementations[name]} if name in implementations else None
+            leaves.append(ForeignLeaf("jax", arrays[name], extra))
         else:
-            leaves.append(_array_leaf(entry, arrays[entry.name], implementations))
+            spec = arrays[name].zarr.spec
+            number = entry.kind == "scalar" and not spec.shape
+            extra = {"python": numeric_class(spec.dtype)} if number else None
+            leaves.append(ForeignLeaf("numpy", arrays[name], extra))
     return leaves
-
-
-def _array_leaf(
-    entry: TreeEntry, array: FoundArray, implementations: Mapping[str, str]
-) -> ForeignLeaf:
-    if entry.kind == "scalar" and not array.zarr.spec.shape:
-        python = numeric_class(array.zarr.spec.dtype)
-        return ForeignLeaf("numpy", array, {"python": python})
-    if entry.kind == "jax.Array":
-        implementation = implementations.get(entry.name)
-        extra = None if implementation is None else {"prng_impl": implementation}
-        return ForeignLeaf("jax", array, extra)
-    return ForeignLeaf("numpy", array)
 
 
 async def _arrays(
@@ -183,7 +181,7 @@ async def _arrays(
 ) -> dict[str, FoundArray]:
     """Find the arrays of all leaves that are arrays, by name."""
     location = listing.files.location
-    keys: dict[str, ArrayKey] = {}
+    keys: dict[str, bytes] = {}
     names = (zarr3.METADATA_NAME, zarr2.METADATA_NAME)
     for entry in metadata.entries:
         if entry.kind in EMPTY or entry.kind == "string":
@@ -205,8 +203,8 @@ async def _arrays(
                 found=entry.name,
             )
         for document in names if metadata.use_zarr3 else reversed(names):
-            key = ArrayKey(entry.name, document)
-            if key.key in table.places:
+            key = array_key(entry.name, document)
+            if key in table.places:
                 keys[entry.name] = key
                 break
         else:
@@ -235,8 +233,9 @@ async def _refuse(
             location=location,
             found=entry.kind,
         )
-    if table.is_directory:
-        await refuse_link(listing.files, listing.path(posixpath.join(entry.name, document)))
+    path = listing.path(posixpath.join(entry.name, document))
+    if table.is_directory and path_fault(path) is None:
+        await refuse_link(listing.files, path)
     raise _contradiction(
         listing,
         f"the array {entry.name!r} has no {document}, {METADATA_FILE} lists it; use another copy",
@@ -279,21 +278,3 @@ async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str
     read = partial(read_document, listing.files, decode=decode_array_metadatas)
     found = await concurrently(listing.files, read, paths)
     return {name: prng for document in found for name, prng in document.items()}
-
-
-def _nested(listing: Listing, metadata: TreeMetadata, leaves: Sequence[Any]) -> Any:
-    try:
-        paths = [
-            [_index(key) if is_index else key for key, is_index in entry.path]
-            for entry in metadata.entries
-        ]
-        return nest(paths, leaves, strict=True)
-    except ValueError as error:
-        reason = f"{METADATA_FILE} contradicts itself: {error}; use another checkpoint"
-        raise _contradiction(listing, reason, found=str(error)) from None
-
-
-def _index(key: str) -> int:
-    if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
-        raise ValueError(f"{key[:40]!r} is not an index of a list")
-    return int(key)

@@ -9,24 +9,23 @@ from typing import NoReturn
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import Listing, concurrently, list_some, named
+from asyncckpt.checkpoint.foreign.listing import Listing, concurrently, list_some, located, place
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.damage import unsupported
 from asyncckpt.format.foreign.safetensors import (
-    LENGTH_NBYTES,
-    SUFFIX,
-    Header,
-    decode_header,
-    header_nbytes,
-)
-from asyncckpt.format.foreign.safetensors_set import (
     INDEX_SUFFIX,
-    MAX_INDEX_NBYTES,
+    LENGTH_NBYTES,
+    MAX_HEADER_NBYTES,
     SHARD_NAME,
     SHARDS_KEY,
+    SUFFIX,
+    Header,
     check_set,
+    decode_header,
     decode_index,
+    header_nbytes,
     holds_parts,
 )
 from asyncckpt.format.foreign.safetensors_tree import DEFAULT_KIND, SavedTree, decode_tree
@@ -69,16 +68,16 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
 
 
 async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
-    data = await files.read(path, max_nbytes=MAX_INDEX_NBYTES)
-    with named(files, path) as shown:
-        weight_map = decode_index(data, file=shown)
+    data = await files.read(path, max_nbytes=MAX_HEADER_NBYTES)
+    with located(files):
+        weight_map = decode_index(data, file=path)
     listing = await list_some(files, dict.fromkeys(weight_map.values()))
     paths = list(listing.nbytes_of)
     read = await concurrently(files, partial(_read_header, listing), paths)
     headers = dict(zip(paths, read, strict=True))
     numbers = {name: number for number, name in enumerate(paths)}
-    with named(files, path) as shown:
-        check_set(weight_map, headers, file=shown)
+    with located(files):
+        check_set(weight_map, headers, file=path)
     places = {name: (numbers[file], headers[file]) for name, file in weight_map.items()}
     return _opened(listing, places, _merged(headers))
 
@@ -92,8 +91,8 @@ async def _read_header(listing: Listing, path: str, *, alone: bool = False) -> H
     files, file_nbytes = listing.files, listing.nbytes_of[path]
     head = np.empty(min(HEAD_NBYTES, file_nbytes), np.uint8)
     await files.read_into(path, 0, [head])
-    with named(files, path) as shown:
-        nbytes = header_nbytes(head[:LENGTH_NBYTES].tobytes(), file_nbytes, file=shown)
+    with located(files):
+        nbytes = header_nbytes(head[:LENGTH_NBYTES].tobytes(), file_nbytes, file=path)
     text = head[LENGTH_NBYTES : LENGTH_NBYTES + nbytes].tobytes()
     if len(text) < nbytes:
         rest = np.empty(nbytes - len(text), np.uint8)
@@ -101,21 +100,19 @@ async def _read_header(listing: Listing, path: str, *, alone: bool = False) -> H
         text += rest.tobytes()
         del rest
     del head
-    with named(files, path) as shown:
-        header = decode_header(text, file_nbytes, file=shown)
+    with located(files):
+        header = decode_header(text, file_nbytes, file=path)
         found = ""
-        if holds_parts(header.metadata, file=shown):
+        if holds_parts(header.metadata, file=path):
             found = f"its tensors are parts of larger ones, those of one rank; {_CONSOLIDATE}"
-        elif not alone and SHARDS_KEY in header.metadata and _is_shard(shown):
+        elif not alone and SHARDS_KEY in header.metadata and _is_shard(place(files, path)):
             # The first shard of each tensor begins at 0, as a whole tensor does.
             found = (
                 "these are the shards of one rank, whose tensors may be parts of larger ones; "
                 f"{_CONSOLIDATE}; if a single rank wrote them, give the directory"
             )
         if found:
-            raise UnsupportedFormatError(
-                f"{shown}: {found}", expected="whole tensors", found="parts of tensors"
-            )
+            raise unsupported(found, file=path, expected="whole tensors", found="parts of tensors")
     return header
 
 
@@ -127,7 +124,7 @@ def _opened(
     listing: Listing, places: Mapping[str, tuple[int, Header]], metadata: Mapping[str, JsonValue]
 ) -> OpenCheckpoint:
     """Return the checkpoint of these tensors; `places` has number and header of each one's file."""
-    tree = _saved_tree(listing.files.location, metadata, tuple(places))
+    tree = _saved_tree(listing.files, metadata, tuple(places))
     tables = RunTables()
     pieces: dict[str, Sequence[Piece]] = {}
     for leaf, (kind, name) in enumerate(zip(tree.leaves.kind, tree.tensors, strict=True)):
@@ -152,7 +149,7 @@ def _opened(
 
 
 def _saved_tree(
-    location: str, metadata: Mapping[str, JsonValue], names: tuple[str, ...]
+    files: CheckpointFiles, metadata: Mapping[str, JsonValue], names: tuple[str, ...]
 ) -> SavedTree:
     """Return the tree that the metadata describes, or a dict of all tensors by name.
 
@@ -160,18 +157,15 @@ def _saved_tree(
     tensors than those of the files is ignored.
     """
     texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
-    try:
-        tree, others = decode_tree(texts, len(names), file=location)
-    except CorruptCheckpointError as error:
-        error.location = location
-        raise
+    with located(files):
+        tree, others = decode_tree(texts, len(names), file="")
     if tree is not None:
         if {name for name in tree.tensors if name is not None} == set(names):
             return tree
         metadata = others
         logger.warning(
             "%s: the tensors are not those of the tree in its metadata; they are read by name",
-            location,
+            files.location,
         )
     count = len(names)
     structure = Structure((Node("dict", names, tuple(range(count))),), count)

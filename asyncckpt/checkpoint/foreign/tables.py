@@ -11,10 +11,10 @@ from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.format.ocdbt.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
+    NUMBERED,
     Manifest,
     Version,
     decode_manifest,
-    generation_of,
     numbered_name,
 )
 from asyncckpt.format.ocdbt.walk import TreeDecoder, TreeLimits
@@ -102,28 +102,24 @@ async def _newest(listing: Listing, directory: str) -> Version | None:
     manifest = await _manifest(files, directory, MANIFEST_NAME)
     if not manifest.numbered:
         return manifest.latest
-    generations = [
-        generation_of(posixpath.basename(path))
-        for path in listing.nbytes_of
-        if posixpath.dirname(path) == directory
-    ]
-    newest = max((n for n in generations if n is not None), default=None)
-    if newest is None:
+    split = map(posixpath.split, listing.nbytes_of)
+    names = [name for parent, name in split if parent == directory and NUMBERED.fullmatch(name)]
+    if not names:
         return None
-    name = numbered_name(newest)
-    numbered = await _manifest(files, directory, name)
-    found = numbered.latest.generation if numbered.latest is not None else None
-    if numbered.numbered or numbered.uuid != manifest.uuid or found != newest:
+    name = max(names)
+    newest = await _manifest(files, directory, name)
+    found = None if newest.latest is None else newest.latest.generation
+    if newest.uuid != manifest.uuid or found is None or numbered_name(found) != name:
         path = posixpath.join(directory, name)
         raise damaged(
             files,
             path,
             f"{path} holds generation {found}, or is of another database than {MANIFEST_NAME}; "
             "restore another step or copy",
-            expected=newest,
+            expected=name,
             found=found,
         )
-    return numbered.latest
+    return newest.latest
 
 
 async def _manifest(files: CheckpointFiles, directory: str, name: str) -> Manifest:

@@ -42,10 +42,8 @@ def unpack_blosc(data: Bytes, limit: int) -> Bytes:
             expected=limit,
             found=nbytes,
         )
-    return _decode(packed, nbytes) if nbytes else np.empty(0, np.uint8)
-
-
-def _decode(packed: bytes, nbytes: int) -> Bytes:
+    if not nbytes:
+        return np.empty(0, np.uint8)
     import tensorstore as ts
 
     context = ts.Context()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,45 +36,20 @@ _DECODERS: Mapping[str, Callable[..., ZarrArray | None]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayKey:
-    """Key of a metadata document: the name of its array, and the last part of the key."""
-
-    name: str
-    document: str
-
-    @property
-    def base(self) -> bytes:
-        """Prefix of all keys of the array."""
-        return f"{self.name}/".encode() if self.name else b""
-
-    @property
-    def key(self) -> bytes:
-        """The key itself."""
-        return self.base + self.document.encode()
+def array_key(name: str, document: str) -> bytes:
+    """Return the key of the metadata document of an array."""
+    # Names with lone surrogates are keys of no table.
+    return (f"{name}/{document}" if name else document).encode("utf-8", "surrogatepass")
 
 
-def array_keys(table: KeyTable) -> list[ArrayKey]:
-    """Return the keys of all zarr arrays and groups in a table, by name."""
-    found = []
-    for key in table.places:
-        for document in _DECODERS:
-            tail = document.encode()
-            if key.endswith(tail) and key[: -len(tail)][-1:] in (b"", b"/"):
-                try:
-                    found.append(ArrayKey(key[: -len(tail) - 1].decode(), document))
-                except UnicodeDecodeError:
-                    raise UnsupportedFormatError(
-                        f"{table.listing.files.location}: the array {key!r} has a name that is not "
-                        "UTF-8; copy it to another name with TensorStore",
-                        location=table.listing.files.location,
-                        found=key,
-                    ) from None
-    return found
+def array_keys(table: KeyTable) -> list[bytes]:
+    """Return the keys of the metadata documents of all zarr arrays and groups in a table."""
+    documents = {document.encode() for document in _DECODERS}
+    return [key for key in table.places if key.rpartition(b"/")[2] in documents]
 
 
 async def read_arrays(
-    table: KeyTable, keys: Sequence[ArrayKey], *, complete: bool
+    table: KeyTable, keys: Sequence[bytes], *, complete: bool
 ) -> list[FoundArray | None]:
     """Return the arrays with these metadata documents; None for groups.
 
@@ -83,23 +58,36 @@ async def read_arrays(
     listing = table.listing
     listing.check_claimed(
         f"the metadata documents of {len(keys)} arrays",
-        sum(min(table.nbytes(key.key), MAX_DOCUMENT_NBYTES) for key in keys),
+        sum(min(table.nbytes(key), MAX_DOCUMENT_NBYTES) for key in keys),
         beyond=BATCH_NBYTES,
     )
     known: dict[tuple[str, bytes], ZarrArray | None] = {}
     found: list[FoundArray | None] = []
-    for batch in batches(keys, lambda key: table.nbytes(key.key)):
-        named = [key.key for key in batch]
-        documents = await table.values(named, max_nbytes=MAX_DOCUMENT_NBYTES)
+    for batch in batches(keys, table.nbytes):
+        documents = await table.values(batch, max_nbytes=MAX_DOCUMENT_NBYTES)
         for key, data in zip(batch, documents, strict=True):
-            path = listing.path(posixpath.join(key.name, key.document))
-            if (key.document, data) not in known:
+            name, _, document = _text(table, key).rpartition("/")
+            path = listing.path(posixpath.join(name, document))
+            if (document, data) not in known:
                 with located(listing.files):
-                    known[key.document, data] = _DECODERS[key.document](data, file=path)
-            zarr = known[key.document, data]
-            array = FoundArray(key.name, table, key.base, zarr, path, complete) if zarr else None
-            found.append(array)
+                    known[document, data] = _DECODERS[document](data, file=path)
+            zarr = known[document, data]
+            base = key[: -len(document)]
+            found.append(FoundArray(name, table, base, zarr, path, complete) if zarr else None)
     return found
+
+
+def _text(table: KeyTable, key: bytes) -> str:
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        location = table.listing.files.location
+        raise UnsupportedFormatError(
+            f"{location}: the array {key!r} has a name that is not UTF-8; copy it to another name "
+            "with TensorStore",
+            location=location,
+            found=key,
+        ) from None
 
 
 def make_checkpoint(

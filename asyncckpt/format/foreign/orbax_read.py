@@ -23,6 +23,7 @@ from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import parse_json, parse_object
 from asyncckpt.format.orbax import EMPTY, KEY_TYPES, string_keys
 from asyncckpt.format.scalars import JsonValue
+from asyncckpt.tree import Key
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
 PROCESS_DIRECTORY = re.compile(r"ocdbt\.process_[^/]+")
@@ -34,6 +35,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 MAX_DOCUMENT_NBYTES = 1 << 28
 """A million leaves take 250 bytes each in `_METADATA`."""
 
+_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 _IMPLEMENTATION = re.compile(r"[A-Za-z0-9_.]{1,64}")
 
 
@@ -42,19 +44,19 @@ class TreeEntry:
     """Leaf or empty container.
 
     Attributes:
-        path: keys from the root, and whether each is an index of a list or tuple.
+        path: keys from the root; integers are indices of lists and tuples.
         kind: its `value_type`, the name of a handler: one of `KINDS`, or an unknown one.
         elsewhere: whether its value is in a file of older releases instead of an array.
     """
 
-    path: tuple[tuple[str, bool], ...]
+    path: tuple[Key, ...]
     kind: str
     elsewhere: bool
 
     @property
     def name(self) -> str:
         """Name of its array, and of its string."""
-        return ".".join([key for key, _ in self.path])
+        return ".".join(map(str, self.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +132,15 @@ def decode_metadata(data: bytes, *, file: str) -> TreeMetadata:
 
 
 def _decode_entry(entry: dict[str, Any]) -> TreeEntry:
-    path = []
+    path: list[Key] = []
     for step in entry["key_metadata"]:
         key, kind = step["key"], step["key_type"]
         if not isinstance(key, str) or kind not in KEY_TYPES.values():
             raise ValueError(f"key {repr(key)[:80]} of type {repr(kind)[:40]}")
-        path.append((key, kind == KEY_TYPES[True]))
+        is_index = kind == KEY_TYPES[True]
+        if is_index and not _INDEX.fullmatch(key):
+            raise ValueError(f"{key[:40]!r} is not an index of a list")
+        path.append(int(key) if is_index else key)
     value = entry["value_metadata"]
     handler, skipped = value["value_type"], value.get("skip_deserialize", False)
     if not isinstance(handler, str) or not isinstance(skipped, bool):

@@ -1,38 +1,43 @@
-"""Header of a safetensors file.
+"""Header of a safetensors file, and the index of a set of files.
 
 A file is the length of its header (`uint64` little endian), the header, and the data. The header
 is one JSON object, padded with spaces: for every tensor its ``dtype``, ``shape`` and
 ``data_offsets`` (first byte and one past the last, from the start of the data), and under
 ``__metadata__`` strings by name. The tensors fill the data without gaps or overlaps, in C order,
 little endian. Source: the format's description and `safetensors/src/tensor.rs` 0.8.
+
+The index of a set, ``*.safetensors.index.json``, is one JSON object: ``weight_map`` maps the name
+of every tensor to its file; other members (``metadata``, with a ``total_size`` that writers compute
+in different ways) are ignored. Source: `huggingface_hub` 0.30, `serialization/_base.py`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from asyncckpt.format.damage import corrupt, unsupported
-from asyncckpt.format.fields import MAX_RANK, check_form, parse_object
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.damage import corrupt, path_fault, unsupported
+from asyncckpt.format.fields import MAX_RANK, check_form, parse_json, parse_object
 from asyncckpt.format.scalars import JsonValue, is_unicode
 from asyncckpt.spec import ArraySpec, array_spec
 
 SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
 METADATA_KEY = "__metadata__"
 
 LENGTH_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
-"""The limit of the format itself."""
+"""The limit of the format itself; also of an index, which takes fewer bytes per tensor."""
 
 MAX_NAME_CHARS = 1 << 16
 
-# safetensors dtype -> zarr v3 data type name; None for dtypes that cannot be restored.
-DTYPES: dict[str, str | None] = {
+# safetensors dtype -> zarr v3 data type name, except for the packed dtypes of 4 and 6 bits.
+DTYPES: dict[str, str] = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -52,13 +57,18 @@ DTYPES: dict[str, str | None] = {
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
-    "F6_E2M3": None,
-    "F6_E3M2": None,
-    "F4": None,
 }
-CODES: dict[str, str] = {name: code for code, name in DTYPES.items() if name is not None}
+CODES: dict[str, str] = {name: code for code, name in DTYPES.items()}
+
+SHARDS_KEY = "DCP_SHARDING_INFO"
+"""Metadata of torch's `HuggingFaceStorageWriter`: offset of each shard in its tensor."""
+
+SHARD_NAME = re.compile(r"shard-[0-9]+-.*")
+"""Files of `HuggingFaceStorageWriter(save_distributed=True)`: shards of one rank. No file records
+the number of ranks, so that an incomplete set looks complete."""
 
 _HEADER = "the safetensors header"
+_INDEX = "the index of the safetensors files"
 _TENSOR = {"dtype": str, "shape": [int], "data_offsets": [int]}
 
 
@@ -132,10 +142,9 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
             begin, end = span
             dtype = DTYPES.get(code)
             if dtype is None:
-                known = "cannot be restored" if code in DTYPES else "is unknown to this release"
                 raise unsupported(
-                    f"the dtype {code[:40]!a} of {where} {known}; convert the tensor with the "
-                    "library that wrote it",
+                    f"the dtype {code[:40]!a} of {where} is not read here; convert the tensor with "
+                    "the library that wrote it",
                     file=file,
                     offset=_place(data, name),
                     expected=tuple(CODES.values()),
@@ -164,33 +173,29 @@ def _place(data: bytes, name: str) -> int:
 
 def _check_cover(document: dict[str, Any], nbytes: int, start: int, file: str) -> None:
     """Raise unless the tensors fill the `nbytes` of data from `start` without gaps or overlaps."""
-    spans = np.array([t["data_offsets"] for t in document.values()], np.int64).reshape(-1, 2)
-    first, last = spans.T
-    order = np.lexsort((last, first))
-    first, last = first[order], last[order]
-    due = np.zeros(len(first) + 1, np.int64)
-    due[1:] = last
-    wrong = np.flatnonzero(first != due[:-1])
-    if len(wrong):
-        row = int(wrong[0])
-        what = "overlap" if first[row] < due[row] else "leave a gap"
-        raise corrupt(
-            _HEADER,
-            f"its tensors {what}: {list(document)[order[row]][:200]!r} begins at byte {first[row]} "
-            f"of the data, the one before it ends at {due[row]}",
-            file=file,
-            offset=start + int(first[row]),
-            expected=int(due[row]),
-            found=int(first[row]),
-        )
-    if due[-1] != nbytes:
-        short = "is truncated" if due[-1] > nbytes else "continues after them"
+    due = 0
+    for name in sorted(document, key=lambda name: document[name]["data_offsets"]):
+        begin, end = document[name]["data_offsets"]
+        if begin != due:
+            what = "overlap" if begin < due else "leave a gap"
+            raise corrupt(
+                _HEADER,
+                f"its tensors {what}: {name[:200]!r} begins at byte {begin} of the data, the one "
+                f"before it ends at {due}",
+                file=file,
+                offset=start + begin,
+                expected=due,
+                found=begin,
+            )
+        due = end
+    if due != nbytes:
+        short = "is truncated" if due > nbytes else "continues after them"
         raise corrupt(
             "the safetensors file",
-            f"its tensors take {due[-1]} bytes and it has {nbytes} after the header: it {short}",
+            f"its tensors take {due} bytes and it has {nbytes} after the header: it {short}",
             file=file,
-            offset=start + min(int(due[-1]), nbytes),
-            expected=int(due[-1]),
+            offset=start + min(due, nbytes),
+            expected=due,
             found=nbytes,
         )
 
@@ -221,3 +226,64 @@ def encode_header(
     text += b" " * (-len(text) % 8)
     start = LENGTH_NBYTES + len(text)
     return len(text).to_bytes(LENGTH_NBYTES, "little") + text, [start + b for b in begins]
+
+
+# ------------------------------------------------------------------------------------------- sets
+
+
+def holds_parts(metadata: Mapping[str, str], *, file: str) -> bool:
+    """Return whether a file holds shards of larger tensors, according to its metadata."""
+    text = metadata.get(SHARDS_KEY)
+    if text is None:
+        return False
+    what = f"its {SHARDS_KEY}"
+    tensors = parse_json(text.encode(), what, file=file, most_nbytes=MAX_HEADER_NBYTES)
+    try:
+        offsets = [n for info in tensors.values() for n in info.get("saved_offsets", ())]
+    except (AttributeError, TypeError):
+        offsets = [None]
+    if set(map(type, offsets)) - {int}:
+        raise corrupt(what, "it does not give the offsets of tensors by their names", file=file)
+    return any(offsets)
+
+
+def decode_index(data: bytes, *, file: str) -> dict[str, str]:
+    """Return the file of every tensor from the index of a set."""
+    document = parse_object(data, _INDEX, file=file, most_nbytes=MAX_HEADER_NBYTES)
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise _disagree(file, "weight_map is missing, or is not an object")
+    if set(map(type, weight_map.values())) - {str}:
+        raise _disagree(file, "weight_map has a file that is not a string")
+    for path in dict.fromkeys(weight_map.values()):
+        reason = path_fault(path)
+        if reason is None and not path.endswith(SUFFIX):
+            reason = f"does not end in {SUFFIX}"
+        if reason is not None:
+            raise _disagree(file, f"the file {path[:200]!a} {reason}")
+    for name in weight_map:
+        if len(name) > MAX_NAME_CHARS or not is_unicode(name):
+            raise _disagree(file, f"a tensor cannot be named {name[:80]!a}")
+    return weight_map
+
+
+def check_set(weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str) -> None:
+    """Raise unless index and headers agree on the file of every tensor."""
+    for name, path in weight_map.items():
+        if name not in headers[path].specs:
+            raise _disagree(file, f"it places {name[:200]!r} in {path}, which does not hold it")
+    for path, header in headers.items():
+        stray = next((name for name in header.specs if weight_map.get(name) != path), None)
+        if stray is not None:
+            says = f"places in {weight_map[stray]}" if stray in weight_map else "does not name"
+            raise _disagree(file, f"{path} holds {stray[:200]!r}, which it {says}")
+
+
+def _disagree(file: str, reason: str) -> CorruptCheckpointError:
+    return corrupt(_INDEX, reason, file=file, offset=0)
+
+
+def encode_index(weight_map: Mapping[str, str], nbytes: int) -> bytes:
+    """Encode the index of a set whose tensors have `nbytes` in total."""
+    document = {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
+    return json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"

@@ -173,35 +173,29 @@ def _decode(document: dict[str, Any], most: int) -> SavedTree:
     extras: dict[int, Mapping[str, JsonValue]] = {}
     leaves = LeafTable([], [], extras)
     tensors: list[str | None] = []
-    for row, members in enumerate(rows):
-        kind, value, extra, tensor = _leaf(row, members)
-        leaves.kind.append(kind)
-        leaves.value.append(value)
-        tensors.append(tensor)
-        if extra:
+    for row, value in enumerate(rows):
+        leaf = {"tensor": value} if isinstance(value, str) else value
+        if not isinstance(leaf, dict) or leaf.keys() - {"tensor", "kind", "value", "extra"}:
+            raise ValueError(f"leaf {row} is neither a string nor an object of a leaf's members")
+        kind, extra = leaf.get("kind", DEFAULT_KIND), leaf.get("extra", {})
+        if not isinstance(kind, str) or not isinstance(extra, dict):
+            raise ValueError(
+                f"leaf {row} has a kind that is not a string, or extra that is not an object"
+            )
+        if "tensor" not in leaf:
+            decode_scalar(kind, leaf.get("value"))
+        elif (
+            "value" in leaf
+            or not isinstance(leaf["tensor"], str)
+            or not kind.isidentifier()
+            or kind in SCALAR_KINDS
+        ):
+            raise ValueError(f"leaf {row} is neither an array nor a scalar")
+        elif extra:
             extras[row] = extra
+        leaves.kind.append(kind)
+        leaves.value.append(leaf.get("value"))
+        tensors.append(leaf.get("tensor"))
     decoded = {name: decode_scalar("float", bits) for name, bits in document["metrics"].items()}
     metrics = cast(Mapping[str, float], decoded)
     return SavedTree(structure, leaves, tensors, document["metadata"], metrics)
-
-
-def _leaf(
-    row: int, value: Any
-) -> tuple[str, JsonValue, Mapping[str, JsonValue] | None, str | None]:
-    """Return kind, scalar value, extra facts and name of the tensor of a leaf."""
-    members = {"tensor": value} if isinstance(value, str) else value
-    if not isinstance(members, dict) or members.keys() - {"tensor", "kind", "value", "extra"}:
-        raise ValueError(f"leaf {row} is neither a string nor an object of a leaf's members")
-    kind, tensor = members.get("kind", DEFAULT_KIND), members.get("tensor")
-    extra = members.get("extra", {})
-    if not isinstance(kind, str) or not isinstance(extra, dict):
-        raise ValueError(
-            f"leaf {row} has a kind that is not a string, or extra that is not an object"
-        )
-    if "tensor" not in members:
-        decode_scalar(kind, members.get("value"))
-        return kind, members["value"], None, None
-    named = kind.isidentifier() and kind not in SCALAR_KINDS and isinstance(tensor, str)
-    if not named or "value" in members:
-        raise ValueError(f"leaf {row} is neither an array nor a scalar")
-    return kind, None, extra, tensor

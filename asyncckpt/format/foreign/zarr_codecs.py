@@ -1,4 +1,10 @@
-"""Decoding of zarr chunks: a `Codec` for a chain of zarr codecs."""
+"""Decoding of zarr chunks: a `Codec` for a chain of zarr codecs.
+
+With the codec `sharding_indexed`, many chunks form a shard, which is stored under one key: the
+chunks in any order, and an index with two `uint64` for every chunk in C order, its offset in the
+shard and its length; for a missing chunk, all their bits are set. The index is at the end or start
+of the shard, and a CRC-32C may follow it. Source: zarr-specs v3, `codecs/sharding-indexed/v1.0`.
+"""
 
 # Rule 1: every step stops at a limit of bytes that comes from the array's metadata
 #   (test_a_bomb_takes_no_more_memory_than_its_chunk).
@@ -6,18 +12,27 @@
 from __future__ import annotations
 
 import bz2
+import itertools
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from asyncckpt.format.codecs import ZSTD, Bytes, ChunkError, Codec, check_nbytes, decompress_within
+from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import unsupported
-from asyncckpt.format.foreign.sharding import unshard, without_crc32c
-from asyncckpt.format.zarr import Chain
+from asyncckpt.format.zarr import Chain, Shards
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.spec import ITEMSIZES
+
+ENTRY_NBYTES = 16
+"""Bytes of one entry of a shard's index."""
+
+_MISSING = (1 << 64) - 1
 
 Unpack = Callable[[Bytes, int], Bytes]
 """Packed bytes and the limit of unpacked ones -> the unpacked bytes. Blocking.
@@ -37,8 +52,9 @@ def make_codec(
 ) -> Codec:
     """Return the codec that decodes stored chunks of this shape and dtype.
 
-    `fill` and `stored` are as in `unshard`; `more` has functions for additional packings, by name.
-    `file` is the metadata document, for errors.
+    `fill` is one element of chunks that a shard lacks, empty for zero. `stored` is the shape of the
+    corner of a shard whose chunks must be stored; None if any may be missing. `more` has functions
+    for additional packings, by name. `file` is the metadata document, for errors.
     """
     packing = chain.packing[:-1] if chain.crc32c else chain.packing
     known = {**_UNPACK, **(more or {})}
@@ -58,12 +74,20 @@ def make_codec(
         return Codec("", chain.crc32c)
     # If zstd packed first, its content has the size of the chunk, except in shards.
     exact = ZSTD.decode if packing[:1] == ("zstd",) and chain.shards is None else None
-    axes = chain.order or tuple(range(len(shape)))
-    inner, checked = None, "crc32c" in packing
-    if chain.shards is not None:
-        inner_shape = chain.shards.chunk_shape
-        inner = make_codec(chain.shards.chain, inner_shape, dtype, fill=fill, more=more, file=file)
-        checked |= inner.verifies and chain.shards.index_crc32c
+    shards, unshard, checked = chain.shards, None, "crc32c" in packing
+    if shards is not None:
+        inner = make_codec(shards.chain, shards.chunk_shape, dtype, fill=fill, more=more, file=file)
+        checked |= inner.verifies and shards.index_crc32c
+        axes = chain.order or range(len(shape))
+        element = np.frombuffer(fill or bytes(ITEMSIZES[dtype]), f"V{ITEMSIZES[dtype]}")
+        unshard = partial(
+            _unshard,
+            shards=shards,
+            codec=inner,
+            shape=[shape[axis] for axis in axes],
+            fill=element,
+            stored=None if stored is None else [stored[axis] for axis in axes],
+        )
 
     def decode(parts: Sequence[Bytes], nbytes: int) -> Bytes:
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -75,16 +99,8 @@ def make_codec(
             data = known[name](data, limits.pop())
         if exact:
             data = exact([data], nbytes)
-        if chain.shards is not None and inner is not None:
-            data = unshard(
-                data,
-                chain.shards,
-                inner,
-                shape=[shape[axis] for axis in axes],
-                itemsize=ITEMSIZES[dtype],
-                fill=fill,
-                stored=None if stored is None else [stored[axis] for axis in axes],
-            )
+        if unshard is not None:
+            data = unshard(data)
         check_nbytes(data, nbytes)
         return _ordered(data, chain, shape, dtype)
 
@@ -105,7 +121,105 @@ def _ordered(data: Bytes, chain: Chain, shape: tuple[int, ...], dtype: str) -> B
     return data
 
 
+# ------------------------------------------------------------------------------------------ shards
+
+
+def decode_shard_index(
+    data: Bytes, shards: Shards, shard_shape: Sequence[int]
+) -> list[tuple[int, int] | None]:
+    """Return offset and length in the shard of every chunk; None for missing chunks.
+
+    Raises:
+        ChunkError: the index is cut off, its checksum differs, or a chunk is outside the shard.
+    """
+    chunks = math.prod(n // c for n, c in zip(shard_shape, shards.chunk_shape, strict=True))
+    crc_nbytes = CRC_NBYTES if shards.index_crc32c else 0
+    nbytes = chunks * ENTRY_NBYTES + crc_nbytes
+    if nbytes > data.nbytes:
+        raise ChunkError(
+            f"the shard has {data.nbytes} bytes, its index alone needs {nbytes}",
+            expected=nbytes,
+            found=data.nbytes,
+        )
+    start = 0 if shards.index_at_start else data.nbytes - nbytes
+    index = data[start : start + nbytes]
+    if shards.index_crc32c:
+        index = _without_crc32c(index, "the CRC-32C of the shard's index")
+    kind = ">u8" if shards.index_big_endian else "<u8"
+    entries = np.frombuffer(index.tobytes(), kind).tolist()
+    places: list[tuple[int, int] | None] = []
+    for number, (offset, length) in enumerate(zip(entries[::2], entries[1::2], strict=True)):
+        if offset == length == _MISSING:
+            places.append(None)
+            continue
+        if offset + length > data.nbytes:
+            raise ChunkError(
+                f"the shard's index places chunk {number} at {offset}+{length}, the shard has "
+                f"{data.nbytes} bytes",
+                expected=data.nbytes,
+                found=offset,
+            )
+        places.append((offset, length))
+    return places
+
+
+def _unshard(
+    data: Bytes,
+    shards: Shards,
+    codec: Codec,
+    shape: Sequence[int],
+    fill: Bytes,
+    stored: Sequence[int] | None,
+) -> Bytes:
+    """Return the elements of a whole shard, whose chunks `codec` decodes.
+
+    Raises:
+        ChunkError: the index or a chunk is damaged, or a required chunk is missing.
+    """
+    places = decode_shard_index(data, shards, shape)
+    chunk_shape = shards.chunk_shape
+    chunk_nbytes = math.prod(chunk_shape) * fill.itemsize
+    out = np.full(shape, fill[0])
+    axes = [range(0, n, c) for n, c in zip(shape, chunk_shape, strict=True)]
+    for number, corner in enumerate(itertools.product(*axes)):
+        place = places[number]
+        if place is not None:
+            payload = data[place[0] : sum(place)]
+            if codec.crc32c:
+                payload = _without_crc32c(payload)
+            if codec.decode is not None:
+                payload = codec.decode([payload], chunk_nbytes)
+            check_nbytes(payload, chunk_nbytes)
+            box = tuple(slice(at, at + n) for at, n in zip(corner, chunk_shape, strict=True))
+            out[box] = np.ndarray(chunk_shape, fill.dtype, np.ascontiguousarray(payload))
+        elif stored is not None and all(a < n for a, n in zip(corner, stored, strict=True)):
+            raise ChunkError(
+                f"chunk {number} of the shard is missing, and this checkpoint says that all are "
+                "stored",
+                expected="a chunk",
+                found="nothing",
+            )
+    return out.reshape(-1).view(np.uint8)
+
+
 # --------------------------------------------------------------------------------------- unpacking
+
+
+def _without_crc32c(data: Bytes, what: str = "a CRC-32C") -> Bytes:
+    """Return the bytes without their CRC-32C, after checking it; errors call it `what`.
+
+    Raises:
+        ChunkError: the CRC-32C is missing or differs.
+    """
+    end = data.nbytes - CRC_NBYTES
+    if end < 0:
+        raise ChunkError(f"{data.nbytes} bytes hold no checksum")
+    stored, crc = int.from_bytes(data[end:].tobytes(), "little"), crc32c(data[:end])
+    if crc != stored:
+        raise ChunkError(
+            f"{what} is {crc:08x}, the stored one {stored:08x}", expected=stored, found=crc
+        )
+    return data[:end]
 
 
 def _unpack_zstd(data: Bytes, limit: int) -> Bytes:
@@ -140,5 +254,5 @@ _UNPACK: dict[str, Unpack] = {
     "gzip": _stream("gzip", lambda: zlib.decompressobj(31)),
     "zlib": _stream("zlib", lambda: zlib.decompressobj(15)),
     "bz2": _stream("bz2", bz2.BZ2Decompressor),
-    "crc32c": lambda data, _: without_crc32c(data),
+    "crc32c": lambda data, _: _without_crc32c(data),
 }

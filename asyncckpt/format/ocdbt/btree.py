@@ -28,7 +28,7 @@ from asyncckpt.format.ocdbt.wire import (
     NODE_MAGIC,
     encode_varint,
     encode_varints,
-    frame_of,
+    frame,
     varint_sizes,
 )
 
@@ -273,7 +273,8 @@ def _encode_node(
     keys = level.keys
     lengths = keys.lengths[start:stop] - keys.shared[start:stop]
     lengths[0] = keys.lengths[start] - prefix
-    body = (
+    return frame(
+        NODE_MAGIC,
         bytes([height]),
         table,
         encode_varint(stop - start),
@@ -284,7 +285,6 @@ def _encode_node(
         keys.suffixes[keys.suffix_ends[start + 1] : keys.suffix_ends[stop]],
         *fields,
     )
-    return frame_of(NODE_MAGIC, body)
 
 
 def _inline_offsets(values: ValueColumns, bounds: Sequence[int], ends: I64) -> I64:

@@ -45,7 +45,8 @@ VERSION_TREE_ARITY_LOG2 = 4
 MANIFEST_NAME = "manifest.ocdbt"
 """Name of the manifest in the directory of a database."""
 
-_NUMBERED = re.compile(r"manifest\.([0-9a-f]{16})")
+NUMBERED = re.compile(r"manifest\.[0-9a-f]{16}")
+"""File names of the manifests of one generation, which sort by generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,36 +84,29 @@ def numbered_name(generation: int) -> str:
     return f"manifest.{generation:016x}"
 
 
-def generation_of(name: str) -> int | None:
-    """Return the generation whose manifest has this file name; None for other names."""
-    found = _NUMBERED.fullmatch(name)
-    return int(found[1], 16) if found is not None else None
-
-
 def encode_manifest(uuid: bytes, version: Version) -> bytes:
     """Encode the manifest of a database with only this version."""
     root = version.root or Location("", MISSING, MISSING)
-    body = b"".join(
-        (
-            uuid,
-            b"\0",  # kind: single
-            encode_varint(INLINE_NBYTES),
-            encode_varint(NODE_NBYTES),
-            bytes((VERSION_TREE_ARITY_LOG2, 0)),  # not compressed
-            encode_data_files([root.file]),
-            b"\1",  # one version
-            encode_varint(version.generation),
-            bytes((version.root_height, 0)),  # in the first data file
-            encode_varint(root.offset),
-            encode_varint(root.nbytes),
-            encode_varint(version.num_keys),
-            encode_varint(version.tree_nbytes),
-            encode_varint(version.indirect_value_nbytes),
-            version.commit_time_ns.to_bytes(8, "little"),
-            b"\0",  # no nodes of older versions
-        )
+    manifest = frame(
+        MANIFEST_MAGIC,
+        uuid,
+        b"\0",  # kind: single
+        encode_varint(INLINE_NBYTES),
+        encode_varint(NODE_NBYTES),
+        bytes((VERSION_TREE_ARITY_LOG2, 0)),  # not compressed
+        encode_data_files([root.file]),
+        b"\1",  # one version
+        encode_varint(version.generation),
+        bytes((version.root_height, 0)),  # in the first data file
+        encode_varint(root.offset),
+        encode_varint(root.nbytes),
+        encode_varint(version.num_keys),
+        encode_varint(version.tree_nbytes),
+        encode_varint(version.indirect_value_nbytes),
+        version.commit_time_ns.to_bytes(8, "little"),
+        b"\0",  # no nodes of older versions
     )
-    return frame(MANIFEST_MAGIC, body)
+    return bytes(manifest)
 
 
 def decode_manifest(data: bytes, *, file: str) -> Manifest:

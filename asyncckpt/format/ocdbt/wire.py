@@ -20,8 +20,6 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from typing_extensions import Buffer
 
 I64 = npt.NDArray[np.int64]
@@ -192,12 +190,7 @@ class Reader:
             raise self.fault(f"{self.remaining} bytes follow the end of the structure")
 
 
-def frame(magic: int, body: bytes) -> bytes:
-    """Return the uncompressed frame around a body."""
-    return bytes(frame_of(magic, (body,)))
-
-
-def frame_of(magic: int, body: Iterable[Buffer]) -> bytearray:
+def frame(magic: int, *body: Buffer) -> bytearray:
     """Return the uncompressed frame around the parts of a body, copying each part once."""
     data = bytearray().join((bytes(FRAME_HEADER), *body, bytes(FRAME_TRAILER)))
     data[:12] = magic.to_bytes(4, "big") + len(data).to_bytes(8, "little")
@@ -230,9 +223,7 @@ def unframe(
     crc = crc32c(memoryview(data)[:-4])
     if stored != crc:
         raise fault(f"its CRC-32C is {crc:08x}, the stored one {stored:08x}", size - 4)
-    head = Reader(data[:-4], what=what, file=file, offset=offset, moves=True)
-    head.pos = 12
-    version = head.varint()
+    version, compression = data[12:FRAME_HEADER]  # numbers below 128 take one byte
     if version:
         raise unsupported(
             f"{what} has OCDBT format version {version}, this release reads version 0; read it "
@@ -242,17 +233,16 @@ def unframe(
             expected=0,
             found=version,
         )
-    compression = head.varint()
-    start = head.pos
+    body = data[FRAME_HEADER:-FRAME_TRAILER]
     if compression == 0:
-        if head.remaining > max_nbytes:
-            raise fault(f"its body of {head.remaining} bytes passes the limit {max_nbytes}", start)
-        body = head.take(head.remaining)
-        return Reader(body, what=what, file=file, offset=offset + start, moves=True)
+        if len(body) > max_nbytes:
+            reason = f"its body of {len(body)} bytes passes the limit {max_nbytes}"
+            raise fault(reason, FRAME_HEADER)
+        return Reader(body, what=what, file=file, offset=offset + FRAME_HEADER, moves=True)
     if compression != 1:
-        raise fault(f"compression method {compression} is unknown", start - 1)
+        raise fault(f"compression method {compression} is unknown", FRAME_HEADER - 1)
     try:
-        body = decompress_within(memoryview(data)[start:-4], max_nbytes)
+        body = decompress_within(body, max_nbytes)
     except ValueError as error:
-        raise fault(str(error), start) from None
+        raise fault(str(error), FRAME_HEADER) from None
     return Reader(body, what=what, file=file, offset=offset, moves=False)

@@ -129,7 +129,7 @@ def interior(
 
 def node(body: bytes) -> bytes:
     """The frame around a body."""
-    return frame(NODE_MAGIC, body)
+    return bytes(frame(NODE_MAGIC, body))
 
 
 def packed(magic: int, stored: bytes, *, version: int = 0, method: int = 1) -> bytes:

@@ -349,7 +349,7 @@ def node_from_the_future(directory: Path) -> None:
 def kind_from_the_future(directory: Path) -> None:
     """Neither single nor numbered."""
     body = UUID + b"\2" + column([100, 1 << 20]) + b"\4\0"
-    write(directory / "manifest.ocdbt", frame(MANIFEST_MAGIC, body))
+    write(directory / "manifest.ocdbt", bytes(frame(MANIFEST_MAGIC, body)))
 
 
 @database(CORRUPT, "compression method 7 is unknown")

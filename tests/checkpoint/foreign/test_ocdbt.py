@@ -246,6 +246,15 @@ async def test_an_array_at_the_root_is_the_tree(tmp_path: Path) -> None:
         np.testing.assert_array_equal(await asyncckpt.restore(tmp_path / driver), np.arange(9.0))
 
 
+async def test_an_array_whose_name_is_empty_has_no_name_beside_the_root(tmp_path: Path) -> None:
+    arrays = {b"/zarr.json": zarr3(), b"/c/0": VALUES}
+    write_database(tmp_path / "one", arrays)
+    np.testing.assert_array_equal(await asyncckpt.restore(tmp_path / "one"), [1, 2, 3, 4])
+    write_database(tmp_path / "two", {**arrays, b"zarr.json": zarr3(), b"c/0": VALUES})
+    with pytest.raises(asyncckpt.UnsupportedFormatError, match="an array has no place in a tree"):
+        await asyncckpt.restore(tmp_path / "two")
+
+
 # --------------------------------------------------------------------------------------- databases
 
 

@@ -592,6 +592,21 @@ async def test_every_truncation_is_a_tree_or_an_error(tmp_path: Path) -> None:
             file.write_bytes(data)
 
 
+@pytest.mark.parametrize("name", ["\ud800", "a\0b", "../w", "/w", ""])
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+async def test_an_array_that_no_file_can_be_named_after_is_missing(
+    name: str, use_ocdbt: bool, tmp_path: Path
+) -> None:
+    path = pytree(tmp_path / "c", {"w": np.arange(9)}, use_ocdbt=use_ocdbt)
+    metadata = json.loads((path / "_METADATA").read_text())
+    (entry,) = metadata["tree_metadata"].values()
+    entry["key_metadata"][0]["key"] = name
+    (path / "_METADATA").write_text(json.dumps(metadata))
+    with pytest.raises(asyncckpt.CorruptCheckpointError, match=r"has no \.zarray") as caught:
+        await asyncckpt.restore(path)
+    assert repr(name) in str(caught.value) and str(path) in str(caught.value)
+
+
 async def test_a_document_of_nothing_but_brackets_is_refused_before_it_is_parsed(
     tmp_path: Path,
 ) -> None:

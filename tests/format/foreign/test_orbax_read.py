@@ -51,11 +51,11 @@ def test_entries_have_paths_and_kinds() -> None:
         file="_METADATA",
     )
     assert found.entries == (
-        TreeEntry((("a", False), ("0", True), ("b.c", False)), "np.ndarray", False),
-        TreeEntry((("j", False),), "jax.Array", False),
-        TreeEntry((("d", False),), "Dict", False),
-        TreeEntry((("old", False),), "np.ndarray", True),
-        TreeEntry((("x", False),), "my.Handler", False),
+        TreeEntry(("a", 0, "b.c"), "np.ndarray", False),
+        TreeEntry(("j",), "jax.Array", False),
+        TreeEntry(("d",), "Dict", False),
+        TreeEntry(("old",), "np.ndarray", True),
+        TreeEntry(("x",), "my.Handler", False),
     )
     assert [e.name for e in found.entries] == ["a.0.b.c", "j", "d", "old", "x"]
     assert (found.use_ocdbt, found.use_zarr3, found.complete) == (None, True, False)

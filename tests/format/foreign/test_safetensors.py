@@ -23,16 +23,14 @@ from asyncckpt.format.foreign.safetensors import (
     DTYPES,
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
-    Header,
-    decode_header,
-    encode_header,
-    header_nbytes,
-)
-from asyncckpt.format.foreign.safetensors_set import (
     SHARDS_KEY,
+    Header,
     check_set,
+    decode_header,
     decode_index,
+    encode_header,
     encode_index,
+    header_nbytes,
     holds_parts,
 )
 from asyncckpt.options import MIB
@@ -130,7 +128,6 @@ def test_every_dtype_is_that_of_safetensors(code: str) -> None:
     names = {"F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz"}
     names |= {"F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz", "BF16": "bfloat16"}
     zarr = DTYPES[code]
-    assert zarr is not None
     dtype = getattr(torch, names.get(code, zarr))
     values = torch.arange(4, dtype=torch.uint8).repeat_interleave(dtype.itemsize)
     (found,) = arrays_of(safetensors.torch.save({"a": values.view(dtype)})).values()
@@ -236,8 +233,9 @@ def test_a_damaged_file_says_what_is_wrong_and_where(what: str) -> None:
 
 @pytest.mark.parametrize("code", ["F4", "F6_E2M3", "F6_E3M2", "F128", ""])
 def test_dtypes_that_cannot_be_restored_are_refused_by_name(code: str) -> None:
-    known = "cannot be restored" if code in DTYPES else "is unknown to this release"
-    with pytest.raises(UnsupportedFormatError, match=f"'{code}' of tensor 'a' {known}") as caught:
+    with pytest.raises(
+        UnsupportedFormatError, match=f"'{code}' of tensor 'a' is not read"
+    ) as caught:
         decode(file_of({"a": tensor(0, 1, code)}, 1))
     assert caught.value.found == code
     assert caught.value.offset is not None
@@ -395,6 +393,5 @@ def test_damaged_sharding_information_is_corrupt(text: str) -> None:
 
 def test_ml_dtypes_agree_on_the_size_of_every_dtype() -> None:
     for code, dtype in DTYPES.items():
-        if dtype is not None:
-            assert ZARR_DTYPES[dtype].itemsize == ITEMSIZES[dtype], code
+        assert ZARR_DTYPES[dtype].itemsize == ITEMSIZES[dtype], code
     assert ZARR_DTYPES["bfloat16"] == ml_dtypes.bfloat16
