@@ -115,7 +115,9 @@ def _chosen(url: Url, options: dict[str, Any]) -> Any:
     """
     value = options.get("client")
     named = isinstance(value, str)
-    if value is None or (value in CLIENTS if named else _is_of(type(value), "obstore", "_obstore")):
+    if value is None or (
+        value in CLIENTS if named else _is_of(type(value), ("obstore", "_obstore"))
+    ):
         options.pop("client", None)
         return "auto" if value is None else value
     if not named and url.scheme not in LIBRARIES:
@@ -379,10 +381,10 @@ def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
 
 def _library(kind: type) -> str | None:
     """Return the one of `LIBRARIES` that has this filesystem class or a base of it."""
-    return next((name for name in LIBRARIES.values() if _is_of(kind, name)), None)
+    return next((name for name in LIBRARIES.values() if _is_of(kind, (name,))), None)
 
 
-def _is_of(kind: type, *libraries: str) -> bool:
+def _is_of(kind: type, libraries: Collection[str]) -> bool:
     """Return whether a class, or a base of it, is of one of these libraries."""
     return any(base.__module__.partition(".")[0] in libraries for base in kind.__mro__)
 
