@@ -8,7 +8,7 @@ import pytest
 
 from asyncckpt.stores.local import epochs
 from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.claims.counting import Claims
+from asyncckpt.stores.objects.counting import Claims
 from asyncckpt.stores.paths import Layout
 
 

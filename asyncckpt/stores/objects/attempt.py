@@ -8,8 +8,7 @@
 # Rule 4: `publish` returns when the record is written. The fixed names follow in the background.
 #   The store's next record waits for them, so that at most one checkpoint lacks them.
 # Rule 5: with a claim, the attempt looks for a higher claim after writing the record. If there is
-#   one, the save is not acknowledged, and none of its objects is removed (claims/counting.py,
-#   rule 1).
+#   one, the save is not acknowledged, and none of its objects is removed (counting.py, rule 1).
 # Rule 6: `publish` and `abort` end `_refusal`, the check that a one-shot save is not at a run's
 #   root.
 
@@ -20,24 +19,38 @@ import socket
 import time
 
 from asyncckpt.arguments import COLLECT_MIN_S
-from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError, UsageError
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    SaveError,
+    SaveOutcomeUnknownError,
+    StoreError,
+    UsageError,
+)
 from asyncckpt.flow.background import BackgroundTask
-from asyncckpt.flow.shield import cleaned_up, to_completion
+from asyncckpt.flow.shield import cleaned_up, to_completion, together
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.options import MIB
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, mark_of
-from asyncckpt.stores.objects.clients.client import PUT_MAX_NBYTES, Body
+from asyncckpt.stores.objects.clients.client import PUT_MAX_NBYTES, Body, RequestError
 from asyncckpt.stores.objects.context import Context, Record
-from asyncckpt.stores.objects.layout import fixed_path, join
+from asyncckpt.stores.objects.failures import reported
+from asyncckpt.stores.objects.layout import LISTED_MAX, fixed_path, join
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.repair import repair_quietly
-from asyncckpt.stores.objects.requests.runs import refuse_run
+from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
 
 MAX_AGE_S = COLLECT_MIN_S / 2
 """Age after which an attempt does not publish: gc, rule 2."""
+
+STEPS_MAX = 16
+"""Newest step names that are checked for a record; failed saves leave a few without one."""
+
+NAMED_STEPS = 3
+"""Steps that the error for the root of a run names."""
 
 
 class ObjectAttempt(ObjectShare):
@@ -211,3 +224,41 @@ class ObjectAttempt(ObjectShare):
 
     async def _removable(self) -> set[str]:
         return self._sending.keys | self._exchanged
+
+
+async def refuse_run(requests: Requests, name: str) -> None:
+    """Check that there are no steps below this name, by one request if there are none.
+
+    With a record of its own, the root of a run would be read as that checkpoint, and its steps
+    ignored. Passes if the credentials may not list.
+
+    Raises:
+        CheckpointExistsError: there are steps.
+        StoreError: a request failed.
+    """
+    location = requests.location(name)
+    with reported("looking for steps", location, stage="commit"):
+        try:
+            listed = await requests.list(name, recursive=False, limit=LISTED_MAX)
+        except RequestError as error:
+            if error.kind == "forbidden":
+                return
+            raise
+        below = {entry.key.removeprefix(f"{name}/"): entry.is_prefix for entry in listed}
+        if RECORD_NAME in below:
+            return  # a checkpoint: the creation of the record reports it
+        found = (path for path, is_prefix in below.items() if is_prefix)
+        newest = sorted(filter(STEP_NAME.fullmatch, found), key=int)[-STEPS_MAX:]
+        keys = [join(join(name, step), RECORD_NAME) for step in newest]
+        committed = await together(map(requests.exists, keys))
+    steps = [step for step, there in zip(newest, committed, strict=True) if there]
+    if steps:
+        shown = steps[-NAMED_STEPS:]
+        raise CheckpointExistsError(
+            f"{location}: the root of a run (it has step {', '.join(shown)}) exists here and was "
+            f"left untouched; save a step of it with Checkpointer({location!r}), or choose "
+            "another location",
+            location=location,
+            expected="nothing, or a checkpoint",
+            found=tuple(shown),
+        )

@@ -8,16 +8,18 @@ from typing import Any, TypeVar
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.flow.background import BackgroundTask
-from asyncckpt.flow.shield import together
+from asyncckpt.flow.shield import mapped, together
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.format.record_values import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
 from asyncckpt.ports import RECORD_NAME
-from asyncckpt.stores.objects.claims.counting import Claims
-from asyncckpt.stores.objects.clients.client import Body, unless_missing
+from asyncckpt.stores.objects.clients.client import INLINE_NBYTES, Body, unless_missing
+from asyncckpt.stores.objects.counting import Claims
 from asyncckpt.stores.objects.layout import LISTED_MAX, join, owner
 from asyncckpt.stores.objects.probe import Probes
 from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.paths import CONTROL
 
 T = TypeVar("T")
 SizedT = TypeVar("SizedT", bound=Sized)
@@ -28,8 +30,8 @@ READS_MAX = 3
 HEAD_NBYTES = 4 * KIB
 """Size of a record's head, which holds its save id and usually all of its fixed names."""
 
-INLINE_NBYTES = 64 * KIB
-"""Data up to this size are copied and checked on the event loop (about 5 µs)."""
+READS = 16
+"""Ranged reads in flight by default; `Requests` adapts the actual number."""
 
 
 class Background:
@@ -94,6 +96,17 @@ class Context:
         """Whether to write `commit_success.txt` last, which Orbax expects on Google's store."""
         return self.requests.url.startswith("gs://")
 
+    async def checkpoint_names(self) -> list[str]:
+        """Return the prefixes below the root, in no order, including those of open attempts.
+
+        Includes `RECORD_NAME` if the root is itself a checkpoint. Raises as `Requests.list_all`.
+        """
+        return [
+            entry.key
+            for entry in await self.requests.list_all("", recursive=False)
+            if entry.key == RECORD_NAME or (entry.is_prefix and entry.key not in ("", CONTROL))
+        ]
+
     async def read_record(self, name: str, *, max_nbytes: int = MAX_RECORD_NBYTES) -> Record | None:
         """Return the object at the record's key, or None. Raises `RequestError`.
 
@@ -124,6 +137,29 @@ class Context:
         if record is None or record.data is None or record.save_id is None:
             return Outline("")
         return await self.run_sized(self.outline_of, record.data) or Outline(record.save_id)
+
+    async def committed(self) -> list[str]:
+        """Return the save ids of the steps' records of claimed epochs that count now."""
+
+        async def look(name: str) -> str | None:
+            record = await self._glance(name)
+            if record is None or not record.epoch or not await self.counts(record):
+                return None
+            return record.save_id
+
+        steps = list(filter(STEP_NAME.fullmatch, await self.checkpoint_names()))
+        return [save_id for save_id in await mapped(look, steps, READS) if save_id is not None]
+
+    async def _glance(self, name: str) -> Record | None:
+        """Return the record, from its unchecked head if possible."""
+        head = await self.read_head(name)
+        if head is None:
+            return None
+        # A list may name too many records: readers check whether a record is valid.
+        outline, epoch = self.outline_of(head, head=True), self.epoch_of(head)
+        if outline is None or epoch is None:
+            return await self.read_record(name)
+        return Record(head, outline.save_id, epoch)
 
     async def read_head(self, name: str) -> bytes | None:
         """Return the first `HEAD_NBYTES` of the record, which identify its save.

@@ -25,8 +25,14 @@ from asyncckpt.flow.shield import mapped
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.ports import ORDINARY, RECORD_NAME, Bytes, Entry, Reading, StoreCapabilities
-from asyncckpt.stores.objects.clients.client import Body, Listed, RequestError, unless_missing
-from asyncckpt.stores.objects.context import HEAD_NBYTES, INLINE_NBYTES, Context
+from asyncckpt.stores.objects.clients.client import (
+    INLINE_NBYTES,
+    Body,
+    Listed,
+    RequestError,
+    unless_missing,
+)
+from asyncckpt.stores.objects.context import HEAD_NBYTES, Context
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.paths import path_parts, read_parts

@@ -22,7 +22,7 @@ Multipart uploads stay: only exports begin them, to names that may be foreign.
 # Rule 3: ages are differences of the store's own times; "now" is the time of an object just
 #   written.
 # Rule 4: the record is read after the listing and before the deletion.
-# Rule 5: claims stay: stores/objects/claims/counting.py, rule 7.
+# Rule 5: claims stay: stores/objects/counting.py, rule 7.
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ from asyncckpt.stores.objects.layout import (
     probe_key,
 )
 from asyncckpt.stores.objects.remove import delete_record, read_version
-from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
 from asyncckpt.stores.paths import CONTROL
 
 KEYS_PER_DELETION = 1000
@@ -61,7 +60,7 @@ async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool
     lists = (await context.claims.seen()).lists
     deletes = bool(lists) and (await context.probes.conditions(create=False, versions=True)).delete
     before_s = await _store_now_s(context) - older_than_s
-    listed = await control_entries(requests)
+    listed = await requests.list_all(CONTROL, recursive=True)
     # Only the highest list decides.
     unused = {join(CONTROL, inherited_name(epoch)) for epoch in lists[:-1]}
     removed = [
@@ -72,7 +71,7 @@ async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool
     ]
     if not dry_run:
         await requests.delete(removed)
-    for name in await checkpoint_names(requests):
+    for name in await context.checkpoint_names():
         removed += await _checkpoint(context, name, before_s, deletes=deletes, dry_run=dry_run)
     return sorted(removed)
 
@@ -132,7 +131,7 @@ async def _store_now_s(context: Context) -> float:
     key = probe_key()
     await requests.replace(key, b"")
     try:
-        listed = await control_entries(requests)
+        listed = await requests.list_all(CONTROL, recursive=True)
         now_s = next((entry.modified_s for entry in listed if entry.key == key), 0.0)
     finally:
         await requests.delete([key])

@@ -50,7 +50,7 @@ class Probes:
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._creates: bool | None = None if requests.traits.conditional_create else False
+        self._creates: bool | None = None
         self._begun: BackgroundTask[bool] | None = None
         self._versions: tuple[bool, bool] | None = None
         self._lock = asyncio.Lock()
@@ -90,10 +90,15 @@ class Probes:
     async def _probe_create(self) -> bool:
         """Return whether the second of two conditional creations is refused. Leaves nothing.
 
+        Warns if not, or if the client makes none.
+
         Raises:
             RequestError: the store does not answer or does not allow writing; nothing is known.
         """
-        requests = self._requests
+        requests, name = self._requests, self._requests.traits.name
+        if not requests.traits.conditional_create:
+            self._warn(f"{name} cannot create objects conditionally")
+            return False
         async with self._object() as key:
             # The first creation may be refused, too, because of what an earlier try created.
             try:
@@ -105,14 +110,16 @@ class Probes:
                     raise
                 refused = False
         if not refused:
-            logger.warning(
-                "%s: %s supports conditional creation, but this server does not: if "
-                "two processes save one step at the same time, both report success, and the later "
-                "one replaces the earlier. Let only one process save a step",
-                requests.url,
-                requests.traits.name,
-            )
+            self._warn(f"{name} supports conditional creation, but this server does not")
         return refused
+
+    def _warn(self, why: str) -> None:
+        logger.warning(
+            "%s: %s: if two processes save one step at the same time, both report success, and the "
+            "later one replaces the earlier. Let only one process save a step",
+            self._requests.url,
+            why,
+        )
 
     async def _probe_versions(self) -> tuple[bool, bool]:
         """Return whether replacement and deletion refuse stale versions.

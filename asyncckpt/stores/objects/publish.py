@@ -145,21 +145,18 @@ class Publication:
             SaveError: the outcome is unknown, or another process was faster.
         """
         try:
-            return await self._commit(overwrite)
+            if not overwrite:
+                found = await self.create()
+                if found is None:
+                    return None
+                await self._refuse_if_counts(found)
+                self.conditions = await self.context.probes.conditions(versions=True)
+            return await self._replace(overwrite)
         except asyncio.CancelledError:
             if not self.keep:
                 raise
             error = RequestError("timeout", "the save ended before an answer came")
             raise self._unresolved(error, "the record was not read back") from None
-
-    async def _commit(self, overwrite: bool) -> Record | None:
-        if not overwrite:
-            found = await self.create()
-            if found is None:
-                return None
-            await self._refuse_if_counts(found)
-            self.conditions = await self.context.probes.conditions(versions=True)
-        return await self._replace(overwrite)
 
     async def create(self) -> Record | None:
         """Create the record; return the object that was there already, or None.
@@ -204,11 +201,28 @@ class Publication:
         )
 
     async def _refuse_if_counts(self, found: Record) -> None:
-        """Raise if the existing record counts."""
-        if await self.context.counts(found):
-            # A fenced process must get the `FencedError` instead.
-            await self.context.claims.check(self.epoch, self._location)
-            raise self._exists(found)
+        """Raise if the existing record counts, or is another object."""
+        if not await self.context.counts(found):
+            return
+        # A fenced process must get the `FencedError` instead.
+        await self.context.claims.check(self.epoch, self._location)
+        if found.save_id is not None:
+            raise CheckpointExistsError(
+                f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
+                "replace it",
+                location=self._location,
+                found=found.save_id,
+            )
+        url = self._requests.location(self._key)
+        data = found.data or b""
+        size = f"{len(data)} bytes" if data else "an object"
+        raise CheckpointExistsError(
+            f"{url}: holds {size}, not a valid commit record; left untouched. It may be damaged or "
+            "belong to another program: remove it or pass overwrite=True",
+            location=self._location,
+            expected="nothing, or a commit record",
+            found=data[:64],
+        )
 
     async def _create(self) -> Record | None:
         """Create the record conditionally; return the object that was there already, or None."""
@@ -310,13 +324,10 @@ class Publication:
         return self._caller is None or not self._caller.cancelling()
 
     async def _has_witness(self) -> bool:
-        if self.witness is None:
-            return True
         try:
-            await self._requests.size(self.witness)
-        except RequestError as error:
-            return error.kind != "missing"
-        return True
+            return self.witness is None or await self._requests.exists(self.witness)
+        except RequestError:
+            return True
 
     async def _undo_deleted(self) -> SaveError:
         """Remove a record that landed after a deletion; return the error to raise."""
@@ -350,26 +361,6 @@ class Publication:
     def _failed(self, why: str) -> SaveError:
         text = f"{self._location}: {why}"
         return SaveError(text, location=self._location, stage="commit")
-
-    def _exists(self, found: Record) -> CheckpointExistsError:
-        """Return the error for an existing object."""
-        if found.save_id is not None:
-            return CheckpointExistsError(
-                f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
-                "replace it",
-                location=self._location,
-                found=found.save_id,
-            )
-        url = self._requests.location(self._key)
-        data = found.data or b""
-        size = f"{len(data)} bytes" if data else "an object"
-        return CheckpointExistsError(
-            f"{url}: holds {size}, not a valid commit record; left untouched. It may be damaged or "
-            "belong to another program: remove it or pass overwrite=True",
-            location=self._location,
-            expected="nothing, or a commit record",
-            found=data[:64],
-        )
 
     def _unresolved(self, error: RequestError | None, why: str) -> SaveError:
         self.keep = True

@@ -42,14 +42,14 @@ class ObjectShare:
         Raises:
             UsageError: the path lacks the save id, or the file is too long for one request.
         """
-        self._sending.check()
-        check_file(path, self.location)
         self._check_own(path)
         file = WindowFile(self._sending, path, nbytes, window_nbytes)
         self._files.append(file)
         return file
 
     def _check_own(self, path: str) -> None:
+        self._sending.check()
+        check_file(path, self.location)
         if self._save_id not in path:
             raise UsageError(
                 f"{path!r}: another attempt could write this name; put the save id "
@@ -138,8 +138,6 @@ class ObjectJoinedAttempt(ObjectShare):
         Raises:
             UsageError: the path lacks the save id: only process 0 writes such files.
         """
-        self._sending.check()
-        check_file(path, self.location)
         self._check_own(path)
         await self._sending.send_named(join(self._name, path), await self._context.owned(*blocks))
 

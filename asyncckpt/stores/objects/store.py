@@ -1,6 +1,6 @@
 """Checkpoints on an object store: committed by one conditional PUT, safe against other writers."""
 
-# Rule 1: a checkpoint exists if its record counts: stores/objects/claims/counting.py.
+# Rule 1: a checkpoint exists if its record counts: stores/objects/counting.py.
 # Rule 2: a deletion removes the record first, then the bytes that carry its save id, so that
 #   another attempt at the same name loses nothing.
 # Rule 3: the only state kept between calls is the results of probes, and the checkpoints that this
@@ -21,9 +21,8 @@ from asyncckpt.reports import nbytes_text
 from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.claims.takeover import take_over
 from asyncckpt.stores.objects.clients.client import unless_missing
-from asyncckpt.stores.objects.context import Context
+from asyncckpt.stores.objects.context import READS, Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
@@ -31,19 +30,15 @@ from asyncckpt.stores.objects.gc import remove_garbage
 from asyncckpt.stores.objects.layout import check_key, check_save_id, is_note, note_key
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
-from asyncckpt.stores.objects.requests.listings import checkpoint_names, control_entries
 from asyncckpt.stores.objects.requests.sizes import PUT_THRESHOLD_NBYTES, Choice, choose
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
-from asyncckpt.stores.paths import NOTE_NBYTES, check_name
+from asyncckpt.stores.paths import CONTROL, NOTE_NBYTES, check_name
 
 REPAIRED_STEPS = 3
 """Number of newest steps that `sweep` repairs: those that a crash may leave unfinished."""
 
 READ_GAP_NBYTES = 512 * KIB
 """A stream of 85 MB/s reads this in 6 ms, a fifth of the latency of a request."""
-
-READS = 16
-"""Ranged reads in flight by default; `Requests` adapts the actual number."""
 
 JOIN_PAUSES_S = 0.02, 1.0
 """First and longest pause between polls for an attempt to join; each poll is a request."""
@@ -199,9 +194,9 @@ class ObjectStore:
     # -------------------------------------------------------------------------------------- read
 
     async def names(self) -> list[str]:
-        """Return the names below the root, as `checkpoint_names`. As `Store.names`."""
+        """Return the names below the root, as `Context.checkpoint_names`. As `Store.names`."""
         with reported("listing", self.url):
-            return await checkpoint_names(self._requests)
+            return await self._context.checkpoint_names()
 
     def files(self, name: str) -> ObjectFiles:
         """Return read access to one checkpoint; makes no request."""
@@ -210,9 +205,10 @@ class ObjectStore:
     # ------------------------------------------------------------------------------------ claims
 
     async def claim(self) -> Claim | None:
-        """Take over the root (stores/objects/claims/takeover.py). As `Store.claim`."""
-        conditions = await self._context.probes.conditions(versions=False)
-        return await take_over(self._context) if conditions.create else None
+        """Take over the root. As `Store.claim`."""
+        context = self._context
+        conditions = await context.probes.conditions(versions=False)
+        return await context.claims.take_over(context.committed) if conditions.create else None
 
     async def claims(self) -> Sequence[Claim]:
         """Return the claims that can be read, ascending."""
@@ -273,7 +269,8 @@ class ObjectStore:
         """Remove and return all notes, as `NotingStore.take_notes`."""
         requests = self._requests
         with reported("looking for errors of earlier jobs", self.url):
-            keys = [e.key for e in await control_entries(requests) if is_note(e.key)]
+            listed = await requests.list_all(CONTROL, recursive=True)
+            keys = [entry.key for entry in listed if is_note(entry.key)]
             notes = await mapped(self._note, keys, READS)
             await requests.delete(keys)
         return [note for note in notes if note is not None]

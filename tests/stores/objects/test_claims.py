@@ -21,7 +21,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.record import seal
-from asyncckpt.stores.objects.requests import listings
+from asyncckpt.stores.objects.requests import requests
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import delete, expect, expect_no_record, fill, identity, save
 from tests.simulator import Fault, Gate, Simulator
@@ -512,7 +512,7 @@ async def test_too_many_names_below_the_control_prefix_are_an_error(
     async with opened(kind, sim) as store:
         epoch = await claimed(store)
         await save(store, "1", "a", epoch=epoch)
-        monkeypatch.setattr(listings, "LISTED_MAX", 1)
+        monkeypatch.setattr(requests, "LISTED_MAX", 1)
         for call in (store.claims(), store.claim(), store.collect(YEAR_S), store.take_notes()):
             with pytest.raises(StoreError, match=r"\.asyncckpt: more than 1 names"):
                 await call

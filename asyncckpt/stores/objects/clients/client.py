@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from asyncckpt.options import GIB, MIB
+from asyncckpt.options import GIB, KIB, MIB
 from asyncckpt.ports import Bytes
 
 Body = bytes | bytearray | memoryview | Bytes
@@ -36,6 +36,10 @@ touch of fresh memory would take longer than both."""
 
 PUT_MAX_NBYTES = 4 * GIB
 """Largest body of one `put`; Azure takes 5,000 MiB, others more."""
+
+INLINE_NBYTES = 64 * KIB
+"""Data up to this size are copied and checked on the event loop (about 5 µs); a thread would cost
+more."""
 
 Kind = Literal[
     "missing",  # 404 of an object
@@ -199,7 +203,6 @@ class ObjectClient(Protocol):
         Raises:
             RequestError: with `create`, `exists` if there is one, `conflict` as in `replace`.
         """
-        ...
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         """Return bytes `start` to `stop` of the object; fewer, or none, if it ends earlier.
@@ -209,7 +212,6 @@ class ObjectClient(Protocol):
         Raises:
             RequestError: `missing`; `short` if the connection ended before the response.
         """
-        ...
 
     async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
         """Pass on the bytes that `get` would return, in order, as they arrive.
@@ -223,7 +225,6 @@ class ObjectClient(Protocol):
 
     async def size(self, key: str) -> int:
         """Return the length of the object in bytes. Raises `RequestError`: `missing`."""
-        ...
 
     async def version(self, key: str) -> str:
         """Return the version of the object's contents: an ETag (S3) or generation (GCS).
@@ -231,7 +232,6 @@ class ObjectClient(Protocol):
         To replace an object that you read, get the version before reading: a change in between
         then makes the replacement fail. Raises `RequestError`: `missing`.
         """
-        ...
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """Replace the object with `body`, only if it still has this version.
@@ -259,11 +259,9 @@ class ObjectClient(Protocol):
         If not `recursive`, the objects and common prefixes of one level. Omits the marker objects
         of "directories". Returns at most `limit` + 1 entries.
         """
-        ...
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete the objects. Missing ones are no error."""
-        ...
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         """Open a multipart upload and return its id; `create` as in `complete_parts`."""
@@ -293,7 +291,6 @@ class ObjectClient(Protocol):
 
     async def close(self) -> None:
         """Close sessions and connections. Idempotent."""
-        ...
 
 
 def _lacking(client: ObjectClient, ability: str) -> RequestError:

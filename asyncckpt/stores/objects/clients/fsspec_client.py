@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.shield import mapped
-from asyncckpt.log import logger
-from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error
 from asyncckpt.stores.objects.clients.client import (
+    INLINE_NBYTES,
     Body,
     ClientTraits,
     Kind,
@@ -29,9 +28,6 @@ T = TypeVar("T")
 
 DELETES = 32
 """Requests of one `delete` in flight, each for one object."""
-
-INLINE_NBYTES = 64 * KIB
-"""Bodies up to this size are copied on the event loop; a thread would cost more."""
 
 LOCATED: frozenset[Kind] = frozenset(("connection", "timeout", "endpoint"))
 """Failures whose detail names the endpoint."""
@@ -71,21 +67,11 @@ class FsspecClient(ObjectClient):
         self._root = root.rstrip("/")
         self._hidden = hidden
         self._endpoint = endpoint
-        self._warned = False
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `create` is refused: most filesystems create unconditionally."""
         if create:
             raise RequestError("invalid", f"{self.traits.name} offers no conditional creation")
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s: %s cannot create objects conditionally: if two processes save one step at "
-                "the same time, both report success, and the later one replaces the earlier. Let "
-                "only one process save a step",
-                self.url,
-                self.traits.name,
-            )
         await self._request(self._pipe(self._path(key), await self._as_bytes(body)))
 
     async def get(self, key: str, start: int, stop: int) -> Body:

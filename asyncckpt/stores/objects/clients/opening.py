@@ -115,7 +115,9 @@ def _chosen(url: Url, options: dict[str, Any]) -> Any:
     """
     value = options.get("client")
     named = isinstance(value, str)
-    if value is None or (value in CLIENTS if named else _is_obstore(value)):
+    if value is None or (
+        value in CLIENTS if named else _is_of(type(value), ("obstore", "_obstore"))
+    ):
         options.pop("client", None)
         return "auto" if value is None else value
     if not named and url.scheme not in LIBRARIES:
@@ -128,12 +130,6 @@ def _chosen(url: Url, options: dict[str, Any]) -> Any:
         expected=CLIENTS,
         found=type(value),
     )
-
-
-def _is_obstore(value: object) -> bool:
-    # Classes derived from its stores count, too.
-    modules = {base.__module__.partition(".")[0] for base in type(value).__mro__}
-    return not modules.isdisjoint(("obstore", "_obstore"))
 
 
 def _given(url: Url, store: Any, options: Mapping[str, Any]) -> ObjectClient:
@@ -385,8 +381,12 @@ def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
 
 def _library(kind: type) -> str | None:
     """Return the one of `LIBRARIES` that has this filesystem class or a base of it."""
-    modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    return next((name for name in LIBRARIES.values() if name in modules), None)
+    return next((name for name in LIBRARIES.values() if _is_of(kind, (name,))), None)
+
+
+def _is_of(kind: type, libraries: Collection[str]) -> bool:
+    """Return whether a class, or a base of it, is of one of these libraries."""
+    return any(base.__module__.partition(".")[0] in libraries for base in kind.__mro__)
 
 
 def fsspec_options(

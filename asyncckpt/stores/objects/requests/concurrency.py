@@ -1,8 +1,6 @@
 """Concurrency controller of one direction: number of transfers, slowness, hedges."""
 
-# Rule 1: hedges are a fixed share of all requests, so that a slow server does not get twice the
-#   load.
-# Rule 2: only answered requests are measured, without their time in the queue.
+# Rule: hedges are a fixed share of all requests, so that a slow server does not get twice the load.
 
 from __future__ import annotations
 

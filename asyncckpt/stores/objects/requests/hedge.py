@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from asyncckpt.flow.threads import seen
@@ -14,30 +14,26 @@ T = TypeVar("T")
 
 
 async def race(
-    start: Callable[[], Coroutine[Any, Any, T]],
-    delays_s: Iterable[float],
-    second: Callable[[], Coroutine[Any, Any, T] | None],
+    first: Coroutine[Any, Any, T], second: Callable[[], Coroutine[Any, Any, T] | float]
 ) -> T:
     """Return the result of the request that succeeds first.
 
-    Runs `start()` at once. If it has not ended after a delay, calls `second()` for another request
-    to run in parallel; if that returns None, calls it again after the next delay. The first success
-    cancels the other request; after a failure, the other one is awaited.
+    While the first one runs, calls `second()`, which returns another request to run in parallel, or
+    the seconds after which to call it again. The first success cancels the other request; after a
+    failure, the other one is awaited.
 
     Cancellation: cancels both requests and waits for their ends, through repeated cancellations.
 
     Raises:
         Exception: of the first request, if both failed.
     """
-    tasks = [asyncio.create_task(start())]
+    tasks = [asyncio.create_task(first)]
     try:
-        for delay_s in delays_s:
-            await asyncio.wait(tasks, timeout=delay_s)
-            if tasks[0].done():
-                break
-            if (coroutine := second()) is not None:
-                tasks.append(asyncio.create_task(coroutine))
-                break
+        while len(tasks) == 1 and not tasks[0].done():
+            if isinstance(found := second(), float):
+                await asyncio.wait(tasks, timeout=found)
+            else:
+                tasks.append(asyncio.create_task(found))
         while not any(map(_succeeded, tasks)):
             if not (pending := [task for task in tasks if not task.done()]):
                 break

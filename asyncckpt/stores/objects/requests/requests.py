@@ -9,8 +9,9 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from asyncckpt.errors import StoreError
 from asyncckpt.stores.objects.clients.client import (
     RETRYABLE,
     Body,
@@ -19,10 +20,14 @@ from asyncckpt.stores.objects.clients.client import (
     ObjectClient,
     PendingParts,
     RequestError,
+    unless_missing,
 )
+from asyncckpt.stores.objects.layout import LISTED_MAX
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
-from asyncckpt.stores.objects.requests.sending import Landing, Sender, Try
+from asyncckpt.stores.objects.requests.sending import Landing, Request, Sender
 from asyncckpt.stores.paths import below
+
+T = TypeVar("T")
 
 
 class Sent(NamedTuple):
@@ -56,7 +61,6 @@ class Sink(Protocol):
 
         Cancellation: waits until nothing is being copied; `at` then says how much was.
         """
-        ...
 
 
 class Requests(Sender):
@@ -101,18 +105,15 @@ class Requests(Sender):
         Args:
             name: returns the key for request 0, 1, … (retries and hedges), all different.
             body: what to send.
-            landing: as in `send`.
+            landing: as in `Request`.
         """
-        failed: list[Try[Any]] = []
         keys: list[str] = []
         refused: list[str] = []
-        held, nbytes = [body], len(body)
-        del body
 
-        async def put() -> str:
+        async def put(body: Body) -> str:
             keys.append(key := name(len(keys)))
             try:
-                await self.client.put(key, held[0])
+                await self.client.put(key, body)
             except RequestError as error:
                 if error.kind == "throttled":  # so it was not executed
                     refused.append(key)
@@ -121,15 +122,21 @@ class Requests(Sender):
 
         # The byte budget does not cover the client's copies for a hedge.
         hedged = not self.traits.put_copies
-        try:
-            key = await self.send(
-                put, direction="put", nbytes=nbytes, hedged=hedged, failed=failed, landing=landing
-            )
-        finally:
-            held.clear()  # an error keeps these functions, even if its frames were cleared
+        key, request = await self._send_body(put, body, hedged=hedged, landing=landing)
         landed = tuple(other for other in keys if other != key and other not in refused)
-        raced = len(keys) > len(failed) + 1
-        return Sent(key, not raced and not any(this.abandoned for this in failed), landed)
+        raced = len(keys) > request.failed + 1
+        return Sent(key, not raced and not request.abandoned, landed)
+
+    async def _send_body(
+        self, put: Callable[[Body], Awaitable[T]], body: Body, **how: Any
+    ) -> tuple[T, Request[T]]:
+        """Send a body; forget it at the end, since a kept error may keep the functions."""
+        held = [body]
+        request = Request(lambda: put(held[0]), "put", len(body), **how)
+        try:
+            return await self.send(request), request
+        finally:
+            held.clear()
 
     async def create(
         self,
@@ -148,7 +155,7 @@ class Requests(Sender):
         put = partial(self.client.put, key, body, create=True)
         try:
             await self.send(
-                put, direction="put", nbytes=len(body), conditional=True, again=again, wanted=wanted
+                Request(put, "put", len(body), conditional=True, again=again, wanted=wanted)
             )
         except RequestError as error:
             if error.kind != "exists":
@@ -168,28 +175,24 @@ class Requests(Sender):
     ) -> None:
         """Store the body at the key; with `version`, only if the object has this version.
 
-        `again`, `wanted` and `landing` as in `send`.
+        `again`, `wanted` and `landing` as in `Request`.
         """
         put = partial(self.client.put, key, body)
         if version is not None:
             put = partial(self.client.replace, key, body, version=version)
-        await self.send(
-            put,
-            direction="put",
-            nbytes=len(body),
-            conditional=version is not None,
-            again=again,
-            wanted=wanted,
-            landing=landing,
-        )
+        conditional = version is not None
+        request = Request(put, "put", len(body), conditional=conditional, landing=landing)
+        request.again, request.wanted = again, wanted
+        await self.send(request)
 
     async def version(self, key: str) -> str:
         """Return the version of the object, as `ObjectClient.version`."""
-        return await self.send(partial(self.client.version, key))
+        return await self.send(Request(partial(self.client.version, key)))
 
     async def delete_version(self, key: str, version: str) -> None:
         """Delete the object if it has this version; a missing object is no error."""
-        await self.send(partial(self.client.delete_version, key, version=version), conditional=True)
+        delete = partial(self.client.delete_version, key, version=version)
+        await self.send(Request(delete, conditional=True))
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         """Return bytes `start` to `stop` of the object, fewer only if it ends earlier."""
@@ -202,7 +205,7 @@ class Requests(Sender):
                 raise RequestError("invalid", f"{text}: the store ignores ranges")
             return body
 
-        return await self.send(read, direction="get", nbytes=nbytes, hedged=True)
+        return await self.send(Request(read, "get", nbytes, hedged=True))
 
     async def fill(self, key: str, sink: Sink) -> None:
         """Pass the sink's range of the object on as it arrives; less only if the object ends.
@@ -246,7 +249,7 @@ class Requests(Sender):
 
         nbytes = sink.stop - sink.at
         try:
-            await self.send(read, direction="get", nbytes=nbytes, hedged=True)
+            await self.send(Request(read, "get", nbytes, hedged=True))
         except BaseException:
             # The error of an abandoned thread takes precedence over the cancellation.
             if not failed:
@@ -273,14 +276,35 @@ class Requests(Sender):
 
     async def size(self, key: str) -> int:
         """Return the length of the object in bytes."""
-        return await self.send(partial(self.client.size, key))
+        return await self.send(Request(partial(self.client.size, key)))
+
+    async def exists(self, key: str) -> bool:
+        """Return whether there is such an object."""
+        with unless_missing():
+            await self.size(key)
+            return True
+        return False
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """List the entries below `prefix`, as `ObjectClient.list`."""
-        return await self.send(
-            partial(self.client.list, prefix, recursive=recursive, limit=limit),
-            deadline_s=self.policy.list_timeout_s,
-        )
+        call = partial(self.client.list, prefix, recursive=recursive, limit=limit)
+        return await self.send(Request(call, deadline_s=self.policy.list_timeout_s))
+
+    async def list_all(self, prefix: str, *, recursive: bool) -> Sequence[Listed]:
+        """List all entries below `prefix`; a list that was cut off might lack a claim.
+
+        Raises `RequestError`, and `StoreError` if there are too many.
+        """
+        listed = await self.list(prefix, recursive=recursive, limit=LISTED_MAX)
+        if len(listed) > LISTED_MAX:
+            location = self.location(prefix)
+            raise StoreError(
+                f"{location}: more than {LISTED_MAX} names; checkpoints need a prefix of their "
+                "own: remove the objects of other programs, or choose another root",
+                location=location,
+                expected=LISTED_MAX,
+            )
+        return listed
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete the objects; missing ones are no error.
@@ -302,10 +326,8 @@ class Requests(Sender):
         while left:
             before = len(left)
             try:
-                await self.send(
-                    delete, deadline_s=self.policy.timeout_s + before * self.policy.per_key_s
-                )
-                return
+                deadline_s = self.policy.timeout_s + before * self.policy.per_key_s
+                return await self.send(Request(delete, deadline_s=deadline_s))
             except RequestError as error:
                 if not error.retryable or len(left) == before:
                     raise
@@ -316,26 +338,17 @@ class Requests(Sender):
         A try whose answer was lost may have begun one, which `pending_parts` lists. With `create`
         the object must be new, as in `complete_parts`.
         """
-        failed: list[Try[Any]] = []
         begin = partial(self.client.begin_parts, key, create=create)
-        return await self.send(begin, conditional=create, failed=failed), bool(failed)
+        request = Request(begin, conditional=create)
+        return await self.send(request), request.failed > 0
 
     async def put_part(
         self, key: str, upload: str, number: int, offset: int, body: Body
     ) -> tuple[str, bool]:
         """Store part `number`; return its tag, and whether the body's memory may be reused."""
-        failed: list[Try[Any]] = []
-        held, nbytes = [body], len(body)
-        del body
-
-        async def put() -> str:
-            return await self.client.put_part(key, upload, number, offset, held[0])
-
-        try:
-            tag = await self.send(put, direction="put", nbytes=nbytes, failed=failed)
-        finally:
-            held.clear()  # as in `put`
-        return tag, not any(this.abandoned for this in failed)
+        put = partial(self.client.put_part, key, upload, number, offset)
+        tag, request = await self._send_body(put, body)
+        return tag, not request.abandoned
 
     async def complete_parts(
         self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
@@ -344,13 +357,12 @@ class Requests(Sender):
 
         If an answer was lost and the next try finds no such upload, checks for the object instead.
         """
-        failed: list[Try[Any]] = []
 
         async def complete() -> None:
             try:
                 await self.client.complete_parts(key, upload, tags, create=create)
             except RequestError as error:
-                if not failed:
+                if not request.failed:
                     raise
                 if create and error.kind == "exists":
                     pending = await self.client.pending_parts(key.rpartition("/")[0])
@@ -366,18 +378,17 @@ class Requests(Sender):
                     raise (error if second.kind == "missing" else second) from None
 
         # After a conflict, S3 requires all parts to be sent again.
-        retried = RETRYABLE - {"conflict"}
-        await self.send(complete, conditional=create, retried=retried, failed=failed)
+        request = Request(complete, conditional=create, retried=RETRYABLE - {"conflict"})
+        await self.send(request)
 
     async def abort_parts(self, key: str, upload: str) -> None:
         """Abort the upload and delete its parts."""
-        await self.send(partial(self.client.abort_parts, key, upload))
+        await self.send(Request(partial(self.client.abort_parts, key, upload)))
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts] | None:
         """List unfinished uploads below `prefix`; None if the client cannot."""
-        return await self.send(
-            partial(self.client.pending_parts, prefix), deadline_s=self.policy.list_timeout_s
-        )
+        call = partial(self.client.pending_parts, prefix)
+        return await self.send(Request(call, deadline_s=self.policy.list_timeout_s))
 
     async def close(self) -> None:
         """Close the client. Idempotent."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sized
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from asyncckpt.flow.limiter import Limiter, Permit
@@ -30,7 +30,6 @@ from asyncckpt.stores.objects.requests.policy import RequestPolicy
 T = TypeVar("T")
 
 Direction = Literal["put", "get"]
-
 
 LONGEST = 8
 """Maximum deadline of a try after timeouts, as a multiple of the first try's deadline."""
@@ -48,35 +47,6 @@ SILENT_S = 5.0
 wait for minutes, and garbage collection removes the rest later."""
 
 
-@dataclass(slots=True, eq=False)
-class Try(Generic[T]):
-    """One try of a request.
-
-    Attributes:
-        call: makes the request.
-        direction: of a transfer, which is measured; None for requests without such data.
-        nbytes: length of the body or of the range.
-        hedged: a slow transfer may be hedged by another `call()`.
-        deadline_s: seconds that it may take once it has its permit.
-        begun_s: when it got the permit.
-        abandoned: it timed out, and the client may still be sending its body.
-        unwanted: its caller was cancelled.
-    """
-
-    call: Callable[[], Awaitable[T]]
-    direction: Direction | None
-    nbytes: int
-    hedged: bool
-    deadline_s: float
-    begun_s: float = 0.0
-    abandoned: bool = False
-    unwanted: bool = False
-
-    def moved_nbytes(self, answer: T) -> int:
-        """Return the length of the body, which for a read may be less than was requested."""
-        return len(answer) if self.direction == "get" and isinstance(answer, Sized) else self.nbytes
-
-
 class Landing:
     """The time that a save's cancelled tries get together to finish sending bodies."""
 
@@ -89,6 +59,47 @@ class Landing:
         if self._end_s is None:
             self._end_s = now_s + LANDING_S
         return max(0.0, self._end_s - now_s)
+
+
+@dataclass(slots=True, eq=False)
+class Request(Generic[T]):
+    """A request, and what is known of its tries.
+
+    Attributes:
+        call: makes one try.
+        direction: of a transfer, which is measured; None for requests without such data.
+        nbytes: length of the body or of the range.
+        hedged: a slow transfer may be hedged by another `call()`.
+        deadline_s: seconds that the first try gets once it has its permit; 0 for the policy's.
+        conditional: it has a condition, which may not hold.
+        retried: failures after which there is another try.
+        again: called before every try but the first; False ends the tries with `exists`.
+        wanted: polled while a try waits; False ends the tries with `timeout`.
+        landing: of the save that it belongs to; by default its own.
+        failed: number of tries that failed.
+        abandoned: numbers of the tries that timed out; the client may still be sending their body.
+        begun_s: when the current try got its permit.
+        unwanted: its caller was cancelled.
+    """
+
+    call: Callable[[], Awaitable[T]]
+    direction: Direction | None = None
+    nbytes: int = 0
+    hedged: bool = False
+    deadline_s: float = 0.0
+    conditional: bool = False
+    retried: frozenset[Kind] = RETRYABLE
+    again: Callable[[], Awaitable[bool]] | None = None
+    wanted: Callable[[], bool] | None = None
+    landing: Landing | None = None
+    failed: int = 0
+    abandoned: set[int] = field(default_factory=set)
+    begun_s: float = 0.0
+    unwanted: bool = False
+
+    def moved_nbytes(self, answer: T) -> int:
+        """Return the length of the body, which for a read may be less than was requested."""
+        return len(answer) if self.direction == "get" and isinstance(answer, Sized) else self.nbytes
 
 
 class Sender:
@@ -143,70 +154,38 @@ class Sender:
             finally:
                 timer.cancel()
 
-    async def send(
-        self,
-        call: Callable[[], Awaitable[T]],
-        *,
-        direction: Direction | None = None,
-        nbytes: int = 0,
-        hedged: bool = False,
-        deadline_s: float | None = None,
-        conditional: bool = False,
-        retried: frozenset[Kind] = RETRYABLE,
-        again: Callable[[], Awaitable[bool]] | None = None,
-        wanted: Callable[[], bool] | None = None,
-        failed: list[Try[T]] | None = None,
-        landing: Landing | None = None,
-    ) -> T:
-        """Return the result of the first try that succeeds.
-
-        Args:
-            call: makes one request.
-            direction: as `Try.direction`.
-            nbytes: as `Try.nbytes`; gives the deadline unless `deadline_s` does.
-            hedged: as `Try.hedged`.
-            deadline_s: seconds that the first try gets.
-            conditional: the request has a condition, which may not hold.
-            retried: failures after which there is another try.
-            again: called before every try but the first; False ends the tries with `exists`.
-            wanted: polled while a try waits; False ends the tries with `timeout`.
-            failed: receives the tries that failed.
-            landing: of the save that the request belongs to; by default its own.
-        """
-        failed = [] if failed is None else failed
-        base_s = self.policy.deadline_s(nbytes) if deadline_s is None else deadline_s
+    async def send(self, this: Request[T]) -> T:
+        """Return the result of the first try that succeeds."""
+        this.deadline_s = this.deadline_s or self.policy.deadline_s(this.nbytes)
         spent_s = 0.0
         while True:
-            if failed and again is not None and not await again():
+            if this.failed and this.again is not None and not await this.again():
                 raise RequestError("exists", "another object was put there since the last try")
-            abandoned = sum(this.abandoned for this in failed)
-            deadline_s = base_s * min(2**abandoned, LONGEST)
-            this = Try(call, direction, nbytes, hedged, deadline_s)
             try:
-                return await self._tried(this, landing or Landing())
+                return await self._tried(this)
             except RequestError as error:
-                failed.append(this)
-                if not conditional and error.kind in ("exists", "conflict"):
+                this.failed += 1
+                if not this.conditional and error.kind in ("exists", "conflict"):
                     error.kind = "unavailable"
-                if error.kind not in retried:
+                if error.kind not in this.retried:
                     raise
                 spent_s += self._now() - this.begun_s
                 wait_s = self.policy.retry.wait_s(
-                    len(failed),
+                    this.failed,
                     spent_s,
                     self._rng,
                     asked_s=error.retry_after_s or 0.0,
-                    deadline_s=base_s,
+                    deadline_s=this.deadline_s,
                 )
                 if wait_s is None:
-                    error.detail += f" (tried {len(failed)} times in {spent_s:.1f} s)"
+                    error.detail += f" (tried {this.failed} times in {spent_s:.1f} s)"
                     raise
                 spent_s += wait_s
                 logger.info(
                     "%s: %s; try %d of %d follows in %.2f s",
-                    self.url, error, len(failed) + 1, self.policy.retry.tries, wait_s,
+                    self.url, error, this.failed + 1, self.policy.retry.tries, wait_s,
                 )  # fmt: skip
-            await self._wait(wait_s, wanted)
+            await self._wait(wait_s, this.wanted)
 
     async def _wait(self, wait_s: float, wanted: Callable[[], bool] | None) -> None:
         if wanted is None:
@@ -219,7 +198,7 @@ class Sender:
                 "timeout", "the save was cancelled, or its deadline passed, before the next try"
             )
 
-    async def _tried(self, this: Try[T], landing: Landing) -> T:
+    async def _tried(self, this: Request[T]) -> T:
         """Send one try, as soon as it has its permits."""
         if this.direction is None:
             with await self.limiter.acquire() as permit:
@@ -235,54 +214,48 @@ class Sender:
 
             def cancelled() -> float:
                 this.unwanted = True
-                return landing.left_s()
+                return (this.landing or Landing()).left_s()
 
             return await uninterrupted(sending, grace_s=cancelled)
 
-    async def _raced(self, this: Try[T], permit: Permit, controller: ConcurrencyController) -> T:
+    async def _raced(
+        self, this: Request[T], permit: Permit, controller: ConcurrencyController
+    ) -> T:
         """Send one try of a transfer, hedged if it is slow and a hedge is allowed."""
         extra: Permit | None = None
-        answered: set[Permit] = set()
 
-        async def run(permit: Permit) -> T:
-            answer = await self._measured(this, permit, controller)
-            answered.add(permit)
-            return answer
+        async def run(permit: Permit) -> tuple[T, Permit]:
+            return await self._measured(this, permit, controller), permit
 
-        def left_s() -> float:
-            return controller.slow_s(this.nbytes) - (self._now() - this.begun_s)
-
-        def looks_s() -> Iterator[float]:
-            while True:
-                left = left_s()
-                yield left if 0.0 < left < LOOK_S else LOOK_S
-
-        def second() -> Coroutine[Any, Any, T] | None:
+        def second() -> Coroutine[Any, Any, tuple[T, Permit]] | float:
             nonlocal extra
-            if this.unwanted or left_s() > 0.0:
-                return None
-            found = self.limiter.try_acquire()
-            if found is None or not controller.take_hedge():
-                if found is not None:
-                    found.release()
-                return None
+            left_s = controller.slow_s(this.nbytes) - (self._now() - this.begun_s)
+            if left_s > 0.0:
+                return min(left_s, LOOK_S)
+            if this.unwanted or (found := self.limiter.try_acquire()) is None:
+                return LOOK_S
+            if not controller.take_hedge():
+                found.release()
+                return LOOK_S
             extra = found
             return run(found)
 
         controller.earn_hedge()
         try:
-            answer = await race(lambda: run(permit), looks_s(), second)
+            answer, winner = await race(run(permit), second)
         finally:
             if extra is not None:
                 extra.release()
                 controller.end_hedge()
-        if permit not in answered:
+        if winner is not permit:
             # The slow request would have taken even longer. If it did not count, the estimate
             # would lack slow requests, and ever faster ones would be hedged.
             controller.estimate.observe(this.moved_nbytes(answer), self._now() - this.begun_s)
         return answer
 
-    async def _measured(self, this: Try[T], permit: Permit, controller: ConcurrencyController) -> T:
+    async def _measured(
+        self, this: Request[T], permit: Permit, controller: ConcurrencyController
+    ) -> T:
         """Return the answer to one request of a transfer, and measure it."""
         begun_s = self._now()
         moved = 0
@@ -295,26 +268,28 @@ class Sender:
         finally:
             controller.ended(self._now(), moved)
 
-    async def _sent(self, this: Try[T], permit: Permit) -> T:
-        """Return the answer to one request, which gets `this.deadline_s`."""
+    async def _sent(self, this: Request[T], permit: Permit) -> T:
+        """Return the answer to one request, which gets twice as long after every timeout."""
         late = False
+        deadline_s = this.deadline_s * min(2 ** len(this.abandoned), LONGEST)
         try:
-            async with asyncio.timeout(this.deadline_s):
+            async with asyncio.timeout(deadline_s):
                 answer = await this.call()
         except TimeoutError:
-            this.abandoned = late = True
+            late = True
+            this.abandoned.add(this.failed)
             self.limiter.throttled(permit)
         except RequestError as error:
             self.answers += error.kind not in ("connection", "timeout")
             if error.kind == "timeout":
-                this.abandoned = True
+                this.abandoned.add(this.failed)
             if error.kind in ("throttled", "timeout") and not error.concerns_one_object:
                 self.limiter.throttled(permit)
             raise
         if late:
             # Raised outside of `except` to avoid a reference cycle: TimeoutError, its timeout, the
             # task of this request, the task's error.
-            raise RequestError("timeout", f"no answer within {this.deadline_s:g} s")
+            raise RequestError("timeout", f"no answer within {deadline_s:g} s")
         self.answers += 1
         self.limiter.succeeded(permit)
         return answer

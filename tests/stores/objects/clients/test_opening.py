@@ -34,7 +34,9 @@ from asyncckpt.stores.objects.clients.urls import (
     split_bucket,
     split_url,
 )
+from asyncckpt.testing.checkpoints import save
 from tests.simulator import Simulator, simulator
+from tests.stores.objects.stores import store_of
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
 
@@ -528,12 +530,13 @@ async def test_a_filesystem_without_conditional_creation_warns_once(
     """When it is written to: of two processes that save one step, both would report success."""
     filesystem = DirFileSystem(str(tmp_path), LocalFileSystem())
     client = open_client("dir://run", storage_options={"filesystem": filesystem}, workers=workers)
-    assert await client.list("", recursive=True, limit=9) == []
+    store = store_of(client, workers)
+    assert await store.names() == []
     assert caplog.text == ""
-    for key in "ab":
-        await client.put(key, b"x")
+    for name in "12":
+        await save(store, name, name)
     assert caplog.text.count("dir://run: DirFileSystem cannot create objects conditionally") == 1
-    await client.close()
+    await store.close()
 
 
 @pytest.mark.parametrize(

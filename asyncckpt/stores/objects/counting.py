@@ -38,7 +38,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from asyncckpt.flow.shield import together
@@ -48,13 +48,22 @@ from asyncckpt.format.claim import (
     Claim,
     decode_claim,
     decode_inherited,
+    encode_claim,
+    encode_inherited,
 )
 from asyncckpt.log import logger
-from asyncckpt.stores.claims import CLAIM, INHERITED, claim_name, fenced_error, inherited_name
+from asyncckpt.stores.claims import (
+    CLAIM,
+    INHERITED,
+    claim_name,
+    fenced_error,
+    inherited_name,
+    lost_error,
+    new_claim,
+)
 from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import join
-from asyncckpt.stores.objects.requests.listings import control_entries
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.paths import CONTROL
 
@@ -124,6 +133,32 @@ class Claims:
             url = self._requests.url
             raise fenced_error(url, epoch, successor, location=location, visible=visible)
 
+    async def take_over(self, committed: Callable[[], Awaitable[list[str]]]) -> Claim:
+        """Make the next claim, on a store that creates objects conditionally.
+
+        `committed` lists the save ids of the records of claimed epochs that count now.
+
+        Raises:
+            FencedError: another process made it first.
+            StoreError: the claim or its list could not be written.
+        """
+        requests, seen = self._requests, await self.seen()
+        made = new_claim(1 + max((0, *seen.claims, *seen.lists)))
+        key, data = join(CONTROL, claim_name(made.epoch)), encode_claim(made)
+        with reported("making a claim", requests.location(key)):
+            if not await requests.create(key, data):
+                found = await requests.read(key, max_nbytes=CLAIM_NBYTES)
+                if found != data:  # else an earlier try made it, and its response was lost
+                    raise lost_error(requests.url, made.epoch, decode_claim(found or b""))
+        with reported("listing what the claim inherits", requests.url):
+            inherited = encode_inherited(made.epoch, await committed())
+        key = join(CONTROL, inherited_name(made.epoch))
+        with reported("writing what the claim inherits", requests.location(key)):
+            # An existing one is from an earlier try: no other process has this claim.
+            await requests.create(key, inherited)
+        await self.check(made.epoch)
+        return made
+
     async def begin_replacing(self, old: str, new: str, epoch: int, location: str) -> None:
         """Check the claim, if any, and note that the save `new` is about to replace `old`."""
         if epoch:
@@ -145,7 +180,7 @@ class Claims:
 
     async def _listed(self) -> Seen:
         with reported("listing the claims", self._requests.location(CONTROL)):
-            listed = await control_entries(self._requests)
+            listed = await self._requests.list_all(CONTROL, recursive=True)
         names = [entry.key.removeprefix(f"{CONTROL}/") for entry in listed]
         claims = sorted(int(found[1]) for name in names if (found := CLAIM.fullmatch(name)))
         lists = sorted(int(found[1]) for name in names if (found := INHERITED.fullmatch(name)))
