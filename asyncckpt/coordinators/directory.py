@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -86,7 +86,7 @@ class DirectoryService:
                     ) from error
                 raise
             return value
-        raise _changed_too_often(self._path, key)
+        raise self._changed_too_often(key)
 
     def look(self, key: str) -> bytes | None:
         """Read the file of the key."""
@@ -118,27 +118,15 @@ class DirectoryService:
     def delete(self, prefix: str) -> None:
         """Delete the file and the directory of the prefix, and parents that are then empty."""
         self._file(prefix).unlink(missing_ok=True)
-        for _ in _tries():
-            try:
-                shutil.rmtree(self._path / prefix)
-            except FileNotFoundError:
-                if not (self._path / prefix).exists():
-                    break
-            except OSError as error:
-                # Another process is also putting or deleting keys there.
-                if error.errno != errno.ENOTEMPTY:
-                    raise
-            else:
-                break
-        else:
-            raise _changed_too_often(self._path, prefix)
-        for parent in (self._path / prefix).parents:
-            if parent == self._path:
-                break
-            try:
+        top = self._path / prefix
+        for directory, _, names in os.walk(top, topdown=False, onerror=_unless_missing):
+            for name in names:
+                Path(directory, name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another process is putting keys there
+                os.rmdir(directory)
+        for parent in itertools.takewhile(self._path.__ne__, top.parents):
+            with contextlib.suppress(OSError):
                 parent.rmdir()
-            except OSError:
-                break
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}="
@@ -158,7 +146,15 @@ class DirectoryService:
             finally:
                 aside.unlink(missing_ok=True)
             return
-        raise _changed_too_often(self._path, key)
+        raise self._changed_too_often(key)
+
+    def _changed_too_often(self, key: str) -> StoreError:
+        return StoreError(
+            f"{self._path}: other processes deleted the coordinator's key {key} {TRIES} times "
+            "while it was being set; check that no other program works in this directory",
+            retryable=True,
+            location=str(self._path),
+        )
 
 
 def _unless_missing(error: OSError) -> None:
@@ -171,12 +167,3 @@ def _tries() -> Iterator[None]:
     for _, pause in zip(range(TRIES), pauses(1), strict=False):
         yield
         time.sleep(pause)
-
-
-def _changed_too_often(path: Path, key: str) -> StoreError:
-    return StoreError(
-        f"{path}: other processes changed the coordinator's key {key} {TRIES} times while it was "
-        "being set or deleted; check that no other program works in this directory",
-        retryable=True,
-        location=str(path),
-    )
