@@ -39,6 +39,7 @@ from asyncckpt.stores.local.locks import (
 )
 from asyncckpt.stores.local.posix import (
     open_regular,
+    opened,
     read_at_most,
     remove_file,
     remove_tree,
@@ -170,12 +171,11 @@ def _is_dead(path: str, machine: Machine, root: str) -> bool:
 
 def _look(path: str) -> tuple[bool | None, Owner | None]:
     """Return whether the lock of an owner file is free (None without locks), and its owner."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        return try_lock(fd, shared=True), parse_owner(fd)
-    finally:
-        unlock(fd)
-        os.close(fd)
+    with opened(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        try:
+            return try_lock(fd, shared=True), parse_owner(fd)
+        finally:
+            unlock(fd)
 
 
 # ------------------------------------------------------------------------------------- exchange
@@ -185,11 +185,8 @@ def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> No
     """Write a file for the other processes, atomically but not durably."""
     aside = f"{EXCHANGE}/.{name}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    fd = os.open(aside, flags, mode, dir_fd=directory)
-    try:
+    with opened(aside, flags, mode, dir_fd=directory) as fd:
         write_all(fd, data, 0)
-    finally:
-        os.close(fd)
     os.rename(aside, f"{EXCHANGE}/{name}", src_dir_fd=directory, dst_dir_fd=directory)
 
 
