@@ -19,6 +19,7 @@ write and then removes it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -91,15 +92,13 @@ def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) 
             found=process,
         ) from None
     owner_file = OwnerFile(path, fd)
-    alive = False
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(owner_file.drop)
         if try_lock(fd) is not False and leads_to(path, fd):
             fill_owner(fd, machine, terms)
-            alive = True
-    finally:
-        if not alive:
-            owner_file.drop()
-    return owner_file if alive else None
+            undo.pop_all()
+            return owner_file
+    return None
 
 
 def owned_by_process(path: str) -> str | None:

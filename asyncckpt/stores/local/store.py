@@ -48,7 +48,7 @@ from asyncckpt.stores.local.locks import (
     write_owner,
 )
 from asyncckpt.stores.local.notes import keep_note, take_notes
-from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
+from asyncckpt.stores.local.posix import flush_directory, landed, opened, remove_tree
 from asyncckpt.stores.local.publish import record_at
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.local.tree import Context
@@ -324,8 +324,7 @@ class LocalStore:
                     remove_owner(trash)  # if this process is killed, only `collect` removes `trash`
                 try:
                     # This lock, or a live publisher's, keeps sweepers away.
-                    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-                    held.callback(os.close, fd)
+                    fd = held.enter_context(opened(target, os.O_RDONLY | os.O_DIRECTORY))
                     held.callback(unlock, fd)
                     try_lock(fd)
                     landed(os.rename, target, trash)
@@ -355,8 +354,8 @@ class LocalStore:
                 os.unlink(target)
                 flush_directory(self._layout.root)
                 return Unlisted(target, lambda: None, held)
-            fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            held.callback(os.close, fd)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            fd = held.enter_context(opened(target, flags))
             if seal and not (record_at(".", dir_fd=fd) or b"").endswith(seal):
                 raise _absent(target)
             os.unlink(RECORD_NAME, dir_fd=fd)
