@@ -11,6 +11,7 @@ calls in a daemon thread with its own connection, which can be abandoned and rep
 #   (test_cancelling_returns_while_the_server_is_stopped,
 #   test_a_message_of_a_cancelled_call_arrives_when_the_server_answers_again)
 # Rule 2: no call waits for a key; a wait consists of many calls, so that it delays no beat.
+#   (test_waits_do_not_hold_up_other_calls)
 # Rule 3: after an error the connection is not used again: torch's is then broken.
 # Rule 4: a thread that has been in one call for `CALL_LIMIT_S` is abandoned. The next call gets a
 #   new thread and connection; at most `ABANDONED_MAX` threads pile up.
