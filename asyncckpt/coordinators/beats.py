@@ -60,7 +60,7 @@ class Beats:
 
     def __init__(self, group: Group, silence_s: float, every_s: float = BEAT_S) -> None:
         self.group = group
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         if group.process_count > MANY_PROCESSES:
             every_s = max(every_s, SLOW_BEAT_S)
         # Several beats fit into any `silence_s`.
@@ -140,7 +140,7 @@ class Beats:
 
     def silent(self, process: int) -> bool:
         """Return whether a watched process at work has posted no new beat for `silence_s`."""
-        return self._heard[process].silent_s >= self._silence_s and self.at_work(process)
+        return self._heard[process].silent_s >= self.silence_s and self.at_work(process)
 
     def _ended(self, kind: str) -> int:
         """Return the number below which all rounds of a kind have ended on this process."""

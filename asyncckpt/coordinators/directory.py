@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -68,25 +68,21 @@ class DirectoryService:
 
     def put_once(self, key: str, value: bytes) -> bytes:
         """Link a complete file to the name of the key, which only one process can do."""
-        for _ in _tries():
-            try:
-                self._make(key, value, os.link)
-            except FileExistsError:
-                # Also raised if our link succeeded and NFS lost the response: the value is ours.
-                first = self.look(key)
-                if first is not None:
-                    return first
-                continue  # deleted meanwhile
-            except OSError as error:
-                if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-                    raise StoreError(
-                        f"{self._path}: hard links are not supported here ({error.strerror}); "
-                        "use a directory on another file system for the coordinator",
-                        location=str(self._path),
-                    ) from error
-                raise
-            return value
-        raise _changed_too_often(self._path, key)
+        try:
+            self._make(key, value, os.link)
+        except FileExistsError:
+            # Also raised if our link succeeded and NFS lost the response: the value is ours.
+            first = self.look(key)
+            return self.put_once(key, value) if first is None else first  # deleted meanwhile
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                raise StoreError(
+                    f"{self._path}: hard links are not supported here ({error.strerror}); "
+                    "use a directory on another file system for the coordinator",
+                    location=str(self._path),
+                ) from error
+            raise
+        return value
 
     def look(self, key: str) -> bytes | None:
         """Read the file of the key."""
@@ -118,27 +114,15 @@ class DirectoryService:
     def delete(self, prefix: str) -> None:
         """Delete the file and the directory of the prefix, and parents that are then empty."""
         self._file(prefix).unlink(missing_ok=True)
-        for _ in _tries():
-            try:
-                shutil.rmtree(self._path / prefix)
-            except FileNotFoundError:
-                if not (self._path / prefix).exists():
-                    break
-            except OSError as error:
-                # Another process is also putting or deleting keys there.
-                if error.errno != errno.ENOTEMPTY:
-                    raise
-            else:
-                break
-        else:
-            raise _changed_too_often(self._path, prefix)
-        for parent in (self._path / prefix).parents:
-            if parent == self._path:
-                break
-            try:
+        top = self._path / prefix
+        for directory, _, names in os.walk(top, topdown=False, onerror=_unless_missing):
+            for name in names:
+                Path(directory, name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another process is putting keys there
+                os.rmdir(directory)
+        for parent in itertools.takewhile(self._path.__ne__, top.parents):
+            with contextlib.suppress(OSError):
                 parent.rmdir()
-            except OSError:
-                break
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}="
@@ -146,7 +130,7 @@ class DirectoryService:
     def _make(self, key: str, value: bytes, finish: Callable[[Path, Path], None]) -> None:
         file = self._file(key)
         aside = file.with_name(f"{file.name}{secrets.token_hex(8)}")
-        for _ in _tries():
+        for pause in itertools.islice(pauses(1), TRIES):
             try:
                 # Raised if the directory was deleted before `mkdir` could check its type.
                 with contextlib.suppress(FileExistsError):
@@ -154,29 +138,20 @@ class DirectoryService:
                 aside.write_bytes(value)
                 finish(aside, file)
             except FileNotFoundError:
-                continue  # another process deleted the empty directory
+                time.sleep(pause)  # another process deleted the empty directory
+            else:
+                return
             finally:
                 aside.unlink(missing_ok=True)
-            return
-        raise _changed_too_often(self._path, key)
+        raise StoreError(
+            f"{self._path}: other processes deleted the directory of the coordinator's key {key} "
+            f"{TRIES} times while it was being set; check that no other program works in it",
+            retryable=True,
+            location=str(self._path),
+        )
 
 
 def _unless_missing(error: OSError) -> None:
     """Raise the error of a directory that cannot be listed, unless it was deleted."""
     if error.errno not in (errno.ENOENT, errno.ESTALE):
         raise error
-
-
-def _tries() -> Iterator[None]:
-    for _, pause in zip(range(TRIES), pauses(1), strict=False):
-        yield
-        time.sleep(pause)
-
-
-def _changed_too_often(path: Path, key: str) -> StoreError:
-    return StoreError(
-        f"{path}: other processes changed the coordinator's key {key} {TRIES} times while it was "
-        "being set or deleted; check that no other program works in this directory",
-        retryable=True,
-        location=str(path),
-    )

@@ -17,9 +17,7 @@ Its exchange is an all-gather over one device of each process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,13 +26,11 @@ import numpy as np
 from jax._src import distributed, xla_bridge
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from asyncckpt.coordinators.key_values import check_key, longest_pause_s
-from asyncckpt.coordinators.service import SLICE_S, WAIT, ServiceCoordinator
+from asyncckpt.coordinators.service import ServiceCoordinator
 from asyncckpt.errors import ResourceError, StoreError, UsageError
 from asyncckpt.ports import Bytes, CallIn
 
 CLIENT_METHODS = (
-    "blocking_key_value_get_bytes",
     "key_value_delete",
     "key_value_dir_get_bytes",
     "key_value_set_bytes",
@@ -92,25 +88,6 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
         super().__init__("jax", *processes, lambda: JaxService(client))
         self.server = f"process 0 ({distributed.global_state.coordinator_address})"
         self._gathers: Gathers = {}
-        self._slice_s = min(longest_pause_s(self.process_count), SLICE_S)
-        self._waits = 0
-
-    async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Wait for a key, as `Coordinator.wait`; the service answers as soon as it is set."""
-        check_key(key)
-        end = time.monotonic() + timeout_s
-        self._waits += 1
-        try:
-            while True:
-                # Waits take turns in the thread: the more waits, the shorter each turn.
-                slice_s = min(max(end - time.monotonic(), 0.0), self._slice_s / self._waits)
-                value = await self.call(
-                    f"wait({key})", partial(JaxService.wait, key=key, timeout_s=slice_s), turn=WAIT
-                )
-                if value is not None or time.monotonic() >= end:
-                    return value
-        finally:
-            self._waits -= 1
 
     def exchange(
         self, name: str, *, in_caller: CallIn, in_worker: CallIn, timeout_s: float
@@ -140,12 +117,6 @@ class JaxService:
 
     def look(self, key: str) -> bytes | None:
         return _unless("NOT_FOUND", lambda: self._client.key_value_try_get_bytes(key))
-
-    def wait(self, key: str, timeout_s: float) -> bytes | None:
-        if timeout_s < 0.001:
-            return self.look(key)
-        get, limit_ms = self._client.blocking_key_value_get_bytes, int(timeout_s * 1000)
-        return _unless("DEADLINE_EXCEEDED", lambda: get(key, limit_ms))
 
     def list(self, prefix: str) -> Mapping[str, bytes]:
         start = f"{prefix}/"

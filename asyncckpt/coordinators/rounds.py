@@ -85,8 +85,8 @@ class Round:
         number: its number in the sequence, equal in all processes.
         name: the call, unless the kind identifies it; must be equal in all processes.
         arrival_s: seconds that a process may be later than the first.
-        silence_s: seconds that a process may give no sign of life.
         order: order of the calls, updated when the round ends.
+        silence_s: seconds that a process may give no sign of life.
         leads: this is process 0.
         result: message of process 0 with its success; None before.
         failed: the round has certainly failed.
@@ -99,11 +99,11 @@ class Round:
     _: KW_ONLY
     name: str = ""
     arrival_s: float
-    silence_s: float
     order: CallOrder = field(default_factory=CallOrder)
 
     def __post_init__(self) -> None:
         self.group = self.beats.group
+        self.silence_s = self.beats.silence_s
         self._coordinator = self.group.coordinator
         self._prefix = self.group.key(self.kind, str(self.number))
         self._slice_s = max(SLICE_S, PAUSES_PER_SLICE * longest_pause_s(self.group.process_count))
@@ -187,20 +187,21 @@ class Round:
             await self._announce(decision)
         return decision
 
-    async def _announce(self, failure: bytes) -> None:
-        """Record a decision against the round; process 0 tells the others."""
-        self._note(failure)
+    async def _announce(self, failure: bytes) -> AsyncCheckpointError:
+        """Record a decision against the round, of which process 0 tells the others."""
+        error = self._noted(failure)
         if self.leads:
             await self.answer("outcome", failure)
+        return error
 
-    def _note(self, failure: bytes) -> None:
-        """Record a decision or outcome against the round."""
-        if self.failed:
-            return
-        self.failed = True
-        first, *others = _calls_in(failure) or ("",)
-        for other in others:
-            self.order.differed(self.name, other if self.name == first else first)
+    def _noted(self, failure: bytes) -> AsyncCheckpointError:
+        """Record a decision or outcome against the round; return the error in it."""
+        if not self.failed:
+            self.failed = True
+            first, *others = _calls_in(failure) or ("",)
+            for other in others:
+                self.order.differed(self.name, other if self.name == first else first)
+        return decode_error(failure.partition(b"\n")[2])
 
     async def _fail(self, error: AsyncCheckpointError, other_call: str = "") -> None:
         """Decide against the round and raise; return if the decision was to commit."""
@@ -209,7 +210,7 @@ class Round:
         if decision == failure:
             raise error
         if decision != COMMIT:
-            raise _error_in(decision)
+            raise self._noted(decision)
 
     def begun(self) -> None:
         """Announce that this process has begun the attempt that the others join."""
@@ -348,7 +349,7 @@ class Round:
         """
         decision = await self._decide(COMMIT)
         if decision != COMMIT:
-            raise _error_in(decision)
+            raise self._noted(decision)
         # From here on, silence of other processes is ignored.
         self._committed = True
 
@@ -399,8 +400,7 @@ class Round:
             found = await self._coordinator.list(self._prefix)
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
-                await self._announce(decision)
-                raise _error_in(decision)
+                raise await self._announce(decision)
             if found != self._found:
                 waits = pauses(self.group.process_count)
             self._found = found
@@ -433,8 +433,7 @@ class Round:
             elif outcome[:1] == COMMIT:
                 self._end(outcome[1:])
             else:
-                self._note(outcome)
-                raise _error_in(outcome)
+                raise self._noted(outcome)
 
     def expect(self) -> None:
         """Poll at once and often: a message is expected, and the pauses have grown long."""
@@ -462,8 +461,7 @@ class Round:
             return  # process 0 announces the decision
         decision = await self._coordinator.look(f"{self._prefix}/decision")
         if decision is not None and decision != COMMIT:
-            self._note(decision)
-            raise _error_in(decision)
+            raise self._noted(decision)
         answer = await self._coordinator.look(f"{self._prefix}/{BUSY}")
         if answer is not None and answer.startswith(b"1 "):
             self.skipped = True
@@ -514,11 +512,6 @@ class Round:
             return
         if not self.leads:
             raise unknown_error(group, call)
-
-
-def _error_in(failure: bytes) -> AsyncCheckpointError:
-    """Return the error in a decision or outcome against a round."""
-    return decode_error(failure.partition(b"\n")[2])
 
 
 def _calls_in(decision: bytes) -> tuple[str, ...]:

@@ -10,9 +10,8 @@ calls in a daemon thread with its own connection, which can be abandoned and rep
 #   if the process that posts it does not wait for a slow server.
 #   (test_cancelling_returns_while_the_server_is_stopped,
 #   test_a_message_of_a_cancelled_call_arrives_when_the_server_answers_again)
-# Rule 2: calls take at most `SLICE_S`. Longer waits consist of many calls, and calls that wait give
-#   way to others, so that a beat is delayed by one slice at most.
-#   (test_a_put_is_held_up_for_a_slice_at_most)
+# Rule 2: no call waits for a key; a wait consists of many calls, so that it delays no beat.
+#   (test_waits_do_not_hold_up_other_calls)
 # Rule 3: after an error the connection is not used again: torch's is then broken.
 # Rule 4: a thread that has been in one call for `CALL_LIMIT_S` is abandoned. The next call gets a
 #   new thread and connection; at most `ABANDONED_MAX` threads pile up.
@@ -41,11 +40,8 @@ from asyncckpt.errors import AsyncCheckpointError, ClosedError, StoreError
 from asyncckpt.flow.engine import call_at_exit
 from asyncckpt.flow.threads import seen, thread_error
 
-SLICE_S = 0.5
-"""Longest wait of one call for a key."""
-
 CALL_LIMIT_S = 10.0
-"""A call that has not returned this long after its slice is given up."""
+"""A call that has not returned after this time is given up."""
 
 ABANDONED_MAX = 4
 """Number of live abandoned threads, each with a connection, at which calls fail at once."""
@@ -55,8 +51,6 @@ STOPPED_S = 0.2
 
 CLOSE_S = 1.0
 """How long `close` waits for its thread, and the end of the process for all threads."""
-
-CALL, WAIT = range(2)  # priorities, highest first
 
 
 class Service(Protocol):
@@ -155,15 +149,12 @@ class ServiceCoordinator(Generic[S]):
                 return
             await asyncio.sleep(pause)
 
-    async def call(
-        self, what: str, function: Callable[[S], T], *, turn: int = CALL, lasting: bool = False
-    ) -> T:
+    async def call(self, what: str, function: Callable[[S], T], *, lasting: bool = False) -> T:
         """Make a call in the thread and return its result.
 
         Args:
             what: description of the call, for errors.
             function: makes the call.
-            turn: `CALL`, or `WAIT` for a call that gives way to all others.
             lasting: make the call even if it is cancelled before it begins.
 
         Cancellation: returns at once, see Rule 1.
@@ -173,7 +164,7 @@ class ServiceCoordinator(Generic[S]):
             ClosedError: the coordinator was closed.
         """
         caller = self._serving(what)
-        future = caller.submit(function, turn, lasting=lasting)
+        future = caller.submit(function, lasting=lasting)
         answer = asyncio.wrap_future(future)
         try:
             while not answer.done():
@@ -223,8 +214,7 @@ class ServiceCoordinator(Generic[S]):
             caller.end()
         return self._no_answer(
             what,
-            f"no answer for {CALL_LIMIT_S + SLICE_S:.0f} s; the thread {caller.thread.name} was "
-            "abandoned",
+            f"no answer for {CALL_LIMIT_S:.0f} s; the thread {caller.thread.name} was abandoned",
         )
 
     def _no_answer(self, what: str, why: str) -> StoreError:
@@ -244,7 +234,7 @@ class _Caller(Generic[S]):
 
     def __init__(self, name: str, connect: Callable[[], S]) -> None:
         self._connect = connect
-        self._queues: tuple[deque[_Call], deque[_Call]] = deque(), deque()  # by turn
+        self._calls: deque[_Call] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each call, and the end
         self._busy_since: float | None = None
         self._ended = False
@@ -256,20 +246,19 @@ class _Caller(Generic[S]):
             raise thread_error(name, error) from error
         _callers.add(self)
 
-    def submit(self, function: Callable[[S], T], turn: int, *, lasting: bool = False) -> Future[T]:
-        """Queue a call behind those of the same turn; a `lasting` call cannot be cancelled."""
+    def submit(self, function: Callable[[S], T], *, lasting: bool = False) -> Future[T]:
+        """Queue a call; a `lasting` call cannot be cancelled."""
         future: Future[T] = Future()
         if lasting:
             future.set_running_or_notify_cancel()
-        self._queues[turn].append((future, function))
+        self._calls.append((future, function))
         self._wake.put(None)
         return future
 
     def time_left_s(self) -> float:
         """Return how long the thread may stay in its current call, or in the next one."""
         since = self._busy_since
-        limit_s = CALL_LIMIT_S + SLICE_S
-        return limit_s if since is None else since + limit_s - time.monotonic()
+        return CALL_LIMIT_S if since is None else since + CALL_LIMIT_S - time.monotonic()
 
     def end(self) -> None:
         """Let the thread end after its current call; queued calls are refused. Idempotent."""
@@ -282,10 +271,9 @@ class _Caller(Generic[S]):
         service: S | None = None
         while True:
             self._wake.get()
-            calls = self._queues[CALL] or self._queues[WAIT]
-            if not calls:  # ended, and all calls were refused
+            if not self._calls:  # ended, and all calls were refused
                 return
-            future, function = calls.popleft()
+            future, function = self._calls.popleft()
             # A `lasting` call is marked as running; another may have been cancelled.
             if not (future.running() or future.set_running_or_notify_cancel()):
                 continue

@@ -179,7 +179,6 @@ class Processes:
                 order.numbered(number),
                 name=name,
                 arrival_s=self._arrival_s,
-                silence_s=self._silence_s,
                 order=order,
             )
 

@@ -173,7 +173,7 @@ def messages(process_count: int) -> Figures:
     async def part(index: int) -> None:
         group = Group(made[index], "a" * 32, index, process_count, hosts, "meeting")
         beats = Beats(group, SILENCE_S)
-        round_ = Round(beats, "save", 0, arrival_s=SILENCE_S, silence_s=SILENCE_S)
+        round_ = Round(beats, "save", 0, arrival_s=SILENCE_S)
 
         async def together() -> None:
             if round_.leads:

@@ -148,7 +148,7 @@ async def give_up_while_stopped(worker: Worker) -> tuple[list[str], list[str]]:
     before = threads()
     coordinator = worker.state["given up"] = of_process(worker)
     errors = []
-    with mock.patch.object(service, "CALL_LIMIT_S", 0.5):
+    with mock.patch.object(service, "CALL_LIMIT_S", 1.0):
         for _ in range(2):
             try:
                 await coordinator.look("asyncckpt/x")

@@ -120,7 +120,7 @@ def test_a_runtime_that_is_not_initialised_is_an_error() -> None:
 def test_a_client_without_them_is_refused_by_release(monkeypatch: pytest.MonkeyPatch) -> None:
     state = SimpleNamespace(client=object(), process_id=0, num_processes=2)
     monkeypatch.setattr("asyncckpt.coordinators.jax.distributed.global_state", state)
-    with pytest.raises(UsageError, match=r"jax \d.*has no blocking_key_value_get_bytes, "):
+    with pytest.raises(UsageError, match=r"jax \d.*has no key_value_delete, "):
         JaxCoordinator()
 
 

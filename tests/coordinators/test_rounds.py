@@ -71,7 +71,6 @@ def play(
                 7,
                 name=name if isinstance(name, str) else name[process],
                 arrival_s=arrival_s,
-                silence_s=silence_s,
             )
             try:
                 return await round_.run(lambda: part(round_))
@@ -427,7 +426,7 @@ def pair() -> tuple[MemoryCoordinator, Beats, Beats]:
 
 
 def round_of(beats: Beats, number: int, name: str = "", arrival_s: float = 20.0) -> Round:
-    return Round(beats, "save", number, name=name, arrival_s=arrival_s, silence_s=20.0)
+    return Round(beats, "save", number, name=name, arrival_s=arrival_s)
 
 
 @pytest.mark.parametrize("behind", [0, 1])
@@ -495,7 +494,7 @@ def test_waits_of_many_processes_mostly_pause_as_long_as_they_may(
 
     async def looks_a_second() -> float:
         group = Group(MemoryCoordinator(), "a" * 32, 1, 10_000, ("h",) * 10_000, "asyncckpt/x")
-        round_ = Round(Beats(group, 20.0), "save", 7, arrival_s=20.0, silence_s=20.0)
+        round_ = Round(Beats(group, 20.0), "save", 7, arrival_s=20.0)
         ends = itertools.accumulate(pauses(10_000))
         looks = list(itertools.takewhile(lambda end: end < round_._slice_s, ends))
         return len(looks) / round_._slice_s

@@ -146,8 +146,8 @@ def test_a_process_ends_well_whose_thread_makes_calls_to_the_end() -> None:
         begun = threading.Event()
         def calls():
             while True:  # as if answers came late: the thread is always in a call
-                if len(caller._queues[0]) < 100:
-                    caller.submit(lambda service: service.look("key"), 0)
+                if len(caller._calls) < 100:
+                    caller.submit(lambda service: service.look("key"))
                 else:
                     begun.set()
         threading.Thread(target=calls, daemon=True).start()

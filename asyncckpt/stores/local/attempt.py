@@ -32,7 +32,7 @@ from asyncckpt.stores.local.export import FilesPublication
 from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unlock, write_owner
 from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_exchange
 from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
-from asyncckpt.stores.local.publish import Publication, check_place
+from asyncckpt.stores.local.publish import Publication, check_outside, check_place
 from asyncckpt.stores.local.tree import AttemptTree
 
 BIRTH_ROUNDS = 100
@@ -59,6 +59,7 @@ class LocalAttempt(AttemptTree):
         layout, terms = self._context.layout, self._terms
         epoch = terms.epoch
         base = layout.attempt(epoch, terms.name, terms.save_id)
+        check_outside(self.location, self._context.is_valid)
         with writing(layout, epoch, self.location):
             if not exports:
                 # `publish` checks again under the lock; this fails before anything is staged.

@@ -43,6 +43,7 @@ from asyncckpt.stores.local.posix import (
     make_directories,
     names_in,
     open_regular,
+    opened,
     read_at_most,
     write_all,
 )
@@ -124,16 +125,13 @@ def _make(layout: Layout) -> Claim:
         make_directories(layout.control, 0o777)
         made = new_claim(_next(layout))
         try:
-            fd = os.open(_path(layout, made.epoch), flags, 0o666)
+            with opened(_path(layout, made.epoch), flags, 0o666) as fd:
+                write_all(fd, memoryview(encode_claim(made)), 0)
+                os.fsync(fd)
         except FileNotFoundError:
             continue  # the empty control directory was removed
         except FileExistsError:
             raise lost_error(layout.root, made.epoch, _read(layout, made.epoch)) from None
-        try:
-            write_all(fd, memoryview(encode_claim(made)), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
         return made
     raise OSError(errno.EBUSY, "the directory keeps being removed", layout.control)
 

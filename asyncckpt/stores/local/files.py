@@ -206,11 +206,8 @@ class LocalFiles:
         try:
             fd = self._open_file(path, os.O_DIRECTORY)
         except NotADirectoryError:
-            fd = self._open_file(path)
-            try:
+            with self._opened(path) as fd:
                 return [Entry("", os.fstat(fd).st_size, False)]
-            finally:
-                os.close(fd)
         except OSError as error:
             raise self._refused(path, error) from error
         found: list[Entry] = []

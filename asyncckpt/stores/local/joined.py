@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from asyncckpt.stores.local.locks import leads_to
@@ -25,31 +26,25 @@ class LocalJoinedAttempt(AttemptTree):
 
         Errors: as `LocalStore.join`.
         """
-        save_id = self._terms.save_id
-        name = f"{clipped(self._terms.name)}-{save_id}"
-        for path in _attempts(self._context.layout, name):
+        name = f"{clipped(self._terms.name)}-{self._terms.save_id}"
+        return any(self._join(path, process) for path in _attempts(self._context.layout, name))
+
+    def _join(self, path: str, process: int) -> bool:
+        """Make an owner file; return False if there is no attempt, or it was removed meanwhile."""
+        terms, machine = self._terms, self._context.machine()
+        with contextlib.ExitStack() as undo:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            directory = Descriptor(fd)
-            try:
-                if has_mark(fd, save_id) and self._join(path, directory, process):
-                    return True
-            finally:
-                if self._directory is not directory:
-                    directory.close()
-        return False
-
-    def _join(self, path: str, directory: Descriptor, process: int) -> bool:
-        """Make an owner file; return False if the attempt was removed meanwhile."""
-        terms, machine = self._terms, self._context.machine()
-        try:
-            owner_file = make_owner_file(path, process, machine, terms)
-        except FileNotFoundError:  # the epoch's directory was tidied up
-            return False
-        if owner_file is None:
-            return False
+                directory = Descriptor(fd)
+                undo.callback(directory.close)
+                if not has_mark(fd, terms.save_id):
+                    return False
+                owner_file = make_owner_file(path, process, machine, terms)
+            except (FileNotFoundError, NotADirectoryError):  # the epoch's directory was tidied up
+                return False
+            if owner_file is None:
+                return False
+            undo.pop_all()
         self._path, self._directory, self._owner_file = path, directory, owner_file
         with directory.use() as fd:
             if has_mark(fd, terms.save_id) and leads_to(path, fd):

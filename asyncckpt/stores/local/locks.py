@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncckpt.errors import StoreError
-from asyncckpt.stores.local.posix import make_directories, remove_file, write_all
+from asyncckpt.stores.local.posix import make_directories, opened, remove_file, write_all
 from asyncckpt.stores.paths import OWNER_SUFFIX, Layout
 
 if sys.platform != "win32":
@@ -116,11 +116,9 @@ class Owner:
 
 def write_owner(path: str, machine: Machine, terms: Terms) -> None:
     """Write `<path>.owner`, which makes this process the owner of `path`, durably."""
-    fd = os.open(path + OWNER_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, terms.file_mode)
-    try:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with opened(path + OWNER_SUFFIX, flags, terms.file_mode) as fd:
         fill_owner(fd, machine, terms)
-    finally:
-        os.close(fd)
 
 
 def fill_owner(fd: int, machine: Machine, terms: Terms) -> None:
@@ -142,14 +140,10 @@ def fill_owner(fd: int, machine: Machine, terms: Terms) -> None:
 
 def read_owner(path: str) -> Owner | None:
     """Return the owner of the directory; None if the owner file is missing or invalid."""
-    try:
-        fd = os.open(path + OWNER_SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return parse_owner(fd)
-    finally:
-        os.close(fd)
+    with contextlib.suppress(OSError):
+        with opened(path + OWNER_SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            return parse_owner(fd)
+    return None
 
 
 def parse_owner(fd: int) -> Owner | None:

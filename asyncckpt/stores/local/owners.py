@@ -19,6 +19,7 @@ write and then removes it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from asyncckpt.stores.local.locks import (
 )
 from asyncckpt.stores.local.posix import (
     open_regular,
+    opened,
     read_at_most,
     remove_file,
     remove_tree,
@@ -90,15 +92,13 @@ def make_owner_file(attempt: str, process: int, machine: Machine, terms: Terms) 
             found=process,
         ) from None
     owner_file = OwnerFile(path, fd)
-    alive = False
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(owner_file.drop)
         if try_lock(fd) is not False and leads_to(path, fd):
             fill_owner(fd, machine, terms)
-            alive = True
-    finally:
-        if not alive:
-            owner_file.drop()
-    return owner_file if alive else None
+            undo.pop_all()
+            return owner_file
+    return None
 
 
 def owned_by_process(path: str) -> str | None:
@@ -170,12 +170,11 @@ def _is_dead(path: str, machine: Machine, root: str) -> bool:
 
 def _look(path: str) -> tuple[bool | None, Owner | None]:
     """Return whether the lock of an owner file is free (None without locks), and its owner."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        return try_lock(fd, shared=True), parse_owner(fd)
-    finally:
-        unlock(fd)
-        os.close(fd)
+    with opened(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        try:
+            return try_lock(fd, shared=True), parse_owner(fd)
+        finally:
+            unlock(fd)
 
 
 # ------------------------------------------------------------------------------------- exchange
@@ -185,11 +184,8 @@ def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> No
     """Write a file for the other processes, atomically but not durably."""
     aside = f"{EXCHANGE}/.{name}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    fd = os.open(aside, flags, mode, dir_fd=directory)
-    try:
+    with opened(aside, flags, mode, dir_fd=directory) as fd:
         write_all(fd, data, 0)
-    finally:
-        os.close(fd)
     os.rename(aside, f"{EXCHANGE}/{name}", src_dir_fd=directory, dst_dir_fd=directory)
 
 

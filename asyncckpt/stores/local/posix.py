@@ -86,6 +86,16 @@ class Descriptor:
             os.close(self._fd)
 
 
+@contextlib.contextmanager
+def opened(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Iterator[int]:
+    """Yield a descriptor for the block, as of `os.open`."""
+    fd = os.open(path, flags, mode, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 # --------------------------------------------------------------------------------------- rename
 
 
@@ -160,14 +170,11 @@ def flush_file(fd: int) -> None:
 
 def flush_directory(path: str, *, dir_fd: int | None = None) -> None:
     """Make the names in the directory survive power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=dir_fd)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=dir_fd) as fd:
         if sys.platform == "darwin":
             flush_file(fd)
         else:
             os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def make_directories(path: str, mode: int) -> None:
@@ -367,14 +374,8 @@ def remove_tree(path: str, *, first: str | None = None, dir_fd: int | None = Non
             raise
     else:
         return
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
-    except FileNotFoundError:
-        return
-    try:
-        for name in sorted(os.listdir(fd), key=lambda name: name != first):
-            remove_tree(name, dir_fd=fd)
-    finally:
-        os.close(fd)
     with contextlib.suppress(FileNotFoundError):
+        with opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd) as fd:
+            for name in sorted(os.listdir(fd), key=lambda name: name != first):
+                remove_tree(name, dir_fd=fd)
         os.rmdir(path, dir_fd=dir_fd)

@@ -48,8 +48,8 @@ from asyncckpt.stores.local.locks import (
     write_owner,
 )
 from asyncckpt.stores.local.notes import keep_note, take_notes
-from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
-from asyncckpt.stores.local.publish import check_outside, record_at
+from asyncckpt.stores.local.posix import flush_directory, landed, opened, remove_tree
+from asyncckpt.stores.local.publish import record_at
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, Layout, check_name, check_save_id
@@ -112,7 +112,6 @@ class LocalStore:
         self._context = Context(self._layout, workers, machine, DirectWrites(direct_io), is_valid)
         self._files: list[LocalFiles] = []
         self._wrote = False
-        self._is_outside = False  # the root is known not to be inside a checkpoint
         self._identity: tuple[int, int] | None = None  # device and inode of the root
         self._noted: set[int] = set()
 
@@ -177,11 +176,8 @@ class LocalStore:
         check_save_id(save_id)
         check_epoch(epoch)
         attempt = LocalAttempt(self._context, Terms(name, save_id, epoch, overwrite, private))
-        place, action = attempt.location, "beginning a save"
-        if not self._is_outside:
-            await self._run(action, place, check_outside, place, self._context.is_valid)
-            self._is_outside = True
         self._wrote = True
+        action, place = "beginning a save", attempt.location
         try:
             await self._run(action, place, attempt.open, exports=exports, shared=shared)
         except BaseException as error:
@@ -328,8 +324,7 @@ class LocalStore:
                     remove_owner(trash)  # if this process is killed, only `collect` removes `trash`
                 try:
                     # This lock, or a live publisher's, keeps sweepers away.
-                    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-                    held.callback(os.close, fd)
+                    fd = held.enter_context(opened(target, os.O_RDONLY | os.O_DIRECTORY))
                     held.callback(unlock, fd)
                     try_lock(fd)
                     landed(os.rename, target, trash)
@@ -359,8 +354,8 @@ class LocalStore:
                 os.unlink(target)
                 flush_directory(self._layout.root)
                 return Unlisted(target, lambda: None, held)
-            fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            held.callback(os.close, fd)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            fd = held.enter_context(opened(target, flags))
             if seal and not (record_at(".", dir_fd=fd) or b"").endswith(seal):
                 raise _absent(target)
             os.unlink(RECORD_NAME, dir_fd=fd)

@@ -65,6 +65,7 @@ from asyncckpt.stores.local.posix import (
     landed,
     listing,
     names_in,
+    opened,
     rename_noreplace,
 )
 from asyncckpt.stores.paths import FENCED, OWNER_SUFFIX, Layout, check_name
@@ -154,7 +155,7 @@ def _lock_dead(
         owner.machine.host == machine.host or owner.is_dead(machine, True, layout.root)
     )
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fd = held.enter_context(opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
     except FileNotFoundError:
         # A torn file is dead: owner files are written before their directories only under the lock.
         if ours or (owner is None and alone):
@@ -163,7 +164,6 @@ def _lock_dead(
         return False
     except OSError:
         return False  # not a directory, so not made by this library
-    held.callback(os.close, fd)
     held.callback(unlock, fd)
     locked = try_lock(fd)
     if locked is False or not leads_to(path, fd):
@@ -213,7 +213,7 @@ def _lock_old(
     if time.time() - _written_s(path) < older_than_s:
         return False
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fd = held.enter_context(opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
     except FileNotFoundError:
         # Owner files without a directory, unless another process has just removed them, too.
         owners = list(owner_files(path))
@@ -221,7 +221,6 @@ def _lock_old(
         return left and not any(map(is_locked, owners))
     except NotADirectoryError:  # not made by this library
         return False
-    held.callback(os.close, fd)
     held.callback(unlock, fd)
     if try_lock(fd) is False or not leads_to(path, fd):
         return False

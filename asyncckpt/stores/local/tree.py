@@ -38,6 +38,7 @@ from asyncckpt.stores.local.posix import (
     Descriptor,
     flush_directory,
     flush_file,
+    opened,
     remove_file,
     write_all,
 )
@@ -112,17 +113,14 @@ class AttemptTree:
             self._make_parents(path, directory)
             # O_EXCL refuses a link, too.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            fd = os.open(path, flags, self._terms.file_mode, dir_fd=directory)
-            self._own.append(path)
-            try:
+            with opened(path, flags, self._terms.file_mode, dir_fd=directory) as fd:
+                self._own.append(path)
                 offset = 0
                 for view in views:
                     write_all(fd, view, offset)
                     offset += len(view)
                 if flush:
                     flush_file(fd)
-            finally:
-                os.close(fd)
 
     def _make_parents(self, path: str, directory: int) -> None:
         parts = path.split("/")
@@ -195,11 +193,8 @@ class AttemptTree:
                 flush_directory(path, dir_fd=directory)
             return
         with self._step("flushing the record", path) as directory:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
-            try:
+            with opened(path, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory) as fd:
                 flush_file(fd)
-            finally:
-                os.close(fd)
 
     # ------------------------------------------------------------------------------------ abort
 
