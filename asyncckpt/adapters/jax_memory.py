@@ -93,7 +93,9 @@ def read(array: Any, name: str, box: Box) -> npt.NDArray[Any]:
     """Return the values of a box: a view of host memory, or a copy from the device."""
     if in_host_memory(array.sharding, name):
         array.block_until_ready()
-        return host_view(array, name)[selection(box)]
+        view: npt.NDArray[Any] = host_view(array, name)[selection(box)]
+        return view
+    part: Any
     with x64_for(name):
         if box.shape == array.shape:  # another array with the same buffer
             part = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
@@ -138,7 +140,7 @@ def _flat_slice(array: Any, first: int, count: int) -> Any:
 @lru_cache(maxsize=1024)
 def offloads(sharding: jax.sharding.Sharding, name: str) -> bool:
     """Return whether an array is in device memory that can be copied to pinned host memory."""
-    devices = sharding.addressable_devices
+    devices: Any = sharding.addressable_devices
     if name in PACKED or sharding.memory_kind in HOST_MEMORY_KINDS or any(map(on_cpu, devices)):
         return False
     kinds = [{memory.kind for memory in device.addressable_memories()} for device in devices]

@@ -43,8 +43,8 @@ def orbax_files(
     name_of: list[str | None] = [None] * len(snapshot.paths)
     for leaf, name in zip([*snapshot.array_leaf, *mirrors], plan.arrays.names, strict=True):
         name_of[leaf] = name
-    for path, kind, name in zip(snapshot.paths, snapshot.kinds, name_of, strict=True):
-        if name is None and kind != "str":
+    for path, kind, stored_as in zip(snapshot.paths, snapshot.kinds, name_of, strict=True):
+        if stored_as is None and kind != "str":
             return None, (
                 f"{path}: Orbax cannot hold this {kind}, so it cannot restore this checkpoint; "
                 "asyncckpt can",
