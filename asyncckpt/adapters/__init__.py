@@ -13,14 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.adapters.python import scalar_kind
+from asyncckpt.adapters.python import KINDS
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, NodeAdapter
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import PerProcessNodes
 
 _ADAPTERS = {
-    "sharded": ("asyncckpt.adapters.sharded_array", "ShardedArray", "ShardedAdapter"),
+    "sharded_array": ("asyncckpt.adapters.sharded_array", "ShardedArray", "ShardedAdapter"),
     "tensor_boxes": ("asyncckpt.adapters.tensor_boxes", "TensorBoxes", "BoxesAdapter"),
     "dtensor": ("torch.distributed.tensor", "DTensor", "DTensorAdapter"),
     "jax": ("jax", "Array", "JaxAdapter"),
@@ -61,7 +61,7 @@ class AdapterSet:
             return self._resolved[kind]
         except KeyError:
             owner = next((adapter for adapter in self.adapters if adapter.owns(kind)), None)
-            found = self._resolved[kind] = scalar_kind(kind) or owner
+            found = self._resolved[kind] = KINDS.get(kind) or owner
             return found
 
     def expected_by(self, owner: type) -> FrameworkAdapter | None:

@@ -103,19 +103,32 @@ def selection(box: Box) -> Any:
     return (*box.slices(), ...)
 
 
-def byte_span(
-    pointer: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
-) -> tuple[int, int]:
-    """Return the first and one-past-last byte address of an array; strides are in bytes."""
-    first, last = pointer, pointer + itemsize
-    for n, step in zip(shape, strides, strict=True):
-        if n == 0:
-            return pointer, pointer
-        if step < 0:
-            first += (n - 1) * step
-        else:
-            last += (n - 1) * step
-    return first, last
+class Place(NamedTuple):
+    """An array's location in memory: first address, shape, strides in bytes, and item size."""
+
+    pointer: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+    itemsize: int
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any]) -> Place:
+        """Return the place of an array in host memory."""
+        pointer = array.__array_interface__["data"][0]
+        return cls(pointer, array.shape, array.strides, array.itemsize)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First and one-past-last byte address."""
+        first, last = self.pointer, self.pointer + self.itemsize
+        for n, step in zip(self.shape, self.strides, strict=True):
+            if n == 0:
+                return self.pointer, self.pointer
+            if step < 0:
+                first += (n - 1) * step
+            else:
+                last += (n - 1) * step
+        return first, last
 
 
 def host_place(
@@ -132,23 +145,8 @@ def host_place(
     if array.flags.c_contiguous:
         span = (pointer, pointer + array.nbytes)
     else:
-        span = byte_span(pointer, array.shape, array.strides, array.itemsize)
+        span = Place.of(array).span
     return span, ("memory", pointer, array.shape, array.strides, name)
-
-
-class Place(NamedTuple):
-    """An array's location in memory: first address, shape, strides in bytes, and item size."""
-
-    pointer: int
-    shape: Sequence[int]
-    strides: Sequence[int]
-    itemsize: int
-
-    @classmethod
-    def of(cls, array: npt.NDArray[Any]) -> Place:
-        """Return the place of an array in host memory."""
-        pointer = array.__array_interface__["data"][0]
-        return cls(pointer, array.shape, array.strides, array.itemsize)
 
 
 def overlapping(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
@@ -157,7 +155,7 @@ def overlapping(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
     A candidate pair may turn out to share nothing, but arrays with disjoint byte spans or in
     different columns of one matrix are not yielded.
     """
-    spans = [byte_span(*place) for place in places]
+    spans = [place.span for place in places]
     for chain in _chains(spans):
         near = [spans[number] for number in chain]
         columns = _columns([places[number] for number in chain], near)

@@ -22,8 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import selection
-from asyncckpt.adapters.meshes import Mesh, coordinates_of
-from asyncckpt.adapters.placements import Layout
+from asyncckpt.adapters.placements import Layout, Mesh, coordinates_of
 from asyncckpt.adapters.torch import TorchAdapter, copy_all, copy_into, of_kind, tensor_view, waited
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.tiling import grid_boxes

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory
 from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
-from asyncckpt.adapters.jax_shards import Division, assemble, divide, replica, shard_views
+from asyncckpt.adapters.jax_shards import Division, assemble, divide, replicas
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
-from asyncckpt.ports import PlaceAll, Run, Source, Target
+from asyncckpt.ports import Run, Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, array_spec
 
 _NO_MESH = "no mesh is set in this thread"
@@ -66,9 +66,7 @@ class JaxAdapter:
         self._turns = itertools.count()
 
     def owns(self, kind: type) -> bool:
-        return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or issubclass(
-            kind, jax.core.Tracer
-        )
+        return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct, jax.core.Tracer))
 
     def source(self, path: str, leaf: Any) -> Source:
         if isinstance(leaf, jax.core.Tracer):
@@ -119,7 +117,8 @@ class JaxAdapter:
             return
         views: tuple[npt.NDArray[Any] | None, ...] = (None,) * len(division.shards)
         if division.on_cpu and spec.dtype not in jax_memory.PACKED and leaf.is_ready():
-            views = shard_views(leaf, spec.dtype, division, next(self._turns))
+            arrays = replicas(leaf, division, next(self._turns))
+            views = tuple([jax_memory.host_view(array, spec.dtype) for array in arrays])
         if division.partition is not None or len(division.boxes) > 1:
             source.shards, source.views = division.shards, views
         else:
@@ -173,7 +172,7 @@ class JaxAdapter:
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
         leaf = self._array(source, shard)
         with jax_memory.transfers():
-            values = np.asarray(jax_memory.begin_read(leaf, source.spec.dtype, box))
+            values = jax_memory.read(leaf, source.spec.dtype, box)
         np.copyto(out, values, casting="no")
 
     def _array(self, source: Source, shard: int) -> Any:
@@ -182,7 +181,7 @@ class JaxAdapter:
         if _single_device(leaf.sharding) is not None:
             return leaf
         division = divide("", leaf.sharding, source.spec.shape)
-        return replica(leaf, division, shard, next(self._turns))
+        return replicas(leaf, division, next(self._turns))[shard]
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         if isinstance(leaf, jax.core.Tracer):
@@ -206,10 +205,7 @@ class JaxAdapter:
             raise _without_mesh(path, "this sharding is a PartitionSpec", _NO_MESH) from None
         if sharding is None:
             target.device = jax_memory.config.jax_default_device
-            target.place_all = self._place_all_of(target)
-            return target
-        sharding = _with_devices(path, sharding)
-        if _single_device(sharding) is None:
+        elif _single_device(sharding := _with_devices(path, sharding)) is None:
             target.sharding = sharding
             tail = target.spec.shape[len(leaf.shape) :]  # extra dimensions of key data
             target.division = divide(path, sharding, leaf.shape, tail)
@@ -220,13 +216,10 @@ class JaxAdapter:
             target.sharding = sharding
         else:
             (target.device,) = sharding.device_set
-        target.place_all = self._place_all_of(target)
+        special = extra is not None or getattr(leaf, "weak_type", False)
+        if not special and target.division is None:
+            target.place_all = self.place_all
         return target
-
-    def _place_all_of(self, target: JaxTarget) -> PlaceAll | None:
-        """Return `place_all` for ordinary arrays on one device."""
-        special = target.extra is not None or getattr(target.leaf, "weak_type", False)
-        return None if special or target.division is not None else self.place_all
 
     def place_all(
         self, targets: Sequence[JaxTarget], values: Sequence[npt.NDArray[Any]]

@@ -1,8 +1,8 @@
 """Reads of a JAX array on one device: views of host memory, copies of device memory by box."""
 
 # Rule 1: no host copy stays cached on the caller's array, nor on the handles that JAX keeps on it
-#   (`addressable_data`, `addressable_shards`): `np.asarray` and `copy_to_host_async` are applied
-#   only to a new array or to a new handle of the same buffer.
+#   (`addressable_data`, `addressable_shards`): `np.asarray` is applied only to a new array or to a
+#   new handle of the same buffer.
 
 from __future__ import annotations
 
@@ -89,28 +89,21 @@ def host_view(array: Any, name: str) -> npt.NDArray[Any]:
     return np.asarray(array.addressable_data(0))
 
 
-def begin_read(array: Any, name: str, box: Box) -> Any:
-    """Start copying a box to the host; return an object for `np.asarray`.
-
-    If the memory is viewed instead of copied, waits for the array to be computed.
-    """
+def read(array: Any, name: str, box: Box) -> npt.NDArray[Any]:
+    """Return the values of a box: a view of host memory, or a copy from the device."""
     if in_host_memory(array.sharding, name):
         array.block_until_ready()
-        return host_view(array, name)[selection(box)]
+        view: npt.NDArray[Any] = host_view(array, name)[selection(box)]
+        return view
+    part: Any
     with x64_for(name):
-        if box.shape == array.shape:
-            part = _new_handle(array)
+        if box.shape == array.shape:  # another array with the same buffer
+            part = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
         elif max(box.offset, default=0) <= MAX_DYNAMIC_OFFSET:
             part = jax.lax.dynamic_slice(array, box.offset, box.shape)
         else:
             part = jax.lax.slice(array, box.offset, box.stop)
-    part.copy_to_host_async()
-    return part
-
-
-def _new_handle(array: Any) -> Any:
-    """Return another array with the same buffer."""
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+    return np.asarray(part)
 
 
 def offloaded(arrays: Sequence[Any]) -> list[Any]:
@@ -147,14 +140,11 @@ def _flat_slice(array: Any, first: int, count: int) -> Any:
 @lru_cache(maxsize=1024)
 def offloads(sharding: jax.sharding.Sharding, name: str) -> bool:
     """Return whether an array is in device memory that can be copied to pinned host memory."""
-    devices = sharding.addressable_devices
+    devices: Any = sharding.addressable_devices
     if name in PACKED or sharding.memory_kind in HOST_MEMORY_KINDS or any(map(on_cpu, devices)):
         return False
-    return all([_PINNED in _memory_kinds(device) for device in devices])
-
-
-def _memory_kinds(device: Any) -> set[str]:
-    return {memory.kind for memory in device.addressable_memories()}
+    kinds = [{memory.kind for memory in device.addressable_memories()} for device in devices]
+    return all([_PINNED in found for found in kinds])
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters import jax_memory, meshes, placements
+from asyncckpt.adapters import jax_memory, placements
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import Box, Partition, Shard
 
@@ -31,7 +31,6 @@ class Division:
     Attributes:
         boxes: the distinct boxes on these devices, in order of their offsets.
         shards: the same boxes with all their holders, for the planner.
-        holders: for each box, the devices of this process that hold a replica of it.
         box_of: index of the box on each device of this process, in JAX's order of devices.
         on_cpu: whether all these devices are CPUs.
         partition: how all processes divide the array; None if only this process holds it.
@@ -39,7 +38,6 @@ class Division:
 
     boxes: tuple[Box, ...]
     shards: tuple[Shard, ...]
-    holders: tuple[tuple[jax.Device, ...], ...]
     box_of: Mapping[jax.Device, int]
     on_cpu: bool
     partition: Partition | None = None
@@ -86,7 +84,7 @@ def _divide(
         devices, holding = _enumerate(sharding, shape, tail)
     else:
         places = _mesh(mesh)
-        own = meshes.coordinates_of(places, mesh.devices.flat[0].client.process_index())
+        own = placements.coordinates_of(places, mesh.devices.flat[0].client.process_index())
         devices = [mesh.devices[place] for place in own]
         layout = layout_of(sharding, len(shape)) + ((),) * len(tail)
         holding = placements.hold(places, layout, shape + tail, own)
@@ -94,15 +92,10 @@ def _divide(
     numbers = [number[0] for number in holding.numbers if number]
     if devices and not boxes:  # an empty array has an empty box on every device
         boxes, numbers = (Box((0,) * len(part), part),), [0] * len(devices)
-    box_of = dict(zip(devices, numbers, strict=True))
     return Division(
         boxes=boxes,
         shards=tuple(map(Shard, boxes)) if own_alone else holding.shards,
-        holders=tuple(
-            tuple(device for device, held in box_of.items() if held == number)
-            for number in range(len(boxes))
-        ),
-        box_of=box_of,
+        box_of=dict(zip(devices, numbers, strict=True)),
         on_cpu=all(map(jax_memory.on_cpu, devices)),
         partition=None if own_alone else holding.partition,
     )
@@ -130,10 +123,10 @@ def layout_of(sharding: Any, rank: int) -> placements.Layout:
 
 
 @lru_cache(maxsize=64)
-def _mesh(mesh: jax.sharding.Mesh) -> meshes.Mesh:
+def _mesh(mesh: jax.sharding.Mesh) -> placements.Mesh:
     devices: Any = mesh.devices
     processes = np.array([device.process_index for device in devices.flat], np.int64)
-    return meshes.Mesh(processes.reshape(devices.shape))
+    return placements.Mesh(processes.reshape(devices.shape))
 
 
 def _enumerate(
@@ -160,26 +153,13 @@ def _box(index: Any, shape: tuple[int, ...], tail: tuple[int, ...]) -> Box:
     )
 
 
-def shard_views(
-    array: Any, name: str, division: Division, turn: int
-) -> tuple[npt.NDArray[Any], ...]:
-    """Return a view of each box on CPU, in the memory of replica `turn`."""
-    handles = _handles(array)
-    return tuple(
-        jax_memory.host_view(handles[devices[turn % len(devices)]], name)
-        for devices in division.holders
-    )
-
-
-def replica(array: Any, division: Division, number: int, turn: int) -> Any:
-    """Return the single-device array of box `number` on the device of replica `turn`."""
-    devices = division.holders[number]
-    return _handles(array)[devices[turn % len(devices)]]
-
-
-def _handles(array: Any) -> dict[jax.Device, Any]:
+def replicas(array: Any, division: Division, turn: int) -> list[Any]:
+    """Return the single-device array of each box, on the device of replica `turn`."""
+    found: list[list[Any]] = [[] for _ in division.boxes]
     # Not `addressable_data`: for a replicated array, it returns the first replica at every index.
-    return {shard.device: shard.data for shard in array.addressable_shards}
+    for shard in array.addressable_shards:
+        found[division.box_of[shard.device]].append(shard.data)
+    return [held[turn % len(held)] for held in found]
 
 
 def assemble(

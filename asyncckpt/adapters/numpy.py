@@ -34,20 +34,14 @@ class NumpyAdapter:
         return issubclass(kind, (np.ndarray, np.generic))
 
     def source(self, path: str, leaf: Any) -> Source:
-        name = DTYPE_NAMES.get(leaf.dtype)
-        if name is not None and type(leaf) is np.ndarray:
-            return Source(array_spec(leaf.shape, name), leaf, leaf, memory_identity(leaf))
         name = _dtype_name(path, leaf)
-        plain = leaf.view(np.ndarray) if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-        spec = array_spec(plain.shape, name)
+        plain = np.asarray(leaf)
+        view = plain if plain.dtype == DTYPES[name] else None
         identity = memory_identity(plain) if isinstance(leaf, np.ndarray) else None
-        if plain.dtype != DTYPES[name]:
-            return Source(spec, plain, None, identity)
-        return Source(spec, leaf, plain, identity)
+        return Source(array_spec(plain.shape, name), plain, view, identity)
 
     def fetch(self, source: Source, shard: int, box: Box, out: npt.NDArray[Any]) -> None:
-        values: npt.NDArray[Any] = source.leaf if source.view is None else source.view
-        np.copyto(out, values[selection(box)], casting="equiv")
+        np.copyto(out, source.leaf[selection(box)], casting="equiv")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         known = DTYPE_NAMES.get(leaf.dtype) if type(leaf) is np.ndarray else None

@@ -16,9 +16,10 @@ from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.format.scalars import Scalar
 from asyncckpt.spec import numeric_class
 
-_KINDS: Final[dict[type, str]] = {
+KINDS: Final[dict[type, str]] = {
     kind: kind.__name__ for kind in (int, float, bool, complex, str, bytes)
 }
+"""Kinds of scalars, by exact type."""
 
 NUMBERS: Final[dict[str, Callable[[Any], Scalar]]] = {
     kind.__name__: kind for kind in (bool, int, float, complex)
@@ -41,16 +42,11 @@ _ADVICE: Final = {
 """Advice for unsupported leaves, by type name."""
 
 
-def scalar_kind(kind: type) -> str | None:
-    """Return the kind of scalar for exactly this type, or None."""
-    return _KINDS.get(kind)
-
-
 def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
     """Return the error for a leaf that is not a scalar and has no adapter."""
     kind = type(leaf)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    base = next((base for base in _KINDS if isinstance(leaf, base)), None)
+    base = next((base for base in KINDS if isinstance(leaf, base)), None)
     if name in _ADVICE:
         advice = _ADVICE[name]
     elif isinstance(leaf, enum.Enum):

@@ -55,23 +55,17 @@ class BoxesAdapter:
                 found=dtypes,
             )
         spec = array_spec(leaf.shape, *dtypes)
-        runs = self.begin_runs if all(part.begin_runs for part in parts) else None
-        if len(parts) == 1 and leaf.boxes[0].shape == leaf.shape:
-            view = parts[0].view
-            return Source(spec, leaf, view, None, "torch", captured=parts, begin_runs=runs)
         division = divide(leaf.shape, leaf.boxes)
-        return Source(
-            spec,
-            leaf,
-            None,
-            None,
-            "torch",
-            shards=division.shards,
-            views=tuple([parts[number].view for number in division.first]),
-            captured=[parts[number] for number in division.first],
-            partial=division.gap is not None,
-            begin_runs=runs,
-        )
+        held = [parts[number] for number in division.first]
+        source = Source(spec, leaf, None, framework="torch", captured=held)
+        source.partial = division.gap is not None
+        if all(part.begin_runs for part in parts):
+            source.begin_runs = self.begin_runs
+        if len(parts) == 1 and leaf.boxes[0].shape == leaf.shape:
+            source.view = parts[0].view
+        else:
+            source.shards, source.views = division.shards, tuple([part.view for part in held])
+        return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:
         self._tensor.fetch(source.captured[shard], 0, box, out)

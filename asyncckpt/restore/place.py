@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import check_parts
-from asyncckpt.adapters.python import NUMBERS, same_number, scalar_from_array, scalar_kind
+from asyncckpt.adapters.python import KINDS, NUMBERS, same_number, scalar_from_array
 from asyncckpt.checkpoint.casts import castable, lost_value, may_lose
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import AsyncCheckpointError, DtypeMismatchError, RestoreError
@@ -152,7 +152,7 @@ class Placement:
             return adapter.leaf(leaf.path, values, extra)
         if isinstance(value, bytes):
             return value
-        kind = scalar_kind(type(leaf.want.leaf))
+        kind = KINDS.get(type(leaf.want.leaf))
         assert kind is not None
         if self._request.cast and values.shape == ():
             same = same_number(values.item(), kind)

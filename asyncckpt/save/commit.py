@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 
+import numpy as np
+
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
@@ -31,7 +33,7 @@ from asyncckpt.options import KIB
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import Attempt, AttemptFiles
 from asyncckpt.reports import ProcessPart, Timeline
-from asyncckpt.save.index import NO_ROWS, Index, Payload, encode_index
+from asyncckpt.save.index import Index, Payload, encode_index
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.version import VERSION
@@ -71,7 +73,7 @@ class Commit:
     """Orbax's files, index and record of one save: everything except its data.
 
     Attributes:
-        opened: returns the attempt, once it is open; None if another process writes these files.
+        opened: returns the attempt, once it is open; not called if another process commits.
         save_id: identity of the save, 32 hex digits.
         epoch: the claim under which the processes save.
         writers: number of processes that save together.
@@ -80,7 +82,7 @@ class Commit:
         checked: rows whose checksums are compared with those of replicas in other processes.
     """
 
-    opened: Callable[[], Awaitable[Attempt]] | None
+    opened: Callable[[], Awaitable[Attempt]]
     layout: Layout
     request: SaveRequest
     _: KW_ONLY
@@ -92,15 +94,14 @@ class Commit:
         self.writers = 1
         self._metadata = self.request.metadata
         self.after_data = self.request.consent is not None
-        self.checked: Column = NO_ROWS
+        self.checked: Column = np.zeros(0, np.int64)
         self._numbers = itertools.count()
-        self._orbax: list[tuple[str, bytes]] = []
-        for name, data in (self.layout.orbax or {}).items():
-            self._orbax.append((f"{DATABASE}/{name}", data))
+        orbax = self.layout.orbax or {}
+        self._orbax = [(f"{DATABASE}/{name}", data) for name, data in orbax.items()]
 
     async def put_orbax(self) -> None:
         """Write Orbax's files concurrently; on return they are durable."""
-        if self.opened is not None:
+        if self._orbax:
             attempt = await self.opened()
             async with asyncio.TaskGroup() as group:
                 for path, data in self._orbax:
@@ -114,7 +115,7 @@ class Commit:
 
         Cancellation: waits for running writes.
         """
-        assert self.opened is not None and self.layout.catalog is not None
+        assert self.layout.catalog is not None
         attempt = await self.opened()
         consent = self.request.consent
         if consent is not None:
@@ -132,9 +133,8 @@ class Commit:
             save_id=bytes.fromhex(self.save_id),
             now_ns=now_ns,
         )
-        files: list[FileEntry] = []
-        for name, nbytes, crc in (*payload.files, (path, index.nbytes, index.crc)):
-            files.append(FileEntry(f"{DATABASE}/{name}", nbytes, crc))
+        written = (*payload.files, (path, index.nbytes, index.crc))
+        files = [FileEntry(f"{DATABASE}/{name}", nbytes, crc) for name, nbytes, crc in written]
         index_file = len(payload.files)
         manifest = f"{DATABASE}/{MANIFEST_NAME}"
         small = [(manifest, index.manifest), *self._orbax]

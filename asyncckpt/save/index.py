@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,6 @@ from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
 from asyncckpt.planning.table import expanded
 from asyncckpt.reports import Timeline
-
-NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,16 +115,6 @@ class Index:
     crc: int
 
 
-class InlineChunks(NamedTuple):
-    """Stored chunks of small arrays, concatenated, and the length of each."""
-
-    data: bytes | bytearray
-    nbytes: npt.NDArray[np.int64]
-
-
-NO_CHUNKS = InlineChunks(b"", NO_ROWS)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
     """Output of the data stages of a save, input of the commit.
@@ -135,19 +122,17 @@ class Payload:
     Attributes:
         chunks: place and checksum of every row of the plan or, merged, of every chunk of all
             processes. Inline ones have file -1.
-        inline: stored chunks of all inline arrays that this process writes, in order.
+        inline: stored chunks of all inline arrays that this process writes, concatenated in order.
         files: every data file, with a path relative to the database.
         parts: boxes of small leaves that several processes hold in parts, and their values.
-        checked: rows to compare with replicas in other processes.
-        checked_crc: payload CRC-32C of each of them.
+        checked_crc: payload CRC-32C of each of the rows `Commit.checked`.
         timeline: when the stages have been busy so far.
     """
 
     chunks: ChunkIndex
-    inline: InlineChunks
+    inline: bytes | bytearray
     files: list[WrittenFile]
     parts: Sequence[tuple[HeldBox, bytes]] = ()
-    checked: npt.NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -160,12 +145,12 @@ def encode_index(
     The `path` of the index file is relative to the database, `save_id` has 16 bytes, and `now_ns`
     is the commit time in nanoseconds since 1970.
     """
-    chunks = payload.chunks
-    templates, inline = catalog.templates, payload.inline
+    chunks, templates = payload.chunks, catalog.templates
+    inline_nbytes = chunks.nbytes[catalog.inline_chunk]
     # Buffer, offset and length of every inline value; each template is a buffer of its own.
     count = len(templates)
-    buffer = np.minimum(np.arange(count + len(inline.nbytes)), count)
-    lengths = np.array([*map(len, templates), *inline.nbytes.tolist()], np.int64)
+    buffer = np.minimum(np.arange(count + len(inline_nbytes)), count)
+    lengths = np.array([*map(len, templates), *inline_nbytes.tolist()], np.int64)
     offset = np.where(buffer < count, 0, np.cumsum(lengths) - lengths - lengths[:count].sum())
     columns = np.stack([-1 - buffer, offset, lengths])[:, catalog.inline]
     in_file = np.flatnonzero(catalog.inline < 0)
@@ -173,7 +158,7 @@ def encode_index(
     columns[:, in_file] = chunks.file[chunk], chunks.offset[chunk], chunks.nbytes[chunk]
     tree = encode_tree(
         catalog.columns,
-        ValueColumns([*templates, inline.data], *columns),
+        ValueColumns([*templates, payload.inline], *columns),
         data_files=list(map(itemgetter(0), payload.files)),
         node_file=path,
         node_offset=0,

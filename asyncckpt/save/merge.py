@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from asyncckpt.options import INLINE_NBYTES
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
-from asyncckpt.save.index import InlineChunks, Payload
+from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout, LayoutCache
 from asyncckpt.save.save import SaveState
 from asyncckpt.save.shared_plan import out_of_step, taken
@@ -119,10 +120,9 @@ class SharedCommit(Commit):
         plan, extents, snapshot = self.layout.plan, payload.chunks, self.request.snapshot
         process = self.round_.group.process_index
         written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
-        chunks = plan.row_chunk[list(plan.inline)].tolist()
-        data, nbytes = payload.inline
-        ends = np.cumsum(nbytes)
-        places = zip(chunks, (ends - nbytes).tolist(), ends.tolist(), strict=True)
+        inline = list(plan.inline)
+        ends = [0, *np.cumsum(extents.nbytes[inline]).tolist()]
+        values = [bytes(payload.inline[start:end]) for start, end in itertools.pairwise(ends)]
         parts = [
             (held.array, held.box, data if held.writer == process else b"", crc32c(data))
             for held, data in payload.parts
@@ -138,9 +138,9 @@ class SharedCommit(Commit):
             offset=extents.offset[written],
             nbytes=extents.nbytes[written],
             crc=extents.crc32c[written],
-            values={chunk: bytes(data[start:end]) for chunk, start, end in places},
+            values=dict(zip(plan.row_chunk[inline].tolist(), values, strict=True)),
             parts=Parts.of(parts),
-            checked=plan.row_chunk[payload.checked],
+            checked=plan.row_chunk[self.checked],
             checked_crc=payload.checked_crc,
             scalar=np.array(list(snapshot.scalars), np.int64),
             scalar_crc=np.array([crc32c(json.dumps(s).encode()) for s in scalars], np.uint32),
@@ -185,7 +185,6 @@ class SharedCommit(Commit):
         """Write the chunks assembled from parts, and add their places."""
         path = f"d/{self.save_id}-parts{next(self._numbers)}"
         data = b"".join(late.values())
-        assert self.opened is not None
         await (await self.opened()).put(f"{DATABASE}/{path}", data)
         chunks, offset = merged.chunks, 0
         for chunk, stored in late.items():
@@ -309,7 +308,7 @@ def merge(
         nbytes[chunk] = len(value)
         crc[chunk] = int.from_bytes(value[-CRC_NBYTES:], "little")
     own = arrays.first_chunk[arrays.inline]
-    inline = InlineChunks(b"".join(map(small.__getitem__, own.tolist())), nbytes[own])
+    inline = b"".join(map(small.__getitem__, own.tolist()))
     return Payload(ChunkIndex(file, offset, nbytes, crc), inline, files), late
 
 

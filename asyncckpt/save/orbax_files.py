@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Mapping, Sequence
 
 from asyncckpt.format.orbax import Kind, OrbaxArrays, OrbaxLeaf, OrbaxPath, conflicts, encode_files
@@ -44,13 +43,11 @@ def orbax_files(
     name_of: list[str | None] = [None] * len(snapshot.paths)
     for leaf, name in zip([*snapshot.array_leaf, *mirrors], plan.arrays.names, strict=True):
         name_of[leaf] = name
-    kinds = snapshot.kinds
-    children = itertools.chain.from_iterable(node.children for node in snapshot.structure.nodes)
-    for leaf in children if snapshot.structure.nodes else (0,):
-        if leaf >= 0 and name_of[leaf] is None and kinds[leaf] != "str":
+    for path, kind, stored_as in zip(snapshot.paths, snapshot.kinds, name_of, strict=True):
+        if stored_as is None and kind != "str":
             return None, (
-                f"{snapshot.paths[leaf]}: Orbax cannot hold this {kinds[leaf]}, so it cannot "
-                "restore this checkpoint; asyncckpt can",
+                f"{path}: Orbax cannot hold this {kind}, so it cannot restore this checkpoint; "
+                "asyncckpt can",
             )
     leaves = _Walk(snapshot, plan, name_of).leaves()
     if bad := conflicts(leaves):

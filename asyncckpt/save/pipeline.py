@@ -17,7 +17,6 @@ are being written; if an object store renames a file meanwhile, the index is wri
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.ports import Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable
-from asyncckpt.save.index import NO_CHUNKS, InlineChunks, Payload
-from asyncckpt.save.serialize import Compressed, Compressor, WindowChecksums, WindowSums, seal_small
+from asyncckpt.save.index import Payload
+from asyncckpt.save.serialize import Compressed, Compressor, WindowChecksums, seal_small
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow
 
@@ -57,7 +56,7 @@ class Pipeline:
         self._plan = plan = self.staging.plan
         self._compute = self.staging.compute
         self._recorder = self.staging.recorder
-        self._inline = NO_CHUNKS
+        self._inline: bytes | bytearray = b""
         self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of replicas compressed, or not written, here
         self._extents = ChunkIndex(
@@ -145,12 +144,10 @@ class Pipeline:
         for file, (nbytes, crc) in enumerate(zip(self.files.nbytes, self.files.crcs, strict=True)):
             path = self.files.path(file).removeprefix(f"{DATABASE}/")
             rows.append(WrittenFile(path, nbytes, crc))
-        checked, crcs = self.commit.checked, self._extents.crc32c.copy()
+        crcs = self._extents.crc32c.copy()
         crcs[list(self._checked_crc)] = list(self._checked_crc.values())
-        timeline = self._recorder.timeline()
-        payload = Payload(
-            self._extents, self._inline, rows, self._parts, checked, crcs[checked], timeline
-        )
+        checked, timeline = crcs[self.commit.checked], self._recorder.timeline()
+        payload = Payload(self._extents, self._inline, rows, self._parts, checked, timeline)
         with self._recorder.span("index"):
             return await self.commit.put_index(payload)
 
@@ -168,11 +165,9 @@ class Pipeline:
         if self._packer is not None:
             # After copying mutable leaves, because their kept copies count against the budget.
             await self._packer.reserve(self._packing + 1, spare_nbytes=staging.most_nbytes)
-        if staging.grow:
-            # Only copy while the caller waits and memory lasts; checksums and writes follow.
-            await staging.windows(self._final.put_nowait)
-        else:
-            await staging.windows(self._emit, self._checksums.seal)
+        # Only copy while the caller waits and memory lasts; checksums and writes follow.
+        seal = None if staging.grow else self._checksums.seal
+        await staging.windows(self._final.put_nowait, seal)
         if self._packer is not None:
             await staging.chunks(self._chunks.put_nowait)
         self._chunks.put_nowait(None)
@@ -195,38 +190,27 @@ class Pipeline:
 
     async def _trail(self, data: bytearray) -> None:
         """Append the checksums of inline values, after the caller has been released."""
-        start = time.perf_counter()
         rows = list(self._plan.inline)
-        nbytes = self._extents.nbytes[rows]
-        ends = [0, *np.cumsum(nbytes).tolist()]
-        self._extents.crc32c[rows] = await self._compute.run(seal_small, data, ends)
-        self._inline = InlineChunks(data, nbytes)
-        self._recorder.add("serialize", start, len(data))
+        ends = [0, *np.cumsum(self._extents.nbytes[rows]).tolist()]
+        with self._recorder.span("serialize", len(data)):
+            self._extents.crc32c[rows] = await self._compute.run(seal_small, data, ends)
+        self._inline = data
 
     async def _seal(self, item: StagedWindow) -> FileWindow:
-        """Checksum a window that was only copied, and fold it after the previous window.
+        """Checksum a window, if staging has only copied it, and fold it after the previous window.
 
-        Windows are claimed in plan order, so the previous window always finishes.
+        On return its bytes are final. Windows are claimed in plan order, so the previous window
+        always finishes.
         """
+        window, slot, sums = item.window, item.slot, item.sums
         before, turn = self._turn, asyncio.Event()
         self._turn = turn
-        start = time.perf_counter()
-        slot = item.slot
-        sums = await self.staging.use([slot], self._checksums.seal, item.window, slot.buffer)
-        self._recorder.add("serialize", start, item.window.nbytes)
+        if sums is None:
+            with self._recorder.span("serialize", window.nbytes):
+                sums = await self.staging.use([slot], self._checksums.seal, window, slot.buffer)
         if before is not None:
             await before.wait()
         turn.set()
-        return self._fold(item, sums)
-
-    def _emit(self, item: StagedWindow) -> None:
-        """Pass a window that is already sealed to the uploads."""
-        assert item.sums is not None
-        self._final.put_nowait(self._fold(item, item.sums))
-
-    def _fold(self, item: StagedWindow, sums: WindowSums) -> FileWindow:
-        """Make the bytes of a sealed window final; called in plan order."""
-        window, slot = item.window, item.slot
         self._checksums.fold(window, slot.buffer, sums)
         self._unfolded -= 1
         if not self._unfolded:

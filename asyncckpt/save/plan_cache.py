@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,9 +45,6 @@ UNEVEN = (
     "the processes have different trees, which Orbax's metadata is not written for; "
     "'asyncckpt export --orbax' converts the checkpoint"
 )
-
-PLANNING_LEAVES = 200
-"""Trees with more leaves than this are planned in a worker thread, not on the engine's loop."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,11 +215,7 @@ async def layout_of(
     key = layout_key(snapshot, terms)
     layout = cache.find(key)
     if layout is None:
-        # A user's function may be slow too.
-        if len(snapshot.paths) > PLANNING_LEAVES or terms.options.leaf_options is not None:
-            layout = await compute.run(make_layout, snapshot, terms)
-        else:
-            layout = make_layout(snapshot, terms)
+        layout = await compute.run(make_layout, snapshot, terms)
         cache.keep(key, layout)
     return layout
 
@@ -242,19 +235,10 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
         scalars,
         key_devices(snapshot),
         (process, process_count),
-        (
-            options.chunk_nbytes,
-            sizes.data_file_nbytes,
-            sizes.window_nbytes,
-            sizes.chunk_nbytes,
-            sizes.chunk_limit_nbytes,
-            sizes.even_streams,
-            options.compression,
-            options.compression_level,
-            options.layout,
-            options.leaf_options,
-            budget_nbytes,
-        ),
+        replace(sizes, concurrency=0, notes=()),
+        budget_nbytes,
+        (options.chunk_nbytes, options.compression, options.compression_level),
+        (options.layout, options.leaf_options),
     ]
 
 

@@ -30,7 +30,6 @@ import hashlib
 import json
 import time
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TypeVar
 
 from asyncckpt.coordinators.messages import encode_error
 from asyncckpt.coordinators.rounds import Round, briefly
@@ -52,8 +51,6 @@ from asyncckpt.save.merge import SharedCommit
 from asyncckpt.save.plan_cache import Layout, Terms
 from asyncckpt.save.save import Save, record_of
 from asyncckpt.save.shared_plan import KNOWN, VISIBLE_S, SharedPlan
-
-T = TypeVar("T")
 
 JOIN_S = 2.0
 """How long to wait for the attempt before checking whether process 0 has begun it."""
@@ -264,7 +261,7 @@ class SharedSave(Save):
 
     def _committing(self, layout: Layout) -> Commit:
         return SharedCommit(
-            self._begin if self.round_.leads else None,
+            self._begin,
             layout,
             self.request,
             save_id=self._save_id,

@@ -9,17 +9,17 @@ from __future__ import annotations
 import bisect
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import memory_identity
 from asyncckpt.adapters.python import unreadable, unsupported
-from asyncckpt.adapters.sources import Sources
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError, UsageError
 from asyncckpt.format.fields import MAX_RANK
 from asyncckpt.format.scalars import encode_scalar
@@ -34,6 +34,56 @@ from asyncckpt.tree import Structure, flatten, where
 
 NAMED_LEAVES = 20
 """Unsupported leaves that one error describes; the rest are counted."""
+
+
+class Sources(Sequence[Source]):
+    """The arrays of a tree, in leaf order.
+
+    Making a `Source` takes longer than copying a small array, mostly because of the garbage
+    collector. So NumPy arrays described by shape and dtype alone are kept as they are, and
+    `sources[number]` makes a `Source` on demand and keeps it.
+
+    Attributes:
+        specs: shape and dtype of each array.
+        plain: the array if it has no `Source` yet, else None.
+        opened: sources by index.
+    """
+
+    def __init__(self) -> None:
+        self.specs: list[ArraySpec] = []
+        self.plain: list[npt.NDArray[Any] | None] = []
+        self.opened: dict[int, Source] = {}
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __getitem__(self, number: Any) -> Any:
+        # Called from several threads. Read the array first: it is dropped once its source exists.
+        array = self.plain[number]
+        found = self.opened.get(number)
+        if found is None:
+            found = self.opened.setdefault(number, Source(self.specs[number], array, array))
+            self.plain[number] = None
+        return found
+
+    def append(self, source: Source) -> None:
+        """Add an array with its source."""
+        self.opened[len(self.specs)] = source
+        self.specs.append(source.spec)
+        self.plain.append(None)
+
+    def append_plain(self, spec: ArraySpec, array: npt.NDArray[Any]) -> None:
+        """Add a NumPy array of this shape and dtype."""
+        self.specs.append(spec)
+        self.plain.append(array)
+
+    def forget(self) -> None:
+        """Drop all references to leaves."""
+        self.plain = [None] * len(self.plain)
+        for source in self.opened.values():
+            source.leaf = source.view = source.captured = None
+            source.views = ()
+            source.identity = None
 
 
 @dataclass(slots=True, eq=False)
@@ -163,19 +213,15 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
         path, value = flat.paths[leaf], leaves[leaf]
         try:
             found = _open(path, value, adapters)
+            if found is None:
+                snapshot.kinds[leaf], snapshot.values[leaf] = encode_scalar(value)
+                snapshot.scalars[leaf] = value
+            else:
+                opened[leaf], spec_of[leaf] = found, found.spec
         except UnsupportedLeafError as error:
+            if error.path is None:  # of `encode_scalar`
+                error = UnsupportedLeafError(f"{where(path)}: {error}", path=path)
             refused.append(error)
-            continue
-        if found is not None:
-            opened[leaf] = found
-            spec_of[leaf] = found.spec
-            continue
-        try:
-            snapshot.kinds[leaf], snapshot.values[leaf] = encode_scalar(value)
-        except UnsupportedLeafError as error:
-            refused.append(UnsupportedLeafError(f"{where(path)}: {error}", path=path))
-            continue
-        snapshot.scalars[leaf] = value
     if refused:
         raise _of_all(refused)
     array_leaf, sources = snapshot.array_leaf, snapshot.sources

@@ -405,22 +405,18 @@ class Staging:
     # -- in worker threads
 
     def _offload(self, leaves: Sequence[int]) -> None:
-        since = time.perf_counter()
         sources = [self.sources[leaf] for leaf in leaves]
-        try:
+        with self.recorder.span("stage", sum(map(held_nbytes, sources))), self._naming(leaves[0]):
             for offload in {source.offload: None for source in sources}:
                 assert offload is not None
                 offload([source for source in sources if source.offload == offload])
-        except Exception as error:
-            raise self._failed(leaves[0], error) from error
-        self.recorder.add("stage", since, sum(map(held_nbytes, sources)))
 
     def _copy_mutable(self, leaves: Sequence[int], nbytes: int) -> None:
         since = time.perf_counter()
         arena = Arena(nbytes)
         for leaf in leaves:
             source = self.sources[leaf]
-            try:
+            with self._naming(leaf):
                 if source.shards is None:
                     source.view = _copied(arena, source, 0)
                 else:
@@ -428,8 +424,6 @@ class Staging:
                         [_copied(arena, source, shard) for shard in range(len(source.shards))]
                     )
                 source.begin_runs = None  # the caller may mutate what is on the device
-            except Exception as error:
-                raise self._failed(leaf, error) from error
         self.recorder.add("stage", since, nbytes)
 
     def _copy_windows(
@@ -529,30 +523,17 @@ class Staging:
                 begun.callback(begin(some))
             return begun.pop_all().close
 
-    @contextlib.contextmanager
-    def _naming(self, source: Source) -> Iterator[None]:
-        """Let errors of the block name the leaf."""
-        try:
-            yield
-        except AsyncCheckpointError:  # of a leaf whose copies began later
-            raise
-        except Exception as error:
-            sources = map(self.sources.__getitem__, range(len(self.sources)))
-            leaf = next(n for n, one in enumerate(sources) if one is source)
-            raise self._failed(leaf, error) from error
-
     def _copy_chunks(self, chunks: StagedChunks) -> None:
-        since = time.perf_counter()
         runs: list[Run] = []
-        for row, at, nbytes in zip(chunks.rows, chunks.starts, chunks.nbytes, strict=True):
-            array = int(self.plan.row_array[row])
-            start = 0
-            for out in spans(chunks.slots, at, nbytes):
-                if not (self._has_runs and self._add_run(runs, array, row, start, out)):
-                    self._copy(array, row, start, start + len(out), out)
-                start += len(out)
-        self._begin(runs)()
-        self.recorder.add("stage", since, sum(chunks.nbytes))
+        with self.recorder.span("stage", sum(chunks.nbytes)):
+            for row, at, nbytes in zip(chunks.rows, chunks.starts, chunks.nbytes, strict=True):
+                array = int(self.plan.row_array[row])
+                start = 0
+                for out in spans(chunks.slots, at, nbytes):
+                    if not (self._has_runs and self._add_run(runs, array, row, start, out)):
+                        self._copy(array, row, start, start + len(out), out)
+                    start += len(out)
+            self._begin(runs)()
 
     def _checksum(self, slot: Slot, rows: Sequence[int]) -> dict[int, int]:
         crcs: dict[int, int] = {}
@@ -640,10 +621,8 @@ class Staging:
         copies: list[tuple[HeldBox, bytes]] = []
         for part in self.plan.parts:
             out = np.empty(part.box.shape, DTYPES[self.plan.arrays.of(part.array).spec.dtype])
-            try:
+            with self._naming(self._leaf_of[part.array]):
                 self._reader(part.array).read(part.box, out)
-            except Exception as error:
-                raise self._failed(self._leaf_of[part.array], error) from error
             copies.append((part, out.tobytes()))
         return copies
 
@@ -651,14 +630,21 @@ class Staging:
         leaf = self._leaf_of[array]
         reader = self._readers.get(leaf)
         if reader is None:
-            reader = ArrayReader(
-                self.sources[leaf], self.plan.arrays.of(array).spec.dtype, path=self._path(leaf)
-            )
+            dtype = self.plan.arrays.of(array).spec.dtype
+            reader = ArrayReader(self.sources[leaf], dtype, path=self._path(leaf))
             self._readers[leaf] = reader
         return reader
 
-    def _path(self, leaf: int) -> str:
-        return self.snapshot.paths[self.snapshot.array_leaf[leaf]]
+    @contextlib.contextmanager
+    def _naming(self, leaf: int | Source) -> Iterator[None]:
+        """Let errors of the block name a leaf, given the number of its array or its source."""
+        try:
+            yield
+        except AsyncCheckpointError:  # may be of another leaf, whose copies began later
+            raise
+        except Exception as error:
+            number = leaf if isinstance(leaf, int) else [*self.sources].index(leaf)
+            raise self._failed(number, error) from error
 
     def _failed(self, leaf: int, error: Exception) -> AsyncCheckpointError:
         if isinstance(error, AsyncCheckpointError):
@@ -671,6 +657,9 @@ class Staging:
             path=path,
             stage="stage",
         )
+
+    def _path(self, leaf: int) -> str:
+        return self.snapshot.paths[self.snapshot.array_leaf[leaf]]
 
 
 class _Group:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from asyncckpt import SaveOptions, blocking, errors
 from asyncckpt.adapters import jax as jax_adapter
-from asyncckpt.adapters import jax_memory, jax_shards, meshes, placements
+from asyncckpt.adapters import jax_memory, jax_shards, placements
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.flow.arena import Arena
 from asyncckpt.ports import Run
@@ -755,7 +755,7 @@ def test_arithmetic_gives_each_process_what_jax_gives_its_devices(
     for order in (1, 3):  # in the order of the processes, and mixed
         process = {d: n * order % 8 // per_process for n, d in enumerate(devices.flat)}
         owners = np.array([process[d] for d in devices.flat]).reshape(devices.shape)
-        mesh = meshes.Mesh(owners)
+        mesh = placements.Mesh(owners)
         expected: dict[Box, set[int]] = {}
         held: dict[int, set[Box]] = {}
         for device, index in where.devices_indices_map(SHAPE).items():
@@ -763,7 +763,7 @@ def test_arithmetic_gives_each_process_what_jax_gives_its_devices(
             expected.setdefault(box, set()).add(process[device])
             held.setdefault(process[device], set()).add(box)
         for own in mesh.members:
-            places = meshes.coordinates_of(mesh, own)
+            places = placements.coordinates_of(mesh, own)
             holding = placements.hold(mesh, jax_shards.layout_of(where, 3), SHAPE, places)
             assert {shard.box for shard in holding.shards} == held[own]
             for shard in holding.shards:

@@ -16,8 +16,15 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.dtensor import layout_of
-from asyncckpt.adapters.meshes import Mesh, coordinates_of
-from asyncckpt.adapters.placements import Cut, Layout, axis_cuts, hold, partition
+from asyncckpt.adapters.placements import (
+    Cut,
+    Layout,
+    Mesh,
+    axis_cuts,
+    coordinates_of,
+    hold,
+    partition,
+)
 from asyncckpt.planning.tiling import grid_boxes, tiling_fault
 from asyncckpt.spec import Box, Partition
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import asyncckpt
 from asyncckpt import ShardedArray, UsageError, errors
-from asyncckpt.adapters.sharded import ShardedAdapter
+from asyncckpt.adapters.sharded_array import ShardedAdapter
 from asyncckpt.spec import DTYPES, ArraySpec, Box, Shard
 from tests.adapters.fetching import fetch_box
 

@@ -16,7 +16,7 @@ from asyncckpt.format.record import decode_record
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import SaveOptions
 from asyncckpt.save.commit import Commit
-from asyncckpt.save.index import InlineChunks, Payload
+from asyncckpt.save.index import Payload
 from asyncckpt.save.snapshot import SaveRequest
 from tests.save.staging import Staged, noise
 
@@ -69,8 +69,7 @@ def payload_of(staged: Staged, names: tuple[str, ...]) -> Payload:
     files = list(map(WrittenFile, names, plan.file_nbytes, range(len(names))))
     payloads = [bytes(int(plan.row_payload[row])) for row in plan.inline]
     inline = [payload + crc32c(payload).to_bytes(CRC_NBYTES, "little") for payload in payloads]
-    chunks = InlineChunks(b"".join(inline), np.array(list(map(len, inline)), np.int64))
-    return Payload(extents, chunks, files)
+    return Payload(extents, b"".join(inline), files)
 
 
 async def test_the_record_lists_every_file_with_size_and_checksum(workers: Workers) -> None:
