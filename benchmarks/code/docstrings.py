@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
 import json
 import re
 import subprocess
@@ -80,32 +79,16 @@ def flagged_by_ruff(root: Path, folder: str) -> set[tuple[str, int]]:
     }
 
 
-def sample(docstrings: list[Docstring], count: int, seed: str) -> list[Docstring]:
-    """Choose docstrings by a hash of the seed and their place: the same seed, the same choice."""
-
-    def key(docstring: Docstring) -> bytes:
-        return hashlib.sha256(f"{seed} {docstring.path}:{docstring.line}".encode()).digest()
-
-    return sorted(docstrings, key=key)[:count]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--check", action="store_true", help="exit with 1 if a rule is broken")
     parser.add_argument("--list", metavar="FOLDER", help="print the offenders below this folder")
-    parser.add_argument(
-        "--sample", nargs=2, metavar=("N", "SEED"), help="print N docstrings chosen by the seed"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the share, the modules whose docstring is a question, and what was asked for."""
+    """Print the share, the modules whose docstring is a question, and the offenders to list."""
     sources = tracked(options.package, PACKAGE)
     functions = list(of_functions(sources))
-    if options.sample:
-        count, seed = options.sample
-        print(*sample(functions, int(count), seed), sep="\n")
-        return 0
     flagged = flagged_by_ruff(options.package, PACKAGE)
     offenders = [
         docstring
