@@ -1,15 +1,53 @@
-"""Processes that do what their parent says, all of them at the same time."""
+"""Processes that do what their parent says: one thing, or several at the same time."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LIMIT_S = 120.0
 """Seconds that a process may take to answer, and to end."""
+
+
+def apart(work: Callable[..., T], *given: Any) -> T:
+    """Return what a function returns in a process of its own, which is gone then.
+
+    Raises:
+        RuntimeError: the function raised, or the process ended; the message says why.
+    """
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(work, given, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        found, failure = mine.recv()
+    except EOFError:
+        process.join()
+        found, failure = None, f"it ended with status {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    if failure:
+        raise RuntimeError(f"{work.__name__} failed in a process of its own: {failure}")
+    result: T = found
+    return result
+
+
+def _answer(work: Callable[..., object], given: Sequence[Any], pipe: Connection) -> None:
+    os.dup2(2, 1)  # libraries that print do not print into the results
+    try:
+        answer = work(*given), ""
+    except Exception:
+        answer = None, traceback.format_exc()
+    pipe.send(answer)
 
 
 class Workers:
