@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import random
 import sys
 import time
@@ -105,9 +106,6 @@ CASTS = {
     ),
 }
 SHORT_CASTS = {**CASTS, "loopback": Cast(("obstore",), ("tensorstore",))}
-
-NEEDS = {"s3torchconnector": "s3torchconnector"}
-"""Packages of peers that are no part of any extra that tests need."""
 
 PEERS_NOT = {"W3": ("dcp", "s3torchconnector", "safetensors", "orbax")}
 """Subjects left out of a workload, because they would do there what they do with W1, as slowly."""
@@ -216,9 +214,10 @@ class _OnService:
         self._profile = profile
         self._service = service
         self._cast = (SHORT_CASTS if suite.form.name == SHORT.name else CASTS)[profile]
-        self._names = 0
+        # The odd ones are for what a process saves to open its connections.
+        self._names = itertools.count(2, 2)
         self._raw: dict[str, Child] = {}
-        self._processes = 0
+        self._processes = itertools.count(1)
 
     def run(self) -> None:
         suite = self._suite
@@ -255,8 +254,7 @@ class _OnService:
     def _child(
         self, role: Role, nbytes: int, budget: int | None = None, prefix: str = ""
     ) -> Iterator[Child]:
-        self._processes += 1
-        prefix = prefix or f"{role.kind}-{self._processes}"
+        prefix = prefix or f"{role.kind}-{next(self._processes)}"
         budget = budget_nbytes(nbytes) if budget is None else budget
         with child(role, self._service, self._suite.directory, prefix, budget) as made:
             yield made
@@ -272,18 +270,14 @@ class _OnService:
                 role = Role(f"{label}, {SAME}", client, point=point, reads=reads)
                 self._start(stack, role, cast)
         for peer in self._cast.peers:
-            needed = NEEDS.get(peer)
             if peer not in self._form.peers:
                 continue
-            if needed is not None and importlib.util.find_spec(needed) is None:
+            # The one that is part of no extra that tests need.
+            if peer == "s3torchconnector" and importlib.util.find_spec(peer) is None:
                 self._suite.found.note(f"{LABELS[peer]}: not installed")
             else:
                 self._start(stack, Role(LABELS[peer], peer), cast)
         return cast
-
-    def _name(self) -> int:
-        self._names += 2  # the odd ones are for what a process saves to open its connections
-        return self._names
 
     # ----------------------------------------------------------------------------------- floors
 
@@ -298,7 +292,7 @@ class _OnService:
             puts.append(Grid(profile, LABELS[client], "put", rates))
             size = puts[-1].best.nbytes
             points = list(grid(form.range_sizes, form.grid_streams, form.nbytes))
-            name = self._name()
+            name = next(self._names)
             sizes = self._put(process, name, Point(size, 16), form.nbytes)
             reading = functools.partial(self._get_s, process, name, sizes)
             gets.append(Grid(profile, LABELS[client], "get", self._rates(points, reading)))
@@ -327,7 +321,7 @@ class _OnService:
 
     def _put_s(self, process: Child, point: Point, nbytes: int | None = None) -> float:
         """Seconds of the floor of saves; what it wrote is gone."""
-        values = self._written(process, self._name(), point, nbytes or self._form.nbytes)
+        values = self._written(process, next(self._names), point, nbytes or self._form.nbytes)
         self._service.clear()
         return values["wall_s"]
 
@@ -402,7 +396,7 @@ class _OnService:
             best = self._best(client, "put")
 
             def put(process: Child = process, best: Point = best) -> dict[str, float]:
-                return self._written(process, self._name(), best, workload.nbytes)
+                return self._written(process, next(self._names), best, workload.nbytes)
 
             label = process.role.label
             cases.append(Case(label, put, finish=self._service.clear, probes=probes))
@@ -416,7 +410,7 @@ class _OnService:
         saved: list[int] = []
 
         def run() -> dict[str, float]:
-            name = self._name()
+            name = next(self._names)
             values = process.ask(how, name=name)
             saved.append(name)
             return values
@@ -432,7 +426,7 @@ class _OnService:
         probes = Probes(self._service)
         cases, keys = [], {}
         for client, process in self._raw.items() if workload.is_large else ():
-            name, best = self._name(), self._best(client, "get")
+            name, best = next(self._names), self._best(client, "get")
             sizes = self._put(process, name, self._best(client, "put"), workload.nbytes)
             if client == floors.get_client:
                 probes.floor = functools.partial(self._get_s, process, name, sizes, best)
@@ -441,7 +435,7 @@ class _OnService:
             cases.append(Case(process.role.label, get, probes=probes))
             keys[process.role.label] = (process, str(best))
         for label, process in cast.items():
-            ours, name = label.startswith("asyncckpt"), self._name()
+            ours, name = label.startswith("asyncckpt"), next(self._names)
             try:
                 process.ask("save", name=name)
             except Failed as error:
@@ -575,7 +569,7 @@ class _OnService:
         role = Role(f"asyncckpt, {LABELS[client]}", client)
         taken: dict[str, list[Sample]] = {SAVE: [], RESTORE: []}
         for _ in range(form.budget_samples):
-            name = self._name()
+            name = next(self._names)
             prefix = f"budget-{name}"
             for column, samples in taken.items():
                 # Each in a process that has done nothing else.
@@ -640,7 +634,7 @@ class _OnService:
 
     def _point_s(self, process: Child, point: Point) -> float:
         try:
-            name, nbytes, streams = self._name(), point.nbytes, point.streams
+            name, nbytes, streams = next(self._names), point.nbytes, point.streams
             return process.ask("point", name=name, nbytes=nbytes, streams=streams)["wall_s"]
         finally:
             self._service.clear()
