@@ -195,16 +195,6 @@ class Suite:
         self.log(f"  {what} failed: {error}\n{trace}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Floors:
-    """The fastest client and its fastest points."""
-
-    put_client: str
-    put: Point
-    get_client: str
-    get: Point
-
-
 class _OnService:
     """One service, and the processes that use it."""
 
@@ -217,6 +207,7 @@ class _OnService:
         # The odd ones are for what a process saves to open its connections.
         self._names = itertools.count(2, 2)
         self._raw: dict[str, Child] = {}
+        self._grids: dict[tuple[str, str], Grid] = {}  # by client and direction
         self._processes = itertools.count(1)
 
     def run(self) -> None:
@@ -225,15 +216,14 @@ class _OnService:
         with contextlib.ExitStack() as stack:
             for client in self._cast.clients:
                 self._start(stack, Role(f"raw {LABELS[client]}", client, raw=True), self._raw)
-            floors: list[_Floors] = []
-            suite.attempt("grid of the bare clients", None, lambda: floors.append(self._grids()))
-            if not floors:
+            suite.attempt("grid of the bare clients", None, self._measure_grids)
+            if not self._grids:
                 return
             with contextlib.ExitStack() as subjects:
-                cast = self._subjects(subjects, floors[0])
+                cast = self._subjects(subjects)
                 for name in ("W1", "W3", "W4"):
                     if name in suite.workloads:
-                        self._transfers(name, cast, floors[0])
+                        self._transfers(name, cast)
             for client in self._cast.lean:
                 what = f"{MEMORY}, {LABELS[client]}"
                 suite.attempt(what, MEMORY, functools.partial(self._memory, client))
@@ -259,12 +249,12 @@ class _OnService:
         with child(role, self._service, self._suite.directory, prefix, budget) as made:
             yield made
 
-    def _subjects(self, stack: contextlib.ExitStack, floors: _Floors) -> dict[str, Child]:
+    def _subjects(self, stack: contextlib.ExitStack) -> dict[str, Child]:
         cast: dict[str, Child] = {}
         for client in self._cast.clients:
             label = f"asyncckpt, {LABELS[client]}"
             self._start(stack, Role(label, client), cast)
-            if client in self._raw and client in (*self._cast.same, floors.put_client):
+            if client in self._raw and client in (*self._cast.same, self._fastest("put")):
                 reads = self._best(client, "get").streams
                 point = self._best(client, "put")
                 role = Role(f"{label}, {SAME}", client, point=point, reads=reads)
@@ -281,33 +271,38 @@ class _OnService:
 
     # ----------------------------------------------------------------------------------- floors
 
-    def _grids(self) -> _Floors:
-        form, profile = self._form, self._profile
+    def _measure_grids(self) -> None:
+        form = self._form
         _, path = self._suite.workload("W1")
-        puts, gets = [], []
+        grids: dict[tuple[str, str], Grid] = {}
         for client, process in self._raw.items():
             process.ask("load", path=str(path))
+
+            def add(direction: str, rates: dict[Point, float], client: str = client) -> Point:
+                made = Grid(self._profile, LABELS[client], direction, rates)
+                grids[client, direction] = made
+                return made.best
+
             points = list(grid(form.grid_sizes, form.grid_streams, form.nbytes))
-            rates = self._rates(points, functools.partial(self._put_s, process))
-            puts.append(Grid(profile, LABELS[client], "put", rates))
-            size = puts[-1].best.nbytes
+            size = add("put", self._rates(points, functools.partial(self._put_s, process))).nbytes
             points = list(grid(form.range_sizes, form.grid_streams, form.nbytes))
             name = next(self._names)
             sizes = self._put(process, name, Point(size, 16), form.nbytes)
             reading = functools.partial(self._get_s, process, name, sizes)
-            gets.append(Grid(profile, LABELS[client], "get", self._rates(points, reading)))
-            best = gets[-1].best
+            best = add("get", self._rates(points, reading))
             copied = self._rates([best], functools.partial(reading, copy=True))
-            gets.append(Grid(profile, LABELS[client], "get and copy to its place", copied))
+            add("get and copy to its place", copied)
             self._service.clear()
-        self._suite.found.grids += puts + gets
-        names = {LABELS[client]: client for client in self._raw}
-        put = max(puts, key=lambda grid: grid.rates[grid.best])
-        get = max(
-            (grid for grid in gets if grid.direction == "get"),
-            key=lambda grid: grid.rates[grid.best],
-        )
-        return _Floors(names[put.client], put.best, names[get.client], get.best)
+        # Those of puts first, as in the tables.
+        self._suite.found.grids += sorted(grids.values(), key=lambda grid: grid.direction != "put")
+        self._grids = grids
+
+    def _best(self, client: str, direction: str) -> Point:
+        return self._grids[client, direction].best
+
+    def _fastest(self, direction: str) -> str:
+        """Return the client that is the floor of a direction."""
+        return max(self._raw, key=lambda client: max(self._grids[client, direction].rates.values()))
 
     def _rates(self, points: list[Point], probe: Callable[[Point], float]) -> dict[Point, float]:
         seconds: dict[Point, list[float]] = {point: [] for point in points}
@@ -352,7 +347,7 @@ class _OnService:
 
     # ------------------------------------------------------------------------ saves and restores
 
-    def _transfers(self, name: str, cast: Mapping[str, Child], floors: _Floors) -> None:
+    def _transfers(self, name: str, cast: Mapping[str, Child]) -> None:
         suite = self._suite
         workload, path = suite.workload(name)
         suite.log(f" {workload.id}: {workload.leaf_count} leaves, {workload.nbytes / MIB:.0f} MiB")
@@ -368,17 +363,17 @@ class _OnService:
             except Failed as error:
                 suite.report(f"{self._profile} {workload.id}: {label}", error)
         what = f"{self._profile} {workload.id}"
-        suite.attempt(f"{what} {SAVE}", SAVE, lambda: self._saves(workload, there, floors))
-        suite.attempt(f"{what} {RESTORE}", RESTORE, lambda: self._restores(workload, there, floors))
+        suite.attempt(f"{what} {SAVE}", SAVE, lambda: self._saves(workload, there))
+        suite.attempt(f"{what} {RESTORE}", RESTORE, lambda: self._restores(workload, there))
         if name in ("W1", "W4"):
             work = functools.partial(self._lags, workload, there)
             suite.attempt(f"{what} {BACKGROUND}", BACKGROUND, work)
 
-    def _saves(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
-        probes = Probes(self._service)
+    def _saves(self, workload: Described, cast: Mapping[str, Child]) -> None:
+        probes, fastest = Probes(self._service), self._fastest("put")
         if workload.is_large:
-            process = self._raw[floors.put_client]
-            probes.floor = functools.partial(self._put_s, process, floors.put, workload.nbytes)
+            process, best = self._raw[fastest], self._best(fastest, "put")
+            probes.floor = functools.partial(self._put_s, process, best, workload.nbytes)
         cases, keys = [], {}
         for label, process in cast.items():
             run, finish = self._saving(process, "save")
@@ -391,7 +386,7 @@ class _OnService:
             how = AUTO if process.role.point is None else SAME
             keys[label] = (process, how if ours else "")
         for client, process in self._raw.items() if workload.is_large else ():
-            if client == floors.put_client:
+            if client == fastest:
                 continue
             best = self._best(client, "put")
 
@@ -401,7 +396,7 @@ class _OnService:
             label = process.role.label
             cases.append(Case(label, put, finish=self._service.clear, probes=probes))
             keys[label] = (process, str(best))
-        self._take(workload, SAVE, cases, keys, probes, floors.put_client, str(floors.put))
+        self._take(workload, SAVE, cases, keys, probes, "put")
 
     def _saving(
         self, process: Child, how: str
@@ -422,13 +417,13 @@ class _OnService:
 
         return run, finish
 
-    def _restores(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
+    def _restores(self, workload: Described, cast: Mapping[str, Child]) -> None:
         probes = Probes(self._service)
         cases, keys = [], {}
         for client, process in self._raw.items() if workload.is_large else ():
             name, best = next(self._names), self._best(client, "get")
             sizes = self._put(process, name, self._best(client, "put"), workload.nbytes)
-            if client == floors.get_client:
+            if client == self._fastest("get"):
                 probes.floor = functools.partial(self._get_s, process, name, sizes, best)
                 continue
             get = functools.partial(self._read, process, name, sizes, best)
@@ -450,7 +445,7 @@ class _OnService:
                 )
                 cases.append(Case(f"{label}, {column}", run, samples=samples, probes=probes))
                 keys[cases[-1].name] = (process, f"{column}, {how}" if ours else column)
-        self._take(workload, RESTORE, cases, keys, probes, floors.get_client, str(floors.get))
+        self._take(workload, RESTORE, cases, keys, probes, "get")
         self._service.clear()
 
     def _lags(self, workload: Described, cast: Mapping[str, Child]) -> None:
@@ -464,7 +459,7 @@ class _OnService:
             cases.append(Case(label, run, finish=finish, samples=samples, probes=probes))
             how = "start_save" if label.startswith("asyncckpt") else "in a thread"
             keys[label] = (process, how)
-        self._take(workload, BACKGROUND, cases, keys, probes, "", "")
+        self._take(workload, BACKGROUND, cases, keys, probes)
 
     def _take(
         self,
@@ -473,8 +468,7 @@ class _OnService:
         cases: list[Case],
         keys: Mapping[str, tuple[Child, str]],
         probes: Probes,
-        floor_client: str,
-        floor_column: str,
+        direction: str = "",
     ) -> None:
         def failed(case: measure.Case, error: Exception) -> None:
             self._suite.report(f"{self._profile} {workload.id} {scenario}: {case.name}", error)
@@ -487,7 +481,7 @@ class _OnService:
         protocol = Protocol(self._form.samples, repeats_for_s=steady_s)
         taken = measure.rounds(cases, protocol, self._suite.rng, failed)
         if probes.floor is not None:
-            self._add_floor(workload, scenario, taken, floor_client, floor_column)
+            self._add_floor(workload, scenario, taken, self._fastest(direction), direction)
         for name, samples in taken.items():
             process, column = keys[name]
             self._add(workload, scenario, process.role, column, samples)
@@ -498,7 +492,7 @@ class _OnService:
         scenario: str,
         taken: Mapping[str, list[Sample]],
         client: str,
-        column: str,
+        direction: str,
     ) -> None:
         """Record the floor as a measurement, with all its probes as samples."""
         probes = dict.fromkeys(
@@ -509,7 +503,8 @@ class _OnService:
             if probe is not None
         )
         samples = [Sample(wall_s=probe, cpu_s=float("nan"), extra_nbytes=0) for probe in probes]
-        self._add(workload, scenario, self._raw[client].role, f"{column}, {FLOOR}", samples)
+        column = f"{self._best(client, direction)}, {FLOOR}"
+        self._add(workload, scenario, self._raw[client].role, column, samples)
 
     def _add(
         self, workload: Described, scenario: str, role: Role, column: str, samples: list[Sample]
@@ -537,13 +532,6 @@ class _OnService:
         if workload.id != "W1" or scenario in SLOW.get(kind, ()):
             return self._form.slow_samples
         return min(self._form.peer_samples, self._form.samples)
-
-    def _best(self, client: str, direction: str) -> Point:
-        for found in self._suite.found.grids:
-            key = (found.profile, found.client, found.direction)
-            if key == (self._profile, LABELS[client], direction):
-                return found.best
-        raise KeyError(f"no grid of {client}, {direction}")
 
     def _commit(self) -> dict[str, float]:
         found = roundtrips.commit(self._service.requests(), record=RECORD, data=DATA)
