@@ -22,7 +22,8 @@ from benchmarks import files, measure, workloads
 from benchmarks.local import shardings
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Protocol, Run
-from benchmarks.peers import ORBAX, Orbax
+from benchmarks.peers import ORBAX
+from benchmarks.peers.orbax import Orbax
 from benchmarks.peers.timing import quiet
 from benchmarks.results import OURS, RESHARD, Measurement
 from benchmarks.subject import Restored

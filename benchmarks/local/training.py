@@ -27,8 +27,9 @@ from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.stall import heartbeat, percentile, updated, updated_paths
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Sample, cpu_seconds, median
-from benchmarks.peers import DCP, ORBAX, Orbax, TorchDcp
-from benchmarks.peers.dcp import tensors
+from benchmarks.peers import DCP, ORBAX
+from benchmarks.peers.dcp import TorchDcp, tensors
+from benchmarks.peers.orbax import Orbax
 from benchmarks.peers.timing import quiet
 from benchmarks.results import BACK_TO_BACK, NO_SAVES, OURS, TRAINING, Measurement
 from benchmarks.workers import apart

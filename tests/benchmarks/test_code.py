@@ -70,7 +70,6 @@ def test_docstring_offenders_fail_the_check(
     assert "asyncckpt/a.py:3: Returns it." in printed
     assert "1 of 2 begin with a verb (50.0%)" in printed
     assert "asyncckpt/a.py:1: How it works." in printed
-    assert docstrings.flagged_by_ruff(tmp_path, "asyncckpt") == {("asyncckpt/a.py", 3)}
 
 
 def test_crowded_folder_is_found() -> None:

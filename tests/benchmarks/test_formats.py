@@ -19,7 +19,8 @@ from benchmarks.local import elsewhere, planning, reshard, shardings
 from benchmarks.local.floors import Floors
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Protocol
-from benchmarks.peers import ORBAX, Safetensors
+from benchmarks.peers import ORBAX
+from benchmarks.peers.safetensors import Safetensors
 from benchmarks.results import OURS, RESHARD
 from benchmarks.workers import apart
 
