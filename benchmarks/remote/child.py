@@ -75,6 +75,7 @@ class Child:
                 found, why = self._pipe.recv()
             else:
                 self._process.kill()
+                self._process.join()
                 found, why = {}, f"took more than {timeout_s:.0f} s: {self._last_words()}"
         except (EOFError, OSError):
             self._process.join()
