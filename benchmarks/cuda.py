@@ -379,13 +379,13 @@ def report(
             rows.append((name, what, grown, "", "", verdict))
     columns = "framework|what|median|floor|of the floor|target"
     title = "# Saves from a CUDA device, and restores to it"
-    others = []
+    other_rows = []
     for name, samples in peers.items():
         for what, seconds in samples.items():
             ours = [pair[0] for pair in found[name][0][BACK if "restore" in what else OUT]]
             times, own = statistics.median(seconds), statistics.median(ours)
-            others.append((name, what, tables.seconds(times), tables.seconds(own), times / own))
-    other_rows = [(*row[:4], f"{row[4]:.1f}") for row in others]
+            texts = (tables.seconds(times), tables.seconds(own), f"{times / own:.1f}")
+            other_rows.append((name, what, *texts))
     return "\n".join(
         (
             f"{title}\n\n{tables.facts(about)}",

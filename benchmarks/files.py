@@ -25,6 +25,16 @@ def scratch(directory: Path | None) -> Iterator[Path]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file or directory for the block, which gets its descriptor."""
+    fd = os.open(path, flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def files_under(path: Path) -> list[Path]:
     """Return the file itself, or every file below the directory."""
     if path.is_file():
@@ -36,11 +46,8 @@ def fsync_tree(path: Path) -> None:
     """Every file and directory at and below `path`, and its parent directory, is durable."""
     entries = [path] if path.is_file() else [*files_under(path), *_directories(path)]
     for entry in [*entries, path.parent]:
-        fd = os.open(entry, os.O_RDONLY)
-        try:
+        with opened(entry) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def warm(path: Path) -> None:
@@ -59,13 +66,10 @@ def warm(path: Path) -> None:
 def chill(path: Path) -> None:
     """No page of the files is in the page cache, as far as the system takes the advice."""
     for file in files_under(path):
-        fd = os.open(file, os.O_RDONLY)
-        try:
+        with opened(file) as fd:
             os.fsync(fd)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def settle(directory: Path) -> None:
@@ -77,11 +81,8 @@ def settle(directory: Path) -> None:
     """
     while not directory.exists():
         directory = directory.parent
-    fd = os.open(directory, os.O_RDONLY)
-    try:
+    with opened(directory) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _directories(path: Path) -> list[Path]:

@@ -26,14 +26,12 @@ PER_ROW = 3
 def plot(results: Results, path: Path) -> None:
     """One picture with a panel per kind of measurement, every sample as a dot."""
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = panels(results)
     rows = -(-len(drawn) // PER_ROW)
     columns = min(PER_ROW, len(drawn))
     figure = Figure(figsize=(4.8 * columns + 1, 4.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
@@ -67,7 +65,6 @@ SLOWER = 1.2
 
 def plot_training(results: Results, path: Path) -> None:
     """Plot the trainings with each framework, one below the other: a lane for who saved."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -75,7 +72,6 @@ def plot_training(results: Results, path: Path) -> None:
     for line in results.timelines:
         panels.setdefault((line["scenario"], line["loop"]), []).append(line)
     figure = Figure(figsize=(9, 0.7 + 1.9 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True).reshape(-1)
     for axis, ((_, loop), lines) in zip(axes, panels.items(), strict=True):
         _plot_lanes(axis, lines)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from benchmarks.measure import Sample, median
 from benchmarks.workloads import SMALL_LEAVES, Workload
@@ -205,33 +203,6 @@ class Results:
             "left_out": self.left_out,
             "errors": self.errors,
         }
-
-    def add_json(self, found: dict[str, Any]) -> None:
-        """Add what a child process printed with `print_json`."""
-        self.errors += found["errors"]
-        self.timelines += found["timelines"]
-        for value in found["measurements"]:
-            samples = tuple(Sample(**sample) for sample in value["samples"])
-            self.measurements.append(Measurement(**{**value, "samples": samples}))
-
-
-def claim_output() -> IO[str]:
-    """Return what was the standard output; what libraries print goes to the standard error."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return answers
-
-
-def print_json(
-    file: IO[str],
-    measurements: Sequence[Measurement],
-    errors: Sequence[str] = (),
-    timelines: Sequence[dict[str, Any]] = (),
-) -> None:
-    """Print what a child process found, for `Results.add_json`."""
-    values = [dataclasses.asdict(found) for found in measurements]
-    found = {"measurements": values, "errors": errors, "timelines": timelines}
-    print(json.dumps(found), file=file, flush=True)
 
 
 # --------------------------------------------------------------------------- with more leaves

@@ -1,12 +1,16 @@
-"""Processes that do what their parent says, all of them at the same time."""
+"""Processes that do what their parent says: one thing, or several at the same time."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LIMIT_S = 120.0
 """Seconds that a process may take to answer, and to end."""
@@ -23,13 +27,17 @@ class Workers:
         for pipe in self._pipes:
             pipe.send(word)
 
-    def answers(self) -> list[Any]:
-        """Return what every process says next."""
+    def answers(self, limit_s: float | None = LIMIT_S) -> list[Any]:
+        """Return what every process says next; None: however long that takes."""
         found = []
         for number, pipe in enumerate(self._pipes):
-            if not pipe.poll(LIMIT_S):
-                raise TimeoutError(f"process {number} of {len(self._pipes)} has said nothing")
-            found.append(pipe.recv())
+            name = f"process {number} of {len(self._pipes)}"
+            if not pipe.poll(limit_s):
+                raise TimeoutError(f"{name} has said nothing")
+            try:
+                found.append(pipe.recv())
+            except (EOFError, OSError):
+                raise RuntimeError(f"{name} has ended") from None
         return found
 
     def ask(self, word: Any) -> list[Any]:
@@ -54,6 +62,7 @@ def started(work: Callable[..., None], arguments: Iterable[Sequence[Any]]) -> It
             mine, theirs = context.Pipe()
             processes.append(context.Process(target=work, args=(*given, theirs), daemon=True))
             processes[-1].start()
+            theirs.close()  # so that the end of the process is noticed
             pipes.append(mine)
         workers = Workers(pipes)
         yield workers
@@ -63,3 +72,26 @@ def started(work: Callable[..., None], arguments: Iterable[Sequence[Any]]) -> It
     finally:
         for process in processes:
             process.kill()
+
+
+def apart(work: Callable[..., T], *given: Any) -> T:
+    """Return what a function returns in a process of its own.
+
+    Raises:
+        RuntimeError: the function raised, or the process ended; the message says why.
+    """
+    with started(_answer, [(work, given)]) as workers:
+        ((found, failure),) = workers.answers(limit_s=None)
+    if failure:
+        raise RuntimeError(f"{work.__name__} failed in a process of its own: {failure}")
+    result: T = found
+    return result
+
+
+def _answer(work: Callable[..., object], given: Sequence[Any], pipe: Connection) -> None:
+    os.dup2(2, 1)  # what libraries print does not get into the results
+    try:
+        pipe.send((work(*given), ""))
+    except Exception:
+        pipe.send((None, traceback.format_exc()))
+    pipe.recv()

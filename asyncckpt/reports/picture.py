@@ -39,7 +39,6 @@ def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0)
     if suffix not in (".png", ".svg"):
         raise UsageError(f"plot({os.fspath(path)!r}): pass a name in .png or .svg", found=suffix)
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise UsageError(f"plot() needs the package matplotlib: {INSTALL_LINE}") from None
@@ -48,7 +47,6 @@ def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0)
     unit, scale = ("s", 1.0) if total_s >= 1 else ("ms", 1e3)
     height = sum(_height(stage) + GAP for stage in bands.values())
     figure = Figure(figsize=(11, 1.5 + 0.36 * height), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     bottom = 0.0
     ticks: dict[float, str] = {}

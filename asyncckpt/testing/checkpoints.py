@@ -38,6 +38,10 @@ def identity(text: str) -> str:
     return uuid.uuid5(uuid.NAMESPACE_OID, text).hex
 
 
+SAVE_ID = identity("a")
+"""That of a test's first attempt."""
+
+
 def record_of(
     save_id: str, seed: int = 0, data: str = "", fixed: Sequence[FixedName] = (), epoch: int = 0
 ) -> bytes:
@@ -167,9 +171,9 @@ async def content(store: Store, name: str, path: str, nbytes: int) -> bytes:
 
 async def save_file(store: Store, data: Bytes) -> str:
     """Publish step 1 with only this data file; return the file's path."""
-    attempt = await store.begin("1", identity("a"))
-    path = await write_file(attempt, data_path(identity("a")), data)
-    await attempt.publish(record_of(identity("a")))
+    attempt = await store.begin("1", SAVE_ID)
+    path = await write_file(attempt, data_path(SAVE_ID), data)
+    await attempt.publish(record_of(SAVE_ID))
     await store.settled()
     return path
 

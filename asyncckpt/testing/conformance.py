@@ -19,14 +19,12 @@ is a checkpoint only once its record can be read.
 
 from __future__ import annotations
 
-from asyncckpt.testing.store_laws.cancelling import Cancelling
 from asyncckpt.testing.store_laws.complete_reads import Reading
 from asyncckpt.testing.store_laws.naming import Naming
 from asyncckpt.testing.store_laws.sharing import Sharing
 from asyncckpt.testing.store_laws.taking_over import Claiming
-from asyncckpt.testing.store_laws.visibility import Visibility
 from asyncckpt.testing.store_laws.writing import Writing
 
 
-class StoreConformance(Visibility, Naming, Writing, Reading, Cancelling, Sharing, Claiming):
+class StoreConformance(Naming, Writing, Reading, Sharing, Claiming):
     """All laws of stores. Subclass it as `Test…` and define `opened`; see `StoreLaws`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,25 +103,6 @@ class FaultStore:
             if fault.error is not None:
                 raise fault.error
 
-    async def begin(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
-        """Begin an attempt; abort it if the script fails the call after it took effect."""
-        return FaultAttempt(self, await self._open("begin", name, save_id, options))
-
-    async def join(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
-        """Join an attempt; abort the share if the script fails the call after it took effect."""
-        return FaultAttempt(self, await self._open("join", name, save_id, options))
-
-    async def _open(self, kind: str, name: str, save_id: str, options: Mapping[str, Any]) -> Any:
-        attempt = None
-        try:
-            async with self.operation(kind, name):
-                attempt = await getattr(self.inner, kind)(name, save_id, **options)
-        except BaseException:
-            if attempt is not None:
-                await attempt.abort()
-            raise
-        return attempt
-
     def files(self, name: str) -> FaultFiles:
         """Return read access to a checkpoint; counted, but never faulty."""
         self.counts["files"] += 1
@@ -143,7 +124,8 @@ class FaultStore:
 def _counted(store: FaultStore, inner: object, name: str) -> Any:
     """Return an attribute of the inner object; coroutine functions become operations.
 
-    Their subject is the first argument if it is a string, else the object's path or location.
+    Their subject is the first argument if it is a string, else the object's path or location. An
+    attempt or share is aborted if the script fails the call that opened it.
     """
     found = getattr(inner, name)
     if not inspect.iscoroutinefunction(found):
@@ -153,8 +135,15 @@ def _counted(store: FaultStore, inner: object, name: str) -> Any:
         subject = getattr(inner, "path", getattr(inner, "location", ""))
         if args and isinstance(args[0], str):
             subject = args[0]
-        async with store.operation(name, subject):
-            return await found(*args, **kwargs)
+        result = None
+        try:
+            async with store.operation(name, subject):
+                result = await found(*args, **kwargs)
+        except BaseException:
+            if result is not None and name in ("begin", "join"):
+                await result.abort()
+            raise
+        return _PARTS[name](store, result) if name in _PARTS else result
 
     return call
 
@@ -173,12 +162,6 @@ class FaultPart:
 class FaultAttempt(FaultPart):
     """An attempt of a `FaultStore`, or a share in one."""
 
-    async def create(self, path: str, **options: Any) -> FaultPart:
-        """Create a data file, whose methods are operations too."""
-        async with self._store.operation("create", path):
-            inner = await self._inner.create(path, **options)
-        return FaultPart(self._store, inner)
-
     async def publish(self, record: bytes) -> None:
         """Publish, and abort the inner attempt if the script fails the call."""
         try:
@@ -196,3 +179,7 @@ class FaultFiles(FaultPart):
         """Close the files; the operation is `close_files`."""
         async with self._store.operation("close_files", self.location):
             await self._inner.close()
+
+
+_PARTS = {"begin": FaultAttempt, "join": FaultAttempt, "create": FaultPart}
+"""Calls whose result has operations, too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from asyncckpt.adapters.arrays import Place, overlapping
 from asyncckpt.adapters.tensor_boxes import BoxesAdapter, TensorBoxes
-from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, copy_into
+from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter
 from asyncckpt.errors import AsyncCheckpointError, ShapeMismatchError, TreeMismatchError
 from asyncckpt.planning.tiling import box_text
 from asyncckpt.restore.request import Holder, Wanted
@@ -49,11 +49,11 @@ def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> Items:
     ]
 
 
-def rounds(items: Items) -> Iterator[list[Wanted]]:
-    """Yield the targets of at most two successive restores.
+def targets(items: Items) -> tuple[list[Wanted], list[tuple[Part, Part]]]:
+    """Return the targets of the restore, and pairs of parts to copy from and to after it.
 
     Targets that share memory with an earlier one, as tied weights do, are read into temporary
-    tensors by the second restore, then copied.
+    tensors, then copied.
     """
     groups: defaultdict[tuple[str, torch.dtype], list[Part]] = defaultdict(list)
     wanted: list[Wanted] = []
@@ -63,18 +63,15 @@ def rounds(items: Items) -> Iterator[list[Wanted]]:
         else:
             wanted += map(_wanted_in_value, one.stored())
     held = list(groups.values())
-    targets = [_wanted(group) for group in held]
-    own, sharing = apart([target.leaf.tensors for target in targets])
-    wanted += [targets[number] for number in own]
-    if wanted:
-        yield wanted
-    if not sharing:
-        return
-    copies = [_copy(held[number]) for number in sharing]
-    yield [_wanted(copy) for copy in copies]
-    for number, copy in zip(sharing, copies, strict=True):
-        for one, read in zip(held[number], copy, strict=True):
-            copy_into(one.tensor, read.tensor)
+    copies: list[tuple[Part, Part]] = []
+    for number in sharing([[one.tensor for one in group] for group in held]):
+        copy = [
+            dataclasses.replace(one, tensor=torch.empty_like(one.tensor, device="cpu"))
+            for one in held[number]
+        ]
+        copies += zip(copy, held[number], strict=True)
+        held[number] = copy
+    return [*wanted, *map(_wanted, held)], copies
 
 
 def commit(items: Items, planner: LoadPlanner, read: Mapping[str, Any]) -> None:
@@ -147,13 +144,6 @@ def _resolved(item: ReadItem, stored: Stored, box: Box, planner: LoadPlanner) ->
     return Part(stored, box, tensor)
 
 
-def _copy(group: Sequence[Part]) -> list[Part]:
-    """Return the parts with new host tensors as destinations."""
-    return [
-        dataclasses.replace(one, tensor=torch.empty_like(one.tensor, device="cpu")) for one in group
-    ]
-
-
 def _wanted(group: Sequence[Part]) -> Wanted:
     """Return one target for all parts of a key."""
     stored, adapter = group[0].stored, BoxesAdapter()
@@ -174,8 +164,8 @@ def _wanted_in_value(stored: Stored) -> Wanted:
     )
 
 
-def apart(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[int], list[int]]:
-    """Return the indices of groups with separate memory, and of those that share an earlier one's.
+def sharing(groups: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+    """Return the indices of the groups that share memory with an earlier one.
 
     Interleaved tensors count as sharing memory, except different columns of one matrix.
     """
@@ -195,7 +185,7 @@ def apart(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[int], list[int
     for number, first in enumerate(firsts):
         if number == first and own.isdisjoint(near[number]):
             own.add(number)
-    return sorted(own), [number for number in range(len(groups)) if number not in own]
+    return [number for number in range(len(groups)) if number not in own]
 
 
 def _place(tensor: torch.Tensor) -> Place:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.adapters.torch import copy_into
 from asyncckpt.arguments import Location, typed
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import UsageError
@@ -28,7 +29,7 @@ from asyncckpt.options import RestoreOptions
 from asyncckpt.restore.request import RestoreRequest, TargetLeaves
 from asyncckpt.session.session import Session
 from asyncckpt.torch.catalog import Catalog, catalog_of
-from asyncckpt.torch.load import commit, resolve, rounds
+from asyncckpt.torch.load import commit, resolve, targets
 from asyncckpt.torch.located import Located
 
 
@@ -114,22 +115,25 @@ class StorageReader(Located, storage.StorageReader):
         if catalog is None:
             raise UsageError("read_data() was called without read_metadata()")
         items = resolve(plan, planner, catalog)
+        wanted, copies = targets(items)
         read: dict[str, Any] = {}
-        with self._opened() as session:
-            for wanted in rounds(items):
-                request = RestoreRequest(
-                    mode="into",
-                    wanted=TargetLeaves.of(wanted),
-                    framework=NumpyAdapter(),
-                    include=None,
-                    strict=False,  # a plan may cover a part of the checkpoint
-                    cast=self._cast,
-                    options=self._options,
-                    progress=None,
-                    save_id=catalog.save_id,
-                )
+        if wanted:
+            request = RestoreRequest(
+                mode="into",
+                wanted=TargetLeaves.of(wanted),
+                framework=NumpyAdapter(),
+                include=None,
+                strict=False,  # a plan may cover a part of the checkpoint
+                cast=self._cast,
+                options=self._options,
+                progress=None,
+                save_id=catalog.save_id,
+            )
+            with self._opened() as session:
                 outcome = session.restore(None, request).result()
-                read |= {path: value for path, _, value in outcome.replaced}
+            read = {path: value for path, _, value in outcome.replaced}
+            for source, target in copies:
+                copy_into(target.tensor, source.tensor)
         commit(items, planner, read)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)

@@ -1,4 +1,4 @@
-"""Measurements of the code itself: its size, its docstrings, its layout, the length of its paths.
+"""Measurements of the code itself: its docstrings and its layout.
 
 What measures running time belongs in `benchmarks` or `benchmarks.remote`, not here.
 """

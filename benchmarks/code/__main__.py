@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.code import docstrings, hops, layout, lines
+from benchmarks.code import docstrings, layout
 from benchmarks.code.sources import REPOSITORY
 
-COMMANDS = {"lines": lines, "docstrings": docstrings, "layout": layout, "hops": hops}
+COMMANDS = {"docstrings": docstrings, "layout": layout}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

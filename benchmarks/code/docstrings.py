@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +50,10 @@ def of_modules(sources: Sources) -> Iterator[Docstring]:
 
 
 def is_imperative(first_line: str) -> bool:
-    """Tell whether the line begins with a verb of the list that is not used as a noun."""
+    """Tell whether the line begins with a verb of the list that is not used as a noun.
+
+    Ruff's D401, which knows the wrong forms of many verbs, lets pass nouns that it does not know.
+    """
     words = re.findall(r"[^\s.,:;()]+", first_line.lower())
     return bool(words) and words[0] in VERBS and not NOUN_FOLLOWERS.intersection(words[1:2])
 
@@ -64,54 +63,17 @@ def is_question(first_line: str) -> bool:
     return bool(QUESTION_WORDS.intersection(re.findall(r"\w+", first_line)[:1]))
 
 
-def flagged_by_ruff(root: Path, folder: str) -> set[tuple[str, int]]:
-    """Return path and line of each docstring that ruff's D401 finds not imperative.
-
-    D401 knows the wrong forms of many verbs ("Returns") and some words that are no verbs ("The");
-    it lets pass nouns that it does not know, which is why `is_imperative` has a list of its own.
-    """
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--ignore-noqa"]
-    command += ["--select", "D401", "--config", 'lint.pydocstyle.convention="pep257"']
-    command += ["--exit-zero", "--output-format", "json", str(root / folder)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {
-        (Path(one["filename"]).relative_to(root).as_posix(), one["location"]["row"])
-        for one in json.loads(found)
-    }
-
-
-def sample(docstrings: list[Docstring], count: int, seed: str) -> list[Docstring]:
-    """Choose docstrings by a hash of the seed and their place: the same seed, the same choice."""
-
-    def key(docstring: Docstring) -> bytes:
-        return hashlib.sha256(f"{seed} {docstring.path}:{docstring.line}".encode()).digest()
-
-    return sorted(docstrings, key=key)[:count]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--check", action="store_true", help="exit with 1 if a rule is broken")
     parser.add_argument("--list", metavar="FOLDER", help="print the offenders below this folder")
-    parser.add_argument(
-        "--sample", nargs=2, metavar=("N", "SEED"), help="print N docstrings chosen by the seed"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the share, the modules whose docstring is a question, and what was asked for."""
+    """Print the share, the modules whose docstring is a question, and the offenders to list."""
     sources = tracked(options.package, PACKAGE)
     functions = list(of_functions(sources))
-    if options.sample:
-        count, seed = options.sample
-        print(*sample(functions, int(count), seed), sep="\n")
-        return 0
-    flagged = flagged_by_ruff(options.package, PACKAGE)
-    offenders = [
-        docstring
-        for docstring in functions
-        if not is_imperative(docstring.first) or (docstring.path, docstring.line) in flagged
-    ]
+    offenders = [docstring for docstring in functions if not is_imperative(docstring.first)]
     questions = [docstring for docstring in of_modules(sources) if is_question(docstring.first)]
     folder = options.list.rstrip("/") if options.list is not None else ""
     listed = [*offenders, *questions] if options.list is not None else questions

@@ -20,7 +20,9 @@ from benchmarks.local.ours import OneShot, unverified
 from benchmarks.local.suite import Suite
 from benchmarks.local.transfers import restores
 from benchmarks.measure import Floor, Run
-from benchmarks.peers import ORBAX, Orbax, Safetensors
+from benchmarks.peers import ORBAX
+from benchmarks.peers.orbax import Orbax
+from benchmarks.peers.safetensors import Safetensors
 from benchmarks.results import CONVERT, FOREIGN, OURS, SAFETENSORS
 from benchmarks.subject import Subject
 from benchmarks.workloads import Tree, Workload, difference, flat_arrays, leaves

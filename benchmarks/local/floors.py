@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.files import chill, settle
+from benchmarks.files import chill, opened, settle
 from benchmarks.workloads import random_floats
 
 MIB = 1 << 20
@@ -124,34 +124,30 @@ class Floors:
         written = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES if way.direct else nbytes
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if way.direct else 0)
         source = memoryview(self._source)
-        fd = os.open(path, flags, 0o600)
         try:
-            start = time.perf_counter()
-            if way.preallocated and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, written)
-            self._spread(
-                way, written, lambda at, part: _write_all(fd, source[part], at), source.nbytes
-            )
-            if written != nbytes:
-                os.ftruncate(fd, nbytes)
-            _flush(fd)
-            return time.perf_counter() - start
+            with opened(path, flags) as fd:
+                start = time.perf_counter()
+                if way.preallocated and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(fd, 0, written)
+                self._spread(
+                    way, written, lambda at, part: _write_all(fd, source[part], at), source.nbytes
+                )
+                if written != nbytes:
+                    os.ftruncate(fd, nbytes)
+                _flush(fd)
+                return time.perf_counter() - start
         finally:
-            os.close(fd)
-            os.unlink(path)
+            path.unlink(missing_ok=True)
             settle(self._directory)
 
     def _read(self, way: Way, nbytes: int) -> float:
         flags = os.O_RDONLY | (os.O_DIRECT if way.direct else 0)
         target = memoryview(self._target)
-        fd = os.open(self._file, flags)
-        try:
+        with opened(self._file, flags) as fd:
             start = time.perf_counter()
             size = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES if way.direct else nbytes
             self._spread(way, size, lambda at, part: _read_all(fd, target[part], at), target.nbytes)
             return time.perf_counter() - start
-        finally:
-            os.close(fd)
 
     def _copy(self, way: Way, nbytes: int) -> float:
         def copy(_: int, part: slice) -> None:
@@ -187,14 +183,11 @@ class Floors:
         self._file.unlink(missing_ok=True)
         way = Way(1, 16 * MIB)
         source = memoryview(self._source)
-        fd = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        try:
+        with opened(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as fd:
             self._spread(
                 way, size, lambda at, part: _write_all(fd, source[part], at), source.nbytes
             )
             os.fsync(fd)
-        finally:
-            os.close(fd)
         self._file_nbytes = size
 
     def _read_cold(self, way: Way, nbytes: int) -> float:
@@ -224,11 +217,8 @@ def _direct_works(directory: Path, source: np.ndarray) -> bool:
         return False
     path = directory / "floor-direct.bin"
     try:
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
-        try:
+        with opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT) as fd:
             os.pwrite(fd, memoryview(source)[:PAGE_NBYTES], 0)
-        finally:
-            os.close(fd)
     except OSError:
         return False
     finally:

@@ -1,16 +1,13 @@
 """Memory of saves and restores: within budgets, and over many saves.
 
-Every case runs in a process that has done nothing else, `python -m benchmarks.local.memory`, which
-prints its results as JSON.
+Every case runs in a process that has done nothing else.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +15,11 @@ from pathlib import Path
 import numpy as np
 
 import asyncckpt
-from benchmarks import measure, results
+from benchmarks import measure
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Sample
 from benchmarks.results import BUDGET, GROWTH, OURS, Measurement
+from benchmarks.workers import apart
 from benchmarks.workloads import Tree, Workload, difference, llama, targets_like
 
 MIB = 1 << 20
@@ -44,8 +42,8 @@ def run_budgets(suite: Suite, nbytes: int, budgets: Sequence[int] = BUDGETS) -> 
         def work(budget: int = budget) -> None:
             with suite.scratch("budget") as directory:
                 for what in (SAVED, RESTORED):
-                    given = (STATES * nbytes, f"--budget={budget}")
-                    suite.in_child("benchmarks.local.memory", what, directory, *given)
+                    found = apart(budgeted, what, directory, STATES * nbytes, budget)
+                    suite.found.measurements.append(found)
 
         suite.attempt(f"{BUDGET} of {budget // MIB} MiB", BUDGET, work)
 
@@ -56,8 +54,7 @@ def run_growth(suite: Suite, nbytes: int, saves: int = SAVES) -> None:
 
     def work() -> None:
         with suite.scratch("growth") as directory:
-            given = (nbytes, f"--saves={saves}")
-            suite.in_child("benchmarks.local.memory", "growth", directory, *given)
+            suite.found.measurements.append(apart(growing, directory, nbytes, saves))
 
     suite.attempt(GROWTH, GROWTH, work)
 
@@ -65,8 +62,14 @@ def run_growth(suite: Suite, nbytes: int, saves: int = SAVES) -> None:
 # ----------------------------------------------------------------------------------- the child
 
 
-async def budgeted(what: str, root: Path, workload: Workload, budget: int) -> Measurement:
+def budgeted(what: str, directory: Path, nbytes: int, budget: int) -> Measurement:
     """Save, or restore what another process saved, with a new `Checkpointer`."""
+    workload = llama(nbytes)
+    _warm_up(directory)
+    return asyncio.run(_budgeted(what, directory / "run", workload, budget))
+
+
+async def _budgeted(what: str, root: Path, workload: Workload, budget: int) -> Measurement:
     targets: Tree | None = targets_like(workload.tree) if what == RESTORED else None
     options = asyncckpt.SaveOptions(host_memory_nbytes=budget)
     gc.collect()
@@ -88,8 +91,14 @@ async def budgeted(what: str, root: Path, workload: Workload, budget: int) -> Me
     return Measurement.of(workload, BUDGET, OURS, f"{what}, {budget // MIB} MiB", [sample])
 
 
-async def growing(root: Path, workload: Workload, saves: int) -> Measurement:
+def growing(directory: Path, nbytes: int, saves: int) -> Measurement:
     """Save in the background again and again, and fit the memory that stays resident."""
+    workload = llama(nbytes)
+    _warm_up(directory)
+    return asyncio.run(_growing(directory / "run", workload, saves))
+
+
+async def _growing(root: Path, workload: Workload, saves: int) -> Measurement:
     resident: list[int] = []
     keep = asyncckpt.KeepLast(2)
     cpu_s, start = measure.cpu_seconds(), time.perf_counter()
@@ -109,34 +118,10 @@ async def growing(root: Path, workload: Workload, saves: int) -> Measurement:
     return Measurement.of(workload, GROWTH, OURS, f"{saves} saves", [sample])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure one case, and print it as one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.local.memory", description=__doc__)
-    parser.add_argument("what", choices=(SAVED, RESTORED, "growth"))
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("nbytes", type=int)
-    parser.add_argument("--budget", type=int, default=BUDGETS[0])
-    parser.add_argument("--saves", type=int, default=SAVES)
-    options = parser.parse_args(arguments)
-    answers = results.claim_output()
-    workload = llama(options.nbytes)
-    _warm_up(options.directory / "warm-up")
-    root = options.directory / "run"
-    if options.what == "growth":
-        found = asyncio.run(growing(root, workload, options.saves))
-    else:
-        found = asyncio.run(budgeted(options.what, root, workload, options.budget))
-    results.print_json(answers, [found])
-    return 0
-
-
-def _warm_up(path: Path) -> None:
+def _warm_up(directory: Path) -> None:
     """Import what saves and restores use, so that modules do not count as memory of a save."""
+    path = directory / "warm-up"
     tree = {"x": np.arange(8.0)}
     if not path.exists():
         asyncckpt.blocking.save(path, tree)
     asyncckpt.blocking.restore_into(path, tree)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,7 @@
-"""Restores by a process of its own, as by a job that continues: it has used no memory before.
-
-The process is `python -m benchmarks.local.newprocess LIBRARY PATH`, which prints its figures.
-"""
+"""Restores by a process of its own, as by a job that continues: it has used no memory before."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,9 +14,8 @@ from benchmarks import files, measure
 from benchmarks.measure import Run
 from benchmarks.results import OURS
 from benchmarks.subject import Saved
+from benchmarks.workers import apart
 from benchmarks.workloads import Tree, Workload, flat_arrays
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(slots=True)
@@ -33,7 +26,7 @@ class NewProcessRun(Run):
     workload: Workload
     saved: Saved
     _expected: int | None = field(default=None, init=False)
-    _found: int | None = field(default=None, init=False)
+    _found: float | None = field(default=None, init=False)
 
     def prepare(self) -> None:
         if self._expected is None:
@@ -41,12 +34,10 @@ class NewProcessRun(Run):
         files.chill(self.saved.path)
 
     def run(self) -> Mapping[str, float]:
-        module = "benchmarks.local.newprocess"
-        command = [sys.executable, "-m", module, self.library, str(self.saved.path)]
-        done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True)
-        printed = json.loads(done.stdout)
-        self._found = printed.pop("checksum")
-        return {**printed, "device_share": printed["device_share"] / self.workload.nbytes}
+        values = apart(restored, self.library, self.saved.path)
+        self._found = values.pop("checksum")
+        values["device_share"] = values.pop("read_nbytes") / self.workload.nbytes
+        return values
 
     def finish(self) -> None:
         if self._found is not None and self._found != self._expected:
@@ -58,9 +49,8 @@ def checksum(arrays: Mapping[str, Any]) -> int:
     return sum(crc32c(array.reshape(-1).view("u1")) for array in arrays.values())
 
 
-def main() -> None:
-    """Restore, and print seconds and checksum."""
-    library, path = sys.argv[1:]
+def restored(library: str, path: Path) -> dict[str, float]:
+    """Restore, and return what it took, with the bytes read from the device and the checksum."""
     if library == OURS:
         from asyncckpt.blocking import restore
     else:
@@ -70,15 +60,10 @@ def main() -> None:
     measure.reset_peak()
     start = time.perf_counter()
     tree: Tree = restore(path)
-    figures = {
+    return {
         "wall_s": time.perf_counter() - start,
         "cpu_s": measure.cpu_seconds() - cpu_s,
         "extra_nbytes": measure.peak_nbytes() - baseline,
-        "device_share": (measure.device_read_nbytes() or 0) - before,
+        "read_nbytes": (measure.device_read_nbytes() or 0) - before,
         "checksum": checksum(flat_arrays(tree)),
     }
-    print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,35 +1,34 @@
 """W7: a state sharded over eight devices, restored onto other shardings.
 
 The devices are emulated on the CPU. How many there are is settled when a process first uses JAX, so
-all of this runs in a child process, `python -m benchmarks.local.reshard`, which prints its results
-as JSON.
+all of this runs in a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import importlib.util
 import math
 import random
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncckpt import blocking
-from benchmarks import files, measure, results, workloads
+from benchmarks import files, measure, workloads
 from benchmarks.local import shardings
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Protocol, Run
-from benchmarks.peers import ORBAX, Orbax
+from benchmarks.peers import ORBAX
+from benchmarks.peers.orbax import Orbax
 from benchmarks.peers.timing import quiet
 from benchmarks.results import OURS, RESHARD, Measurement
 from benchmarks.subject import Restored
-from benchmarks.workloads import Tree, Workload
+from benchmarks.workers import apart
+from benchmarks.workloads import Tree
 
 DEVICES = 8
 
@@ -82,13 +81,13 @@ def run(suite: Suite, nbytes: int, *, layers: int = workloads.LAYERS) -> None:
     """Measure everything in a child process; `layers` of the model, fewer make it smaller."""
     nbytes = even_nbytes(nbytes)
     suite.log(f"W7: {nbytes / 2**20:.0f} MiB over {DEVICES} devices, restored onto others")
-    arguments: list[object] = [nbytes, f"--layers={layers}"]
-    arguments += [f"--samples={suite.protocol.samples}", f"--seed={suite.rng.randrange(1000)}"]
-    arguments += ["--every-peer"] if suite.full else []
+    given = (nbytes, layers, suite.protocol.samples, suite.rng.randrange(1000), suite.full)
 
     def work() -> None:
         with suite.scratch("W7") as directory:
-            suite.in_child("benchmarks.local.reshard", directory, *arguments)
+            found, errors = apart(measured, directory, *given)
+            suite.found.measurements += found
+            suite.found.errors += errors
 
     suite.attempt(f"W7 {RESHARD}", RESHARD, work)
 
@@ -195,9 +194,13 @@ class ReshardRun(Run):
 
 
 def measured(
-    directory: Path, workload: Workload, protocol: Protocol, rng: random.Random, *, every_peer: bool
+    directory: Path, nbytes: int, layers: int, samples: int, seed: int, every_peer: bool
 ) -> tuple[list[Measurement], list[str]]:
-    """Measurements and errors; checkpoints stay below the directory."""
+    """Return measurements and errors; checkpoints stay below the directory."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    workload = dataclasses.replace(workloads.llama(nbytes, layers=layers), id="W7")
     ours = directory / "ours"
     state = dataclasses.replace(workload, tree=shardings.shard(shardings.ROWS_8, workload.tree))
     blocking.save(ours, state.tree)
@@ -211,26 +214,26 @@ def measured(
             orbax = Orbax(directory / "orbax")
             stack.callback(orbax.close)
             theirs = orbax.save(state).path
-            samples = None if every_peer else PEER_SAMPLES
+            fewer = None if every_peer else PEER_SAMPLES
             for way in WAYS:
                 if way.peer or (every_peer and "half" not in way.layout):
                     work = functools.partial(restore_with_orbax, orbax, theirs, way.only)
                     part = _part(workload.tree, way.only)
-                    runs.append((ORBAX, samples, ReshardRun(work, theirs, way, part)))
+                    runs.append((ORBAX, fewer, ReshardRun(work, theirs, way, part)))
         del state
         cases = {
             (subject, run.way.column): run.case(
                 f"{subject}, {run.way.column}",
                 fresh_nbytes=sum(array.nbytes for _, array in workloads.leaves(run.expected)),
-                samples=samples,
+                samples=number,
             )
-            for subject, samples, run in runs
+            for subject, number, run in runs
         }
         errors: list[str] = []
         taken = measure.rounds(
             list(cases.values()),
-            protocol,
-            rng,
+            Protocol(samples=samples),
+            random.Random(seed),
             lambda case, error: errors.append(
                 f"{workload.id} {RESHARD}: {case.name}: {type(error).__name__}: {error}"
             ),
@@ -245,33 +248,3 @@ def measured(
 
 def _part(tree: Tree, only: str | None) -> Tree:
     return tree if only is None else {only: tree[only]}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, and prints measurements and errors as one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.local.reshard", description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("nbytes", type=int)
-    parser.add_argument("--layers", type=int, default=workloads.LAYERS)
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every-peer", action="store_true")
-    options = parser.parse_args(arguments)
-    answers = results.claim_output()
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    workload = dataclasses.replace(workloads.llama(options.nbytes, layers=options.layers), id="W7")
-    found, errors = measured(
-        options.directory,
-        workload,
-        Protocol(samples=options.samples),
-        random.Random(options.seed),
-        every_peer=options.every_peer,
-    )
-    results.print_json(answers, found, errors)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,8 @@ from benchmarks.local.ours import AsyncCkpt, OneShot
 from benchmarks.local.suite import Suite
 from benchmarks.local.transfers import SaveRun, restores
 from benchmarks.measure import Floor
-from benchmarks.peers import Makers, Safetensors
+from benchmarks.peers import Makers
+from benchmarks.peers.safetensors import Safetensors
 from benchmarks.results import (
     AS_SHIPPED,
     COLD,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import json
 import random
 import shutil
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +18,6 @@ from benchmarks import files, measure, results
 from benchmarks.local.floors import Floors
 from benchmarks.measure import Case, Protocol, Sample
 from benchmarks.workloads import LARGE_NBYTES, Workload
-
-REPOSITORY = Path(__file__).parents[2]
 
 SMALL_SAMPLES = 9
 """Runs of a few milliseconds are cheap, and their medians need more of them."""
@@ -89,20 +85,6 @@ class Suite:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
             files.settle(self.directory)
-
-    def in_child(self, module: str, *arguments: object) -> None:
-        """Run a module in a process of its own, and collect the results that it prints as JSON.
-
-        Raises:
-            RuntimeError: the process failed; the message ends with what it said.
-        """
-        command = [sys.executable, "-m", module, *map(str, arguments)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(
-                f"the child ended with status {done.returncode}:\n{done.stderr[-4000:]}"
-            )
-        self.found.add_json(json.loads(done.stdout))
 
     def rounds(
         self, workload: Workload, scenario: str, cases: Sequence[Case]

@@ -3,37 +3,36 @@
 A training step is a matrix product on one core and an update of a part of the state; it runs in a
 thread, while a task on the caller's loop wakes every millisecond. Everyone saves before the same
 steps, with the interface that is asynchronous: the rest of the save goes on during the next steps.
-JAX and torch each run in a process of their own, `python -m benchmarks.local.training`, which
-prints its results as JSON.
+JAX and torch each run in a process of their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import gc
 import os
 import random
 import shutil
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asyncckpt import KeepLast
-from benchmarks import files, measure, results
+from benchmarks import files, measure
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.stall import heartbeat, percentile, updated, updated_paths
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Sample, cpu_seconds, median
-from benchmarks.peers import DCP, ORBAX, Orbax, TorchDcp
-from benchmarks.peers.dcp import tensors
+from benchmarks.peers import DCP, ORBAX
+from benchmarks.peers.dcp import TorchDcp, tensors
+from benchmarks.peers.orbax import Orbax
 from benchmarks.peers.timing import quiet
 from benchmarks.results import BACK_TO_BACK, NO_SAVES, OURS, TRAINING, Measurement
+from benchmarks.workers import apart
 from benchmarks.workloads import Tree, Workload, llama, map_leaves
 
 FRAMEWORKS = ("JAX", "torch")
@@ -59,9 +58,11 @@ def run(suite: Suite, nbytes: int, scenario: str) -> None:
 
         def work(framework: str = framework) -> None:
             with suite.scratch("training") as directory:
-                given = [f"--samples={suite.protocol.samples}", f"--scenario={scenario}"]
-                given.append(f"--seed={suite.rng.randrange(1000)}")
-                suite.in_child("benchmarks.local.training", framework, directory, nbytes, *given)
+                rounds, seed = suite.protocol.samples, suite.rng.randrange(1000)
+                given = (directory, nbytes, scenario, rounds, seed)
+                found, lines = apart(compared, framework, *given)
+                suite.found.measurements += found
+                suite.found.timelines += lines
 
         suite.attempt(f"{scenario}, {framework}", scenario, work)
 
@@ -248,6 +249,16 @@ async def train(loop: Any, saving: Saver | None, count: int, every: int) -> Trai
     return found
 
 
+def compared(
+    framework: str, directory: Path, nbytes: int, scenario: str, rounds: int, seed: int
+) -> tuple[list[Measurement], list[dict[str, Any]]]:
+    """Return measurements and timelines, in a process that has not used JAX."""
+    # XLA reads this when it is first used; a step of either framework has one core.
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+    workload = llama(nbytes)
+    return asyncio.run(compare(framework, directory, workload, scenario, rounds, seed))
+
+
 async def compare(
     framework: str, directory: Path, workload: Workload, scenario: str, rounds: int, seed: int
 ) -> tuple[list[Measurement], list[dict[str, Any]]]:
@@ -332,36 +343,3 @@ def _timeline(framework: str, scenario: str, name: str, found: list[Trained]) ->
         "calls": rounded(middle.calls),
         "saves": rounded(middle.saves),
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print measurements and timelines as one JSON object."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.local.training", description=__doc__
-    )
-    parser.add_argument("framework", choices=FRAMEWORKS)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("nbytes", type=int)
-    parser.add_argument("--scenario", choices=tuple(TRAININGS), default=TRAINING)
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    # XLA reads this when it is first used; a step of either framework has one core.
-    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    answers = results.claim_output()
-    found, lines = asyncio.run(
-        compare(
-            options.framework,
-            options.directory,
-            llama(options.nbytes),
-            options.scenario,
-            options.samples,
-            options.seed,
-        )
-    )
-    results.print_json(answers, found, timelines=lines)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,26 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pair.worker import CASES
 from tests.simulator import SimulatorProcess, simulator_process
 
 REPOSITORY = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 
-LOCAL = (
-    "save",
-    "save_keep_last",
-    "save_and_wait",
-    "stall",
-    "restore",
-    "restore_into",
-    "restore_cold",
-    "restore_into_cold",
-    "save_small",
-    "save_small_once",
-    "restore_small",
-    "restore_small_own",
-    "stall_small",
-)
 REMOTE = ("save", "restore_into")
 CLIENTS = ("obstore", "s3fs", "gcsfs")
 
@@ -89,7 +75,7 @@ def compare(options: argparse.Namespace) -> None:
         sides = [Side(options.before.resolve(), options.size), Side(REPOSITORY, options.size)]
         for side in sides:
             stack.callback(side.close)
-        cases = [("local disk", "", case) for case in options.cases or LOCAL]
+        cases = [("local disk", "", case) for case in options.cases or CASES]
         cases = [] if options.profile else cases
         sim: SimulatorProcess | None = None
         for profile in options.profile:
@@ -126,7 +112,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, required=True, help="root of the other checkout")
     parser.add_argument("--size", type=int, default=1024, help="MiB of the large state")
     parser.add_argument("--samples", type=int, default=5, help="pairs per case")
-    parser.add_argument("--cases", nargs="+", help=f"default: {' '.join(LOCAL)}")
+    parser.add_argument("--cases", nargs="+", help=f"default: {' '.join(CASES)}")
     parser.add_argument("--profile", nargs="+", default=[], help="loopback, s3 or gcs; none: disk")
     parser.add_argument("--client", nargs="+", default=CLIENTS, help=f"of {' '.join(CLIENTS)}")
     parser.add_argument("--dir", type=Path, help="where local files go")

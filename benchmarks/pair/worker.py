@@ -8,6 +8,7 @@ Run as a script with the root of the checkout and the MiB of the large state. Re
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -31,133 +32,116 @@ class Cases:
         self._ckpt: Any = importlib.import_module("asyncckpt")
         self._blocking: Any = importlib.import_module("asyncckpt.blocking")
         states: Any = importlib.import_module("benchmarks.workloads")
-        self._large = states.llama(size_mib << 20).tree
-        self._small = states.small(10_000).tree
-        self._like = states.targets_like
+        self._states = {
+            "large": states.llama(size_mib << 20).tree,
+            "small": states.small(10_000).tree,
+        }
+        self._like = functools.cache(lambda state: states.targets_like(self._states[state]))
         files: Any = importlib.import_module("benchmarks.files")
         self._chill, self._warm = files.chill, files.warm
-        self._targets: dict[int, Any] = {}
 
-    def save(self, place: str, options: dict[str, Any]) -> float:
-        """Save the large state durably, as a step of a run with a warm pool."""
-        return self._steps(place, options, self._large)
+    def run(self, case: str, place: str, options: dict[str, Any]) -> float:
+        """Time a case of `CASES`."""
+        work, state, more = CASES[case]
+        return work(self, state, place, options, **more)
 
-    def save_keep_last(self, place: str, options: dict[str, Any]) -> float:
-        """Do the same with `KeepLast(1)`."""
-        return self._steps(place, options, self._large, keep=self._ckpt.KeepLast(1))
-
-    def save_and_wait(self, place: str, options: dict[str, Any]) -> float:
-        """Do the same with `KeepLast(1)`, until `wait()` and `close()` have returned."""
-        return self._steps(place, options, self._large, keep=self._ckpt.KeepLast(1), waited=True)
-
-    def stall(self, place: str, options: dict[str, Any]) -> float:
-        """Time `start_save` of the large state with a warm pool."""
-        return self._stall(place, options, self._large)
-
-    def _stall(self, place: str, options: dict[str, Any], tree: Any) -> float:
-        with self._run(place, options) as run:
-            run.save(0, tree)
-            begun = time.perf_counter()
-            pending = run.start_save(1, tree)
-            seconds = time.perf_counter() - begun
-            pending.result()
-            return seconds
-
-    def save_small(self, place: str, options: dict[str, Any]) -> float:
-        """Save 10,000 small leaves, with the plan cached."""
-        return self._steps(place, options, self._small)
-
-    def save_small_once(self, place: str, options: dict[str, Any]) -> float:
-        """Save 10,000 small leaves with the one-shot function."""
-        return _timed(lambda: self._blocking.save(f"{place}/one", self._small, **options))
-
-    def restore(self, place: str, options: dict[str, Any]) -> float:
-        """Restore the large state into memory of its own, from warm files."""
-        return self._own(place, options, self._large)
-
-    def restore_into(self, place: str, options: dict[str, Any]) -> float:
-        """Restore the large state in place, from warm files."""
-        return self._into(place, options, self._large)
-
-    def restore_cold(self, place: str, options: dict[str, Any]) -> float:
-        """Restore the large state once more into memory of its own, from the device."""
-        return self._cold(place, options, lambda run: run.restore(0))
-
-    def restore_into_cold(self, place: str, options: dict[str, Any]) -> float:
-        """Restore the large state once more in place, from the device."""
-        target = self._target(self._large)
-        return self._cold(place, options, lambda run: run.restore_into(target, step=0))
-
-    def _cold(self, place: str, options: dict[str, Any], restore: Callable[[Any], object]) -> float:
-        with self._run(place, options) as run:
-            run.save(0, self._large)
-            restore(run)
-            self._chill(Path(place))
-            return _timed(lambda: restore(run))
-
-    def restore_small(self, place: str, options: dict[str, Any]) -> float:
-        """Restore 10,000 small leaves in place."""
-        return self._into(place, options, self._small)
-
-    def restore_small_own(self, place: str, options: dict[str, Any]) -> float:
-        """Restore 10,000 small leaves into memory of their own."""
-        return self._own(place, options, self._small)
-
-    def stall_small(self, place: str, options: dict[str, Any]) -> float:
-        """Time `start_save` of 10,000 small leaves, with the plan cached."""
-        return self._stall(place, options, self._small)
-
-    def _into(self, place: str, options: dict[str, Any], tree: Any) -> float:
-        target = self._target(tree)
-        more = {"strict": False, **options}  # Python scalars of the target may differ
-        self._blocking.save(f"{place}/one", tree, **options)
-        return self._again(
-            place, lambda: self._blocking.restore_into(f"{place}/one", target, **more)
-        )
-
-    def _own(self, place: str, options: dict[str, Any], tree: Any) -> float:
-        self._blocking.save(f"{place}/one", tree, **options)
-        return self._again(place, lambda: self._blocking.restore(f"{place}/one", **options))
-
-    def _again(self, place: str, restore: Callable[[], object]) -> float:
-        """Time a restore, from local disk the second one, of files that are in the page cache."""
-        if Path(place).is_dir():  # direct writes have left nothing there
-            self._warm(Path(place))
-            restore()
-        return _timed(restore)
-
-    def _target(self, tree: Any) -> Any:
-        target = self._targets.get(id(tree))
-        if target is None:
-            target = self._targets[id(tree)] = self._like(tree)
-        return target
-
-    def _run(self, place: str, options: dict[str, Any], keep: Any = None) -> Any:
-        return self._blocking.Checkpointer(place, keep=keep, **options)
-
-    def _steps(
+    def save(
         self,
+        state: str,
         place: str,
         options: dict[str, Any],
-        tree: Any,
         *,
-        keep: Any = None,
+        keep_last: bool = False,
         waited: bool = False,
     ) -> float:
-        run = self._run(place, options, keep)
+        """Save durably, as a step of a run with a warm pool and a cached plan.
+
+        If `waited`, until `wait()` and `close()` have returned.
+        """
+        keep = self._ckpt.KeepLast(1) if keep_last else None
+        run = self._blocking.Checkpointer(place, keep=keep, **options)
         try:
             for step in range(STEPS - 1):
-                run.save(step, tree)
+                run.save(step, self._states[state])
             if waited:
                 run.wait()  # so that one removal counts, that of the step saved last
             begun = time.perf_counter()
-            run.save(STEPS - 1, tree)
+            run.save(STEPS - 1, self._states[state])
             if waited:
                 run.wait()
                 run.close()
             return time.perf_counter() - begun
         finally:
             run.close()
+
+    def save_once(self, state: str, place: str, options: dict[str, Any]) -> float:
+        """Save with the one-shot function."""
+        tree = self._states[state]
+        return _timed(lambda: self._blocking.save(f"{place}/one", tree, **options))
+
+    def stall(self, state: str, place: str, options: dict[str, Any]) -> float:
+        """Time `start_save` with a warm pool and a cached plan."""
+        with self._blocking.Checkpointer(place, **options) as run:
+            run.save(0, self._states[state])
+            begun = time.perf_counter()
+            pending = run.start_save(1, self._states[state])
+            seconds = time.perf_counter() - begun
+            pending.result()
+            return seconds
+
+    def restore(self, state: str, place: str, options: dict[str, Any], *, into: bool) -> float:
+        """Restore in place, or into memory of its own.
+
+        From local disk the second one counts, of files that are in the page cache.
+        """
+        one, target = f"{place}/one", self._like(state) if into else None
+        more = {"strict": False, **options}  # Python scalars of the target may differ
+        self._blocking.save(one, self._states[state], **options)
+
+        def restore() -> None:
+            if into:
+                self._blocking.restore_into(one, target, **more)
+            else:
+                self._blocking.restore(one, **options)
+
+        if Path(place).is_dir():  # direct writes have left nothing there
+            self._warm(Path(place))
+            restore()
+        return _timed(restore)
+
+    def restore_cold(self, state: str, place: str, options: dict[str, Any], *, into: bool) -> float:
+        """Restore a second time, from the device."""
+        target = self._like(state) if into else None
+        with self._blocking.Checkpointer(place, **options) as run:
+
+            def restore() -> None:
+                if into:
+                    run.restore_into(target, step=0)
+                else:
+                    run.restore(0)
+
+            run.save(0, self._states[state])
+            restore()
+            self._chill(Path(place))
+            return _timed(restore)
+
+
+CASES: dict[str, tuple[Callable[..., float], str, dict[str, bool]]] = {
+    "save": (Cases.save, "large", {}),
+    "save_keep_last": (Cases.save, "large", {"keep_last": True}),
+    "save_and_wait": (Cases.save, "large", {"keep_last": True, "waited": True}),
+    "stall": (Cases.stall, "large", {}),
+    "restore": (Cases.restore, "large", {"into": False}),
+    "restore_into": (Cases.restore, "large", {"into": True}),
+    "restore_cold": (Cases.restore_cold, "large", {"into": False}),
+    "restore_into_cold": (Cases.restore_cold, "large", {"into": True}),
+    "save_small": (Cases.save, "small", {}),
+    "save_small_once": (Cases.save_once, "small", {}),
+    "restore_small": (Cases.restore, "small", {"into": True}),
+    "restore_small_own": (Cases.restore, "small", {"into": False}),
+    "stall_small": (Cases.stall, "small", {}),
+}
+"""By name: what is timed, of which state, and how."""
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -173,8 +157,7 @@ def main() -> None:
     cases = Cases(int(size_mib))
     for line in sys.stdin:
         asked = json.loads(line)
-        options = asked["options"]
-        seconds = getattr(cases, asked["case"])(asked["place"], options)
+        seconds = cases.run(**asked)
         print(json.dumps({"seconds": seconds}), flush=True)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import asyncckpt
 from benchmarks.peers.dcp import TorchDcp
 from benchmarks.peers.orbax import Orbax, OrbaxV1
-from benchmarks.peers.safetensors import Safetensors
 from benchmarks.peers.tensorstore import TensorStore
 from benchmarks.subject import Subject
 
@@ -100,23 +99,3 @@ def installed(names: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-__all__ = [
-    "DCP",
-    "DCP_FASTEST",
-    "ORBAX",
-    "ORBAX_FASTEST",
-    "TENSORSTORE",
-    "Makers",
-    "Orbax",
-    "OrbaxV1",
-    "Safetensors",
-    "TensorStore",
-    "TorchDcp",
-    "all_peers",
-    "fastest",
-    "installed",
-    "one_of_each",
-    "versions",
-]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from unittest import mock
 
 from benchmarks.remote.raw import Point
+from benchmarks.remote.subject import Setup
+from benchmarks.remote.worker import serve
 from tests.simulator.clients import KEY, SECRET, Endpoints
 
-REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 20.0
 
@@ -50,8 +52,9 @@ class Failed(Exception):
 class Child:
     """A running process; `ask` blocks."""
 
-    def __init__(self, process: subprocess.Popen[str], role: Role, errors: IO[str]) -> None:
+    def __init__(self, process: BaseProcess, role: Role, pipe: Connection, errors: Path) -> None:
         self._process = process
+        self._pipe = pipe
         self._errors = errors
         self.role = role
 
@@ -61,41 +64,31 @@ class Child:
         Raises:
             Failed: it raised, ended, or took too long; after the latter two it is gone.
         """
-        return self.send({"do": do, **arguments}, self.role.timeout_s)
+        with contextlib.suppress(OSError):  # that it has ended is found below
+            self._pipe.send((do, arguments))
+        return self.answer(self.role.timeout_s)
 
-    def send(self, value: Mapping[str, Any], timeout_s: float) -> dict[str, float]:
-        """As `ask`, for any message."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        killer = threading.Timer(timeout_s, process.kill)
-        killer.start()
+    def answer(self, timeout_s: float) -> dict[str, float]:
+        """Return the next answer of the process; the first one says that it has started."""
         try:
-            process.stdin.write(json.dumps(value) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            line = ""
-        finally:
-            killer.cancel()
-        if not line:
-            status = process.wait()
-            why = f"ended with {status}" if status != -9 else f"took more than {timeout_s:.0f} s"
-            raise Failed(f"{self.role.label}: {why}: {self.last_words()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise Failed(f"{self.role.label}: {answer['error']}")
-        found: dict[str, float] = answer["ok"]
-        return found
+            if self._pipe.poll(timeout_s):
+                found, why = self._pipe.recv()
+            else:
+                self._process.kill()
+                self._process.join()
+                found, why = {}, f"took more than {timeout_s:.0f} s: {self._last_words()}"
+        except (EOFError, OSError):
+            self._process.join()
+            found, why = {}, f"ended with {self._process.exitcode}: {self._last_words()}"
+        if why:
+            raise Failed(f"{self.role.label}: {why}")
+        values: dict[str, float] = found
+        return values
 
-    def last_words(self) -> str:
+    def _last_words(self) -> str:
         """Return the last lines that it printed."""
-        self._errors.seek(0)
-        return " / ".join(self._errors.read().strip().splitlines()[-3:])
-
-    @property
-    def running(self) -> bool:
-        """Whether it can be asked."""
-        return self._process.poll() is None
+        text = self._errors.read_text() if self._errors.exists() else ""
+        return " / ".join(text.strip().splitlines()[-3:])
 
 
 @contextmanager
@@ -107,36 +100,31 @@ def child(
     Raises:
         Failed: it did not start.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="asyncckpt-bench-", dir=directory) as name,
-        tempfile.TemporaryFile("w+", dir=name) as errors,
-    ):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.remote.worker"],
-            cwd=REPOSITORY,
-            env={**os.environ, **_environment(endpoints)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        made = Child(process, role, errors)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-bench-", dir=directory) as name:
+        own, errors = Path(name, "own"), Path(name, "errors")
+        own.mkdir()
+        plain = Endpoints()
+        plain.s3_endpoint, plain.gcs_endpoint = endpoints.s3_endpoint, endpoints.gcs_endpoint
+        plain.region = endpoints.region
+        setup = Setup(plain, prefix, own, budget_nbytes)
+        mine, theirs = context.Pipe()
+        given = (theirs, errors, setup, role.kind, role.raw, role.point, role.reads)
+        process = context.Process(target=serve, args=given, daemon=True)
+        with mock.patch.dict(os.environ, _environment(endpoints)):
+            process.start()
+        theirs.close()
+        made = Child(process, role, mine, errors)
         try:
-            setup = {
-                "s3": endpoints.s3_endpoint,
-                "gcs": endpoints.gcs_endpoint,
-                "region": endpoints.region,
-                "prefix": prefix,
-                "directory": name,
-                "budget_nbytes": budget_nbytes,
-                **asdict(role),
-            }
-            made.send(setup, START_TIMEOUT_S)
+            made.answer(START_TIMEOUT_S)
             yield made
-            if made.running:
+            if process.is_alive():
                 made.ask("close")
         finally:
-            _end(process)
+            mine.close()
+            process.join(END_TIMEOUT_S)
+            process.kill()
+            process.join()
 
 
 def _environment(endpoints: Endpoints) -> dict[str, str]:
@@ -152,17 +140,3 @@ def _environment(endpoints: Endpoints) -> dict[str, str]:
         "AWS_EC2_METADATA_DISABLED": "true",
         "NO_PROXY": "127.0.0.1",
     }
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.close()
-    except OSError:
-        pass
-    try:
-        process.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Literal
 
 import asyncckpt
-from benchmarks.local.stall import watched
+from benchmarks.local.stall import watched_save
 from benchmarks.remote.raw import BUCKET, Point
 from benchmarks.remote.subject import Setup, Subject, Values, loop_factory
 from benchmarks.subject import Restored, awaited
@@ -79,16 +79,7 @@ class Ours(Subject):
 
     def background(self, workload: Workload, name: int) -> Values:
         """`await checkpointer.start_save(...)`, and the loop goes on."""
-        start_save_s = 0.0
-
-        async def saved() -> None:
-            nonlocal start_save_s
-            saving = self._checkpointer.start_save(name, workload.tree)
-            pending, start_save_s = await awaited(saving)
-            await pending
-
-        values = self._runner.run(watched(saved))
-        return {**values, "start_save_s": start_save_s}
+        return self._runner.run(watched_save(self._checkpointer, name, workload.tree))
 
     def restore(self, workload: Workload, name: int) -> Restored:
         """`await checkpointer.restore(step)`: arrays that the library allocates."""

@@ -14,7 +14,7 @@ from benchmarks.peers import tensorstore
 from benchmarks.peers.dcp import load, load_into, tensors
 from benchmarks.peers.orbax import restored
 from benchmarks.peers.timing import quiet
-from benchmarks.remote.raw import BUCKET, CONNECTIONS
+from benchmarks.remote.raw import BUCKET, s3fs_options
 from benchmarks.remote.subject import Setup, Subject, Values, run
 from benchmarks.subject import Restored
 from benchmarks.workloads import Tree, Workload, flat_arrays, leaves
@@ -55,6 +55,9 @@ class Dcp(Subject):
     def _url(self, name: int) -> str:
         return f"s3://{BUCKET}/{self.setup.prefix}/{name}"
 
+    def _options(self) -> dict[str, Any]:
+        return {**s3fs_options(self.setup.endpoints), "use_listings_cache": False}
+
     def _writer(self, name: int) -> Any:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
@@ -63,13 +66,13 @@ class Dcp(Subject):
             self._url(name),
             thread_count=self.THREADS,
             sync_files=False,
-            **s3fs_options(self.setup),
+            **self._options(),
         )
 
     def _reader(self, name: int) -> Any:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-        return FsspecReader(self._url(name), **s3fs_options(self.setup))
+        return FsspecReader(self._url(name), **self._options())
 
     def save(self, workload: Workload, name: int) -> Values:
         import torch.distributed.checkpoint as dcp
@@ -132,7 +135,8 @@ class Safetensors(Subject):
         super().__init__(setup)
         import fsspec
 
-        self._filesystem = fsspec.filesystem("s3", **s3fs_options(setup))
+        options = s3fs_options(setup.endpoints)
+        self._filesystem = fsspec.filesystem("s3", **options, use_listings_cache=False)
 
     def save(self, workload: Workload, name: int) -> Values:
         from safetensors.numpy import save_file
@@ -159,16 +163,6 @@ class Safetensors(Subject):
 
     def _key(self, name: int) -> str:
         return f"{BUCKET}/{self.setup.prefix}/{name}.safetensors"
-
-
-def s3fs_options(setup: Setup) -> dict[str, Any]:
-    """s3fs with as many connections as the raw client has, and no checksums nobody asked for."""
-    config = {
-        "max_pool_connections": CONNECTIONS,
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-    }
-    return setup.endpoints.s3_options(config_kwargs=config, use_listings_cache=False)
 
 
 # ---------------------------------------------------------------------------------------- Orbax

@@ -13,7 +13,6 @@ PER_ROW = 2
 
 def plot(results: Results, path: Path) -> None:
     """Plot a panel per service and direction on W1, every sample as a dot, and one per sweep."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels: list[tuple[Any, str, Any]] = []
@@ -27,7 +26,6 @@ def plot(results: Results, path: Path) -> None:
         panels.append((_lines, title, sweep))
     rows = max(1, -(-len(panels) // PER_ROW))
     figure = Figure(figsize=(6.4 * PER_ROW, 4.2 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(rows, PER_ROW, squeeze=False).reshape(-1)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()

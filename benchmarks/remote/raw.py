@@ -121,15 +121,20 @@ class S3fs(_Fsspec):
     def _make(self, options: dict[str, Any]) -> Any:
         from s3fs import S3FileSystem
 
-        config = {
-            "max_pool_connections": CONNECTIONS,
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-        }
-        return S3FileSystem(**self.endpoints.s3_options(config_kwargs=config), **options)
+        return S3FileSystem(**s3fs_options(self.endpoints), **options)
 
     async def _connected(self) -> Any:
         return await self._filesystem.set_session()
+
+
+def s3fs_options(endpoints: Endpoints) -> dict[str, Any]:
+    """Return options of s3fs for many connections, without checksums nobody asked for."""
+    config = {
+        "max_pool_connections": CONNECTIONS,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    return endpoints.s3_options(config_kwargs=config)
 
 
 class Gcsfs(_Fsspec):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import random
 import sys
 import time
@@ -106,9 +107,6 @@ CASTS = {
 }
 SHORT_CASTS = {**CASTS, "loopback": Cast(("obstore",), ("tensorstore",))}
 
-NEEDS = {"s3torchconnector": "s3torchconnector"}
-"""Packages of peers that are no part of any extra that tests need."""
-
 PEERS_NOT = {"W3": ("dcp", "s3torchconnector", "safetensors", "orbax")}
 """Subjects left out of a workload, because they would do there what they do with W1, as slowly."""
 
@@ -197,16 +195,6 @@ class Suite:
         self.log(f"  {what} failed: {error}\n{trace}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Floors:
-    """The fastest client and its fastest points."""
-
-    put_client: str
-    put: Point
-    get_client: str
-    get: Point
-
-
 class _OnService:
     """One service, and the processes that use it."""
 
@@ -216,9 +204,11 @@ class _OnService:
         self._profile = profile
         self._service = service
         self._cast = (SHORT_CASTS if suite.form.name == SHORT.name else CASTS)[profile]
-        self._names = 0
+        # The odd ones are for what a process saves to open its connections.
+        self._names = itertools.count(2, 2)
         self._raw: dict[str, Child] = {}
-        self._processes = 0
+        self._grids: dict[tuple[str, str], Grid] = {}  # by client and direction
+        self._processes = itertools.count(1)
 
     def run(self) -> None:
         suite = self._suite
@@ -226,15 +216,14 @@ class _OnService:
         with contextlib.ExitStack() as stack:
             for client in self._cast.clients:
                 self._start(stack, Role(f"raw {LABELS[client]}", client, raw=True), self._raw)
-            floors: list[_Floors] = []
-            suite.attempt("grid of the bare clients", None, lambda: floors.append(self._grids()))
-            if not floors:
+            suite.attempt("grid of the bare clients", None, self._measure_grids)
+            if not self._grids:
                 return
             with contextlib.ExitStack() as subjects:
-                cast = self._subjects(subjects, floors[0])
+                cast = self._subjects(subjects)
                 for name in ("W1", "W3", "W4"):
                     if name in suite.workloads:
-                        self._transfers(name, cast, floors[0])
+                        self._transfers(name, cast)
             for client in self._cast.lean:
                 what = f"{MEMORY}, {LABELS[client]}"
                 suite.attempt(what, MEMORY, functools.partial(self._memory, client))
@@ -255,65 +244,65 @@ class _OnService:
     def _child(
         self, role: Role, nbytes: int, budget: int | None = None, prefix: str = ""
     ) -> Iterator[Child]:
-        self._processes += 1
-        prefix = prefix or f"{role.kind}-{self._processes}"
+        prefix = prefix or f"{role.kind}-{next(self._processes)}"
         budget = budget_nbytes(nbytes) if budget is None else budget
         with child(role, self._service, self._suite.directory, prefix, budget) as made:
             yield made
 
-    def _subjects(self, stack: contextlib.ExitStack, floors: _Floors) -> dict[str, Child]:
+    def _subjects(self, stack: contextlib.ExitStack) -> dict[str, Child]:
         cast: dict[str, Child] = {}
         for client in self._cast.clients:
             label = f"asyncckpt, {LABELS[client]}"
             self._start(stack, Role(label, client), cast)
-            if client in self._raw and client in (*self._cast.same, floors.put_client):
+            if client in self._raw and client in (*self._cast.same, self._fastest("put")):
                 reads = self._best(client, "get").streams
                 point = self._best(client, "put")
                 role = Role(f"{label}, {SAME}", client, point=point, reads=reads)
                 self._start(stack, role, cast)
         for peer in self._cast.peers:
-            needed = NEEDS.get(peer)
             if peer not in self._form.peers:
                 continue
-            if needed is not None and importlib.util.find_spec(needed) is None:
+            # The one that is part of no extra that tests need.
+            if peer == "s3torchconnector" and importlib.util.find_spec(peer) is None:
                 self._suite.found.note(f"{LABELS[peer]}: not installed")
             else:
                 self._start(stack, Role(LABELS[peer], peer), cast)
         return cast
 
-    def _name(self) -> int:
-        self._names += 2  # the odd ones are for what a process saves to open its connections
-        return self._names
-
     # ----------------------------------------------------------------------------------- floors
 
-    def _grids(self) -> _Floors:
-        form, profile = self._form, self._profile
+    def _measure_grids(self) -> None:
+        form = self._form
         _, path = self._suite.workload("W1")
-        puts, gets = [], []
+        grids: dict[tuple[str, str], Grid] = {}
         for client, process in self._raw.items():
             process.ask("load", path=str(path))
+
+            def add(direction: str, rates: dict[Point, float], client: str = client) -> Point:
+                made = Grid(self._profile, LABELS[client], direction, rates)
+                grids[client, direction] = made
+                return made.best
+
             points = list(grid(form.grid_sizes, form.grid_streams, form.nbytes))
-            rates = self._rates(points, functools.partial(self._put_s, process))
-            puts.append(Grid(profile, LABELS[client], "put", rates))
-            size = puts[-1].best.nbytes
+            size = add("put", self._rates(points, functools.partial(self._put_s, process))).nbytes
             points = list(grid(form.range_sizes, form.grid_streams, form.nbytes))
-            name = self._name()
+            name = next(self._names)
             sizes = self._put(process, name, Point(size, 16), form.nbytes)
             reading = functools.partial(self._get_s, process, name, sizes)
-            gets.append(Grid(profile, LABELS[client], "get", self._rates(points, reading)))
-            best = gets[-1].best
+            best = add("get", self._rates(points, reading))
             copied = self._rates([best], functools.partial(reading, copy=True))
-            gets.append(Grid(profile, LABELS[client], "get and copy to its place", copied))
+            add("get and copy to its place", copied)
             self._service.clear()
-        self._suite.found.grids += puts + gets
-        names = {LABELS[client]: client for client in self._raw}
-        put = max(puts, key=lambda grid: grid.rates[grid.best])
-        get = max(
-            (grid for grid in gets if grid.direction == "get"),
-            key=lambda grid: grid.rates[grid.best],
-        )
-        return _Floors(names[put.client], put.best, names[get.client], get.best)
+        # Those of puts first, as in the tables.
+        self._suite.found.grids += sorted(grids.values(), key=lambda grid: grid.direction != "put")
+        self._grids = grids
+
+    def _best(self, client: str, direction: str) -> Point:
+        return self._grids[client, direction].best
+
+    def _fastest(self, direction: str) -> str:
+        """Return the client that is the floor of a direction."""
+        return max(self._raw, key=lambda client: max(self._grids[client, direction].rates.values()))
 
     def _rates(self, points: list[Point], probe: Callable[[Point], float]) -> dict[Point, float]:
         seconds: dict[Point, list[float]] = {point: [] for point in points}
@@ -327,7 +316,7 @@ class _OnService:
 
     def _put_s(self, process: Child, point: Point, nbytes: int | None = None) -> float:
         """Seconds of the floor of saves; what it wrote is gone."""
-        values = self._written(process, self._name(), point, nbytes or self._form.nbytes)
+        values = self._written(process, next(self._names), point, nbytes or self._form.nbytes)
         self._service.clear()
         return values["wall_s"]
 
@@ -358,7 +347,7 @@ class _OnService:
 
     # ------------------------------------------------------------------------ saves and restores
 
-    def _transfers(self, name: str, cast: Mapping[str, Child], floors: _Floors) -> None:
+    def _transfers(self, name: str, cast: Mapping[str, Child]) -> None:
         suite = self._suite
         workload, path = suite.workload(name)
         suite.log(f" {workload.id}: {workload.leaf_count} leaves, {workload.nbytes / MIB:.0f} MiB")
@@ -374,17 +363,17 @@ class _OnService:
             except Failed as error:
                 suite.report(f"{self._profile} {workload.id}: {label}", error)
         what = f"{self._profile} {workload.id}"
-        suite.attempt(f"{what} {SAVE}", SAVE, lambda: self._saves(workload, there, floors))
-        suite.attempt(f"{what} {RESTORE}", RESTORE, lambda: self._restores(workload, there, floors))
+        suite.attempt(f"{what} {SAVE}", SAVE, lambda: self._saves(workload, there))
+        suite.attempt(f"{what} {RESTORE}", RESTORE, lambda: self._restores(workload, there))
         if name in ("W1", "W4"):
             work = functools.partial(self._lags, workload, there)
             suite.attempt(f"{what} {BACKGROUND}", BACKGROUND, work)
 
-    def _saves(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
-        probes = Probes(self._service)
+    def _saves(self, workload: Described, cast: Mapping[str, Child]) -> None:
+        probes, fastest = Probes(self._service), self._fastest("put")
         if workload.is_large:
-            process = self._raw[floors.put_client]
-            probes.floor = functools.partial(self._put_s, process, floors.put, workload.nbytes)
+            process, best = self._raw[fastest], self._best(fastest, "put")
+            probes.floor = functools.partial(self._put_s, process, best, workload.nbytes)
         cases, keys = [], {}
         for label, process in cast.items():
             run, finish = self._saving(process, "save")
@@ -397,17 +386,17 @@ class _OnService:
             how = AUTO if process.role.point is None else SAME
             keys[label] = (process, how if ours else "")
         for client, process in self._raw.items() if workload.is_large else ():
-            if client == floors.put_client:
+            if client == fastest:
                 continue
             best = self._best(client, "put")
 
             def put(process: Child = process, best: Point = best) -> dict[str, float]:
-                return self._written(process, self._name(), best, workload.nbytes)
+                return self._written(process, next(self._names), best, workload.nbytes)
 
             label = process.role.label
             cases.append(Case(label, put, finish=self._service.clear, probes=probes))
             keys[label] = (process, str(best))
-        self._take(workload, SAVE, cases, keys, probes, floors.put_client, str(floors.put))
+        self._take(workload, SAVE, cases, keys, probes, "put")
 
     def _saving(
         self, process: Child, how: str
@@ -416,7 +405,7 @@ class _OnService:
         saved: list[int] = []
 
         def run() -> dict[str, float]:
-            name = self._name()
+            name = next(self._names)
             values = process.ask(how, name=name)
             saved.append(name)
             return values
@@ -428,20 +417,20 @@ class _OnService:
 
         return run, finish
 
-    def _restores(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
+    def _restores(self, workload: Described, cast: Mapping[str, Child]) -> None:
         probes = Probes(self._service)
         cases, keys = [], {}
         for client, process in self._raw.items() if workload.is_large else ():
-            name, best = self._name(), self._best(client, "get")
+            name, best = next(self._names), self._best(client, "get")
             sizes = self._put(process, name, self._best(client, "put"), workload.nbytes)
-            if client == floors.get_client:
+            if client == self._fastest("get"):
                 probes.floor = functools.partial(self._get_s, process, name, sizes, best)
                 continue
             get = functools.partial(self._read, process, name, sizes, best)
             cases.append(Case(process.role.label, get, probes=probes))
             keys[process.role.label] = (process, str(best))
         for label, process in cast.items():
-            ours, name = label.startswith("asyncckpt"), self._name()
+            ours, name = label.startswith("asyncckpt"), next(self._names)
             try:
                 process.ask("save", name=name)
             except Failed as error:
@@ -456,7 +445,7 @@ class _OnService:
                 )
                 cases.append(Case(f"{label}, {column}", run, samples=samples, probes=probes))
                 keys[cases[-1].name] = (process, f"{column}, {how}" if ours else column)
-        self._take(workload, RESTORE, cases, keys, probes, floors.get_client, str(floors.get))
+        self._take(workload, RESTORE, cases, keys, probes, "get")
         self._service.clear()
 
     def _lags(self, workload: Described, cast: Mapping[str, Child]) -> None:
@@ -470,7 +459,7 @@ class _OnService:
             cases.append(Case(label, run, finish=finish, samples=samples, probes=probes))
             how = "start_save" if label.startswith("asyncckpt") else "in a thread"
             keys[label] = (process, how)
-        self._take(workload, BACKGROUND, cases, keys, probes, "", "")
+        self._take(workload, BACKGROUND, cases, keys, probes)
 
     def _take(
         self,
@@ -479,8 +468,7 @@ class _OnService:
         cases: list[Case],
         keys: Mapping[str, tuple[Child, str]],
         probes: Probes,
-        floor_client: str,
-        floor_column: str,
+        direction: str = "",
     ) -> None:
         def failed(case: measure.Case, error: Exception) -> None:
             self._suite.report(f"{self._profile} {workload.id} {scenario}: {case.name}", error)
@@ -493,7 +481,7 @@ class _OnService:
         protocol = Protocol(self._form.samples, repeats_for_s=steady_s)
         taken = measure.rounds(cases, protocol, self._suite.rng, failed)
         if probes.floor is not None:
-            self._add_floor(workload, scenario, taken, floor_client, floor_column)
+            self._add_floor(workload, scenario, taken, self._fastest(direction), direction)
         for name, samples in taken.items():
             process, column = keys[name]
             self._add(workload, scenario, process.role, column, samples)
@@ -504,7 +492,7 @@ class _OnService:
         scenario: str,
         taken: Mapping[str, list[Sample]],
         client: str,
-        column: str,
+        direction: str,
     ) -> None:
         """Record the floor as a measurement, with all its probes as samples."""
         probes = dict.fromkeys(
@@ -515,7 +503,8 @@ class _OnService:
             if probe is not None
         )
         samples = [Sample(wall_s=probe, cpu_s=float("nan"), extra_nbytes=0) for probe in probes]
-        self._add(workload, scenario, self._raw[client].role, f"{column}, {FLOOR}", samples)
+        column = f"{self._best(client, direction)}, {FLOOR}"
+        self._add(workload, scenario, self._raw[client].role, column, samples)
 
     def _add(
         self, workload: Described, scenario: str, role: Role, column: str, samples: list[Sample]
@@ -544,13 +533,6 @@ class _OnService:
             return self._form.slow_samples
         return min(self._form.peer_samples, self._form.samples)
 
-    def _best(self, client: str, direction: str) -> Point:
-        for found in self._suite.found.grids:
-            key = (found.profile, found.client, found.direction)
-            if key == (self._profile, LABELS[client], direction):
-                return found.best
-        raise KeyError(f"no grid of {client}, {direction}")
-
     def _commit(self) -> dict[str, float]:
         found = roundtrips.commit(self._service.requests(), record=RECORD, data=DATA)
         if found is None:
@@ -575,7 +557,7 @@ class _OnService:
         role = Role(f"asyncckpt, {LABELS[client]}", client)
         taken: dict[str, list[Sample]] = {SAVE: [], RESTORE: []}
         for _ in range(form.budget_samples):
-            name = self._name()
+            name = next(self._names)
             prefix = f"budget-{name}"
             for column, samples in taken.items():
                 # Each in a process that has done nothing else.
@@ -640,7 +622,7 @@ class _OnService:
 
     def _point_s(self, process: Child, point: Point) -> float:
         try:
-            name, nbytes, streams = self._name(), point.nbytes, point.streams
+            name, nbytes, streams = next(self._names), point.nbytes, point.streams
             return process.ask("point", name=name, nbytes=nbytes, streams=streams)["wall_s"]
         finally:
             self._service.clear()

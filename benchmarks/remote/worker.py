@@ -1,19 +1,16 @@
-"""The process of one subject or raw client: it does what its parent asks, one request at a time.
-
-A request is one line of JSON on the standard input, its answer one on what was the standard output.
-"""
+"""The process of one subject or raw client: it does what its parent asks, one request at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +18,8 @@ from benchmarks import measure
 from benchmarks.remote import ours, peers, raw, state
 from benchmarks.remote.raw import CLIENTS, Point
 from benchmarks.remote.subject import Setup, Subject, Values, loop_factory
-from benchmarks.results import claim_output
 from benchmarks.subject import Restored
 from benchmarks.workloads import Tree, Workload, difference, flat_arrays, targets_like
-from tests.simulator.clients import Endpoints
 
 PEERS: dict[str, Callable[[Setup], Subject]] = {
     "tensorstore": peers.TensorStore,
@@ -200,27 +195,39 @@ def measured(work: Callable[[], Mapping[str, float]]) -> Values:
     return {"cpu_s": cpu_s, "extra_nbytes": extra_nbytes, **values}
 
 
-def main() -> None:
-    """Answer until the standard input ends or `close` is asked for."""
-    answers = claim_output()
-    setup = json.loads(sys.stdin.readline())
+def serve(
+    pipe: Connection,
+    errors: Path,
+    setup: Setup,
+    kind: str,
+    bare: bool,
+    point: Point | None,
+    reads: int | None,
+) -> None:
+    """Answer requests, each a method and its arguments, until the other end of the pipe closes.
+
+    An answer has values, or says why there are none. What is printed goes to the file `errors`.
+    """
+    file = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for printed in (1, 2):
+        os.dup2(file, printed)
     worker: Any = None
     try:
-        worker = _made(setup)
-        _answer(answers, {"ok": {}})
-        for line in sys.stdin:
-            request = json.loads(line)
-            name = request.pop("do")
+        worker = RawWorker(setup, kind) if bare else SubjectWorker(setup, kind, point, reads)
+        pipe.send(({}, ""))
+        while True:
+            name, arguments = pipe.recv()
             try:
-                _answer(answers, {"ok": getattr(worker, name)(**request)})
+                answer = getattr(worker, name)(**arguments), ""
             except Exception as error:
                 traceback.print_exc()
-                _answer(answers, {"error": described(error)})
-            if name == "close":
-                break
+                answer = {}, described(error)
+            pipe.send(answer)
+    except EOFError:
+        pass
     except Exception as error:
         traceback.print_exc()
-        _answer(answers, {"error": described(error)})
+        pipe.send(({}, described(error)))
     # Threads of the libraries that are measured are not waited for.
     sys.stderr.flush()
     os._exit(0)
@@ -231,24 +238,3 @@ def described(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
-
-
-def _made(setup: dict[str, Any]) -> Any:
-    endpoints = Endpoints()
-    endpoints.s3_endpoint = setup["s3"]
-    endpoints.gcs_endpoint = setup["gcs"]
-    endpoints.region = setup["region"]
-    told = Setup(endpoints, setup["prefix"], Path(setup["directory"]), setup["budget_nbytes"])
-    if setup["raw"]:
-        return RawWorker(told, setup["kind"])
-    point = Point(**setup["point"]) if setup["point"] else None
-    return SubjectWorker(told, setup["kind"], point, setup["reads"])
-
-
-def _answer(answers: IO[str], value: dict[str, Any]) -> None:
-    answers.write(json.dumps(value) + "\n")
-    answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from benchmarks.machine import facts
 from benchmarks.report import write_page
 from benchmarks.scale.costs import commit, messages, own_plan, sharing
 from benchmarks.scale.job import STATE_NBYTES, Figures, Job, even, llama, write_entries
+from benchmarks.workers import apart
 
 COUNTS = (100, 1_000, 10_000)
 CHUNKS = (125_000, 250_000, 500_000, 1_000_000)
@@ -32,13 +32,6 @@ CHUNKS = (125_000, 250_000, 500_000, 1_000_000)
 REQUESTS = 3
 """Store requests of each process beside data: it looks for the attempt and passes its entries on,
 and process 0 reads them (tests/objects/test_requests_of_many.py)."""
-
-
-def apart(work: Callable[..., Figures], *given: Any) -> Figures:
-    """Return what a function returns in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(work, given)
 
 
 def simulate(job: Job) -> Figures:

@@ -28,7 +28,8 @@ from benchmarks.local.stall import heartbeat, percentile
 from benchmarks.local.suite import Suite
 from benchmarks.local.transfers import RestoreRun, SaveRun, restores
 from benchmarks.measure import Case, Floor, Patience, Protocol, Sample
-from benchmarks.peers import ORBAX, Safetensors, all_peers, fastest, one_of_each
+from benchmarks.peers import ORBAX, all_peers, fastest, one_of_each
+from benchmarks.peers.safetensors import Safetensors
 from benchmarks.results import (
     AS_SHIPPED,
     BACK_TO_BACK,

@@ -7,55 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.code import docstrings, hops, layout, lines
+from benchmarks.code import docstrings, layout
 from benchmarks.code.__main__ import main
-from benchmarks.code.sources import REPOSITORY, tracked
-
-COUNTED = '''\
-"""Module.
-
-Two lines and a blank one between.
-"""
-# A comment.
-
-LIMIT = 3  # with code
-"""Why three."""
-text = """a
-
-b"""
-'''
-
-SYNTHETIC = '''\
-import threading
-from dataclasses import dataclass
-
-@dataclass
-class Plan:
-    """A plan."""
-
-    size: int
-
-def work(plan):
-    return sum(each for each in range(plan.size))
-
-async def save(place, tree):
-    thread = threading.Thread(target=lambda: work(Plan(2)))
-    thread.start()
-    thread.join()
-
-async def restore(place):
-    pass
-
-class Checkpointer:
-    def __init__(self, place):
-        pass
-    async def __aenter__(self):
-        return self
-    async def __aexit__(self, *error):
-        pass
-    async def save(self, step, tree):
-        pass
-'''
+from benchmarks.code.sources import tracked
 
 
 def checkout(root: Path, sources: dict[str, str]) -> Path:
@@ -68,26 +22,11 @@ def checkout(root: Path, sources: dict[str, str]) -> Path:
     return root
 
 
-def test_every_line_is_of_one_kind() -> None:
-    found = lines.count({"a.py": COUNTED})
-    assert found == lines.LineCounts(files=1, code=4, docstring=5, comment=1, blank=1)
-    assert found.total == len(COUNTED.splitlines())
-
-
 def test_untracked_and_deleted_files_do_not_count(tmp_path: Path) -> None:
     checkout(tmp_path, {"asyncckpt/a.py": "", "asyncckpt/b/c.py": "", "other/d.py": ""})
     (tmp_path / "asyncckpt/new.py").write_text("")
     (tmp_path / "asyncckpt/a.py").unlink()
     assert list(tracked(tmp_path, "asyncckpt")) == ["asyncckpt/b/c.py"]
-
-
-@pytest.mark.parametrize(("limit", "status"), [(1, 0), (0, 1)])
-def test_lines_above_the_limit_fail_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, status: int
-) -> None:
-    checkout(tmp_path, {"asyncckpt/a.py": "x = 1\n"})
-    monkeypatch.setattr(lines, "PACKAGE_LINES_MAX", limit)
-    assert main(["lines", "--check", "--package", str(tmp_path)]) == status
 
 
 @pytest.mark.parametrize(
@@ -131,14 +70,6 @@ def test_docstring_offenders_fail_the_check(
     assert "asyncckpt/a.py:3: Returns it." in printed
     assert "1 of 2 begin with a verb (50.0%)" in printed
     assert "asyncckpt/a.py:1: How it works." in printed
-    assert docstrings.flagged_by_ruff(tmp_path, "asyncckpt") == {("asyncckpt/a.py", 3)}
-
-
-def test_sample_depends_on_the_seed_alone() -> None:
-    found = [docstrings.Docstring("a.py", line, "Copy.") for line in range(50)]
-    first = docstrings.sample(found, 5, "abc")
-    assert first == docstrings.sample(found[::-1], 5, "abc")
-    assert first != docstrings.sample(found, 5, "abd")
 
 
 def test_crowded_folder_is_found() -> None:
@@ -200,29 +131,3 @@ def test_layout_violations_fail_the_check(tmp_path: Path) -> None:
         tmp_path, {"asyncckpt/a.py": "import asyncckpt.b", "asyncckpt/b.py": "import asyncckpt.a"}
     )
     assert main(["layout", "--check", "--package", str(tmp_path)]) == 1
-
-
-def test_threads_lambdas_generators_and_generated_methods_are_entered(tmp_path: Path) -> None:
-    checkout(tmp_path, {"asyncckpt/__init__.py": SYNTHETIC})
-    found = hops.entered(tmp_path, "save", str(tmp_path / "out"))
-    assert {function.name for function in found} == {
-        "save",
-        "save.<locals>.<lambda>",
-        "Plan.__init__ (generated 1)",
-        "work",
-        "work.<locals>.<genexpr>",
-    }
-
-
-def test_second_save_of_one_leaf_enters_the_package(tmp_path: Path) -> None:
-    found = hops.entered(REPOSITORY, "second save", str(tmp_path))
-    assert "Checkpointer.save" in {function.name for function in found}
-    assert all(function.path.startswith("asyncckpt/") for function in found)
-    assert len(found) == len(set(found)) > 50
-
-
-def test_long_functions_leave_decorators_out() -> None:
-    body = "    pass\n" * (hops.LONG_LINES - 1)
-    text = f"@one\n@two\ndef fits():\n{body}def long():\n    pass\n{body}"
-    found = [(nlines, function.name) for nlines, function in hops.long_functions({"a.py": text})]
-    assert found == [(hops.LONG_LINES + 1, "long")]

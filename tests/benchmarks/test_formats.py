@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,10 @@ from benchmarks.local import elsewhere, planning, reshard, shardings
 from benchmarks.local.floors import Floors
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Protocol
-from benchmarks.peers import ORBAX, Safetensors
+from benchmarks.peers import ORBAX
+from benchmarks.peers.safetensors import Safetensors
 from benchmarks.results import OURS, RESHARD
+from benchmarks.workers import apart
 
 MIB = 1 << 20
 
@@ -63,11 +66,16 @@ def test_every_sharding_is_measured_in_a_child_that_leaves_nothing(suite: Suite)
 
 
 def test_child_that_fails_is_an_error_and_no_measurement(suite: Suite) -> None:
-    suite.attempt("W7", RESHARD, lambda: suite.in_child("benchmarks.local.reshard", "here", "big"))
+    reshard.run(suite, MIB, layers="many")  # type: ignore[arg-type]
     assert suite.found.measurements == []
     (error,) = suite.found.errors
-    assert "the child ended with status 2" in error
-    assert "invalid int value: 'big'" in error
+    assert "measured failed in a process of its own: Traceback" in error
+    assert "TypeError" in error
+
+
+def test_child_that_ends_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="process 0 of 1 has ended"):
+        apart(os._exit, 3)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1 << 30, 484 * MIB, 5 * MIB])

@@ -39,5 +39,5 @@ def test_warm_files_are_in_the_page_cache(
     """Direct writes leave nothing there."""
     warmed: list[Path] = []
     monkeypatch.setattr("benchmarks.files.warm", warmed.append)
-    assert getattr(Cases(1), case)(str(tmp_path), {}) > 0
+    assert Cases(1).run(case, str(tmp_path), {}) > 0
     assert warmed == [tmp_path]

@@ -25,7 +25,7 @@ import asyncckpt
 from asyncckpt import blocking, errors
 from asyncckpt.torch import StorageReader, StorageWriter
 from asyncckpt.torch.dcp_metadata import NAME
-from asyncckpt.torch.load import apart
+from asyncckpt.torch.load import sharing
 from tests import children
 from tests.processes.values import array
 from tests.torch.cases import differing, plain, read, state, write
@@ -242,16 +242,16 @@ def test_tied_weights_are_loaded_into_their_one_memory(tmp_path: Path) -> None:
     assert torch.equal(target, weight)
 
 
-def test_targets_that_share_memory_are_read_in_one_more_restore(tmp_path: Path) -> None:
+def test_targets_that_share_memory_are_read_one_after_the_other(tmp_path: Path) -> None:
     path = str(tmp_path / "1")
     values = torch.from_numpy(array("w", (16, 9)))
     names = [f"k{number}" for number in range(9)]
     write("save", dict(zip(names, values.T, strict=True)), StorageWriter(path), None)
     columns, one = torch.zeros(16, 9), torch.zeros(16)
-    assert apart([[column] for column in columns.T]) == (list(range(9)), [])
+    assert sharing([[column] for column in columns.T]) == []
     read(dict(zip(names, columns.T, strict=True)), StorageReader(path))
     assert torch.equal(columns, values)
-    assert apart([[one], [torch.zeros(3)], [one], [one[3:]]]) == ([0, 1], [2, 3])
+    assert sharing([[one], [torch.zeros(3)], [one], [one[3:]]]) == [2, 3]
     read(dict.fromkeys(names, one), StorageReader(path))
     assert torch.equal(one, values[:, -1])  # that of the last key, as if read one by one
 

@@ -13,9 +13,10 @@ from asyncckpt.testing.checkpoints import (
     KIB,
     PAGE,
     RECORD,
+    SAVE_ID,
+    cancelled_after,
     data_path,
     data_paths,
-    identity,
     pattern,
     reading,
     record_of,
@@ -23,7 +24,7 @@ from asyncckpt.testing.checkpoints import (
     save_file,
     write_file,
 )
-from asyncckpt.testing.store_laws.subject import StoreLaws
+from asyncckpt.testing.store_laws import StoreLaws
 
 
 class Reading(StoreLaws):
@@ -101,14 +102,12 @@ class Reading(StoreLaws):
     async def test_reads_run_at_once(self, tmp_path: Path) -> None:
         """Reads of one file and of several files run concurrently."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", identity("a"))
+            attempt = await store.begin("1", SAVE_ID)
             paths = [
-                await write_file(
-                    attempt, data_path(identity("a"), f"data{i}"), pattern(300 * KIB, i)
-                )
+                await write_file(attempt, data_path(SAVE_ID, f"data{i}"), pattern(300 * KIB, i))
                 for i in range(4)
             ]
-            await attempt.publish(record_of(identity("a")))
+            await attempt.publish(record_of(SAVE_ID))
             async with reading(store, "1") as files:
                 found = [np.zeros(300 * KIB, np.uint8) for _ in range(4)]
                 async with asyncio.TaskGroup() as group:
@@ -118,3 +117,16 @@ class Reading(StoreLaws):
                             group.create_task(files.read_into(paths[i], start, [part]))
                 for i in range(4):
                     assert np.array_equal(found[i], pattern(300 * KIB, i))
+
+    async def test_a_cancelled_read_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
+        """Once the call has raised, the buffer does not change."""
+        async with self.opened(tmp_path) as store:
+            data = pattern(4 << 20)
+            path = await save_file(store, data)
+            buffer, other = np.empty_like(data), np.empty_like(data)
+            async with reading(store, "1") as files:
+                for turns in range(10):
+                    await cancelled_after(turns % 5, files.read_into(path, 0, [buffer]))
+                    buffer[:] = 7
+                    await files.read_into(path, 0, [other])
+                    assert int(buffer.min()) == int(buffer.max()) == 7

@@ -1,4 +1,4 @@
-"""Laws of names: conflicts, overwriting and deletion."""
+"""Laws of names: visibility, conflicts, overwriting and deletion."""
 
 from __future__ import annotations
 
@@ -8,12 +8,115 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
-from asyncckpt.testing.checkpoints import RECORD, content, delete, expect, identity, save
-from asyncckpt.testing.store_laws.subject import StoreLaws
+from asyncckpt.testing.checkpoints import (
+    PAGE,
+    RECORD,
+    SAVE_ID,
+    YEAR_S,
+    cancelled_after,
+    content,
+    data_path,
+    delete,
+    expect,
+    fill,
+    identity,
+    pattern,
+    put,
+    record_of,
+    save,
+    write_file,
+)
+from asyncckpt.testing.store_laws import StoreLaws
 
 
 class Naming(StoreLaws):
-    """One checkpoint per name; it is replaced or deleted only when asked."""
+    """One checkpoint per name: visible once published, replaced or deleted only when asked."""
+
+    async def test_an_empty_store_has_no_names(self, tmp_path: Path) -> None:
+        """Opening creates nothing that looks like a checkpoint."""
+        async with self.opened(tmp_path) as store:
+            assert await store.names() == []
+            assert list(await store.sweep()) == []
+
+    async def test_nothing_is_visible_before_publish(self, tmp_path: Path) -> None:
+        """The name is free until the last step."""
+        async with self.opened(tmp_path) as store:
+            await self.expect_nothing(store, "1")
+            attempt = await store.begin("1", SAVE_ID)
+            await self.expect_nothing(store, "1")
+            await write_file(attempt, data_path(SAVE_ID), pattern(PAGE))
+            await self.expect_nothing(store, "1")
+            await attempt.put("small", b"x")
+            await self.expect_nothing(store, "1")
+            await attempt.publish(record_of(SAVE_ID))
+            assert await store.names() == ["1"]
+
+    async def test_publish_makes_everything_visible(self, tmp_path: Path) -> None:
+        """A store that is opened later sees it too."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a")
+            await save(store, "final", "b", 1)
+            await expect(store, "1")
+        async with self.opened(tmp_path) as again:
+            assert sorted(await again.names()) == ["1", "final"]
+            await expect(again, "1")
+            await expect(again, "final", 1)
+            assert list(await again.sweep()) == []
+
+    async def test_abort_leaves_nothing_after_any_prefix_of_a_save(self, tmp_path: Path) -> None:
+        """The name can be saved afterwards."""
+        async with self.opened(tmp_path) as store:
+            for steps in range(7):
+                save_id = identity(f"a{steps}")
+                attempt = await store.begin("1", save_id)
+                file = None
+                if steps > 0:
+                    file = await attempt.create(data_path(save_id), nbytes=PAGE, window_nbytes=PAGE)
+                if file and steps > 1:
+                    await file.write(0, pattern(PAGE))
+                if file and steps > 2:
+                    await file.seal(PAGE)
+                if steps > 3:
+                    await attempt.put("default/small", b"x")
+                if steps > 4:
+                    await attempt.create(
+                        data_path(save_id, "other"), nbytes=PAGE, window_nbytes=PAGE
+                    )
+                if steps > 5:
+                    with pytest.raises(UsageError):
+                        await attempt.put("../escape", b"x")
+                await attempt.abort()
+                await attempt.abort()
+                await self.expect_nothing(store, "1")
+                assert list(await store.sweep()) == []
+            await save(store, "1", "b")
+            await expect(store, "1")
+
+    async def test_sweep_leaves_a_live_attempt_alone(self, tmp_path: Path) -> None:
+        """Its files still exist when it publishes."""
+        async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
+            attempt = await store.begin("1", SAVE_ID)
+            path = await write_file(attempt, data_path(SAVE_ID), pattern(PAGE + 1))
+            assert list(await other.sweep()) == []
+            record = await put(attempt, SAVE_ID, {"default/small": b"small 0"}, 0, path)
+            assert list(await store.sweep()) == []
+            assert list(await other.collect(YEAR_S)) == []
+            await attempt.publish(record)
+            await expect(store, "1")
+
+    async def test_a_cancelled_publish_is_all_or_nothing(self, tmp_path: Path) -> None:
+        """The call either raises and nothing is visible, or returns and everything is."""
+        async with self.opened(tmp_path) as store:
+            for turns in range(30):
+                name = str(turns)
+                attempt = await store.begin(name, identity(f"a{turns}"))
+                record = await fill(attempt, identity(f"a{turns}"))
+                if await cancelled_after(turns, attempt.publish(record)):
+                    await self.expect_nothing(store, name)
+                else:
+                    await expect(store, name)
+                await attempt.abort()
+            assert list(await store.sweep()) == []
 
     async def test_of_two_attempts_at_one_name_exactly_one_publishes(self, tmp_path: Path) -> None:
         """The others get `CheckpointExistsError`, and the winner is untouched."""
@@ -119,5 +222,5 @@ class Naming(StoreLaws):
         async with self.opened(tmp_path) as store:
             for name in ("", ".", "..", "a/b", "/a", "a\0b"):
                 with pytest.raises(UsageError):
-                    await store.begin(name, identity("a"))
+                    await store.begin(name, SAVE_ID)
             assert await store.names() == []

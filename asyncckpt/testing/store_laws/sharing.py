@@ -12,6 +12,7 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Us
 from asyncckpt.ports import AttemptFiles, JoinedAttempt, Store
 from asyncckpt.testing.checkpoints import (
     PAGE,
+    SAVE_ID,
     YEAR_S,
     cancelled_after,
     content,
@@ -25,9 +26,8 @@ from asyncckpt.testing.checkpoints import (
     save,
     write_file,
 )
-from asyncckpt.testing.store_laws.subject import StoreLaws
+from asyncckpt.testing.store_laws import StoreLaws
 
-SAVE_ID = identity("shared")
 JOIN_S = 20.0
 """Longest wait for an attempt that exists."""
 

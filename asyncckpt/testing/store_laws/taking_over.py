@@ -11,7 +11,7 @@ import pytest
 from asyncckpt.errors import CheckpointNotFoundError, FencedError, UsageError
 from asyncckpt.ports import Claim, Store
 from asyncckpt.testing.checkpoints import delete, expect, fill, identity, save
-from asyncckpt.testing.store_laws.subject import StoreLaws
+from asyncckpt.testing.store_laws import StoreLaws
 
 AT_ONCE = 8
 """Processes that take over at the same time."""

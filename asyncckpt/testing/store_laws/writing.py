@@ -1,4 +1,4 @@
-"""Laws of writing: by any method, of any length, in any order."""
+"""Laws of writing: by any method, of any length, in any order, until cancelled."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from asyncckpt.testing.checkpoints import (
     PAGE,
     PIECE_NBYTES,
     RECORD,
+    SAVE_ID,
+    cancelled_after,
     content,
     data_path,
-    identity,
     named,
     pattern,
     put,
@@ -25,7 +26,7 @@ from asyncckpt.testing.checkpoints import (
     save_file,
     write_file,
 )
-from asyncckpt.testing.store_laws.subject import StoreLaws
+from asyncckpt.testing.store_laws import StoreLaws
 
 LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 64 * KIB, 256 * KIB + 1, 1024 * KIB - 1)
 """File lengths around the boundaries of pages and of direct writes."""
@@ -39,15 +40,14 @@ class Writing(StoreLaws):
         """With positional writes, the announced length may even be wrong."""
         data = pattern(nbytes)
         async with self.opened(tmp_path) as store:
-            save_id = identity("a")
-            attempt = await store.begin("1", save_id)
-            whole = data_path(save_id, "whole")
+            attempt = await store.begin("1", SAVE_ID)
+            whole = data_path(SAVE_ID, "whole")
             paths = ["small", "view", "blocks", whole]
-            paths.append(await write_file(attempt, data_path(save_id, "exact"), data))
+            paths.append(await write_file(attempt, data_path(SAVE_ID, "exact"), data))
             announced = {"less": 1, "more": nbytes + 3 * PAGE}
             for path, size in announced.items() if store.capabilities.positional_writes else ():
                 file = await attempt.create(
-                    data_path(save_id, path), nbytes=size, window_nbytes=self.window_nbytes
+                    data_path(SAVE_ID, path), nbytes=size, window_nbytes=self.window_nbytes
                 )
                 for start in range(0, nbytes, PIECE_NBYTES):
                     await file.write(start, data[start : start + PIECE_NBYTES])
@@ -60,7 +60,7 @@ class Writing(StoreLaws):
             await attempt.put("blocks", *blocks)
             await attempt.put(whole, *blocks)
             small = named(attempt, {"view": raw, "small": raw, "blocks": raw})
-            await attempt.publish(record_of(save_id, fixed=small))
+            await attempt.publish(record_of(SAVE_ID, fixed=small))
             for path in paths:
                 assert await content(store, "1", path, nbytes) == data.tobytes(), path
 
@@ -75,29 +75,29 @@ class Writing(StoreLaws):
             cuts = np.unique(np.concatenate([[0], cuts, cuts[:10] // PAGE * PAGE, [data.size]]))
             spans = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
             random.shuffle(spans)
-            attempt = await store.begin("1", identity("a"))
+            attempt = await store.begin("1", SAVE_ID)
             file = await attempt.create(
-                data_path(identity("a")), nbytes=data.size, window_nbytes=self.window_nbytes
+                data_path(SAVE_ID), nbytes=data.size, window_nbytes=self.window_nbytes
             )
             async with asyncio.TaskGroup() as group:
                 for start, stop in spans:
                     group.create_task(file.write(start, data[start:stop]))
             await file.seal(data.size)
-            await attempt.publish(record_of(identity("a")))
+            await attempt.publish(record_of(SAVE_ID))
             assert await content(store, "1", file.path, data.size) == data.tobytes()
 
     async def test_windows_are_written_in_any_order_and_at_once(self, tmp_path: Path) -> None:
         """Files are shorter than a window, as long, and longer."""
         async with self.opened(tmp_path) as store:
-            save_id, window = identity("a"), self.window_nbytes
-            attempt = await store.begin("1", save_id)
+            window = self.window_nbytes
+            attempt = await store.begin("1", SAVE_ID)
             contents: dict[str, Bytes] = {}
             # Without positional writes, a file is at most one window.
             longest = 2 * window + 5 if store.capabilities.positional_writes else window
             for nbytes in (0, PAGE + 1, window, longest):
                 data = pattern(nbytes)
                 file = await attempt.create(
-                    data_path(save_id, str(nbytes)), nbytes=nbytes, window_nbytes=window
+                    data_path(SAVE_ID, str(nbytes)), nbytes=nbytes, window_nbytes=window
                 )
                 starts = list(range(0, nbytes, window))[::-1]
                 async with asyncio.TaskGroup() as group:
@@ -108,34 +108,34 @@ class Writing(StoreLaws):
                 assert all(type(task.result()) is bool for task in written)
                 await file.seal(nbytes)
                 contents[file.path] = data
-            await attempt.publish(record_of(save_id))
+            await attempt.publish(record_of(SAVE_ID))
             for path, data in contents.items():
                 assert await content(store, "1", path, data.size) == data.tobytes(), path
 
     async def test_bytearrays_are_written_as_they_are(self, tmp_path: Path) -> None:
         """Clients that accept no other buffer get the staged memory itself."""
         async with self.opened(tmp_path) as store:
-            save_id, data = identity("a"), bytearray(pattern(64 * KIB).tobytes())
-            attempt = await store.begin("1", save_id)
+            data = bytearray(pattern(64 * KIB).tobytes())
+            attempt = await store.begin("1", SAVE_ID)
             file = await attempt.create(
-                data_path(save_id), nbytes=len(data), window_nbytes=self.window_nbytes
+                data_path(SAVE_ID), nbytes=len(data), window_nbytes=self.window_nbytes
             )
             await file.write(0, data)
             await file.seal(len(data))
-            await attempt.publish(record_of(save_id))
+            await attempt.publish(record_of(SAVE_ID))
             assert await content(store, "1", file.path, len(data)) == data
 
     async def test_seal_cuts_a_file_to_its_length(self, tmp_path: Path) -> None:
         """Padding after the end, which keeps writes aligned, is cut off."""
         async with self.opened(tmp_path) as store:
             data = pattern(64 * PAGE)
-            attempt = await store.begin("1", identity("a"))
+            attempt = await store.begin("1", SAVE_ID)
             file = await attempt.create(
-                data_path(identity("a")), nbytes=63 * PAGE + 5, window_nbytes=64 * PAGE
+                data_path(SAVE_ID), nbytes=63 * PAGE + 5, window_nbytes=64 * PAGE
             )
             await file.write(0, data)
             await file.seal(63 * PAGE + 5)
-            await attempt.publish(record_of(identity("a")))
+            await attempt.publish(record_of(SAVE_ID))
             found = await content(store, "1", file.path, data.size)
             assert found == data[: 63 * PAGE + 5].tobytes()
 
@@ -149,19 +149,41 @@ class Writing(StoreLaws):
     async def test_many_small_files_are_put_at_once(self, tmp_path: Path) -> None:
         """Writers create their directories concurrently."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", identity("a"))
+            attempt = await store.begin("1", SAVE_ID)
             small = {f"a/b{i % 3}/c/{i}": b"%d" % i for i in range(20)}
-            await attempt.publish(await put(attempt, identity("a"), small))
+            await attempt.publish(await put(attempt, SAVE_ID, small))
             for path, data in small.items():
                 assert await content(store, "1", path, 10) == data
 
     async def test_paths_stay_inside_the_checkpoint(self, tmp_path: Path) -> None:
         """Only `publish` writes the record."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", identity("a"))
+            attempt = await store.begin("1", SAVE_ID)
             for path in ("", "/a", "../a", "a/../b", "a//b", ".", "a/", "a\0", RECORD):
                 with pytest.raises(UsageError):
                     await attempt.put(path, b"x")
                 with pytest.raises(UsageError):
                     await attempt.create(path, nbytes=1, window_nbytes=PAGE)
             await attempt.abort()
+
+    async def test_a_cancelled_write_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
+        """Once the call has raised, the buffer can be reused."""
+        async with self.opened(tmp_path) as store:
+            attempt = await store.begin("1", SAVE_ID)
+            nbytes = 1 << 20
+            file = await attempt.create(data_path(SAVE_ID), nbytes=nbytes, window_nbytes=nbytes)
+            buffer, final = pattern(nbytes), pattern(nbytes, 1)
+            for turns in range(20):
+                buffer[:] = 1
+                await cancelled_after(turns % 5, file.write(0, buffer))
+                buffer[:] = 2
+                if not store.capabilities.positional_writes:
+                    break
+                await file.write(0, final)
+                await file.write(0, final)
+            if store.capabilities.positional_writes:
+                await file.seal(nbytes)
+                await attempt.publish(record_of(SAVE_ID))
+                assert await content(store, "1", file.path, nbytes) == final.tobytes()
+            else:
+                await attempt.abort()
