@@ -59,6 +59,12 @@ class Limiter:
         self._ceiling = self.limit = 0
         self.ceiling = ceiling
 
+    def __repr__(self) -> str:
+        return (
+            f"Limiter({self.in_flight} of {self.limit} requests in flight, "
+            f"{self.waiting} waiting, at most {self._ceiling})"
+        )
+
     @property
     def waiting(self) -> int:
         """Number of callers in line."""

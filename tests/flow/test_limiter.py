@@ -45,6 +45,7 @@ async def test_permits_are_given_until_the_window_is_full() -> None:
     with second:
         pass
     assert limiter.in_flight == 0
+    assert repr(limiter) == "Limiter(0 of 2 requests in flight, 0 waiting, at most 2)"
 
 
 async def test_those_who_wait_are_served_in_their_order() -> None:

@@ -31,7 +31,7 @@ HEAD_NBYTES = 4 * KIB
 """Size of a record's head, which holds its save id and usually all of its fixed names."""
 
 READS = 16
-"""Ranged reads in flight by default; `Requests` adapts the actual number."""
+"""Ranged reads in flight by default, which `Requests` adapts, and records read for a takeover."""
 
 
 class Background:
@@ -142,7 +142,7 @@ class Context:
         """Return the save ids of the steps' records of claimed epochs that count now."""
 
         async def look(name: str) -> str | None:
-            record = await self._glance(name)
+            record = await self._record_or_head(name)
             if record is None or not record.epoch or not await self.counts(record):
                 return None
             return record.save_id
@@ -150,7 +150,7 @@ class Context:
         steps = list(filter(STEP_NAME.fullmatch, await self.checkpoint_names()))
         return [save_id for save_id in await mapped(look, steps, READS) if save_id is not None]
 
-    async def _glance(self, name: str) -> Record | None:
+    async def _record_or_head(self, name: str) -> Record | None:
         """Return the record, from its unchecked head if possible."""
         head = await self.read_head(name)
         if head is None:

@@ -1,4 +1,4 @@
-"""Claims of a root on an object store: which records count, and which writers are fenced.
+"""Claims of a root on an object store: takeover, which records count, which writers are fenced.
 
 A stopped writer cannot be locked out of an object store: when it wakes up, it makes the request
 that it was about to make. A takeover does not prevent that. It decides which records count::

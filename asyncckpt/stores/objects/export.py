@@ -221,12 +221,12 @@ class ObjectExport:
         self._sending.check()
         check_file(path, self.location)
         in_parts = self._in_parts(path, nbytes, window_nbytes)
-        self._files.append(self._file(path, nbytes, window_nbytes, in_parts=in_parts))
-        return self._files[-1]
-
-    def _file(self, path: str, nbytes: int, window_nbytes: int, **how: Any) -> ExportFile:
         key = self._name if path == self._name else join(self._name, path)
-        return ExportFile(self._sending, path, key, nbytes, window_nbytes, new=self._new, **how)
+        file = ExportFile(
+            self._sending, path, key, nbytes, window_nbytes, new=self._new, in_parts=in_parts
+        )
+        self._files.append(file)
+        return file
 
     def _in_parts(self, path: str, nbytes: int, window_nbytes: int) -> bool:
         """Return whether to send a new file in parts, else count it as collected."""
@@ -261,8 +261,10 @@ class ObjectExport:
         self._sending.check()
         check_file(path, self.location)
         content = await self._context.owned(*blocks)
-        nbytes = len(content)
-        self._index[path] = self._file(path, nbytes, nbytes, content=content)
+        nbytes, key = len(content), join(self._name, path)
+        self._index[path] = ExportFile(
+            self._sending, path, key, nbytes, nbytes, new=self._new, content=content
+        )
 
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path`, or with ``""`` all files, under their names, durably.

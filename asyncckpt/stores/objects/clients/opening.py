@@ -115,9 +115,8 @@ def _chosen(url: Url, options: dict[str, Any]) -> Any:
     """
     value = options.get("client")
     named = isinstance(value, str)
-    if value is None or (
-        value in CLIENTS if named else _is_of(type(value), ("obstore", "_obstore"))
-    ):
+    known = value in CLIENTS if named else _is_of(type(value), ("obstore", "_obstore"))
+    if value is None or known:
         options.pop("client", None)
         return "auto" if value is None else value
     if not named and url.scheme not in LIBRARIES:

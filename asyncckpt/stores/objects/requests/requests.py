@@ -128,11 +128,18 @@ class Requests(Sender):
         return Sent(key, not raced and not request.abandoned, landed)
 
     async def _send_body(
-        self, put: Callable[[Body], Awaitable[T]], body: Body, **how: Any
+        self,
+        put: Callable[[Body], Awaitable[T]],
+        body: Body,
+        *,
+        hedged: bool = False,
+        landing: Landing | None = None,
     ) -> tuple[T, Request[T]]:
         """Send a body; forget it at the end, since a kept error may keep the functions."""
         held = [body]
-        request = Request(lambda: put(held[0]), "put", len(body), **how)
+        request = Request(
+            lambda: put(held[0]), "put", len(body), hedged=hedged, landing=landing
+        )
         try:
             return await self.send(request), request
         finally:
@@ -180,10 +187,17 @@ class Requests(Sender):
         put = partial(self.client.put, key, body)
         if version is not None:
             put = partial(self.client.replace, key, body, version=version)
-        conditional = version is not None
-        request = Request(put, "put", len(body), conditional=conditional, landing=landing)
-        request.again, request.wanted = again, wanted
-        await self.send(request)
+        await self.send(
+            Request(
+                put,
+                "put",
+                len(body),
+                conditional=version is not None,
+                again=again,
+                wanted=wanted,
+                landing=landing,
+            )
+        )
 
     async def version(self, key: str) -> str:
         """Return the version of the object, as `ObjectClient.version`."""
@@ -358,11 +372,15 @@ class Requests(Sender):
         If an answer was lost and the next try finds no such upload, checks for the object instead.
         """
 
+        tried = 0
+
         async def complete() -> None:
+            nonlocal tried
+            tried += 1
             try:
                 await self.client.complete_parts(key, upload, tags, create=create)
             except RequestError as error:
-                if not request.failed:
+                if tried == 1:
                     raise
                 if create and error.kind == "exists":
                     pending = await self.client.pending_parts(key.rpartition("/")[0])
@@ -378,8 +396,8 @@ class Requests(Sender):
                     raise (error if second.kind == "missing" else second) from None
 
         # After a conflict, S3 requires all parts to be sent again.
-        request = Request(complete, conditional=create, retried=RETRYABLE - {"conflict"})
-        await self.send(request)
+        retried = RETRYABLE - {"conflict"}
+        await self.send(Request(complete, conditional=create, retried=retried))
 
     async def abort_parts(self, key: str, upload: str) -> None:
         """Abort the upload and delete its parts."""

@@ -78,7 +78,7 @@ class Request(Generic[T]):
         landing: of the save that it belongs to; by default its own.
         failed: number of tries that failed.
         abandoned: numbers of the tries that timed out; the client may still be sending their body.
-        begun_s: when the current try got its permit.
+        begun_s: when the current try began.
         unwanted: its caller was cancelled.
     """
 
@@ -241,6 +241,7 @@ class Sender:
             return run(found)
 
         controller.earn_hedge()
+        this.begun_s = self._now()  # the loop may have been busy since the permit
         try:
             answer, winner = await race(run(permit), second)
         finally:
