@@ -62,6 +62,9 @@ SETTLE_S = 0.5
 LEAVE_S = 0.5
 """How long a process that fails or is cancelled may take to notify the others."""
 
+REFUSAL_NBYTES = 32 << 10
+"""Largest encoded error in a welcome, which also holds the nonces."""
+
 
 async def shake_hands(
     coordinator: Coordinator, *, root: str, opened: int, arrival_s: float
@@ -194,7 +197,13 @@ class _Host(Meeting):
         """Post the welcomes that have changed."""
         refusal = None
         if error is not None:
-            data = encode_error(error, process=0, host=self.hello.host, stage="handshake")
+            data = encode_error(
+                error,
+                process=0,
+                host=self.hello.host,
+                stage="handshake",
+                limit_nbytes=REFUSAL_NBYTES,
+            )
             refusal = json.loads(data)
         # Includes processes beyond the count: if they live, they expect more processes.
         for page in range(1 + max([self.count - 1, *self._hellos]) // PAGE):

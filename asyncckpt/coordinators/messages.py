@@ -17,8 +17,8 @@ PART_NBYTES = MAX_MESSAGE_NBYTES - 1
 PARTS_MAX = 255
 """Most parts of a message, 16 MiB in all: the number of parts is one byte."""
 
-ERROR_NBYTES = MAX_MESSAGE_NBYTES // 2
-"""Largest encoded error, which leaves room for the rest of a message."""
+ERROR_NBYTES = 60 << 10
+"""Largest encoded error, below `MAX_MESSAGE_NBYTES` to leave room for what precedes it."""
 
 FIELD_LIMITS = (16384, 4096, 1024, 256)
 """Limits of text lengths, tried in order; JSON may need six bytes per character."""
@@ -52,15 +52,21 @@ def parts_of(message: bytes) -> list[tuple[int, bytes]]:
 
 
 def encode_error(
-    error: BaseException, *, process: int, host: str, stage: str | None = None
+    error: BaseException,
+    *,
+    process: int,
+    host: str,
+    stage: str | None = None,
+    limit_nbytes: int = ERROR_NBYTES,
 ) -> bytes:
-    """Return a message that reports an error to other processes; cut texts that are too long.
+    """Return a message that reports an error to other processes.
 
     Args:
         error: an error of this process, or one from `decode_error`, which keeps its process.
         process: index of this process.
         host: name of its host.
         stage: stage that failed, unless the error has one.
+        limit_nbytes: largest size of the message, at least 16 KiB; longer texts are cut.
     """
     kind, text = _described(error)
     fields: dict[str, Any] = {"kind": kind, "text": text}
@@ -74,7 +80,7 @@ def encode_error(
         fields.setdefault("stage", stage)
     for limit in FIELD_LIMITS:
         data = json.dumps({name: _cut(value, limit) for name, value in fields.items()}).encode()
-        if len(data) <= ERROR_NBYTES:
+        if len(data) <= limit_nbytes:
             break
     return data
 
