@@ -8,7 +8,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -68,21 +68,25 @@ class DirectoryService:
 
     def put_once(self, key: str, value: bytes) -> bytes:
         """Link a complete file to the name of the key, which only one process can do."""
-        try:
-            self._make(key, value, os.link)
-        except FileExistsError:
-            # Also raised if our link succeeded and NFS lost the response: the value is ours.
-            first = self.look(key)
-            return self.put_once(key, value) if first is None else first  # deleted meanwhile
-        except OSError as error:
-            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-                raise StoreError(
-                    f"{self._path}: hard links are not supported here ({error.strerror}); "
-                    "use a directory on another file system for the coordinator",
-                    location=str(self._path),
-                ) from error
-            raise
-        return value
+        for _ in _tries():
+            try:
+                self._make(key, value, os.link)
+            except FileExistsError:
+                # Also raised if our link succeeded and NFS lost the response: the value is ours.
+                first = self.look(key)
+                if first is not None:
+                    return first
+                continue  # deleted meanwhile
+            except OSError as error:
+                if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                    raise StoreError(
+                        f"{self._path}: hard links are not supported here ({error.strerror}); "
+                        "use a directory on another file system for the coordinator",
+                        location=str(self._path),
+                    ) from error
+                raise
+            return value
+        raise self._changed_too_often(key)
 
     def look(self, key: str) -> bytes | None:
         """Read the file of the key."""
@@ -130,7 +134,7 @@ class DirectoryService:
     def _make(self, key: str, value: bytes, finish: Callable[[Path, Path], None]) -> None:
         file = self._file(key)
         aside = file.with_name(f"{file.name}{secrets.token_hex(8)}")
-        for pause in itertools.islice(pauses(1), TRIES):
+        for _ in _tries():
             try:
                 # Raised if the directory was deleted before `mkdir` could check its type.
                 with contextlib.suppress(FileExistsError):
@@ -138,14 +142,16 @@ class DirectoryService:
                 aside.write_bytes(value)
                 finish(aside, file)
             except FileNotFoundError:
-                time.sleep(pause)  # another process deleted the empty directory
-            else:
-                return
+                continue  # another process deleted the empty directory
             finally:
                 aside.unlink(missing_ok=True)
-        raise StoreError(
-            f"{self._path}: other processes deleted the directory of the coordinator's key {key} "
-            f"{TRIES} times while it was being set; check that no other program works in it",
+            return
+        raise self._changed_too_often(key)
+
+    def _changed_too_often(self, key: str) -> StoreError:
+        return StoreError(
+            f"{self._path}: other processes deleted the coordinator's key {key} {TRIES} times "
+            "while it was being set; check that no other program works in this directory",
             retryable=True,
             location=str(self._path),
         )
@@ -155,3 +161,9 @@ def _unless_missing(error: OSError) -> None:
     """Raise the error of a directory that cannot be listed, unless it was deleted."""
     if error.errno not in (errno.ENOENT, errno.ESTALE):
         raise error
+
+
+def _tries() -> Iterator[None]:
+    for _, pause in zip(range(TRIES), pauses(1), strict=False):
+        yield
+        time.sleep(pause)
