@@ -317,7 +317,8 @@ def check_coordinator(coordinator: object) -> None:
         )
     index = getattr(coordinator, "process_index", None)
     count = getattr(coordinator, "process_count", None)
-    if type(index) is not int or type(count) is not int or not 0 <= index < count:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (index, count))
+    if not whole or not 0 <= index < count:
         raise UsageError(
             f"coordinator={coordinator!r:.80}: process_index={index!r} of process_count={count!r}: "
             "pass a number of processes, and an index from 0 to one below it",
@@ -361,10 +362,13 @@ def _odd_key(
     """Return the keys that lead to the first key that is not a string, and that key; else ().
 
     Raises:
-        ValueError: containers are nested deeper than records may be.
+        UsageError: containers are nested deeper than records may be.
     """
     if depth > MAX_DEPTH:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+        raise UsageError(
+            f"metadata is nested deeper than {MAX_DEPTH} containers; save it as leaves",
+            expected=MAX_DEPTH,
+        )
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if isinstance(value, dict) and not isinstance(key, str):
             return (key,)

@@ -402,7 +402,7 @@ class Store(Protocol):
 
         Nothing is written before the attempt's mark was read through the store, which detects
         processes that do not share the root. `process` is the number of this process, above zero
-        and unique in the attempt; the other arguments are those of `begin`.
+        and unique in the attempt, `timeout_s` limits the wait for it; the others are as in `begin`.
 
         Raises:
             CheckpointNotFoundError: no such attempt appeared within `timeout_s`.

@@ -397,7 +397,7 @@ async def test_metadata_nested_too_deeply_is_an_error_at_the_call(tmp_path: Path
         await ckpt.save(1, TREE, metadata=metadata)
         assert (await ckpt.inspect(1)).metadata == metadata
         script = Script(ckpt)
-        with pytest.raises(UsageError, match=r"metadata is not JSON \(.* deeper than 256\)"):
+        with pytest.raises(UsageError, match="metadata is nested deeper than 256"):
             await ckpt.start_save(2, TREE, metadata={"in": metadata})
         assert script.kinds == []
 

@@ -205,17 +205,19 @@ class JaxAdapter:
             raise _without_mesh(path, "this sharding is a PartitionSpec", _NO_MESH) from None
         if sharding is None:
             target.device = jax_memory.config.jax_default_device
-        elif _single_device(sharding := _with_devices(path, sharding)) is None:
-            target.sharding = sharding
-            tail = target.spec.shape[len(leaf.shape) :]  # extra dimensions of key data
-            target.division = divide(path, sharding, leaf.shape, tail)
-            boxes = target.division.boxes
-            if target.spec.size and boxes != (Box.whole(target.spec.shape),):
-                target.boxes = boxes
-        elif getattr(leaf, "committed", True):
-            target.sharding = sharding
         else:
-            (target.device,) = sharding.device_set
+            sharding = _with_devices(path, sharding)
+            if _single_device(sharding) is None:
+                target.sharding = sharding
+                tail = target.spec.shape[len(leaf.shape) :]  # extra dimensions of key data
+                target.division = divide(path, sharding, leaf.shape, tail)
+                boxes = target.division.boxes
+                if target.spec.size and boxes != (Box.whole(target.spec.shape),):
+                    target.boxes = boxes
+            elif getattr(leaf, "committed", True):
+                target.sharding = sharding
+            else:
+                (target.device,) = sharding.device_set
         special = extra is not None or getattr(leaf, "weak_type", False)
         if not special and target.division is None:
             target.place_all = self.place_all

@@ -55,16 +55,16 @@ class BoxesAdapter:
                 found=dtypes,
             )
         spec = array_spec(leaf.shape, *dtypes)
-        division = divide(leaf.shape, leaf.boxes)
-        held = [parts[number] for number in division.first]
-        source = Source(spec, leaf, None, framework="torch", captured=held)
-        source.partial = division.gap is not None
+        source = Source(spec, leaf, None, framework="torch", captured=parts)
         if all(part.begin_runs for part in parts):
             source.begin_runs = self.begin_runs
         if len(parts) == 1 and leaf.boxes[0].shape == leaf.shape:
             source.view = parts[0].view
-        else:
-            source.shards, source.views = division.shards, tuple([part.view for part in held])
+            return source
+        division = divide(leaf.shape, leaf.boxes)
+        source.captured = held = [parts[number] for number in division.first]
+        source.partial = division.gap is not None
+        source.shards, source.views = division.shards, tuple([part.view for part in held])
         return source
 
     def fetch(self, source: Source, shard: int, box: Box, out: Memory) -> None:

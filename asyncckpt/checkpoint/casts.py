@@ -47,7 +47,9 @@ def may_lose(source: str, stored: str) -> bool:
 
 
 def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: str) -> None:
-    """Check that a cast from `source` to `stored` loses no value, as `lost_value`. Blocking.
+    """Check that a cast from `source` to `stored` loses no value; needed if `may_lose`.
+
+    Blocking: reads the values up to three times and copies no more than a block of them.
 
     Raises:
         DtypeMismatchError: a value would be lost; names the path and one such value.

@@ -7,7 +7,8 @@ Its exchange is an all-gather over one device of each process.
 #   (test_the_client_has_the_methods_that_are_used)
 # Rule 2: no barriers (the id of one that timed out fails for good), and nothing that starts a
 #   backend: a later jax.distributed.initialize would fail.
-# Rule 3: only the methods for bytes: `key_value_dir_get` fails on values other than UTF-8.
+# Rule 3: only the methods for bytes, because `key_value_dir_get` fails on values other than UTF-8,
+#   and none that block: the service keeps 14 KB for each that times out while its key is missing.
 # Rule 4: only the caller's thread launches collectives: two threads that launch them in different
 #   orders on two processes exchange wrong values.
 # Rule 5: bytes travel as uint8, which JAX does not canonicalise, in pieces of one size, so that

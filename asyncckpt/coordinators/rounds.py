@@ -69,7 +69,7 @@ POST_S = 0.3
 SLICE_S = 1.0
 """How long the other processes wait for the outcome before they check that process 0 is alive."""
 
-PAUSES_PER_SLICE = 8
+PAUSES_PER_SLICE = 24
 """Minimum number of longest-interval polls per wait. Each wait restarts its back-off, so shorter
 waits would make thousands of processes poll too often."""
 
@@ -188,13 +188,13 @@ class Round:
         return decision
 
     async def _announce(self, failure: bytes) -> AsyncCheckpointError:
-        """Record a decision against the round, of which process 0 tells the others."""
-        error = self._noted(failure)
+        """Record a decision against the round; process 0 passes it on."""
+        error = self._note(failure)
         if self.leads:
             await self.answer("outcome", failure)
         return error
 
-    def _noted(self, failure: bytes) -> AsyncCheckpointError:
+    def _note(self, failure: bytes) -> AsyncCheckpointError:
         """Record a decision or outcome against the round; return the error in it."""
         if not self.failed:
             self.failed = True
@@ -210,7 +210,7 @@ class Round:
         if decision == failure:
             raise error
         if decision != COMMIT:
-            raise self._noted(decision)
+            raise self._note(decision)
 
     def begun(self) -> None:
         """Announce that this process has begun the attempt that the others join."""
@@ -349,7 +349,7 @@ class Round:
         """
         decision = await self._decide(COMMIT)
         if decision != COMMIT:
-            raise self._noted(decision)
+            raise self._note(decision)
         # From here on, silence of other processes is ignored.
         self._committed = True
 
@@ -433,7 +433,7 @@ class Round:
             elif outcome[:1] == COMMIT:
                 self._end(outcome[1:])
             else:
-                raise self._noted(outcome)
+                raise self._note(outcome)
 
     def expect(self) -> None:
         """Poll at once and often: a message is expected, and the pauses have grown long."""
@@ -461,7 +461,7 @@ class Round:
             return  # process 0 announces the decision
         decision = await self._coordinator.look(f"{self._prefix}/decision")
         if decision is not None and decision != COMMIT:
-            raise self._noted(decision)
+            raise self._note(decision)
         answer = await self._coordinator.look(f"{self._prefix}/{BUSY}")
         if answer is not None and answer.startswith(b"1 "):
             self.skipped = True

@@ -51,7 +51,7 @@ class _Request:
     limit: int | None
     account: Account | None
     extra: int = 0
-    granted: asyncio.Future[None] = field(init=False)  # set when it has to wait
+    granted: asyncio.Future[None] = field(init=False, repr=False)  # set when it has to wait
 
 
 class ByteBudget:

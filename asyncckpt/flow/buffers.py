@@ -65,7 +65,7 @@ class AnonymousMemory:
         return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
 
     def free(self, buffer: Bytes) -> None:
-        """Do nothing: live views can still be read, and the last one to be dropped unmaps it."""
+        """Do nothing: the memory stays readable, and is unmapped when its last view is dropped."""
 
 
 def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:

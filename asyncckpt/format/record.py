@@ -173,14 +173,18 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     `tables` are its encoded tables, possibly from an earlier record; None encodes them.
 
     Raises:
-        UsageError: the metadata cannot be written as JSON, or the record is longer than readers
-            allow.
+        UsageError: the metadata cannot be written as JSON or is nested too deeply, or the record
+            is longer than readers allow.
         ValueError: the record contradicts itself.
     """
     index, fixed = record.chunk_index, record.fixed
     own = record.files[: len(record.files) - len(fixed)]
     if record.files[len(own) :] != fixed:
         raise ValueError("the files with fixed names do not come last")
+    try:
+        check_depth(dict(record.metadata), "metadata")
+    except ValueError as error:  # that of a foreign checkpoint is a level deeper than it was
+        raise UsageError(f"{error}; save it as leaves") from None
     if tables is None:
         tables = encode_tables(record.tree, record.leaves, record.specs, record.arrays)
     head = {

@@ -36,7 +36,7 @@ class Buffers:
         destinations: the overlaps of wanted boxes and stored arrays, to be fetched.
         owners: for each destination, the number of the leaf that waits for it.
         sharers: by destination, the numbers of other leaves that wait for it (tied arrays).
-        ties: by leaf, a key that leaves share if they become one object; few leaves have one.
+        ties: by leaf, a key that leaves share if they become one object; empty without tied arrays.
     """
 
     values: list[Memory | None]

@@ -232,8 +232,8 @@ class Decode:
                         else:
                             elements = None  # one decoded chunk at a time is in the budget
                             target = self._target(storage, row, request)
-                            check = self._elements if has_crcs else self._payload
-                            elements = check(batch, row, storage, [data[start:stop]], target)
+                            decode = self._elements if has_crcs else self._payload
+                            elements = decode(batch, row, storage, [data[start:stop]], target)
                             payload = memoryview(elements)
                             if elements is target:
                                 continue
@@ -246,7 +246,7 @@ class Decode:
     ) -> tuple[list[int], list[int], list[int]]:
         """Return starts, stops and CRCs of the chunks, after comparing trailers with the index.
 
-        Without checksums in the index, return no CRCs, and stops behind any trailers.
+        Without checksums in the index, return no CRCs, and stops that include any trailer.
         """
         extents, numbers = self._extents, np.array(rows, np.int64)
         starts = extents.offset[numbers] - batch.offset

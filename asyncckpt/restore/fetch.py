@@ -126,7 +126,7 @@ class Fetch:
 
     def _item(self, part: Part, leaf: LeafRestore) -> ReadItem:
         opened, extents = self.reads.opened, self.reads.extents
-        storage, cell, box = self.reads.place(part.row, part.request)
+        storage, cell, box = self.reads.chunk(part.row, part.request)
         _, within = intersection(storage.grid, cell, box)
         array = self.reads.destinations.array[part.request]
         pieces = opened.pieces(leaf.saved, leaf.array)

@@ -48,6 +48,7 @@ class RestorePipeline:
         unverified: paths of arrays without checksums.
         notes: for the report.
         reads: the ranges read, and for which leaves, with `RestoreOptions.explain`.
+        wrote: targets may have been written.
     """
 
     runtime: Runtime
@@ -77,7 +78,7 @@ class RestorePipeline:
         self._equal: dict[int, int] = {}  # leaves that must equal another: twins, shared ones
         self._held: dict[int, Sequence[Any]] = {}  # values of the arrays among both
         self._done_nbytes = 0
-        self._wrote = False  # targets may have been written
+        self.wrote = False
         self.results: list[Any] = [None] * (len(self._arrays) + len(self._scalars))
         self.nbytes = 0
         self.read_nbytes = 0
@@ -117,7 +118,7 @@ class RestorePipeline:
         with self.recorder.span("plan"):
             extents = await opened.read_extents(opened, wanted)
             reads = await compute.run(self._prepare, extents)
-        self._wrote = self._in_place
+        self.wrote = self._in_place
         self._arrived.set()
         shared = None
         if self.exchanger is not None and opened.record is not None:
@@ -183,10 +184,6 @@ class RestorePipeline:
         if self.request.progress is not None:
             done = min(self._done_nbytes, total_nbytes)
             self.request.progress(Progress("fetch", done, total_nbytes))
-
-    def written(self) -> list[str]:
-        """Return the paths of the targets that may have been written so far."""
-        return self._placement.written(self.matching) if self._wrote else []
 
     # -- in worker threads
 
@@ -284,7 +281,7 @@ class RestorePipeline:
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then the scalars."""
         self._compare()
-        self._wrote = self._into
+        self.wrote = self._into
         if self._atomic:
             for writing in (False, True):
                 for number, leaf in enumerate(self._arrays):

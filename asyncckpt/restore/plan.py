@@ -81,8 +81,8 @@ class PlannedReads:
     destinations: Destinations
     plan: RestorePlan
 
-    def place(self, row: int, request: int) -> tuple[Storage, int, Box]:
-        """Return how a chunk is stored, its number in its array, and the wanted part of that."""
+    def chunk(self, row: int, request: int) -> tuple[Storage, int, Box]:
+        """Return how a chunk is stored, its number in its array, and the array's wanted box."""
         array = self.destinations.array[request]
         storage = self.opened.storage(array)
         box = self.destinations.box[request] or Box.whole(storage.spec.shape)

@@ -120,6 +120,8 @@ async def run_restore(
         matching = await compute.run(match, opened, request)
         if agreement is not None:
             await agreement.matched(opened, matching, request.strict)
+    # Not of the pipeline, which keeps the memory that was read into.
+    filled = partial(Placement(opened, request).written, matching)
     pipeline = RestorePipeline(runtime, opened, matching, request, exchanger, recorder)
     try:
         await pipeline.read()
@@ -127,8 +129,8 @@ async def run_restore(
             await agreement.staged()
         await pipeline.finish()
     finally:
-        if request.mode == "into":  # otherwise, this would only keep memory
-            written.append(pipeline.written)
+        if pipeline.wrote:
+            written.append(filled)
     notes = pipeline.notes
     if not request.strict and 2 * matching.matched < matching.wanted:
         notes.append(
@@ -155,10 +157,15 @@ async def run_restore(
         timeline=recorder.timeline(),
     )
     saved, wanted, replaced = _results(matching, pipeline.results, request)
-    # Not of the pipeline, which keeps the memory that was read into.
-    filled = partial(Placement(opened, request).written, matching)
     return RestoreOutcome(
-        request, matching.structure, opened.format, saved, wanted, replaced, filled, report
+        request,
+        matching.structure,
+        opened.format,
+        saved,
+        wanted,
+        replaced,
+        filled if request.mode == "into" else list,
+        report,
     )
 
 

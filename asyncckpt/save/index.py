@@ -125,7 +125,7 @@ class Payload:
         inline: stored chunks of all inline arrays that this process writes, concatenated in order.
         files: every data file, with a path relative to the database.
         parts: boxes of small leaves that several processes hold in parts, and their values.
-        checked_crc: payload CRC-32C of each of the rows `Commit.checked`.
+        checked_crc: payload CRC-32C of each row in `Commit.checked`.
         timeline: when the stages have been busy so far.
     """
 

@@ -165,7 +165,7 @@ class Pipeline:
         if self._packer is not None:
             # After copying mutable leaves, because their kept copies count against the budget.
             await self._packer.reserve(self._packing + 1, spare_nbytes=staging.most_nbytes)
-        # Only copy while the caller waits and memory lasts; checksums and writes follow.
+        # While the caller waits and memory lasts, only copy; checksums and writes follow.
         seal = None if staging.grow else self._checksums.seal
         await staging.windows(self._final.put_nowait, seal)
         if self._packer is not None:

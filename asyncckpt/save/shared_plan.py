@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -222,15 +223,16 @@ class SharedPlan:
 
 def _bundled(distinct: Mapping[bytes, Sequence[int]]) -> bytes:
     """Encode schemas and the processes of each, for `_unbundled`."""
-    rows = [[processes, data.decode("latin-1")] for data, processes in distinct.items()]
-    return json.dumps(rows).encode()
+    return json.dumps(
+        [[processes, base64.b64encode(data).decode()] for data, processes in distinct.items()]
+    ).encode()
 
 
 def _unbundled(bundle: bytes) -> dict[int, Schema]:
     """Decode the schemas of all processes. Blocking: there may be one per process."""
     schemas: dict[int, Schema] = {}
     for processes, data in json.loads(bundle):
-        schema = decode_schema(data.encode("latin-1"), file=f"schema-{processes[0]}")
+        schema = decode_schema(base64.b64decode(data), file=f"schema-{processes[0]}")
         schemas.update(dict.fromkeys(processes, schema))
     return schemas
 

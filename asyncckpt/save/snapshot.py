@@ -219,7 +219,7 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             else:
                 opened[leaf], spec_of[leaf] = found, found.spec
         except UnsupportedLeafError as error:
-            if error.path is None:  # of `encode_scalar`
+            if error.path is None:  # `encode_scalar` does not know it
                 error = UnsupportedLeafError(f"{where(path)}: {error}", path=path)
             refused.append(error)
     if refused:

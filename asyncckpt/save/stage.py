@@ -414,9 +414,10 @@ class Staging:
     def _copy_mutable(self, leaves: Sequence[int], nbytes: int) -> None:
         since = time.perf_counter()
         arena = Arena(nbytes)
-        for leaf in leaves:
-            source = self.sources[leaf]
-            with self._naming(leaf):
+        leaf = leaves[0]
+        try:  # around the loop: a block for each small leaf costs a quarter of its copy
+            for leaf in leaves:
+                source = self.sources[leaf]
                 if source.shards is None:
                     source.view = _copied(arena, source, 0)
                 else:
@@ -424,6 +425,8 @@ class Staging:
                         [_copied(arena, source, shard) for shard in range(len(source.shards))]
                     )
                 source.begin_runs = None  # the caller may mutate what is on the device
+        except Exception as error:
+            raise self._failed(leaf, error) from error
         self.recorder.add("stage", since, nbytes)
 
     def _copy_windows(
@@ -637,13 +640,13 @@ class Staging:
 
     @contextlib.contextmanager
     def _naming(self, leaf: int | Source) -> Iterator[None]:
-        """Let errors of the block name a leaf, given the number of its array or its source."""
+        """Name the leaf in errors of the block; `leaf` is the number of its array, or its source."""
         try:
             yield
         except AsyncCheckpointError:  # may be of another leaf, whose copies began later
             raise
         except Exception as error:
-            number = leaf if isinstance(leaf, int) else [*self.sources].index(leaf)
+            number = leaf if isinstance(leaf, int) else self.sources.index(leaf)
             raise self._failed(number, error) from error
 
     def _failed(self, leaf: int, error: Exception) -> AsyncCheckpointError:

@@ -156,8 +156,9 @@ class ChunkPacker:
         emit: Callable[[FileWindow], None],
     ) -> None:
         self._files = files
-        limit = target_nbytes if files.positional else pool.slot_nbytes
-        self._target_nbytes = min(target_nbytes, limit)
+        self._target_nbytes = target_nbytes
+        if not files.positional:
+            self._target_nbytes = min(target_nbytes, pool.slot_nbytes)
         self._planned = len(files.nbytes)
         self._pool = pool
         self._compute = compute

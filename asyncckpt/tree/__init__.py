@@ -22,10 +22,11 @@ leaves share a path. The path of a tree that is a single leaf is empty.
 
 from __future__ import annotations
 
+from asyncckpt.options import MAX_DEPTH
 from asyncckpt.tree.flatten import Flat, flatten
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, names_of_paths, where
 from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
-from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
+from asyncckpt.tree.structure import Kind, Node, Structure
 from asyncckpt.tree.types import NodeAdapter, is_frozen, signature
 from asyncckpt.tree.unflatten import shared_leaves, unflatten, unflatten_like
 from asyncckpt.tree.union import merge_trees

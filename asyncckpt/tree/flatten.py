@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from asyncckpt.errors import UnsupportedLeafError, UsageError
+from asyncckpt.options import MAX_DEPTH
 from asyncckpt.tree.names import Key, escape_keys, where
-from asyncckpt.tree.structure import MAX_DEPTH, MAX_KEY_BITS, Kind, Node, Structure
+from asyncckpt.tree.structure import MAX_KEY_BITS, Kind, Node, Structure
 from asyncckpt.tree.types import LEAF, NodeAdapter, Types, type_name
 
 _NONE = Node("none")

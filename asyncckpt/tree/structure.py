@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
-from asyncckpt.options import MAX_DEPTH as MAX_DEPTH
+from asyncckpt.options import MAX_DEPTH
 from asyncckpt.tree.names import Key, escape_keys
 
 Kind = Literal["dict", "list", "tuple", "namedtuple", "dataclass", "registered", "stateful", "none"]

@@ -320,6 +320,7 @@ def test_changed_bytes_with_a_right_checksum_are_a_record_or_an_error(data: st.D
     ("metadata", "reason"),
     [
         ({"a": math.nan}, "cannot be written as JSON"),
+        ({"a": nested(300)}, "nested deeper than 256"),
         ({"a": "\ud800"}, "not valid Unicode"),
         ({"a": 10**5000}, "cannot be written as JSON"),
     ],

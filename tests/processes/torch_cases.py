@@ -323,7 +323,7 @@ async def cancel_save(worker: Worker) -> tuple[float, int, list[str], int, list[
         return len(asyncio.all_tasks()) - 1
 
     pending = await ckpt.start_save(2, local_tree(2))
-    while caller.time_left_s() > CALL_LIMIT_S - 0.5:  # it has been in one call for so long
+    while caller.time_left_s() > CALL_LIMIT_S - 0.5:  # it has been in one call for half a second
         await asyncio.sleep(0.02)
     begun = time.monotonic()
     pending.cancel()

@@ -35,12 +35,15 @@ class LocalJoinedAttempt(AttemptTree):
         with contextlib.ExitStack() as undo:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                directory = Descriptor(fd)
-                undo.callback(directory.close)
-                if not has_mark(fd, terms.save_id):
-                    return False
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            directory = Descriptor(fd)
+            undo.callback(directory.close)
+            if not has_mark(fd, terms.save_id):
+                return False
+            try:
                 owner_file = make_owner_file(path, process, machine, terms)
-            except (FileNotFoundError, NotADirectoryError):  # the epoch's directory was tidied up
+            except FileNotFoundError:  # the epoch's directory was tidied up
                 return False
             if owner_file is None:
                 return False

@@ -88,7 +88,7 @@ class Descriptor:
 
 @contextlib.contextmanager
 def opened(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Iterator[int]:
-    """Yield a descriptor for the block, as of `os.open`."""
+    """Yield a descriptor from `os.open`; close it after the block."""
     fd = os.open(path, flags, mode, dir_fd=dir_fd)
     try:
         yield fd

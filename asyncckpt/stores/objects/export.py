@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-from typing import Any
 
 import numpy as np
 

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from asyncckpt.errors import StoreError
 from asyncckpt.stores.objects.clients.client import (
@@ -137,9 +137,7 @@ class Requests(Sender):
     ) -> tuple[T, Request[T]]:
         """Send a body; forget it at the end, since a kept error may keep the functions."""
         held = [body]
-        request = Request(
-            lambda: put(held[0]), "put", len(body), hedged=hedged, landing=landing
-        )
+        request = Request(lambda: put(held[0]), "put", len(body), hedged=hedged, landing=landing)
         try:
             return await self.send(request), request
         finally:
@@ -371,7 +369,6 @@ class Requests(Sender):
 
         If an answer was lost and the next try finds no such upload, checks for the object instead.
         """
-
         tried = 0
 
         async def complete() -> None:
