@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,8 +20,9 @@ LIMIT_S = 120.0
 class Workers:
     """Running processes, each at the other end of a pipe."""
 
-    def __init__(self, pipes: Sequence[Connection]) -> None:
+    def __init__(self, pipes: Sequence[Connection], processes: Sequence[SpawnProcess]) -> None:
         self._pipes = pipes
+        self._processes = processes
 
     def tell(self, word: Any) -> None:
         """Say the same to every process."""
@@ -28,7 +30,7 @@ class Workers:
             pipe.send(word)
 
     def answers(self, limit_s: float | None = LIMIT_S) -> list[Any]:
-        """Return what every process says next; None: however long that takes."""
+        """Return the next answer of every process; with `limit_s=None`, wait without a limit."""
         found = []
         for number, pipe in enumerate(self._pipes):
             name = f"process {number} of {len(self._pipes)}"
@@ -37,7 +39,9 @@ class Workers:
             try:
                 found.append(pipe.recv())
             except (EOFError, OSError):
-                raise RuntimeError(f"{name} has ended") from None
+                self._processes[number].join(LIMIT_S)
+                status = self._processes[number].exitcode
+                raise RuntimeError(f"{name} has ended with status {status}") from None
         return found
 
     def ask(self, word: Any) -> list[Any]:
@@ -56,15 +60,16 @@ def started(work: Callable[..., None], arguments: Iterable[Sequence[Any]]) -> It
     """
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
-    processes = []
+    processes: list[SpawnProcess] = []
     try:
         for given in arguments:
             mine, theirs = context.Pipe()
-            processes.append(context.Process(target=work, args=(*given, theirs), daemon=True))
-            processes[-1].start()
+            process = context.Process(target=work, args=(*given, theirs), daemon=True)
+            process.start()
+            processes.append(process)
             theirs.close()  # so that the end of the process is noticed
             pipes.append(mine)
-        workers = Workers(pipes)
+        workers = Workers(pipes, processes)
         yield workers
         workers.tell(None)
         for process in processes:
@@ -72,6 +77,7 @@ def started(work: Callable[..., None], arguments: Iterable[Sequence[Any]]) -> It
     finally:
         for process in processes:
             process.kill()
+            process.join()
 
 
 def apart(work: Callable[..., T], *given: Any) -> T:
@@ -81,7 +87,10 @@ def apart(work: Callable[..., T], *given: Any) -> T:
         RuntimeError: the function raised, or the process ended; the message says why.
     """
     with started(_answer, [(work, given)]) as workers:
-        ((found, failure),) = workers.answers(limit_s=None)
+        try:
+            ((found, failure),) = workers.answers(limit_s=None)
+        except RuntimeError as error:
+            failure = str(error)
     if failure:
         raise RuntimeError(f"{work.__name__} failed in a process of its own: {failure}")
     result: T = found

@@ -425,6 +425,8 @@ class Staging:
                         [_copied(arena, source, shard) for shard in range(len(source.shards))]
                     )
                 source.begin_runs = None  # the caller may mutate what is on the device
+        except AsyncCheckpointError:
+            raise
         except Exception as error:
             raise self._failed(leaf, error) from error
         self.recorder.add("stage", since, nbytes)
@@ -556,6 +558,8 @@ class Staging:
         source = self.plan.row_source.item(row)
         try:
             reader = self._reader(array)
+        except AsyncCheckpointError:
+            raise
         except Exception as error:
             raise self._failed(self._leaf_of[array], error) from error
         flat = reader.flats[self.plan.row_shard.item(row)] if source >= 0 else None
@@ -575,6 +579,8 @@ class Staging:
             index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
             cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
             gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
+        except AsyncCheckpointError:
+            raise
         except Exception as error:
             raise self._failed(self._leaf_of[array], error) from error
 
@@ -640,7 +646,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _naming(self, leaf: int | Source) -> Iterator[None]:
-        """Name the leaf in errors of the block; `leaf` is the number of its array, or its source."""
+        """Name the leaf in errors of the block, given the number of its array, or its source."""
         try:
             yield
         except AsyncCheckpointError:  # may be of another leaf, whose copies began later
@@ -650,8 +656,6 @@ class Staging:
             raise self._failed(number, error) from error
 
     def _failed(self, leaf: int, error: Exception) -> AsyncCheckpointError:
-        if isinstance(error, AsyncCheckpointError):
-            return error
         path = self._path(leaf)
         return StagingError(
             f"{path}: copying {self.sources[leaf].spec} to host memory failed: "

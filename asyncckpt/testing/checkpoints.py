@@ -39,7 +39,7 @@ def identity(text: str) -> str:
 
 
 SAVE_ID = identity("a")
-"""That of a test's first attempt."""
+"""Save ID of a test's first attempt."""
 
 
 def record_of(

@@ -128,7 +128,7 @@ def _counted(store: FaultStore, inner: object, name: str) -> Any:
     attempt or share is aborted if the script fails the call that opened it.
     """
     found = getattr(inner, name)
-    if not inspect.iscoroutinefunction(found):
+    if name not in _PARTS and not inspect.iscoroutinefunction(found):
         return found
 
     async def call(*args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ def of_modules(sources: Sources) -> Iterator[Docstring]:
 def is_imperative(first_line: str) -> bool:
     """Tell whether the line begins with a verb of the list that is not used as a noun.
 
-    Ruff's D401, which knows the wrong forms of many verbs, lets pass nouns that it does not know.
+    Ruff's D401, which knows the wrong forms of many verbs, misses nouns that it does not know.
     """
     words = re.findall(r"[^\s.,:;()]+", first_line.lower())
     return bool(words) and words[0] in VERBS and not NOUN_FOLLOWERS.intersection(words[1:2])

@@ -92,7 +92,7 @@ class Cases:
     def restore(self, state: str, place: str, options: dict[str, Any], *, into: bool) -> float:
         """Restore in place, or into memory of its own.
 
-        From local disk the second one counts, of files that are in the page cache.
+        On local disk, the second restore is timed, from files in the page cache.
         """
         one, target = f"{place}/one", self._like(state) if into else None
         more = {"strict": False, **options}  # Python scalars of the target may differ

@@ -128,7 +128,7 @@ class S3fs(_Fsspec):
 
 
 def s3fs_options(endpoints: Endpoints) -> dict[str, Any]:
-    """Return options of s3fs for many connections, without checksums nobody asked for."""
+    """Return options of s3fs for many connections, without optional checksums."""
     config = {
         "max_pool_connections": CONNECTIONS,
         "request_checksum_calculation": "when_required",

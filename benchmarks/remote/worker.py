@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import asyncio
 import gc
 import os
@@ -227,10 +228,12 @@ def serve(
         pass
     except Exception as error:
         traceback.print_exc()
-        pipe.send(({}, described(error)))
-    # Threads of the libraries that are measured are not waited for.
-    sys.stderr.flush()
-    os._exit(0)
+        with contextlib.suppress(OSError):
+            pipe.send(({}, described(error)))
+    finally:
+        # Threads of the libraries that are measured are not waited for.
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def described(error: BaseException) -> str:

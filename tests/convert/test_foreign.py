@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 
 import asyncckpt
 from asyncckpt import SaveOptions, ShardedArray, blocking
+from asyncckpt.errors import UsageError
 from asyncckpt.options import MIB
 from asyncckpt.tree import flatten
 from tests.checkpoint.foreign.orbax_writers import WRITERS, as_orbax_likes_it, manager, pytree
@@ -260,3 +263,16 @@ async def test_a_truncated_foreign_file_is_reported_and_nothing_is_left(tmp_path
     with pytest.raises(asyncckpt.CorruptCheckpointError):
         await asyncckpt.convert(tmp_path / "a", tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_document_that_is_too_deep_inside_the_metadata_is_refused(tmp_path: Path) -> None:
+    corpus = Path(__file__).parents[1] / "checkpoint/foreign/corpus/orbax/json-item"
+    source = shutil.copytree(corpus, tmp_path / "a")
+    document: Any = {}
+    for _ in range(255):
+        document = {"in": document}
+    (source / "meta/metadata").write_text(json.dumps(document))
+    assert blocking.inspect(source).metadata == {"meta": document}
+    with pytest.raises(UsageError, match="metadata is nested deeper than 256; save it as leaves"):
+        blocking.convert(source, tmp_path / "b", to="asyncckpt")
+    assert not (tmp_path / "b").exists()

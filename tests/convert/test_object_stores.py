@@ -136,23 +136,28 @@ async def test_leaves_of_every_kind_survive_both_ways(
     assert same(blocking.restore(tmp_path / "b"), blocking.restore(local))
 
 
-@pytest.mark.parametrize("kind", ["obstore", "gcsfs"])
-async def test_a_set_has_its_index_last(sim: Simulator, kind: str, source: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [("obstore", "set"), ("gcsfs", "set"), ("gcsfs", "model.safetensors.index.json")],
+)
+async def test_a_set_has_its_index_last(
+    sim: Simulator, kind: str, prefix: str, source: Path
+) -> None:
     there = place(sim, kind)
-    url = f"{there.url}/set"
+    url = f"{there.url}/{prefix}"
     report = await asyncckpt.convert(
         source, url, to="safetensors", max_file_nbytes=1000, storage_options=there.options
     )
     names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     index = "model.safetensors.index.json"
     found = there.objects(sim)
-    assert sorted(found) == sorted(f"set/{name}" for name in [*names, index])
+    assert sorted(found) == sorted(f"{prefix}/{name}" for name in [*names, index])
     assert report.file_count == 3
     assert report.stored_nbytes == sum(map(len, found.values()))
-    assert set(json.loads(found[f"set/{index}"])["weight_map"].values()) == set(names)
+    assert set(json.loads(found[f"{prefix}/{index}"])["weight_map"].values()) == set(names)
     stored = sim.stored()
     written = [key for key in sorted(stored, key=lambda key: stored[key].generation)]
-    assert written[-1] == f"{there.root}/set/{index}"
+    assert written[-1] == f"{there.root}/{prefix}/{index}"
     assert same(await asyncckpt.restore(url, storage_options=there.options), plain())
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import shutil
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +18,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import (
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     MismatchError,
     RestoreError,
@@ -24,6 +28,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.ports import ORDINARY, Reading
+from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.stores.local.files import LocalFiles
 from tests.restore.loader import Loader
 from tests.script import Script
@@ -561,3 +566,26 @@ async def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None
         RestoreError, match=r"loader: Loader\.load_state_dict refused .*ValueError: not mine"
     ):
         await asyncckpt.restore_into(place, {"loader": target})
+
+
+async def test_a_failed_attempt_keeps_no_memory_while_an_older_step_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[weakref.ref[RestorePipeline]] = []
+    finish = RestorePipeline.finish
+
+    async def fails_at_first(pipeline: RestorePipeline) -> None:
+        gc.collect()
+        assert [attempt() for attempt in attempts] == [None] * len(attempts)
+        attempts.append(weakref.ref(pipeline))
+        if len(attempts) == 1:
+            raise CheckpointNotFoundError("deleted meanwhile")
+        await finish(pipeline)
+
+    monkeypatch.setattr(RestorePipeline, "finish", fails_at_first)
+    target = {"a": np.zeros(1000)}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            await ckpt.save(step, {"a": np.full(1000, float(step))})
+        shutil.rmtree(tmp_path / "2")
+        await ckpt.restore_into(target, options=asyncckpt.RestoreOptions(atomic=True))

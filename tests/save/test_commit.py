@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -123,3 +124,16 @@ async def test_orbax_files_are_written_at_the_same_time(workers: Workers) -> Non
     async with asyncio.timeout(30):
         await commit.put_orbax()
     assert sorted(begun) == sorted(f"default/{path}" for path in staged.layout.orbax or {})
+
+
+async def test_a_process_without_orbax_files_opens_no_attempt_for_them(workers: Workers) -> None:
+    staged = Staged({"a": noise(1000)}, workers)
+    staged.layout = dataclasses.replace(staged.layout, orbax=None)
+    commit, attempt = commit_of(staged, workers)
+
+    async def opened() -> Any:
+        raise AssertionError
+
+    commit.opened = opened
+    await commit.put_orbax()
+    assert attempt.log == []

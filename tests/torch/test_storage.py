@@ -242,7 +242,7 @@ def test_tied_weights_are_loaded_into_their_one_memory(tmp_path: Path) -> None:
     assert torch.equal(target, weight)
 
 
-def test_targets_that_share_memory_are_read_one_after_the_other(tmp_path: Path) -> None:
+def test_targets_that_share_memory_get_values_as_if_read_one_by_one(tmp_path: Path) -> None:
     path = str(tmp_path / "1")
     values = torch.from_numpy(array("w", (16, 9)))
     names = [f"k{number}" for number in range(9)]

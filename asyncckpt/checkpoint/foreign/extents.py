@@ -151,6 +151,6 @@ def _stored_nbytes(storage: Storage) -> tuple[float, float]:
     if storage.codec.decode is None:
         return payload + trailer, payload + trailer
     if payload > 4 * storage.spec.nbytes + PADDING_NBYTES:
-        return math.inf, math.inf
+        return math.inf, math.inf  # too large for its array: no stored size is valid
     sparse = re.search("bz2|sharding", storage.codec.name)
     return trailer + payload / (MAX_RATIO_SPARSE if sparse else MAX_RATIO), math.inf

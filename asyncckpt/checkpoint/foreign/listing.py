@@ -269,7 +269,7 @@ def damaged(
 def located(files: CheckpointFiles, directory: str = "") -> Iterator[None]:
     """Add the location to errors of parsers, whose files are relative to `directory`.
 
-    The empty path is the location itself, if that is a file.
+    An error without a file, or whose file is empty, is about the location itself.
     """
     try:
         yield

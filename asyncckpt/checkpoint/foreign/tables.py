@@ -116,7 +116,7 @@ async def _newest(listing: Listing, directory: str) -> Version | None:
             path,
             f"{path} holds generation {found}, or is of another database than {MANIFEST_NAME}; "
             "restore another step or copy",
-            expected=name,
+            expected=int(name.rpartition(".")[2], 16),
             found=found,
         )
     return newest.latest

@@ -143,8 +143,8 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
             dtype = DTYPES.get(code)
             if dtype is None:
                 raise unsupported(
-                    f"the dtype {code[:40]!a} of {where} is not read here; convert the tensor with "
-                    "the library that wrote it",
+                    f"this release does not read the dtype {code[:40]!a} of {where}; convert the "
+                    "tensor with the library that wrote it",
                     file=file,
                     offset=_place(data, name),
                     expected=tuple(CODES.values()),

@@ -168,7 +168,7 @@ def _unshard(
     shards: Shards,
     codec: Codec,
     shape: Sequence[int],
-    fill: Bytes,
+    fill: npt.NDArray[np.void],
     stored: Sequence[int] | None,
 ) -> Bytes:
     """Return the elements of a whole shard, whose chunks `codec` decodes.

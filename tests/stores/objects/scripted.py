@@ -192,10 +192,14 @@ class Clock:
         self._now_s = loop.time()
         monkeypatch.setattr(loop, "time", lambda: self._now_s)
 
+    def jump(self, seconds: float) -> None:
+        """So much time passes in this turn of the loop."""
+        self._now_s += seconds
+
     async def advance(self, seconds: float) -> None:
         """So much time has passed since nothing else was left to do, and nothing is again."""
         await self._turn()
-        self._now_s += seconds
+        self.jump(seconds)
         await self._turn()
 
     async def _turn(self) -> None:

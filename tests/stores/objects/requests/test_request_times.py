@@ -235,9 +235,12 @@ async def test_a_request_cancelled_between_its_tries_holds_nothing() -> None:
     assert_at_rest(store, client)
 
 
+@pytest.mark.parametrize("hedge_cold_s", [0.0, 60.0])
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_nothing(times: int) -> None:
-    policy = replace(HASTY, ceiling=2, hedge_cold_s=0.0, retry=AT_ONCE.retry)
+async def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_nothing(
+    times: int, hedge_cold_s: float
+) -> None:
+    policy = replace(HASTY, ceiling=2, hedge_cold_s=hedge_cold_s, retry=AT_ONCE.retry)
     cut = 0
     for turn in range(400):
         store, client = requests(policy=policy)
@@ -283,6 +286,19 @@ async def test_a_slow_data_object_is_raced_by_one_of_another_name(
     assert await task == (name(1), False, (name(0),))
     assert client.requests == [f"put {name(0)}", f"put {name(1)}"]
     assert_at_rest(store, client)
+
+
+async def test_a_loop_that_was_busy_before_a_transfer_has_not_made_it_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    store, client = requests(policy=SOON)
+    task = asyncio.create_task(store.put(name, b"body"))
+    while not store.limiter.in_flight:
+        await asyncio.sleep(0)
+    clock.jump(LATE_S)
+    assert await task == (name(0), True, ())
+    assert client.requests == [f"put {name(0)}"]
 
 
 @pytest.mark.parametrize("others", [0, 5])
