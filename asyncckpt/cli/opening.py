@@ -40,7 +40,7 @@ from asyncckpt.reports import CheckpointInfo
 from asyncckpt.runtime import Runtime
 from asyncckpt.session.steps import foreign_steps
 from asyncckpt.stores.local.failures import reported
-from asyncckpt.stores.objects.clients.urls import is_url, parse_url, without_scheme
+from asyncckpt.stores.objects.clients.urls import is_url, parse_url, split_url, without_scheme
 
 StorageOption = Annotated[
     list[str] | None,
@@ -126,8 +126,7 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
     with run_at(root, options) as run:
         check_directory(root)
         steps = candidates(root, options)
-        alone = not steps and not is_bucket(root)
-        if alone and RECORD_NAME in _at_store(root, options, lambda store: store.names()):
+        if not steps and has_record(root, options):
             raise CheckpointNotFoundError(
                 f"{root}: this is one checkpoint, not the root of a run; look at it with "
                 f"`asyncckpt show {root}`",
@@ -229,18 +228,24 @@ def removable(location: str, options: Options) -> tuple[str, int]:
             f"remove any other checkpoint with {by_hand}",
             location=location,
         )
-    root, step = place
-
-    async def refuse(store: Store) -> None:
-        # Without a record, it is just a directory with a number as its name.
-        if not await _has_record(store, str(step)):
-            foreign = await foreign_steps(store, [step])
-            text = f"{location}: there is no checkpoint to remove"
-            text = f"{text}: {foreign}" if foreign else text
-            raise CheckpointNotFoundError(text, location=location)
-
-    _at_store(root, options, refuse)
+    # Without a record, it is just a directory with a number as its name.
+    if not has_record(location, options):
+        root, step = place
+        text = f"{location}: there is no checkpoint to remove"
+        if foreign := _at_store(root, options, lambda store: foreign_steps(store, [step])):
+            text = f"{text}: {foreign}"
+        raise CheckpointNotFoundError(text, location=location)
     return place
+
+
+def has_record(location: str, options: Options) -> bool:
+    """Return whether a directory or prefix has a commit record, valid or not."""
+    if not is_url(location):
+        return stat.S_ISREG(_mode(os.path.join(location, RECORD_NAME)))
+    if is_bucket(location):
+        return False
+    root, name = split_url(location)
+    return _at_store(root, options, lambda store: _has_record(store, name))
 
 
 def last_claim(root: str, options: Options) -> Claim | None:
