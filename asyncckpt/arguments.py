@@ -15,6 +15,7 @@ from typing import (
     Literal,
     SupportsFloat,
     TypedDict,
+    TypeGuard,
     TypeVar,
     get_args,
     get_origin,
@@ -236,6 +237,10 @@ def as_int(number: Any) -> Any:
         return number
 
 
+def _is_int(number: object) -> TypeGuard[int]:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
 def step_number(step: object) -> int:
     """Return the step as an int.
 
@@ -243,7 +248,7 @@ def step_number(step: object) -> int:
         UsageError: it is not a non-negative integer of at most 19 digits.
     """
     number = as_int(step)
-    if type(number) is not int:
+    if not _is_int(number):
         raise UsageError(
             f"step={step!r:.80}: a step is a non-negative integer, not {type(step).__name__}; "
             "it comes first, as in save(step, tree), and a target is passed as restore(like=...)",
@@ -317,8 +322,7 @@ def check_coordinator(coordinator: object) -> None:
         )
     index = getattr(coordinator, "process_index", None)
     count = getattr(coordinator, "process_count", None)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (index, count))
-    if not whole or not 0 <= index < count:
+    if not (_is_int(index) and _is_int(count) and 0 <= index < count):
         raise UsageError(
             f"coordinator={coordinator!r:.80}: process_index={index!r} of process_count={count!r}: "
             "pass a number of processes, and an index from 0 to one below it",

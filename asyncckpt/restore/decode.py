@@ -98,7 +98,7 @@ class Decode:
         self._has_crcs = reads.extents.crc32c is not None
         self._plan = reads.plan
         self._destinations = reads.destinations
-        self._place = reads.place
+        self._chunk = reads.chunk
         self._short_lock = threading.Lock()  # held while decoding short chunks (`SHORT_NBYTES`)
         codecs = [storage.codec for storage in reads.opened.storages]
         self._any_encoded = any(codec.decode for codec in codecs)
@@ -269,7 +269,7 @@ class Decode:
         values = self._destinations.values[part.request]
         if values is None:
             return
-        storage, number, box = self._place(part.row, part.request)
+        storage, number, box = self._chunk(part.row, part.request)
         element = np.frombuffer(storage.fill or bytes(storage.spec.itemsize), np.uint8)
         _, within = intersection(storage.grid, number, box)
         values[within] = element.view(DTYPES[storage.spec.dtype])[0]
@@ -282,7 +282,7 @@ class Decode:
         values = self._destinations.values[request]
         if values is None or not storage.codec.decode_into or storage.chunk_nbytes < INTO_NBYTES:
             return None
-        _, number, box = self._place(row, request)
+        _, number, box = self._chunk(row, request)
         _, within = intersection(storage.grid, number, box)
         index: Any = (*within, ...)
         target = values[index]
@@ -344,7 +344,7 @@ class Decode:
         values = self._destinations.values[part.request]
         if values is None:
             return
-        storage, number, box = self._place(part.row, part.request)
+        storage, number, box = self._chunk(part.row, part.request)
         grid = storage.grid
         if payload.nbytes == storage.chunk_nbytes:
             # Nearly all chunks. The arithmetic for pieces takes several times as long as the copy

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.format.codecs import ZSTD, Bytes, ChunkError, Codec, check_nbytes, decompress_within
 from asyncckpt.format.crc import crc32c

@@ -223,9 +223,8 @@ def unframe(
     crc = crc32c(memoryview(data)[:-4])
     if stored != crc:
         raise fault(f"its CRC-32C is {crc:08x}, the stored one {stored:08x}", size - 4)
-    version, compression = data[
-        12:FRAME_HEADER
-    ]  # varints: all that this release reads take one byte
+    # Varints, of which all that this release reads take one byte.
+    version, compression = data[12:FRAME_HEADER]
     if version:
         raise unsupported(
             f"{what} has OCDBT format version {version}, this release reads version 0; read it "
