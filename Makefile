@@ -16,25 +16,17 @@ help:  ## list the targets
 demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 	$(PY) examples/demo.py
 
-# Tests that start several processes each come after all others, whose timing they would disturb.
-# The longest are the first of them. Most fork from servers that import JAX or torch, which are then
-# started once for each process of pytest.
-TOGETHER := tests/crash/test_runtime_kills.py tests/examples/test_jobs.py \
-	tests/crash/test_kills.py tests/processes tests/torch \
-	tests/adapters/test_dtensor_processes.py tests/adapters/test_jax_processes.py tests/coordinators
-
 # By the alphabet, not by the number of tests in a file: the longest are not the last ones then.
 PYTEST := $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 
 # Hundreds of processes that tests start import what is compiled here once, and so do those of
 # pytest, which all import every test module. Empty, the variable lets the rest be compiled once too.
 test: export PYTHONDONTWRITEBYTECODE :=
-# Many tests wait for a disk, a clock or a child: four processes keep two cores busy, in 10 GB.
-test: $(VENV)/.installed-dev  ## run the tests, in three or four processes
+# Many tests wait for a disk, a clock or a child: five processes keep two cores busy, in 12 GB.
+test: $(VENV)/.installed-dev  ## run the tests, in five processes
 	$(PY) -m compileall -q asyncckpt tests examples benchmarks
 	$(PY) -m tests.rewritten
-	$(PYTEST) -n 4 $(addprefix --ignore=,$(TOGETHER))
-	$(PYTEST) -n 3 $(TOGETHER)
+	$(PYTEST) -n 5
 
 test-long: $(VENV)/.installed-dev  ## run the long tests, and all others with new examples and random delays
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -86,15 +86,15 @@ def apart(work: Callable[..., T], *given: Any) -> T:
     Raises:
         RuntimeError: the function raised, or the process ended; the message says why.
     """
-    with started(_answer, [(work, given)]) as workers:
-        try:
+    found, failure = None, ""
+    try:
+        with started(_answer, [(work, given)]) as workers:
             ((found, failure),) = workers.answers(limit_s=None)
-        except RuntimeError as error:
-            failure = str(error)
+    except RuntimeError as error:
+        failure = str(error)
     if failure:
         raise RuntimeError(f"{work.__name__} failed in a process of its own: {failure}")
-    result: T = found
-    return result
+    return cast(T, found)
 
 
 def _answer(work: Callable[..., object], given: Sequence[Any], pipe: Connection) -> None:

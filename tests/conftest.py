@@ -25,6 +25,9 @@ for name in [name for name in os.environ if name.startswith(("AWS_ACCESS", "AWS_
     if name != "AWS_SHARED_CREDENTIALS_FILE":
         del os.environ[name]
 
+# Several processes share the cores; threads of torch would spin while they wait for one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A busy machine is no failure: examples have no deadline, the whole run has one.
 # The same examples everywhere, so that who breaks something is who sees it; `make test-long` and
 # `make fuzz` look for new ones.
@@ -35,6 +38,20 @@ hypothesis.settings.load_profile("asyncckpt")
 # The crash tests are built on Linux's LD_PRELOAD and /proc.
 collect_ignore = [] if sys.platform == "linux" else ["crash"]
 
+
+# Tests that start several processes each come after all others, whose timing they would disturb.
+# The longest are the first of them. Most fork from servers that import JAX or torch, which are then
+# started once for each process of pytest.
+TOGETHER = (
+    "tests/crash/test_runtime_kills.py",
+    "tests/examples/test_jobs.py",
+    "tests/crash/test_kills.py",
+    "tests/processes/",
+    "tests/torch/",
+    "tests/adapters/test_dtensor_processes.py",
+    "tests/adapters/test_jax_processes.py",
+    "tests/coordinators/",
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_NBYTES = 256 << 20
@@ -90,12 +107,19 @@ def what_was_there_before_is_not_looked_at() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped on a machine without an NVIDIA device."""
+    """Tests of many processes come last; those marked gpu are skipped without an NVIDIA device."""
+    items.sort(key=_place)
     if Path("/dev/nvidia0").exists():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _place(item: pytest.Item) -> int:
+    """Where among the tests a test comes: 0, or the number of its prefix in `TOGETHER` from 1."""
+    places = [n for n, prefix in enumerate(TOGETHER, 1) if item.nodeid.startswith(prefix)]
+    return places[0] if places else 0
 
 
 @pytest.hookimpl(wrapper=True)

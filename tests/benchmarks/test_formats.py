@@ -74,7 +74,10 @@ def test_child_that_fails_is_an_error_and_no_measurement(suite: Suite) -> None:
 
 
 def test_child_that_ends_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="process 0 of 1 has ended"):
+    with pytest.raises(
+        RuntimeError,
+        match="_exit failed in a process of its own: process 0 of 1 has ended with status 3",
+    ):
         apart(os._exit, 3)
 
 

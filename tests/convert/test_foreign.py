@@ -268,8 +268,8 @@ async def test_a_truncated_foreign_file_is_reported_and_nothing_is_left(tmp_path
 def test_a_document_that_is_too_deep_inside_the_metadata_is_refused(tmp_path: Path) -> None:
     corpus = Path(__file__).parents[1] / "checkpoint/foreign/corpus/orbax/json-item"
     source = shutil.copytree(corpus, tmp_path / "a")
-    document: Any = {}
-    for _ in range(255):
+    document: Any = 1
+    for _ in range(256):
         document = {"in": document}
     (source / "meta/metadata").write_text(json.dumps(document))
     assert blocking.inspect(source).metadata == {"meta": document}

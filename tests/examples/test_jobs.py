@@ -14,6 +14,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 TIMEOUT_S = 280.0
+QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""For XLA: six processes compile the same steps, which takes most of their time."""
 
 
 def load_job() -> Any:
@@ -31,7 +33,7 @@ job = load_job()
 def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(EXAMPLES / example), "--quick", *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": QUICKLY},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -135,9 +135,12 @@ class CheckpointMachine(RuleBasedStateMachine):
             self._delete_after(who, self.root.pick(index))
 
     def _delete(self, who: int, step: int) -> None:
+        trainer = self.root.trainer(who)
+        # It would wait for a save of the same step, which ends when it is told to.
+        assume(trainer.flight is None or trainer.flight.step != step)
         found = step in self.root.steps and not self.root.steps[step].record_is_gone
         try:
-            self.root.trainer(who).ckpt.delete(step)
+            trainer.ckpt.delete(step)
         except CheckpointNotFoundError:
             assert not found
             visited["delete: no such step"] += 1

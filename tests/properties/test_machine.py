@@ -109,7 +109,7 @@ def test_any_sequence_of_operations_keeps_what_the_model_says() -> None:
     counts: Counter[str] = Counter()
     missing = set(OPERATIONS)
     for number in range(ROUNDS):
-        counts += run(50, operations=16, number=number)
+        counts += run(60, operations=16, number=number)
         missing -= {re.split(": | in ", name)[0] for name in counts}
         if not missing and counts.total() >= 1500:
             break
