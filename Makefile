@@ -22,11 +22,11 @@ PYTEST := $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 # Hundreds of processes that tests start import what is compiled here once, and so do those of
 # pytest, which all import every test module. Empty, the variable lets the rest be compiled once too.
 test: export PYTHONDONTWRITEBYTECODE :=
-# Many tests wait for a disk, a clock or a child: five processes keep two cores busy, in 12 GB.
-test: $(VENV)/.installed-dev  ## run the tests, in five processes
+# Many tests wait for a disk, a clock or a child: four processes keep two cores busy, in 10 GB.
+test: $(VENV)/.installed-dev  ## run the tests, in four processes
 	$(PY) -m compileall -q asyncckpt tests examples benchmarks
 	$(PY) -m tests.rewritten
-	$(PYTEST) -n 5
+	$(PYTEST) -n 4
 
 test-long: $(VENV)/.installed-dev  ## run the long tests, and all others with new examples and random delays
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100

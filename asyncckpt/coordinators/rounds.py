@@ -69,7 +69,7 @@ POST_S = 0.3
 SLICE_S = 1.0
 """How long the other processes wait for the outcome before they check that process 0 is alive."""
 
-PAUSES_PER_SLICE = 24
+PAUSES_PER_SLICE = 16
 """Minimum number of longest-interval polls per wait. Each wait restarts its back-off, so shorter
 waits would make thousands of processes poll too often."""
 
@@ -417,11 +417,14 @@ class Round:
 
     async def _follow(self) -> None:
         key = f"{self._prefix}/outcome"
+        checked_at = time.monotonic()
         while self.result is None:
             self._expecting = False
             outcome = await self._waited(self._coordinator.wait(key, timeout_s=self._slice_s))
-            if outcome is None and self._expecting:
-                continue
+            now = time.monotonic()
+            if outcome is None and self._expecting and now < checked_at + self._slice_s:
+                continue  # but who posts again and again must notice that process 0 is silent
+            checked_at = now
             closed: tuple[int, ...] = ()
             if outcome is None:
                 await self._check_decision()

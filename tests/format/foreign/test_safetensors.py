@@ -234,7 +234,7 @@ def test_a_damaged_file_says_what_is_wrong_and_where(what: str) -> None:
 @pytest.mark.parametrize("code", ["F4", "F6_E2M3", "F6_E3M2", "F128", ""])
 def test_dtypes_that_cannot_be_restored_are_refused_by_name(code: str) -> None:
     with pytest.raises(
-        UnsupportedFormatError, match=f"'{code}' of tensor 'a' is not read"
+        UnsupportedFormatError, match=f"does not read the dtype '{code}' of tensor 'a'"
     ) as caught:
         decode(file_of({"a": tensor(0, 1, code)}, 1))
     assert caught.value.found == code
