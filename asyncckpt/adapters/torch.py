@@ -89,16 +89,19 @@ class TorchAdapter:
                 f"{path}: a tensor on device meta has no values to save; materialise it first",
                 path=path,
             )
-        source = Source(array_spec(shape, name), leaf, None, None, "torch")
-        conj, neg = leaf.is_conj(), leaf.is_neg()
-        device = None if leaf.is_cpu else leaf.device
+        spec = array_spec(shape, name)
+        source = Source(spec, leaf, None, None, "torch")
+        conj, neg, on_cpu = leaf.is_conj(), leaf.is_neg(), leaf.is_cpu
+        device = None if on_cpu else leaf.device
+        # The garbage collector looks at each object made here, so there is none without need.
+        strides = None if leaf.is_contiguous() else leaf.stride()
         if pointer := _address(path, leaf):
-            source.identity = ("torch", device, pointer, shape, leaf.stride(), name, conj, neg)
-        if leaf.is_cpu and not (conj or neg):
-            source.view = numpy_view(leaf)
+            source.identity = ("torch", device, pointer, spec.shape, strides, name, conj, neg)
+        if on_cpu and not (conj or neg):
+            source.view = _view(leaf, pointer, spec.shape, strides)
         elif leaf.is_cuda:
             source.captured = self._queued(leaf.device)
-            if not (conj or neg) and leaf.is_contiguous():
+            if strides is None and not (conj or neg):
                 source.begin_runs = self.begin_runs
         return source
 
@@ -274,18 +277,9 @@ class _Memory:
 
     __slots__ = ("__array_interface__", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor, type_code: str, itemsize: int) -> None:
+    def __init__(self, tensor: torch.Tensor, interface: dict[str, Any]) -> None:
         self._tensor = tensor
-        strides = None
-        if not tensor.is_contiguous():
-            strides = tuple([step * itemsize for step in tensor.stride()])
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "typestr": type_code,
-            "data": (tensor.data_ptr(), False),
-            "strides": strides,
-        }
+        self.__array_interface__ = interface
 
 
 def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -294,10 +288,26 @@ def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
     `Tensor.numpy()` is not used: it makes the storage permanently unresizable, and FSDP, for
     example, resizes storages.
     """
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return _view(tensor, tensor.data_ptr(), tuple(tensor.shape), strides)
+
+
+def _view(
+    tensor: torch.Tensor, pointer: int, shape: tuple[int, ...], strides: Sequence[int] | None
+) -> npt.NDArray[Any]:
+    """Return the view, given facts of the tensor; `strides` is None if it is contiguous."""
     type_code, itemsize, dtype = _VIEWS[tensor.dtype]
-    if not tensor.numel():
-        return np.empty(tuple(tensor.shape), dtype or type_code)
-    view = np.asarray(_Memory(tensor, type_code, itemsize))
+    if 0 in shape:
+        return np.empty(shape, dtype or type_code)
+    interface: dict[str, Any] = {
+        "version": 3,
+        "shape": shape,
+        "typestr": type_code,
+        "data": (pointer, False),
+    }
+    if strides is not None:
+        interface["strides"] = tuple([step * itemsize for step in strides])
+    view = np.asarray(_Memory(tensor, interface))
     return view if dtype is None else view.view(dtype)
 
 

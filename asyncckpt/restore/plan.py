@@ -13,11 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage
-from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.planning.restore import Requests, RestorePlan, StoredArrays, plan_restore
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.restore.exchange.streams import StreamFiles
 from asyncckpt.spec import Box
+
+DIRECT_NBYTES = 16 << 10
+"""Shortest chunk of a local file that is read straight into its destination: a buffer more for the
+call costs as much as copying this many bytes."""
+
+FAR_DIRECT_NBYTES = 64 << 10
+"""The same for object stores, whose responses are taken apart in Python."""
 
 
 class Destinations:
@@ -95,17 +101,21 @@ def plan_reads(
     destinations: Destinations,
     *,
     slot_nbytes: int,
-    direct_nbytes: int = SMALL_NBYTES,
+    direct_nbytes: int | None = None,
     files: StreamFiles | None = None,
     only: npt.NDArray[np.bool_] | None = None,
 ) -> PlannedReads:
     """Plan the reads that fill the destinations. Blocking.
 
-    Chunks of `direct_nbytes` or more are read straight into their destinations where possible; all
-    others are read together, up to `slot_nbytes`. `files` replaces the files of the checkpoint;
-    `only` says of each chunk whether to read it (None: read all wanted chunks).
+    Chunks of `direct_nbytes` or more (None: as long as pays for these files) are read straight into
+    their destinations where possible; all others are read together, up to `slot_nbytes`. `files`
+    replaces the files of the checkpoint; `only` says of each chunk whether to read it (None: read
+    all wanted chunks).
     """
     source = opened.files if files is None else files
+    if direct_nbytes is None:
+        far = source.capabilities.read_copies > 0
+        direct_nbytes = FAR_DIRECT_NBYTES if far else DIRECT_NBYTES
     plan = plan_restore(
         opened.stored,
         destinations.requests(opened.stored, direct_nbytes),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -65,6 +66,11 @@ class Sources(Sequence[Source]):
             found = self.opened.setdefault(number, Source(self.specs[number], array, array))
             self.plain[number] = None
         return found
+
+    def view(self, number: int) -> npt.NDArray[Any] | None:
+        """Return the values of a whole array in host memory, without making a source."""
+        array = self.plain[number]  # first: see `__getitem__`
+        return self.opened[number].view if array is None else array
 
     def append(self, source: Source) -> None:
         """Add an array with its source."""
@@ -251,11 +257,19 @@ class _PlainSpecs(dict[tuple[np.dtype[Any], tuple[int, ...]], ArraySpec | None])
 
 def _tied(sources: Sources) -> dict[int, int]:
     """Return, for each array that shares the bytes of earlier ones, the first of them."""
-    identities: list[Any] = [
-        None if a is None else id(a) if a.base is None else memory_identity(a)
-        for a in sources.plain
-    ]
-    for number, source in sources.opened.items():
+    plain, opened = sources.plain, sources.opened
+    owners = [0 if a is None else id(a) if a.base is None else _owner(a.base) for a in plain]
+    identities: list[Any] = [*owners]
+    unknown = None in owners or any(
+        [s.framework == "numpy" and s.identity is not None for s in opened.values()]
+    )
+    # The address of a view takes 2 µs: it is needed only if the owner of its memory occurs again.
+    if unknown or len(set(owners)) < len(owners):
+        count = Counter(owners)
+        for number, (array, owner) in enumerate(zip(plain, owners, strict=True)):
+            if array is not None and (unknown or count[owner] > 1):
+                identities[number] = memory_identity(array)
+    for number, source in opened.items():
         identities[number] = source.identity
     tied: dict[int, int] = {}
     if len(set(identities)) < len(identities):
@@ -265,6 +279,11 @@ def _tied(sources: Sources) -> dict[int, int]:
             if first != number:
                 tied[number] = first
     return tied
+
+
+def _owner(base: Any) -> int | None:
+    """Return the identity of the array that owns the memory of its views; None if none does."""
+    return id(base) if type(base) is np.ndarray and base.base is None else None
 
 
 def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: int) -> Snapshot:

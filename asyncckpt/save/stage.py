@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.checkpoint.payload import ArrayReader, gather
+from asyncckpt.checkpoint.payload import ArrayReader, flat_bytes, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool, spans
@@ -555,15 +555,23 @@ class Staging:
 
     def _bytes_of(self, array: int, row: int) -> Bytes | None:
         """Return the bytes of a chunk without padding, if they are one run in host memory."""
-        source = self.plan.row_source.item(row)
-        try:
-            reader = self._reader(array)
-        except AsyncCheckpointError:
-            raise
-        except Exception as error:
-            raise self._failed(self._leaf_of[array], error) from error
-        flat = reader.flats[self.plan.row_shard.item(row)] if source >= 0 else None
-        return None if flat is None else flat[source : source + self.plan.row_data.item(row)]
+        start = self.plan.row_source.item(row)
+        if start < 0:
+            return None
+        leaf, spec = self._leaf_of[array], self.plan.arrays.of(array).spec
+        view, flat = self.sources.view(leaf), None
+        # Equal specs are nearly always the same object. Such an array needs no reader.
+        if view is not None and spec is self.sources.specs[leaf]:
+            flat = flat_bytes(view)
+        else:
+            try:
+                reader = self._reader(array)
+            except AsyncCheckpointError:
+                raise
+            except Exception as error:
+                raise self._failed(leaf, error) from error
+            flat = reader.flats[self.plan.row_shard.item(row)]
+        return None if flat is None else flat[start : start + self.plan.row_data.item(row)]
 
     def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
         plan, data = self.plan, self._bytes_of(array, row)

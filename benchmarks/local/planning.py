@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from asyncckpt import options
-from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.restore import (
@@ -27,6 +26,7 @@ from asyncckpt.planning.restore import (
 )
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
+from asyncckpt.restore.plan import DIRECT_NBYTES
 from asyncckpt.save.plan_cache import (
     Agreement,
     LayoutCache,
@@ -177,7 +177,7 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
         row_nbytes=nbytes,
         slot_nbytes=options.SLOT_NBYTES,
         gap_nbytes=GAP_NBYTES,
-        direct_nbytes=SMALL_NBYTES,
+        direct_nbytes=DIRECT_NBYTES,
     )
 
 

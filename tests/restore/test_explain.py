@@ -109,7 +109,7 @@ async def test_small_arrays_between_large_ones_are_read_with_them(
 ) -> None:
     """As in layers of a model; what they need beside their destinations counts in the budget."""
     rng = np.random.default_rng(0)
-    sizes = {"a": 1408 * KIB, "b": 1408 * KIB, "c": 60 * KIB, "d": 60 * KIB}
+    sizes = {"a": 1408 * KIB, "b": 1408 * KIB, "c": 12 * KIB, "d": 12 * KIB}
     tree = {
         f"{layer:02}{name}": rng.integers(0, 256, nbytes, np.uint8)
         for layer in range(layers)

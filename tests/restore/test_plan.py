@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncckpt.ports import StoreCapabilities
 from asyncckpt.restore.plan import Destinations, plan_reads
 from asyncckpt.spec import Box
 from tests.restore.opened import destinations, opened, packed
@@ -40,3 +41,18 @@ def test_reads_in_two_parts_share_no_chunk_and_count_all() -> None:
     for only, rows in ((shared, [1, 2]), (~shared, [0, 3])):
         part = plan_reads(checkpoint, extents, wanted, slot_nbytes=1 << 20, only=only)
         assert part.plan.rows.tolist() == rows and part.plan.counts == [4]
+
+
+def test_short_chunks_go_straight_to_their_destinations_from_local_files_only() -> None:
+    saved = {"a": np.ones(8 << 10, np.uint8), "b": np.ones(20 << 10, np.uint8)}
+    data, extents = packed([value.tobytes() for value in saved.values()])
+    checkpoint: Any = opened(saved)
+    wanted = destinations({key: np.zeros_like(value) for key, value in saved.items()})
+    for capabilities, direct in (
+        (StoreCapabilities(), [False, True]),
+        (StoreCapabilities(read_copies=1), [False]),
+    ):
+        checkpoint.files.capabilities = capabilities
+        plan = plan_reads(checkpoint, extents, wanted, slot_nbytes=1 << 20).plan
+        assert [batch.direct for batch in plan.batches] == direct
+        assert plan.read_nbytes == len(data)

@@ -227,6 +227,30 @@ def test_an_array_is_tied_to_a_view_of_all_of_it_and_to_no_other() -> None:
     assert found.tied == {2: 1, 6: 1}
 
 
+def test_ties_are_those_of_the_addresses_in_any_mixture_of_views() -> None:
+    """Addresses are read only where memory may be shared; the result does not show that."""
+    owner, other, raw = np.arange(24.0), np.arange(24.0), bytes(96)
+    foreign = memoryview(np.arange(24.0))
+    known = [owner, owner[:], owner[:12], owner[:12], owner[12:], owner.view(np.int64)]
+    known += [owner.reshape(4, 6), owner.reshape(4, 6), other.view(np.int64), other]
+    unknown = [np.frombuffer(foreign), np.frombuffer(foreign), np.frombuffer(memoryview(owner))]
+    unknown += [np.frombuffer(raw, np.int32), np.frombuffer(raw, np.int32)[:]]
+    opened = [owner.view(np.recarray), owner[:12].view(np.recarray), np.float32(1.0)]
+    random = np.random.default_rng(0)
+    for number in range(300):
+        some = [known, known + unknown, known + opened, known + unknown + opened][number % 4]
+        leaves = [some[i] for i in random.permutation(len(some))[: random.integers(1, len(some))]]
+        identities = [NumpyAdapter().source("x", leaf).identity for leaf in leaves]
+        expected = {
+            place: identities.index(identity)
+            for place, identity in enumerate(identities)
+            if identity is not None and identities.index(identity) != place
+        }
+        found = take_snapshot(leaves)
+        found.tie()
+        assert found.tied == expected
+
+
 def test_long_bytes_are_an_array_that_shares_their_memory() -> None:
     value = b"x" * 1025
     found = take_snapshot({"short": b"x" * 1024, "long": value})
