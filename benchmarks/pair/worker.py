@@ -32,11 +32,13 @@ class Cases:
         self._ckpt: Any = importlib.import_module("asyncckpt")
         self._blocking: Any = importlib.import_module("asyncckpt.blocking")
         states: Any = importlib.import_module("benchmarks.workloads")
-        self._states = {
-            "large": states.llama(size_mib << 20).tree,
-            "small": states.small(10_000).tree,
+        makers: dict[str, Callable[[], Any]] = {
+            "large": lambda: states.llama(size_mib << 20).tree,
+            "small": lambda: states.small(10_000).tree,
+            "experts": lambda: states.experts(size_mib << 20).tree,
         }
-        self._like = functools.cache(lambda state: states.targets_like(self._states[state]))
+        self._state = functools.cache(lambda state: makers[state]())
+        self._like = functools.cache(lambda state: states.targets_like(self._state(state)))
         files: Any = importlib.import_module("benchmarks.files")
         self._chill, self._warm = files.chill, files.warm
 
@@ -62,11 +64,11 @@ class Cases:
         run = self._blocking.Checkpointer(place, keep=keep, **options)
         try:
             for step in range(STEPS - 1):
-                run.save(step, self._states[state])
+                run.save(step, self._state(state))
             if waited:
                 run.wait()  # so that one removal counts, that of the step saved last
             begun = time.perf_counter()
-            run.save(STEPS - 1, self._states[state])
+            run.save(STEPS - 1, self._state(state))
             if waited:
                 run.wait()
                 run.close()
@@ -76,15 +78,16 @@ class Cases:
 
     def save_once(self, state: str, place: str, options: dict[str, Any]) -> float:
         """Save with the one-shot function."""
-        tree = self._states[state]
+        tree = self._state(state)
         return _timed(lambda: self._blocking.save(f"{place}/one", tree, **options))
 
     def stall(self, state: str, place: str, options: dict[str, Any]) -> float:
         """Time `start_save` with a warm pool and a cached plan."""
         with self._blocking.Checkpointer(place, **options) as run:
-            run.save(0, self._states[state])
+            # Not `save`, which takes less memory than the next call, because it writes meanwhile.
+            run.start_save(0, self._state(state)).result()
             begun = time.perf_counter()
-            pending = run.start_save(1, self._states[state])
+            pending = run.start_save(1, self._state(state))
             seconds = time.perf_counter() - begun
             pending.result()
             return seconds
@@ -96,7 +99,7 @@ class Cases:
         """
         one, target = f"{place}/one", self._like(state) if into else None
         more = {"strict": False, **options}  # Python scalars of the target may differ
-        self._blocking.save(one, self._states[state], **options)
+        self._blocking.save(one, self._state(state), **options)
 
         def restore() -> None:
             if into:
@@ -120,7 +123,7 @@ class Cases:
                 else:
                     run.restore(0)
 
-            run.save(0, self._states[state])
+            run.save(0, self._state(state))
             restore()
             self._chill(Path(place))
             return _timed(restore)
@@ -140,6 +143,9 @@ CASES: dict[str, tuple[Callable[..., float], str, dict[str, bool]]] = {
     "restore_small": (Cases.restore, "small", {"into": True}),
     "restore_small_own": (Cases.restore, "small", {"into": False}),
     "stall_small": (Cases.stall, "small", {}),
+    "save_experts": (Cases.save, "experts", {}),
+    "stall_experts": (Cases.stall, "experts", {}),
+    "restore_experts": (Cases.restore, "experts", {"into": True}),
 }
 """By name: what is timed, of which state, and how."""
 
