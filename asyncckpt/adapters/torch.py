@@ -93,7 +93,7 @@ class TorchAdapter:
         source = Source(spec, leaf, None, None, "torch")
         conj, neg, on_cpu = leaf.is_conj(), leaf.is_neg(), leaf.is_cpu
         device = None if on_cpu else leaf.device
-        # The garbage collector looks at each object made here, so there is none without need.
+        # The garbage collector looks at each object made here, so none is made without need.
         strides = None if leaf.is_contiguous() else leaf.stride()
         if pointer := _address(path, leaf):
             source.identity = ("torch", device, pointer, spec.shape, strides, name, conj, neg)

@@ -23,6 +23,10 @@ from asyncckpt.spec import Box, ChunkGrid
 TAIL_NBYTES = 1 << 20
 """Longest padding and trailer that are read together with a payload that goes to its target."""
 
+SHORT_RUN_NBYTES = 512 << 10
+"""Shortest run of rows in which short ones are read directly: another batch costs as much as
+copying a few hundred kilobytes."""
+
 OWN_BATCH_NBYTES = 1 << 20
 """Rows of this length are batches of their own: the chunks of a batch are decoded one after the
 other, in one thread."""
@@ -123,13 +127,15 @@ def plan_restore(
     slot_nbytes: int,
     gap_nbytes: int,
     direct_nbytes: int,
+    short_nbytes: int | None = None,
     only: npt.NDArray[np.bool_] | None = None,
 ) -> RestorePlan:
     """Plan the reads that serve all requests.
 
-    Rows of `direct_nbytes` or more are read directly into their targets if they can be; all others
-    go through a buffer. Adjacent rows of one file and one of these kinds share batches, except
-    those of `OWN_BATCH_NBYTES`.
+    Rows of `direct_nbytes` or more are read directly into their targets if they can be, as are
+    those of `short_nbytes` or more in runs of `SHORT_RUN_NBYTES`; all others go through a buffer.
+    Adjacent rows of one file and one of these kinds share batches, except those of
+    `OWN_BATCH_NBYTES`.
 
     Args:
         arrays: the stored arrays.
@@ -140,6 +146,7 @@ def plan_restore(
         slot_nbytes: longest batch of several rows that go through a buffer.
         gap_nbytes: longest run of unwanted bytes inside a batch.
         direct_nbytes: minimum length of a row that is read directly.
+        short_nbytes: the same within a run of such rows; None if it is no shorter.
         only: whether to read each row; None to read all wanted rows.
 
     Raises:
@@ -162,7 +169,11 @@ def plan_restore(
     into = stored & (np.diff(part_edges) == 1) & (direct[leads] >= 0)
     lengths = row_nbytes[wanted]
     tails = lengths - nbytes[leads]  # negative only in damaged foreign checkpoints
-    into &= (lengths >= direct_nbytes) & (tails >= 0) & (tails <= TAIL_NBYTES)
+    least = direct_nbytes if short_nbytes is None else short_nbytes
+    into &= (lengths >= least) & (tails >= 0) & (tails <= TAIL_NBYTES)
+    run = np.append(0, np.cumsum(into[1:] != into[:-1]))[: len(into)]
+    is_long = np.bincount(run, lengths) >= SHORT_RUN_NBYTES
+    into &= (lengths >= direct_nbytes) | is_long[run]
     is_direct = into[np.cumsum(fresh) - 1]
     parts = (row, request, np.where(is_direct, direct, -1), np.where(is_direct, nbytes, -1))
 

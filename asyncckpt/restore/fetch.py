@@ -236,18 +236,17 @@ class Fetch:
                 gap = end - batch.offset - batch.nbytes
                 buffers += (np.empty(batch.nbytes, np.uint8), np.empty(gap, np.uint8))
                 continue
-            # By column, because some models have thousands of arrays of 20 KB.
-            rows, requests, directs, sizes = map(batch.parts.column, range(4))
-            edges = np.append(offset_of[rows], end)
-            rests = np.append(0, np.cumsum(np.diff(edges) - sizes)).tolist()
-            aside = np.empty(rests[-1], np.uint8)
-            for number, (request, direct, nbytes) in enumerate(
-                zip(requests, directs, sizes, strict=True)
+            # By column: a call may fill hundreds of short arrays.
+            rows, *columns = map(batch.parts.column, range(4))
+            offsets = offset_of[rows].tolist()
+            ends_of = [*offsets[1:], end]
+            for request, direct, nbytes, offset, then in zip(
+                *columns, offsets, ends_of, strict=True
             ):
                 values = memory[request]
                 assert values is not None
-                buffers.append(np.frombuffer(values, np.uint8, nbytes, direct))
-                buffers.append(aside[rests[number] : rests[number + 1]])
+                data = np.frombuffer(values, np.uint8, nbytes, direct)
+                buffers += (data, np.empty(then - offset - nbytes, np.uint8))
         return buffers
 
     async def _checked(

@@ -18,12 +18,12 @@ from asyncckpt.ports import CheckpointFiles
 from asyncckpt.restore.exchange.streams import StreamFiles
 from asyncckpt.spec import Box
 
-DIRECT_NBYTES = 16 << 10
-"""Shortest chunk of a local file that is read straight into its destination: a buffer more for the
-call costs as much as copying this many bytes."""
+DIRECT_NBYTES = 64 << 10
+"""Shortest chunk that is read straight into its destination."""
 
-FAR_DIRECT_NBYTES = 64 << 10
-"""The same for object stores, whose responses are taken apart in Python."""
+SHORT_NBYTES = 16 << 10
+"""The same in runs of such chunks of local files: one more buffer in a call costs as much as
+copying this many bytes. Responses of object stores are taken apart in Python, which costs more."""
 
 
 class Destinations:
@@ -101,30 +101,30 @@ def plan_reads(
     destinations: Destinations,
     *,
     slot_nbytes: int,
-    direct_nbytes: int | None = None,
+    direct_nbytes: int = DIRECT_NBYTES,
     files: StreamFiles | None = None,
     only: npt.NDArray[np.bool_] | None = None,
 ) -> PlannedReads:
     """Plan the reads that fill the destinations. Blocking.
 
-    Chunks of `direct_nbytes` or more (None: as long as pays for these files) are read straight into
-    their destinations where possible; all others are read together, up to `slot_nbytes`. `files`
-    replaces the files of the checkpoint; `only` says of each chunk whether to read it (None: read
-    all wanted chunks).
+    Chunks of `direct_nbytes` or more, and runs of chunks of `SHORT_NBYTES` or more in local files,
+    are read straight into their destinations where possible; all others are read together, up to
+    `slot_nbytes`. `files` replaces the files of the checkpoint; `only` says of each chunk whether
+    to read it (None: read all wanted chunks).
     """
     source = opened.files if files is None else files
-    if direct_nbytes is None:
-        far = source.capabilities.read_copies > 0
-        direct_nbytes = FAR_DIRECT_NBYTES if far else DIRECT_NBYTES
+    is_far = source.capabilities.read_copies > 0
+    short_nbytes = direct_nbytes if is_far else min(SHORT_NBYTES, direct_nbytes)
     plan = plan_restore(
         opened.stored,
-        destinations.requests(opened.stored, direct_nbytes),
+        destinations.requests(opened.stored, short_nbytes),
         row_file=extents.file,
         row_offset=extents.offset,
         row_nbytes=extents.nbytes,
         slot_nbytes=slot_nbytes,
         gap_nbytes=source.capabilities.read_gap_nbytes,
         direct_nbytes=direct_nbytes,
+        short_nbytes=short_nbytes,
         only=only,
     )
     return PlannedReads(opened, source, extents, destinations, plan)

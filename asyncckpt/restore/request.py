@@ -18,6 +18,7 @@ from asyncckpt.adapters import AdapterSet, NewState, adapter_named, adapters_for
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import unreadable, unsupported
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError
+from asyncckpt.flow.collector import without_collections
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, FrameworkAdapter, Target
 from asyncckpt.reports import Progress
@@ -278,6 +279,7 @@ def _takes_strict(load_state_dict: Callable[..., Any]) -> bool:
     )
 
 
+@without_collections()
 def _target_leaves(
     flat: Flat, adapters: AdapterSet, stateful: Mapping[str, StatefulTarget], *, in_place: bool
 ) -> TargetLeaves:

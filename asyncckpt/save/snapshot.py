@@ -22,6 +22,7 @@ from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import memory_identity
 from asyncckpt.adapters.python import unreadable, unsupported
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError, UsageError
+from asyncckpt.flow.collector import without_collections
 from asyncckpt.format.fields import MAX_RANK
 from asyncckpt.format.scalars import encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
@@ -68,7 +69,10 @@ class Sources(Sequence[Source]):
         return found
 
     def view(self, number: int) -> npt.NDArray[Any] | None:
-        """Return the values of a whole array in host memory, without making a source."""
+        """Return the values of an array in host memory, without making a source.
+
+        None if they must be fetched or cast, or are in shards.
+        """
         array = self.plain[number]  # first: see `__getitem__`
         return self.opened[number].view if array is None else array
 
@@ -215,19 +219,21 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     spec_of = [known[a.dtype, a.shape] if type(a) is np.ndarray else None for a in leaves]
     opened: dict[int, Source] = {}
     refused: list[UnsupportedLeafError] = []
-    for leaf in [leaf for leaf, spec in enumerate(spec_of) if spec is None]:
-        path, value = flat.paths[leaf], leaves[leaf]
-        try:
-            found = _open(path, value, adapters)
-            if found is None:
-                snapshot.kinds[leaf], snapshot.values[leaf] = encode_scalar(value)
-                snapshot.scalars[leaf] = value
-            else:
-                opened[leaf], spec_of[leaf] = found, found.spec
-        except UnsupportedLeafError as error:
-            if error.path is None:  # `encode_scalar` does not know it
-                error = UnsupportedLeafError(f"{where(path)}: {error}", path=path)
-            refused.append(error)
+    others = [leaf for leaf, spec in enumerate(spec_of) if spec is None]
+    with without_collections():
+        for leaf in others:
+            path, value = flat.paths[leaf], leaves[leaf]
+            try:
+                found = _open(path, value, adapters)
+                if found is None:
+                    snapshot.kinds[leaf], snapshot.values[leaf] = encode_scalar(value)
+                    snapshot.scalars[leaf] = value
+                else:
+                    opened[leaf], spec_of[leaf] = found, found.spec
+            except UnsupportedLeafError as error:
+                if error.path is None:  # `encode_scalar` does not know it
+                    error = UnsupportedLeafError(f"{where(path)}: {error}", path=path)
+                refused.append(error)
     if refused:
         raise _of_all(refused)
     array_leaf, sources = snapshot.array_leaf, snapshot.sources
@@ -263,7 +269,8 @@ def _tied(sources: Sources) -> dict[int, int]:
     unknown = None in owners or any(
         [s.framework == "numpy" and s.identity is not None for s in opened.values()]
     )
-    # The address of a view takes 2 µs: it is needed only if the owner of its memory occurs again.
+    # The address of a view takes 2 µs: it is needed only if the owner of its memory occurs again,
+    # or if an owner is unknown, because any two views may share memory then.
     if unknown or len(set(owners)) < len(owners):
         count = Counter(owners)
         for number, (array, owner) in enumerate(zip(plain, owners, strict=True)):

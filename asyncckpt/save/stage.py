@@ -560,7 +560,7 @@ class Staging:
             return None
         leaf, spec = self._leaf_of[array], self.plan.arrays.of(array).spec
         view, flat = self.sources.view(leaf), None
-        # Equal specs are nearly always the same object. Such an array needs no reader.
+        # An array that is stored as it is needs no reader. Its specs are nearly always one object.
         if view is not None and spec is self.sources.specs[leaf]:
             flat = flat_bytes(view)
         else:

@@ -110,7 +110,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pair", description=__doc__)
     parser.add_argument("--before", type=Path, required=True, help="root of the other checkout")
-    parser.add_argument("--size", type=int, default=1024, help="MiB of the large state")
+    parser.add_argument("--size", type=int, default=1024, help="MiB of the large state and of W5")
     parser.add_argument("--samples", type=int, default=5, help="pairs per case")
     parser.add_argument("--cases", nargs="+", help=f"default: {' '.join(CASES)}")
     parser.add_argument("--profile", nargs="+", default=[], help="loopback, s3 or gcs; none: disk")

@@ -25,7 +25,7 @@ class Cases:
     """The timed cases of one checkout; every method returns seconds.
 
     Args:
-        size_mib: MiB of the large state.
+        size_mib: MiB of the large state and of the experts.
     """
 
     def __init__(self, size_mib: int) -> None:
@@ -37,8 +37,9 @@ class Cases:
             "small": lambda: states.small(10_000).tree,
             "experts": lambda: states.experts(size_mib << 20).tree,
         }
-        self._state = functools.cache(lambda state: makers[state]())
-        self._like = functools.cache(lambda state: states.targets_like(self._state(state)))
+        # One at a time: there are two workers, and all states would fill the memory.
+        self._state = functools.lru_cache(maxsize=1)(lambda state: makers[state]())
+        self._like = functools.lru_cache(maxsize=1)(lambda it: states.targets_like(self._state(it)))
         files: Any = importlib.import_module("benchmarks.files")
         self._chill, self._warm = files.chill, files.warm
 

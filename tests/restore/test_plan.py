@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from asyncckpt.ports import StoreCapabilities
 from asyncckpt.restore.plan import Destinations, plan_reads
@@ -43,16 +44,30 @@ def test_reads_in_two_parts_share_no_chunk_and_count_all() -> None:
         assert part.plan.rows.tolist() == rows and part.plan.counts == [4]
 
 
-def test_short_chunks_go_straight_to_their_destinations_from_local_files_only() -> None:
-    saved = {"a": np.ones(8 << 10, np.uint8), "b": np.ones(20 << 10, np.uint8)}
+@pytest.mark.parametrize(
+    ("sizes", "near", "far"),
+    [
+        ([20] * 30, [True], [False]),
+        ([20] * 20, [False], [False]),  # a run of 400 KiB
+        ([8] * 30, [False], [False]),
+        ([20, 2] * 30, [False], [False]),
+        ([20] * 20 + [120] + [2] + [20] * 20, [True, False], [False, True, False]),
+        ([70, 2, 70], [True, False, True], [True, False, True]),
+    ],
+)
+def test_short_chunks_go_straight_to_their_destinations_in_long_runs_of_local_files(
+    sizes: list[int], near: list[bool], far: list[bool]
+) -> None:
+    """A batch for each of two chunks that alternate would take longer than copying both."""
+    saved = {f"{n:02}": np.ones(size << 10, np.uint8) for n, size in enumerate(sizes)}
     data, extents = packed([value.tobytes() for value in saved.values()])
     checkpoint: Any = opened(saved)
     wanted = destinations({key: np.zeros_like(value) for key, value in saved.items()})
     for capabilities, direct in (
-        (StoreCapabilities(), [False, True]),
-        (StoreCapabilities(read_copies=1), [False]),
+        (StoreCapabilities(), near),
+        (StoreCapabilities(read_copies=1), far),
     ):
         checkpoint.files.capabilities = capabilities
-        plan = plan_reads(checkpoint, extents, wanted, slot_nbytes=1 << 20).plan
+        plan = plan_reads(checkpoint, extents, wanted, slot_nbytes=8 << 20).plan
         assert [batch.direct for batch in plan.batches] == direct
         assert plan.read_nbytes == len(data)

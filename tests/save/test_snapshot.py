@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import asyncckpt
 from asyncckpt.adapters.numpy import NumpyAdapter
@@ -249,6 +250,37 @@ def test_ties_are_those_of_the_addresses_in_any_mixture_of_views() -> None:
         found = take_snapshot(leaves)
         found.tie()
         assert found.tied == expected
+
+
+def test_no_address_is_looked_up_where_no_two_arrays_have_one_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(_: object) -> None:
+        raise AssertionError("looked up")
+
+    monkeypatch.setitem(take_snapshot.__globals__, "memory_identity", never)
+    views = [np.zeros(4).view(np.int64) for _ in range(9)]
+    found = take_snapshot({"views": views, "whole": np.zeros(4), "torch": torch.zeros(4), "n": 1})
+    found.tie()
+    assert not found.tied
+
+
+def test_tensors_that_differ_only_in_the_strides_of_axes_of_one_element_are_tied() -> None:
+    tensor = torch.arange(6.0).reshape(1, 6)
+    other = tensor.as_strided((1, 6), (99, 1))
+    turned = torch.arange(6.0).reshape(2, 3).t()
+    found = take_snapshot([tensor, other, turned, turned.contiguous(), turned[:]])
+    found.tie()
+    assert found.tied == {1: 0, 4: 2}
+
+
+def test_the_view_of_an_array_needs_no_source_and_is_that_of_its_source() -> None:
+    array, swapped = np.arange(6), np.arange(3, dtype=">i4")
+    sources = take_snapshot([array, swapped, torch.arange(3)]).sources
+    assert sources.view(0) is array and 0 not in sources.opened
+    assert sources[0].view is array and sources.view(0) is array
+    assert sources.view(1) is None
+    assert sources.view(2) is sources[2].view
 
 
 def test_long_bytes_are_an_array_that_shares_their_memory() -> None:

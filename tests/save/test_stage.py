@@ -51,6 +51,28 @@ async def test_windows_leave_in_plan_order_and_hold_every_byte_once(workers: Wor
     assert staged.budget.in_use == 0 and not staged.staging.held
 
 
+@pytest.mark.parametrize("equal", [False, True], ids=["same specs", "equal specs"])
+async def test_only_leaves_that_are_not_stored_as_they_are_need_a_reader(
+    equal: bool, workers: Workers
+) -> None:
+    """Equal specs are nearly always one object; if they are two, a reader finds the same bytes."""
+    tensor, floats = torch.from_numpy(noise(5000, 3)), np.arange(2000.0)
+    tree = {**TREE, "cast": floats, "rows": noise(6000, 4).reshape(60, 100).T, "tensor": tensor}
+    staged = Staged(
+        tree,
+        workers,
+        leaf_options=lambda path, _: LeafOptions(dtype="float32") if path == "cast" else None,
+    )
+    if equal:
+        specs = staged.staging.sources.specs
+        specs[:] = [ArraySpec(spec.shape, spec.dtype) for spec in specs]
+    found: list[bytes] = []
+    await staged.staging.windows(lambda item: found.extend(payload(staged, item)))
+    expected = {**tree, "cast": floats.astype(np.float32), "tensor": tensor.numpy()}
+    assert b"".join(found) == b"".join(leaf.tobytes() for leaf in expected.values())
+    assert len(staged.staging._readers) == (len(tree) if equal else 2)
+
+
 async def test_windows_that_hold_the_whole_budget_are_not_kept_back(workers: Workers) -> None:
     """Windows that are kept back hold the whole budget: a wait for more would never end."""
     staged = Staged(TREE, workers, slots=2)
