@@ -33,8 +33,7 @@ COMMANDS = {
 FORMS = {
     SHORT: ("short.md", "Local disk, short form"),
     FULL: ("full.md", "Local disk, full form"),
-    "full-2": ("full-2.md", "Local disk, full form: experts, trainings, budgets and processes"),
-    "resharding": ("resharding.md", "Restores of what others saved, and onto other shardings"),
+    "full-2": ("full-2.md", "Local disk, full form: the largest workloads"),
     REMOTE: ("remote.md", "Object stores"),
     "remote-gcs": ("remote-gcs.md", "Object stores: simulated GCS"),
     "remote-save": ("remote-save.md", "Object stores, full form: saves"),
@@ -42,8 +41,6 @@ FORMS = {
     "device": ("device.md", "Saves to a simulated device"),
     "cuda": ("cuda.md", "Saves from a CUDA device"),
     "scale": ("scale.md", "Ten thousand processes"),
-    "processes": ("processes.md", "Saves by several processes"),
-    "memory": ("memory.md", "Memory, over budgets and many saves"),
     "dcp": ("dcp.md", "Our classes in torch.distributed.checkpoint"),
     "read_once": ("read_once.md", "Restores that read once"),
 }
