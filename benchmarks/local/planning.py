@@ -26,7 +26,7 @@ from asyncckpt.planning.restore import (
 )
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
-from asyncckpt.restore.plan import DIRECT_NBYTES
+from asyncckpt.restore.plan import DIRECT_NBYTES, SHORT_NBYTES
 from asyncckpt.save.plan_cache import (
     Agreement,
     LayoutCache,
@@ -178,6 +178,7 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
         slot_nbytes=options.SLOT_NBYTES,
         gap_nbytes=GAP_NBYTES,
         direct_nbytes=DIRECT_NBYTES,
+        short_nbytes=SHORT_NBYTES,
     )
 
 
