@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import socket
 import sys
 import tempfile
 import traceback
@@ -19,6 +18,7 @@ from typing import Any
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box
 from tests import children
+from tests.ports import free_port
 from tests.processes.pool import server_of
 
 PROGRAM = "tests.adapters.processes"
@@ -40,8 +40,7 @@ class Results:
 
 def launch(kind: str, module: str, count: int) -> Results:
     """Every process, of `jax` or `torch`, has run all cases of the module and ended by itself."""
-    with socket.create_server(("localhost", 0)) as server:
-        address = f"localhost:{server.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     with contextlib.ExitStack() as stack:
         outs, errs = (
             [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]

@@ -37,7 +37,7 @@ from asyncckpt.stores.local.joined import LocalJoinedAttempt
 from tests.crash.invariant import leftovers
 from tests.crash.jobs import forked, reported, visited, waited
 from tests.crash.scenarios import OPTIONS
-from tests.processes.pool import free_port
+from tests.ports import free_port
 
 IMPORTS = ("asyncckpt.adapters.jax", "asyncckpt.adapters.torch", "uvloop", "tests.crash.runtimes")
 BATCH = "tests.crash.runtimes:batch"

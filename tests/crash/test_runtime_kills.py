@@ -18,7 +18,7 @@ import pytest
 
 from tests.crash.faults import REPOSITORY, ForkServer
 from tests.crash.runtimes import BATCH, COMMITTED, IMPORTS, OWN, Visit
-from tests.processes.pool import free_port
+from tests.ports import free_port
 
 WIDTH = 8
 """Jobs at a time: most of them wait until a process is silent."""

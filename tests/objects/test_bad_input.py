@@ -26,6 +26,7 @@ from asyncckpt.stores.objects.requests import sending
 from tests import children
 from tests.cancellation.points import assert_equal
 from tests.objects.stores import CLIENTS, SAVE_OPTIONS, Place, place, state
+from tests.ports import closed_port
 from tests.simulator import Credentials, Fault, Gate, Simulator
 
 SECRET = "zXsecretX0815"
@@ -176,14 +177,15 @@ async def test_a_quota_that_is_used_up(told: Told, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CLIENTS)
 async def test_an_endpoint_at_which_nobody_listens(told: Told, kind: str) -> None:
-    async with Simulator() as sim:
-        pass
     workers = Workers(2, "test-objects")
     try:
-        store = Place(kind, sim, workers).store()
-        call = asyncckpt.save((store, "1"), state(1))
-        text = "no connection could be kept.*check the endpoint"
-        error = await told.error(call, StoreError, text)
+        with closed_port() as port:
+            sim = Simulator()  # it does not run
+            sim.s3_endpoint = sim.gcs_endpoint = f"http://127.0.0.1:{port}"
+            store = Place(kind, sim, workers).store()
+            call = asyncckpt.save((store, "1"), state(1))
+            text = "no connection could be kept.*check the endpoint"
+            error = await told.error(call, StoreError, text)
     finally:
         workers.shutdown()
     assert error.retryable

@@ -15,13 +15,10 @@ exceptions are pickled.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import multiprocessing
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
+from tests.ports import free_port
 from tests.preloaded import Forked, Preloaded, preloaded
 from tests.processes.messages import Ask, Cancel, Start
 
@@ -306,16 +304,3 @@ def server_of(kind: str, index: int) -> Preloaded:
     seed = ("PYTHONHASHSEED", str(1000 + index % HASH_SEEDS))
     # JAX looks at its variable as it is imported.
     return preloaded(PRELOADED[kind], (seed, ("JAX_PLATFORMS", "cpu")))
-
-
-def free_port() -> int:
-    """Return a port on 127.0.0.1 on which nothing listens.
-
-    It is below the ephemeral ports, one of which a connection of another test may take before this
-    one is used.
-    """
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port

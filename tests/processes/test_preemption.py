@@ -45,7 +45,7 @@ import os, signal, sys
 import jax
 from asyncckpt import blocking
 from asyncckpt.errors import UsageError
-from tests.processes.pool import free_port
+from tests.ports import free_port
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 early = blocking.Checkpointer(sys.argv[1], preemption=True)

@@ -43,7 +43,7 @@ from tests.checkpoint.foreign.orbax_writers import (
     version_1,
 )
 from tests.children import finish, start
-from tests.processes.pool import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from asyncckpt.stores.objects.clients.obstore_client import (
     ObstoreClient,
     obstore_client,
 )
+from tests.ports import closed_port
 from tests.simulator import Credentials, Fault, Gate, Simulator, simulator
 from tests.stores.objects.clients.opened import obstore_from
 
@@ -162,16 +162,15 @@ async def test_the_timeout_of_a_store_object_is_a_timeout(sim: Simulator, name: 
 
 
 async def test_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{port}"}
-    client = obstore_from("s3://bucket/root", options)
-    assert client is not None
-    for name in CALLS:
-        error = await failure(client, name)
-        assert error.kind == "connection"
-        assert "refused" in error.detail.lower()
-        assert error.detail.endswith(f"(endpoint 127.0.0.1:{port})")
+    with closed_port() as port:
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{port}"}
+        client = obstore_from("s3://bucket/root", options)
+        assert client is not None
+        for name in CALLS:
+            error = await failure(client, name)
+            assert error.kind == "connection"
+            assert "refused" in error.detail.lower()
+            assert error.detail.endswith(f"(endpoint 127.0.0.1:{port})")
 
 
 async def test_a_name_that_nobody_knows_is_a_connection() -> None:
@@ -292,15 +291,14 @@ async def test_a_machine_without_a_role_has_no_credentials(
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_WEB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    store = S3Store(
-        "bucket",
-        endpoint=sim.s3_endpoint,
-        client_options={"allow_http": True},
-        metadata_endpoint=f"http://127.0.0.1:{port}",
-    )
-    assert (await failure(obstore_client(store, "root"), "get")).kind == "credentials"
+    with closed_port() as port:
+        store = S3Store(
+            "bucket",
+            endpoint=sim.s3_endpoint,
+            client_options={"allow_http": True},
+            metadata_endpoint=f"http://127.0.0.1:{port}",
+        )
+        assert (await failure(obstore_client(store, "root"), "get")).kind == "credentials"
 
 
 async def test_a_client_that_was_closed_says_so(sim: Simulator) -> None:
