@@ -269,7 +269,9 @@ def typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
     if value is None:
         return kind() if default is None else default
     if not isinstance(value, kind):
-        raise UsageError(f"{name}={value!r}: pass {kind.__name__}(...)", found=value)
+        # Not the value: these may be storage options with credentials, or a whole state.
+        found = type(value).__name__
+        raise UsageError(f"{name}= is of type {found}: pass {kind.__name__}(...)", found=found)
     return value
 
 

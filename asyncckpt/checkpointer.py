@@ -22,10 +22,11 @@ from asyncckpt.arguments import (
     documented,
     step_number,
 )
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import SaveError, StoreError, UsageError
 from asyncckpt.flow.driver import blocks_here, check_loop
 from asyncckpt.flow.engine import warn
 from asyncckpt.flow.shield import said, uninterrupted
+from asyncckpt.log import logger
 from asyncckpt.options import check_function
 from asyncckpt.ports import Store
 from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
@@ -137,7 +138,11 @@ class OpenRun:
             number = step_number(step)
             given = completed(StepSaveArguments, arguments)
             if self._session.preemption is not None:
-                await self._session.preemption.reached(number)
+                try:
+                    await self._session.preemption.reached(number)
+                except (SaveError, StoreError) as error:
+                    # This may be the last save before the end of the job.
+                    logger.warning("agreeing on the last step before preemption failed: %s", error)
         return self._session.start_save(number, tree, stall_first=stall_first, **given)
 
 

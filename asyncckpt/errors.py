@@ -223,9 +223,9 @@ class DeadlineExceededError(SaveError):
 class SaveOutcomeUnknownError(SaveError):
     """It is unknown whether a save succeeded.
 
-    Process 0, which decides, fell silent after all processes had written, or the claims could not
-    be read after the record was written. `latest_step` tells later whether the checkpoint exists;
-    the state in memory is unharmed.
+    Process 0, which decides, fell silent after all processes had written, an object store did not
+    answer whether it has stored the record, or the claims could not be read after that.
+    `latest_step` tells later whether the checkpoint exists; the state in memory is unharmed.
     """
 
 

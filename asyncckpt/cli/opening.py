@@ -92,8 +92,10 @@ def storage_options(words: Sequence[str] | None) -> Options:
 
 
 def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpointer]:
-    """Open a run for a `with` block."""
-    return contextlib.closing(blocking.Checkpointer(root, storage_options=options))
+    """Open a run for a `with` block, alone: variables of a launcher in this shell mean nothing."""
+    return contextlib.closing(
+        blocking.Checkpointer(root, storage_options=options, coordinator="single")
+    )
 
 
 def full_name(location: str) -> str:

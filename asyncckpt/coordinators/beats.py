@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -55,16 +56,15 @@ class Beats:
     Args:
         group: the processes.
         silence_s: seconds without a new beat after which a process is silent.
-        every_s: interval of beats; longer with many processes, shorter with a short `silence_s`.
+        every_s: longest interval of beats; they are rarer with many processes.
     """
 
-    def __init__(self, group: Group, silence_s: float, every_s: float = BEAT_S) -> None:
+    def __init__(self, group: Group, silence_s: float, every_s: float = math.inf) -> None:
         self.group = group
         self.silence_s = silence_s
-        if group.process_count > MANY_PROCESSES:
-            every_s = max(every_s, SLOW_BEAT_S)
+        usual_s = SLOW_BEAT_S if group.process_count > MANY_PROCESSES else BEAT_S
         # Several beats fit into any `silence_s`.
-        self._every_s = min(every_s, silence_s / 3)
+        self._every_s = min(usual_s, every_s, silence_s / 3)
         # Silence takes at least two observations, even if this process was stopped in between.
         self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
         self._open: defaultdict[str, list[int]] = defaultdict(list)

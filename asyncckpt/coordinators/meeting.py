@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.rounds import briefly
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 from asyncckpt.reports.texts import NAMES_MAX, few
@@ -81,10 +82,14 @@ class Meeting:
 
     async def group(self, run_id: str, hosts: Sequence[str]) -> Group:
         """Return the group; delete this process's earlier hellos, which would fill the welcomes."""
+        # A failure must not part this process from the others, which have agreed already.
+        await briefly(self._tidy())
+        return Group(self.coordinator, run_id, self.index, self.count, tuple(hosts), self.prefix)
+
+    async def _tidy(self) -> None:
         for nonce in await self.coordinator.list(self.key("hello", self.index)):
             if nonce != self.hello.nonce:
                 await self.coordinator.delete(self.key("hello", self.index, nonce))
-        return Group(self.coordinator, run_id, self.index, self.count, tuple(hosts), self.prefix)
 
     async def absent(self, unheard: Collection[int]) -> UsageError:
         """Return the error for processes that have not come in time.

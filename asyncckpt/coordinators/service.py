@@ -26,6 +26,7 @@ calls in a daemon thread with its own connection, which can be abandoned and rep
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 import time
@@ -192,6 +193,12 @@ class ServiceCoordinator(Generic[S]):
     def _serving(self, what: str) -> _Caller[S]:
         if self._closed:
             raise ClosedError(f"{self.name} coordinator: {what} after close()")
+        if self._caller is not None and self._caller.pid != os.getpid():
+            # Before the lock, which may be held for ever here, like the caller's queue.
+            raise ClosedError(
+                f"{self.name} coordinator: {what}: it was created before this process was "
+                "forked; create a new one in the child"
+            )
         self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
         if len(self._abandoned) >= ABANDONED_MAX:
             raise self._no_answer(what, f"{ABANDONED_MAX} earlier calls are still unanswered")
@@ -238,6 +245,7 @@ class _Caller(Generic[S]):
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each call, and the end
         self._busy_since: float | None = None
         self._ended = False
+        self.pid = os.getpid()
         self.dropped: weakref.finalize[..., Any] | None = None  # ends it with its coordinator
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:

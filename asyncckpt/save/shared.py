@@ -160,7 +160,11 @@ class SharedSave(Save):
                 if not isinstance(error, SaveOutcomeUnknownError):
                     raise self._unknown(error) from error
                 raise
-            self._ended_by_others, self._kept = True, False
+            # Process 0 raises this if its record may still arrive.
+            self._kept = self._kept and isinstance(error, SaveOutcomeUnknownError)
+            # Otherwise this process has failed by itself, as by an error of the coordinator.
+            self._ended_by_others = self.round_.failed
+            await self._post(error)  # before the task group cancels all other tasks
             raise
 
     def _unknown(self, error: Exception) -> SaveOutcomeUnknownError:
@@ -346,6 +350,6 @@ class SharedSave(Save):
         """Abort the save on all processes; return False if its success was already decided."""
         self._posted = True
         aborted = await briefly(self.round_.abort(self._reason(error), self.state.stage))
-        if aborted or self.round_.failed:
+        if aborted:
             self._kept = False
         return aborted is not False

@@ -27,9 +27,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from asyncckpt.coordinators.choice import sync_point
 from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.engine import Engine, Job, ended
 from asyncckpt.log import logger
@@ -42,6 +44,10 @@ WATCH_S = 0.5
 
 WATCH_PER_PROCESS_S = 500e-6
 """Minimum interval per process of a large job: the server gets at most 2,000 polls a second."""
+
+
+TRIES = 3
+"""Rounds in which processes try to agree while calls to the coordinator's service fail."""
 
 
 class Preemption:
@@ -206,19 +212,27 @@ class Agreement:
             self._held = True
             last = self._last
         assert last is not None
-        round_ = await self._processes.round("preemption", 0)
+        for left in reversed(range(TRIES)):
+            number = self._processes.count("preemption")
+            round_ = await self._processes.round("preemption", number)
+            try:
+                return await round_.run(partial(self._agree_on, round_, last))
+            except StoreError as error:  # all processes get it, and begin the next round
+                if not left:
+                    raise
+                logger.warning("agreeing on the last step before preemption: %s", error)
+        raise AssertionError("the last try returns or raises")
 
-        async def on_this() -> int:
-            if not round_.leads:
-                await round_.post("last", str(last).encode())
-                return int(await round_.outcome())
-            others = await round_.gathered("last")
-            step = max(last, *map(int, others.values())) + 1
-            await round_.commit()
-            await round_.finish(str(step).encode())
-            return step
-
-        return await round_.run(on_this)
+    async def _agree_on(self, round_: Round, last: int) -> int:
+        """Return the step after the last one of any process."""
+        if not round_.leads:
+            await round_.post("last", str(last).encode())
+            return int(await round_.outcome())
+        others = await round_.gathered("last")
+        step = max(last, *map(int, others.values())) + 1
+        await round_.commit()
+        await round_.finish(str(step).encode())
+        return step
 
     async def _notice(self, group: Group) -> None:
         """Return once any process has posted a notice."""

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
-from asyncckpt.coordinators.beats import BEAT_S, Beats
+from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.call_order import CallOrder
 from asyncckpt.coordinators.choice import SingleProcess, choose
 from asyncckpt.coordinators.group import Group, behind_error, part
@@ -248,8 +248,7 @@ class Processes:
                 _agreed[place] += 1
                 self._runtime.share_host(group.processes_on_host)
                 # Beats also tell which processes have made a call.
-                every_s = min(BEAT_S, self._arrival_s / 3)
-                self._beats = Beats(group, self._silence_s, every_s)
+                self._beats = Beats(group, self._silence_s, self._arrival_s / 3)
             return self._beats
 
     async def release(self) -> None:

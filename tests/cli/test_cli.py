@@ -252,6 +252,14 @@ def test_rm_yes_does_not_ask(run: Run, root: Path) -> None:
     assert [path.name for path in root.iterdir()] == ["20"]
 
 
+def test_rm_works_in_a_shell_with_the_variables_of_a_launcher(
+    run: Run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run("rm", "--yes", root / "1").status == 0
+    assert [path.name for path in root.iterdir()] == ["20"]
+
+
 def test_rm_removes_a_damaged_step(run: Run, root: Path) -> None:
     record = root / "1" / "checkpoint.json"
     record.write_bytes(record.read_bytes()[:-1])

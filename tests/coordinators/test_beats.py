@@ -171,6 +171,8 @@ async def test_many_processes_beat_more_slowly_and_cost_one_call() -> None:
     assert dict(job[0].calls) == {"put": 1, "list": 1}
     assert dict(job[1].calls) == {"put": 1, "look": 1}
     assert Beats(group_of(members(2)[0]), 60.0)._every_s == BEAT_S
+    # Processes that must arrive within 15 s are heard of within them, however many there are.
+    assert Beats(group_of(job[0]), 60.0, every_s=5.0)._every_s == 5.0
 
 
 async def test_beats_come_at_their_interval() -> None:

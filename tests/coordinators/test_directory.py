@@ -21,6 +21,7 @@ from asyncckpt.coordinators.directory import DirectoryCoordinator, DirectoryServ
 from asyncckpt.coordinators.group import part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.errors import StoreError, UsageError
+from tests import children
 
 
 def test_it_is_public_and_checks_its_path() -> None:
@@ -236,3 +237,28 @@ async def test_nothing_blocks_the_loop_and_nothing_is_left(
         await part(group)
         await group.coordinator.close()
     assert list((tmp_path / "keys").iterdir()) == []
+
+
+def test_in_a_forked_child_a_used_coordinator_is_an_error(tmp_path: Path) -> None:
+    out = children.output(
+        """
+        import asyncio, os, signal, sys
+        from asyncckpt import DirectoryCoordinator, errors
+
+        coordinator = DirectoryCoordinator(sys.argv[1], process_index=0, process_count=2)
+        asyncio.run(coordinator.put("a", b"x"))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                asyncio.run(coordinator.look("a"))
+            except errors.ClosedError as error:
+                assert "was created before this process was forked" in str(error)
+                os._exit(3)
+            os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        asyncio.run(coordinator.close())
+        """,
+        tmp_path,
+    )
+    assert out == "3\n"

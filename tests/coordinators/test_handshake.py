@@ -175,6 +175,23 @@ async def test_a_process_that_never_comes_is_named(absent: int) -> None:
         assert error.location == "/run"
 
 
+@pytest.mark.parametrize("process", [0, 1])
+async def test_a_process_that_cannot_delete_its_earlier_hellos_belongs_to_the_run(
+    process: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = members(2)
+    own, kept = f"/hello/{process}", job[process].list
+
+    async def failing(prefix: str) -> Any:
+        if prefix.endswith(own) and job[process].calls["put"] > 0:  # all have agreed
+            raise StoreError("the service is gone")
+        return await kept(prefix)
+
+    monkeypatch.setattr(job[process], "list", failing)
+    one, two = await outcomes(map(shake, job))
+    assert one.run_id == two.run_id
+
+
 async def test_keys_of_an_earlier_life_are_not_counted_as_processes() -> None:
     values: dict[str, bytes] = {}
     await outcomes(map(shake, members(3, values)))

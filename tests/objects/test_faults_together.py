@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncckpt import Checkpointer, DirectoryCoordinator
-from asyncckpt.errors import AsyncCheckpointError, SaveOutcomeUnknownError
+from asyncckpt.errors import AsyncCheckpointError, SaveError, SaveOutcomeUnknownError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.gc import remove_garbage
@@ -198,6 +198,51 @@ def visit(kind: str, sim: Simulator, path: Path, names: Sequence[str], every: in
     print(f"\n{kind}: {pair.points} points, {dict(pair.outcomes)}")
     assert pair.wrong == [], "\n".join([f"{len(pair.wrong)} in all", *pair.wrong[:3]])
     assert pair.points >= len(names) * REQUESTS // every
+
+
+@pytest.mark.parametrize(("status", "kept"), [(503, True), (403, False)])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_all_keep_their_data_while_the_record_may_still_arrive(
+    kind: str, sim: Simulator, tmp_path: Path, status: int, *, kept: bool
+) -> None:
+    workers = Workers(4, "test-objects")
+    place = Place(kind, sim, workers)
+    refused = "forbidden" if kind == "gcsfs" else "AccessDenied"
+    code = None if kept else refused
+    fault = Fault(kind="put_object", key=f"*/1/{RECORD_NAME}", status=status, code=code, number=0)
+
+    async def main(process: int) -> None:
+        keys = DirectoryCoordinator(tmp_path, process_index=process, process_count=COUNT)
+        store = place.store()
+        try:
+            async with Checkpointer(store, coordinator=keys, save_options=SAVE_OPTIONS) as ckpt:
+                await ckpt.save(0, state(0))
+                sim.faults.append(fault)
+                with pytest.raises(SaveError) as caught:
+                    await ckpt.save(1, state(1))
+                assert isinstance(caught.value, SaveOutcomeUnknownError) == kept
+                sim.faults.clear()
+                await ckpt.save(2, state(2))
+        finally:
+            await keys.close()
+
+    raised: list[BaseException] = []
+
+    def play(process: int) -> None:
+        try:
+            asyncio.run(main(process))
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=play, args=(p,), daemon=True) for p in range(COUNT)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    workers.shutdown()
+    assert raised == []
+    theirs = [name for name in place.keys("1/") if name.endswith("-1-0")]
+    assert bool(theirs) == kept
 
 
 @pytest.mark.parametrize("kind", ["gcsfs", "obstore"])

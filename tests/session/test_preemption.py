@@ -24,10 +24,12 @@ from asyncckpt import Checkpointer, SaveOptions, blocking
 from asyncckpt.errors import ClosedError, SaveAbortedError, UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import Engine
+from asyncckpt.session import preemption
 from asyncckpt.session.preemption import WATCH_S, Agreement, SyncPoint
 from tests import children
 from tests.script import in_thread
 from tests.session.test_together import Job
+from tests.session.together.test_hiccups import let_fail
 
 SIGTERM = signal.SIGTERM
 
@@ -473,6 +475,31 @@ def test_processes_agree_while_their_threads_are_busy(job: Job) -> None:
 
     results = play(job, part)
     assert results == [results[0]] * 4
+
+
+@pytest.mark.parametrize("tries", [1, 3])
+def test_processes_agree_anew_after_a_call_to_the_service_has_failed(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tries: int
+) -> None:
+    monkeypatch.setattr(preemption, "TRIES", tries)
+
+    async def part(ckpt: Checkpointer, process: int, sigterm: Callable[[], None]) -> Any:
+        if process == 1:
+            let_fail(ckpt._session.processes.coordinator, "wait", "/preemption/0/outcome")
+        if process == 0:
+            sigterm()
+        preempted = []
+        while not any(preempted) and (tries > 1 or len(preempted) < 30):
+            step = len(preempted)
+            preempted.append((await ckpt.save(step, {"step": step})).preempted)
+        return preempted
+
+    results = play(job, part)
+    assert results == [results[0]] * 4
+    # Without another try, all saves succeed nevertheless.
+    assert results[0][-1] == (tries > 1)
+    said = "agreeing on the last step before preemption"
+    assert len([record for record in caplog.records if said in record.getMessage()]) >= 4
 
 
 def test_a_step_costs_no_message(job: Job) -> None:

@@ -70,7 +70,13 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError, StoreError
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    SaveError,
+    SaveOutcomeUnknownError,
+    StoreError,
+)
 from asyncckpt.log import logger
 from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.objects.clients.client import RequestError
@@ -142,7 +148,8 @@ class Publication:
                 left untouched.
             FencedError: the claim of this process was taken over.
             StoreError: the existing record could not be read; nothing was replaced.
-            SaveError: the outcome is unknown, or another process was faster.
+            SaveOutcomeUnknownError: the record may still arrive; `keep` is set.
+            SaveError: another process was faster, or the record was refused.
         """
         try:
             if not overwrite:
@@ -370,12 +377,14 @@ class Publication:
             what = f"{url}: {action} failed: something else was there"
         else:
             what = str(store_error(action, url, error))
+        # Other processes keep their data only if the outcome is unknown.
+        invisible = error is not None and not error.retryable and not self._retried
         state = (
             "the checkpoint is not visible"
-            if error is not None and not error.retryable and not self._retried
+            if invisible
             else "whether the checkpoint is or will be visible and durable is unknown"
         )
-        return SaveError(
+        return (SaveError if invisible else SaveOutcomeUnknownError)(
             f"{what}; {why}. So {state}; its data are kept, so that the checkpoint is "
             "complete if its record still arrives, and 'asyncckpt gc' removes them otherwise. "
             "Check whether the step is listed before you save it again",

@@ -1,0 +1,46 @@
+"""One call to the coordinator's service fails: no process is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncckpt import Checkpointer
+from asyncckpt.errors import StoreError
+from tests.session.together.job import Job, state
+
+
+def let_fail(coordinator: Any, method: str, key: str) -> None:
+    """Let the first call of a method whose key contains this text fail."""
+    original, failed = getattr(coordinator, method), []
+
+    async def once(name: str, *args: Any, **options: Any) -> Any:
+        if key in name and not failed:
+            failed.append(name)
+            raise StoreError("the service has the hiccups", retryable=True)
+        return await original(name, *args, **options)
+
+    setattr(coordinator, method, once)
+
+
+@pytest.mark.parametrize(("process", "method"), [(0, "list"), (1, "wait")])
+def test_a_call_that_fails_while_a_process_watches_ends_the_save_on_all(
+    tmp_path: Path, process: int, method: str
+) -> None:
+    job = Job(tmp_path, 2)
+
+    async def main(index: int) -> Any:
+        coordinator = job.coordinator(index)
+        if index == process:
+            let_fail(coordinator, method, "/save/0")
+        async with Checkpointer(job.root, coordinator=coordinator) as ckpt:
+            with pytest.raises(StoreError, match="hiccups"):
+                await ckpt.save(1, state())
+            await ckpt.save(2, state())
+            return await ckpt.steps()
+
+    # The next save begins at once: nobody waits until another process is late or silent.
+    assert job.run(main) == [[2], [2]]
+    assert job.left() == []
