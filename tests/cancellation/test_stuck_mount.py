@@ -56,12 +56,14 @@ class Mount:
         at: name of the call at which it begins to hang; None for none.
         passes: so many of these calls return before.
         hung: set once a call hangs.
+        on_hang: called just before that, in the thread whose call hangs.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.at: str | None = None
         self.passes = 0
         self.hung = threading.Event()
+        self.on_hang: Callable[[], None] = lambda: None
         self.answers = threading.Event()
         for name in CALLS:
             patch.setattr(os, name, self._wrap(name, getattr(os, name)))
@@ -72,12 +74,17 @@ class Mount:
                 if name == self.at:
                     self.passes -= 1
                     if self.passes < 0:
+                        self.on_hang()
                         self.hung.set()
                 if self.hung.is_set():
                     assert self.answers.wait(60)
             return call(*args, **kwargs)
 
         return called
+
+    async def hangs(self) -> None:
+        """Wait until a call hangs."""
+        assert await asyncio.to_thread(self.hung.wait, LIMIT_S)
 
 
 @pytest.fixture
@@ -90,6 +97,7 @@ def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
 
 
 def impatient(ckpt: asyncckpt.Checkpointer | blocking.Checkpointer) -> None:
+    """Abandon threads early from now on, when the mount hangs: before, they may just be slow."""
     engine = ckpt._session.runtime.engine
     engine.io._abandon_s = engine.compute._abandon_s = ABANDON_S
 
@@ -120,11 +128,11 @@ async def test_a_cancelled_save_ends_on_a_mount_that_does_not_answer(
 ) -> None:
     async with asyncio.timeout(LIMIT_S):
         ckpt = asyncckpt.Checkpointer(tmp_path)
-        impatient(ckpt)
         await ckpt.save(0, TREE)
         mount.at, mount.passes = at, passes
         saving = asyncio.create_task(ckpt.restore(0) if at == "preadv" else ckpt.save(1, TREE))
-        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        await mount.hangs()
+        impatient(ckpt)
         saving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await saving
@@ -137,9 +145,9 @@ async def test_a_cancelled_save_ends_on_a_mount_that_does_not_answer(
 async def test_a_deadline_ends_a_save_on_a_mount_that_does_not_answer(
     tmp_path: Path, mount: Mount
 ) -> None:
-    options = asyncckpt.SaveOptions(deadline_s=1.0)
+    options = asyncckpt.SaveOptions(deadline_s=3.0)
     ckpt = asyncckpt.Checkpointer(tmp_path, save_options=options)
-    impatient(ckpt)
+    mount.on_hang = lambda: impatient(ckpt)
     async with asyncio.timeout(LIMIT_S):
         mount.at = "fdatasync"
         with pytest.raises(SaveError, match=r"a thread was stuck in .* check the mount"):
@@ -162,9 +170,9 @@ async def test_a_publication_that_does_not_answer_ends_too_and_says_what_is_unkn
     monkeypatch.setattr(publish, "rename_noreplace", renamed)
     async with asyncio.timeout(LIMIT_S):
         ckpt = asyncckpt.Checkpointer(tmp_path)
-        impatient(ckpt)
         pending = await ckpt.start_save(1, TREE)
-        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        await mount.hangs()
+        impatient(ckpt)
         pending.cancel()
         with pytest.raises(ThreadAbandonedError) as caught:
             await pending
@@ -179,11 +187,11 @@ async def test_a_removal_of_what_was_replaced_that_does_not_answer_fails_no_save
 ) -> None:
     async with asyncio.timeout(LIMIT_S):
         ckpt = asyncckpt.Checkpointer(tmp_path)
-        impatient(ckpt)
         await ckpt.save(1, {"w": np.zeros(3)})
         mount.at = "rmdir"  # of the replaced checkpoint
         pending = await ckpt.start_save(1, TREE, overwrite=True)
-        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        await mount.hangs()
+        impatient(ckpt)
         pending.cancel()
         assert (await pending).step == 1
         with pytest.raises(ThreadAbandonedError):
@@ -213,9 +221,9 @@ async def test_an_attempt_whose_record_was_not_written_is_removed_by_one_thread(
     monkeypatch.setattr(AttemptTree, "_write_file", written)
     async with asyncio.timeout(LIMIT_S):
         ckpt = asyncckpt.Checkpointer(tmp_path)
-        impatient(ckpt)
         saving = asyncio.create_task(ckpt.save(1, TREE))
-        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        await mount.hangs()
+        impatient(ckpt)
         saving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await saving
@@ -230,7 +238,7 @@ async def test_an_attempt_whose_record_was_not_written_is_removed_by_one_thread(
 async def test_a_share_is_removed_once_the_mount_answers_again(
     tmp_path: Path, mount: Mount, call: str, at: str
 ) -> None:
-    workers = Workers(4, "test-io", abandon_s=ABANDON_S)
+    workers = Workers(4, "test-io")
     store = LocalStore(tmp_path, workers)
     async with asyncio.timeout(LIMIT_S):
         attempt = await store.begin("1", "a", shared=True)
@@ -240,7 +248,8 @@ async def test_a_share_is_removed_once_the_mount_answers_again(
         calling = asyncio.create_task(
             share.settle() if call == "settle" else share.taken("entries-0", max_nbytes=1)
         )
-        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        await mount.hangs()
+        workers._abandon_s = ABANDON_S
         calling.cancel()
         with pytest.raises(ThreadAbandonedError, match="a thread was stuck in") as caught:
             await calling
@@ -277,13 +286,14 @@ STORE_CALLS: dict[str, tuple[str, Callable[[LocalStore], Awaitable[Any]]]] = {
 async def test_an_abandoned_call_of_a_store_names_the_place(
     tmp_path: Path, mount: Mount, call: str
 ) -> None:
-    workers = Workers(4, "test-io", abandon_s=ABANDON_S)
+    workers = Workers(4, "test-io")
     store = LocalStore(tmp_path, workers)
     await save(store, "1", identity("a"))
     mount.at, begin = STORE_CALLS[call]
     async with asyncio.timeout(LIMIT_S):
         calling = asyncio.ensure_future(begin(store))
-        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        await mount.hangs()
+        workers._abandon_s = ABANDON_S
         calling.cancel()
         with pytest.raises(ThreadAbandonedError, match=f"^{re.escape(str(tmp_path))}") as caught:
             await calling
@@ -295,8 +305,8 @@ async def test_an_abandoned_call_of_a_store_names_the_place(
 async def test_close_ends_on_a_mount_that_does_not_answer(tmp_path: Path, mount: Mount) -> None:
     async with asyncio.timeout(LIMIT_S):
         ckpt = asyncckpt.Checkpointer(tmp_path)
-        impatient(ckpt)
         await ckpt.save(0, TREE)
+        impatient(ckpt)
         mount.hung.set()
         with pytest.raises(ThreadAbandonedError, match="after clean-up began"):
             await ckpt.close()
@@ -308,8 +318,8 @@ def test_a_blocking_close_ends_on_a_mount_that_does_not_answer(
 ) -> None:
     begun = time.monotonic()
     ckpt = blocking.Checkpointer(tmp_path)
-    impatient(ckpt)
     ckpt.save(0, TREE)
+    impatient(ckpt)
     mount.hung.set()
     with pytest.raises(ThreadAbandonedError, match="after clean-up began"):
         ckpt.close()
