@@ -109,6 +109,7 @@ def deletions(*steps: int) -> Work:
     return work
 
 
+@pytest.mark.usefixtures("unraced")
 @pytest.mark.parametrize("kind", ["obstore", "s3fs", "gcsfs"])
 def test_the_table_of_costs_is_that_of_the_request_log(sim: Simulator, kind: str) -> None:
     bill = Bill(sim, kind)
@@ -153,6 +154,7 @@ def test_the_table_of_costs_is_that_of_the_request_log(sim: Simulator, kind: str
     assert table == {}
 
 
+@pytest.mark.usefixtures("unraced")
 @pytest.mark.parametrize("kind", ["obstore", "gcsfs"])
 def test_a_further_data_file_is_a_further_write_and_a_further_range_a_read(
     sim: Simulator, kind: str

@@ -127,7 +127,7 @@ async def test_a_sweep_that_is_never_answered_holds_no_close_up(
     async with place(kind) as at:
         ckpt = asyncckpt.Checkpointer(at.store(policy=RequestPolicy()), save_options=SAVE_OPTIONS)
         await ckpt.save(1, state(1))
-        monkeypatch.setattr(root, "SWEEP_S", 0.05)
+        monkeypatch.setattr(root, "SWEEP_S", 2.0)
         hang = Fault(kind="list_objects", number=0, hang=True)
         at.sim.faults.append(hang)
         async with asyncio.timeout(20):

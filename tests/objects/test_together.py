@@ -188,6 +188,7 @@ def test_a_process_that_fails_leaves_nothing_on_any(job: Job, process: int) -> N
     job.verify(2, state(1))
 
 
+@pytest.mark.usefixtures("unraced")
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_that_is_cancelled_leaves_nothing_on_any(job: Job, process: int) -> None:
     gate = Gate()

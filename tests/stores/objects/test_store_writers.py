@@ -30,7 +30,10 @@ async def outcome(work: object) -> BaseException | None:
 
 
 async def test_a_writer_that_was_paused_before_its_record_changes_nothing(sim: Simulator) -> None:
-    async with opened("obstore", sim) as paused, opened("obstore", sim) as other:
+    async with (
+        opened("obstore", sim, policy=UNRACED) as paused,
+        opened("obstore", sim) as other,
+    ):
         gate = Gate()
         sim.faults.append(Fault(**RECORD_PUT, gate=gate))
         async with asyncio.TaskGroup() as group:
@@ -49,7 +52,7 @@ async def test_fixed_names_of_a_winner_that_was_paused_do_not_stay_in_its_succes
 ) -> None:
     """It writes them late, sees that another record stands, and writes that one's again."""
     async with opened("obstore", sim) as other:
-        async with opened("obstore", sim) as paused:
+        async with opened("obstore", sim, policy=UNRACED) as paused:
             gate = Gate()
             sim.faults.append(Fault(kind="put_object", key="*/default/small", gate=gate))
             async with asyncio.TaskGroup() as group:
@@ -65,7 +68,7 @@ async def test_fixed_names_of_a_winner_that_was_paused_do_not_stay_after_a_delet
     sim: Simulator,
 ) -> None:
     async with opened("gcsfs", sim) as other:
-        async with opened("gcsfs", sim) as paused:
+        async with opened("gcsfs", sim, policy=UNRACED) as paused:
             gate = Gate()
             sim.faults.append(Fault(kind="put_object", key="*/default/small", gate=gate))
             async with asyncio.TaskGroup() as group:
@@ -79,7 +82,10 @@ async def test_fixed_names_of_a_winner_that_was_paused_do_not_stay_after_a_delet
 async def test_a_deletion_leaves_the_save_that_took_the_name_meanwhile_whole(
     sim: Simulator,
 ) -> None:
-    async with opened("obstore", sim) as deleting, opened("obstore", sim) as other:
+    async with (
+        opened("obstore", sim, policy=UNRACED) as deleting,
+        opened("obstore", sim) as other,
+    ):
         await save(other, "1", "a", 1)
         gate = Gate()
         # The record is gone; what follows is held.
