@@ -77,8 +77,9 @@ def test_cancelling_returns_while_the_server_is_stopped(pools: Pools, kind: str)
         errors, abandoned = pool.run(1, give_up_while_stopped, timeout_s=20)
     finally:
         pool.resume(0)
-    assert cancelled_s < 1
-    assert closed_s < 2
+    # Both would else last as long as the call, for almost `CALL_LIMIT_S`, 10 s.
+    assert cancelled_s < 5
+    assert closed_s < 6
     # Only the thread that is in the call; no task, and it is a daemon.
     assert left == [f"asyncckpt-{kind}-coordinator"]
     assert len(errors) == 2

@@ -41,6 +41,9 @@ CALL_S = 60.0
 START_S = 120.0
 """Time limit of the start, with imports."""
 
+STACKS_S = 10.0
+"""How long a process that hangs may take to begin to write its stacks."""
+
 Function = str | Callable[..., Any]
 
 WORKER = "tests.processes.worker"
@@ -247,9 +250,13 @@ class _Member:
 
     def stacks(self) -> str:
         """Return the end of what the process has written, with the stacks of its threads."""
+        before = self._stderr.stat().st_size
+        end = time.monotonic() + STACKS_S
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGUSR1)
-        time.sleep(0.5)
+        while self._stderr.stat().st_size == before and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)  # it writes all threads at once
         return self._stderr.read_text(errors="replace")[-8000:]
 
     def _read(self) -> None:

@@ -96,14 +96,21 @@ def test_a_coroutine_can_be_cancelled(pool: Pool) -> None:
 
 
 def hang(worker: Worker) -> None:
-    time.sleep(1.5)
+    (worker.directory / "hangs").touch()
+    while not (worker.directory / "goes on").exists():
+        time.sleep(0.01)
 
 
 def test_a_call_that_hangs_fails_with_the_stacks(pool: Pool) -> None:
+    hanging = pool.start(1, hang)
+    while not (pool.directory / "hangs").exists():
+        assert not hanging.future.done()
+        time.sleep(0.01)
     with pytest.raises(
         AssertionError, match=r"hang in process 1: no answer for 0.2 s(.|\n)*in hang"
     ):
-        pool.run(1, hang, timeout_s=0.2)
+        hanging.result(0.2)
+    (pool.directory / "goes on").touch()
     assert pool.run(1, place)[0] == 1
 
 

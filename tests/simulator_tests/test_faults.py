@@ -96,6 +96,9 @@ async def test_a_request_is_never_answered(sim: Simulator, applied: bool) -> Non
     host, _, port = sim.s3_endpoint.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"PUT /bucket/a HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody")
+    async with asyncio.timeout(30):
+        while not sim.stats().in_flight:
+            await asyncio.sleep(0.001)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(reader.read(1), 0.1)
     assert sim.stats().in_flight == 1
