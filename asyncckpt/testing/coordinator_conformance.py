@@ -30,7 +30,7 @@ import pytest
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.ports import MAX_MESSAGE_NBYTES, Coordinator
 
-PROMPT_S = 1.0
+PROMPT_S = 5.0
 """Upper bound for immediate calls on a busy machine."""
 
 LONG_S = 30.0

@@ -166,7 +166,7 @@ async def test_a_process_that_never_comes_is_named(absent: int) -> None:
     errors = await outcomes(
         shake(m, arrival_s=SOON_S) for m in members(3) if m.process_index != absent
     )
-    assert time.monotonic() - begun < SOON_S + 2
+    assert time.monotonic() - begun < 10
     for error in errors:
         assert isinstance(error, UsageError)
         assert f"waited 0.3 s for process {absent}; here: process" in str(error)

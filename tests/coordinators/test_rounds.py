@@ -55,13 +55,18 @@ def play(
     arrival_s: float = 20.0,
     silence_s: float = 20.0,
     service: MemoryCoordinator | None = None,
+    one_left: asyncio.Event | None = None,
 ) -> dict[int, Any]:
-    """Let each process play its part in one round; return results and errors."""
+    """Let each process play its part in one round; return results and errors.
+
+    Sets `one_left` once all but one have ended.
+    """
 
     given = service
 
     async def everybody() -> dict[int, Any]:
         service = given or MemoryCoordinator()
+        left = set(parts)
 
         async def one(process: int, part: Part) -> Any:
             group = Group(service, "a" * 32, process, COUNT, ("h0", "h1", "h2"), "asyncckpt/x")
@@ -76,6 +81,10 @@ def play(
                 return await round_.run(lambda: part(round_))
             except (Exception, asyncio.CancelledError) as error:
                 return error
+            finally:
+                left.remove(process)
+                if len(left) == 1 and one_left is not None:
+                    one_left.set()
 
         results = await asyncio.gather(*(one(*item) for item in parts.items()))
         return dict(zip(parts, results, strict=True))
@@ -228,10 +237,13 @@ def test_process_0_that_falls_silent_between_decision_and_outcome_leaves_it_unkn
         beating = round_.beats._beating
         assert beating is not None
         beating.cancel()
-        await asyncio.sleep(1.5)
+        async with asyncio.timeout(20):
+            await others_ended.wait()
         await round_.finish(b"late")
 
-    results = play(engine, {0: stops, 1: follow, 2: follow}, silence_s=0.3)
+    others_ended = asyncio.Event()
+    parts: dict[int, Part] = {0: stops, 1: follow, 2: follow}
+    results = play(engine, parts, silence_s=1.0, one_left=others_ended)
     for process in (1, 2):
         assert isinstance(results[process], SaveOutcomeUnknownError)
         assert "process 0 (h0)" in str(results[process])
@@ -261,9 +273,12 @@ def test_a_process_that_falls_silent_is_named(engine: Engine) -> None:
         beating = round_.beats._beating
         assert beating is not None
         beating.cancel()
-        await asyncio.sleep(1.5)
+        async with asyncio.timeout(20):
+            await others_ended.wait()
 
-    results = play(engine, {0: lead, 1: stops, 2: follow}, silence_s=0.3)
+    others_ended = asyncio.Event()
+    parts: dict[int, Part] = {0: lead, 1: stops, 2: follow}
+    results = play(engine, parts, silence_s=1.0, one_left=others_ended)
     for process in (0, 2):
         assert isinstance(results[process], SaveError)
         assert "process 1 (h1) gave no sign of life" in str(results[process])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.ports import Coordinator
-from asyncckpt.testing.coordinator_conformance import CoordinatorConformance
+from asyncckpt.testing.coordinator_conformance import PROMPT_S, CoordinatorConformance
 from tests.coordinators.memory import MemoryCoordinator
 
 LAWS = [name for name in vars(CoordinatorConformance) if name.startswith("test_")]
@@ -51,7 +51,7 @@ class Stubborn(MemoryCoordinator):
         try:
             return await super().wait(key, timeout_s=timeout_s)
         except asyncio.CancelledError:
-            await asyncio.sleep(1.1)
+            await asyncio.sleep(PROMPT_S + 0.1)
             raise
 
 
