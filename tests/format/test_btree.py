@@ -135,7 +135,7 @@ def test_a_tree_without_keys_has_no_root() -> None:
     assert decode_tree(tree.version, fetcher(tree)) == {}
 
 
-def test_two_hundred_thousand_keys_take_well_under_a_second() -> None:
+def test_two_hundred_thousand_keys_do_not_take_quadratic_time() -> None:
     names = [f"params.layers_{i // 10}.attention.block_{i % 10}.kernel" for i in range(100_000)]
     unsorted = [f"{n}{tail}".encode() for tail in ("/zarr.json", "/c/0/0") for n in names]
     begin = time.process_time()
@@ -157,10 +157,10 @@ def test_two_hundred_thousand_keys_take_well_under_a_second() -> None:
     result = decode_tree(tree.version, fetcher(tree))
     decoded = time.process_time()
     assert list(result) == ordered
-    # Measured 0.2, 0.05 and 0.2 s; the bounds leave room for a busy machine.
-    assert prepared - begin < 1.0
-    assert encoded - prepared < 0.5
-    assert decoded - encoded < 1.0
+    # Measured 0.2, 0.05 and 0.2 s. A pass through all keys for each key takes 75 s or more.
+    assert prepared - begin < 5.0
+    assert encoded - prepared < 5.0
+    assert decoded - encoded < 5.0
 
 
 @given(st.lists(keys, unique=True, min_size=2))

@@ -424,7 +424,7 @@ def test_a_compressed_chunk_cannot_claim_more_than_zstd_can_hold() -> None:
 
 
 @pytest.mark.parametrize("scalars", [0, 50_000])
-def test_a_hundred_thousand_leaves_take_a_fraction_of_a_second(scalars: int) -> None:
+def test_a_hundred_thousand_leaves_do_not_take_quadratic_time(scalars: int) -> None:
     count = 100_000 - scalars
     value = encode_scalar(0.5)[1]
     record = dataclasses.replace(
@@ -448,9 +448,9 @@ def test_a_hundred_thousand_leaves_take_a_fraction_of_a_second(scalars: int) -> 
     again = decode_record(data, location="x")
     decoded = time.process_time()
     assert again == record
-    # Measured 0.23 and 0.10 s; the bounds leave room for a busy machine.
-    assert encoded - begin < 0.8
-    assert decoded - encoded < 0.6
+    # Measured 0.23 and 0.10 s. A pass through a list or bytes for each leaf takes 27 s or more.
+    assert encoded - begin < 5.0
+    assert decoded - encoded < 5.0
 
 
 # ----------------------------------------------------------------------------------- fixed names
