@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -151,6 +152,13 @@ CLOSING_S = 10.0
 def _closing(left: str) -> bool:
     """Whether something is one end of a connection, or the simulator's task that serves it."""
     return "-> socket:" in left or "<Server._serve()" in left
+
+
+def collect_others() -> None:
+    """Collect what earlier tests left, so that their `ResourceWarning`s do not come in this one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @contextmanager
