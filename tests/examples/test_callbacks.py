@@ -15,6 +15,9 @@ from tests import children
 SAVED, STOPPED, STEPS = 8, 10, 14
 """The runs save every four steps of six-step epochs, and are stopped while they have not."""
 
+LIMIT_S = 230.0
+"""Time limit of a child, which imports a whole training framework."""
+
 # What both children do: a run that is never stopped, one that is, and the latter again.
 RUNS = """
 import functools, json, os, sys
@@ -97,7 +100,7 @@ compare(example, Stop, losses, lambda model: model, *option)
 def compared(code: str, root: Path, warnings: str) -> dict[str, dict[str, Any]]:
     program = textwrap.dedent(RUNS + code)
     child = children.start(program, root, STOPPED, STEPS, warnings=warnings)
-    status, out, err = children.finish(child)
+    status, out, err = children.finish(child, LIMIT_S)
     assert status == 0, f"exit status {status}\n{out}\n{err}"
     outcomes: dict[str, dict[str, Any]] = json.loads(out.splitlines()[-1])
     return outcomes

@@ -55,7 +55,7 @@ class CountingMemory(AnonymousMemory):
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    made = Workers(2, "flow-test", abandon_s=0.05)
+    made = Workers(2, "flow-test")
     yield made
     made.shutdown()
 
@@ -266,7 +266,8 @@ async def test_a_slot_that_an_abandoned_thread_uses_is_quarantined_until_it_ends
         slot.buffer[:] = 9
 
     task = asyncio.create_task(workers.run(stuck, slots[0]))
-    await asyncio.to_thread(started.wait, 30)
+    assert await asyncio.to_thread(started.wait, 30)
+    workers._abandon_s = 0.05
     task.cancel()
     with pytest.raises(ThreadAbandonedError) as caught:
         await task

@@ -122,8 +122,8 @@ def test_an_answer_begins_after_the_latency() -> None:
         ask(sim.s3_endpoint, "PUT", "/bucket/a", b"x")
         ask(sim.s3_endpoint, "GET", "/bucket/a")
         put, get = sim.requests
-        assert 0.06 <= put.applied_s - put.received_s < 5.0
-        assert 0.02 <= get.applied_s - get.received_s < 5.0
+        assert 0.06 <= put.applied_s - put.received_s < 30.0
+        assert 0.02 <= get.applied_s - get.received_s < 30.0
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -136,8 +136,8 @@ def test_a_connection_has_its_bandwidth(kernel: bool, monkeypatch: pytest.Monkey
         put_s = time.monotonic() - began_s
         assert ask(sim.s3_endpoint, "GET", "/bucket/a").body == data
         get_s = time.monotonic() - began_s - put_s
-        assert 4.19 / 32 * 0.9 < put_s < 5.0
-        assert 4.19 / 16 * 0.8 < get_s < 5.0
+        assert 4.19 / 32 * 0.9 < put_s < 30.0
+        assert 4.19 / 16 * 0.8 < get_s < 30.0
 
 
 def test_profiles_are_found_by_name() -> None:

@@ -78,7 +78,7 @@ async def test_a_store_is_measured_and_left_as_it_was(sim: Simulator, library: s
     assert report.target_data_file_nbytes == 4 * MIB
     assert report.concurrency in (1, 4)
     assert report.nbytes_per_s > 0
-    assert 0 < report.put_latency_s < 1
+    assert 0 < report.put_latency_s < 30
     assert report.reason in str(report)
 
 
@@ -219,10 +219,10 @@ async def test_when_time_runs_out_what_was_measured_is_reported(
 ) -> None:
     planned = (GridPoint(4 * MIB, 1, 1), GridPoint(1 * MIB, 1, 1), GridPoint(8 * MIB, 1, 1))
     sim.faults.append(Fault(kind=kind, key="*/1-0", hang=True, times=9))
-    report = await measure(sim, planned=planned, max_s=2.0)
+    report = await measure(sim, planned=planned, max_s=5.0)
     assert [point.direction for point in report.points] == ["put", "get", "put"][: puts + 1]
     assert report.notes == (
-        "1 of 3 points were measured within 2 s; allow more time for the others",
+        "1 of 3 points were measured within 5 s; allow more time for the others",
     )
     assert sim.objects("bucket") == {}
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -86,12 +86,13 @@ class TestLocalStoreBuffered(TestLocalStore):
 
 class TestLocalStoreInMemory(TestLocalStore):
     def place(self, tmp_path: Path) -> Path:
-        return MEMORY / f"asyncckpt-{tmp_path.parent.name}-{tmp_path.name}"
+        return self.memory / tmp_path.name
 
     @pytest.fixture(autouse=True)
-    def _removed(self, tmp_path: Path):
+    def _removed(self) -> Iterator[None]:
+        self.memory = Path(tempfile.mkdtemp(prefix="asyncckpt-", dir=MEMORY))
         yield
-        shutil.rmtree(self.place(tmp_path), ignore_errors=True)
+        shutil.rmtree(self.memory, ignore_errors=True)
 
 
 class TestLocalStoreWithoutRenameFlags(TestLocalStore):

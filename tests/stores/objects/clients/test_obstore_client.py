@@ -388,7 +388,7 @@ async def test_a_store_object_keeps_its_options_but_not_its_retries(
     begun_s = time.monotonic()
     with pytest.raises(RequestError):
         await client.get("a", 0, 1)
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < 30
     assert len(sim.requests) == 1
     sim.faults.clear()
     await client.put("a", b"x")
