@@ -50,6 +50,7 @@ from asyncckpt.stores.local.posix import (
     rename_exchange,
     rename_noreplace,
 )
+from asyncckpt.stores.local.sweep import forget_replaced
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL
 
@@ -290,6 +291,7 @@ class Publication:
         # After a crash between the two renames, `sweep` finds the owner file and puts `old` back.
         old = self._layout.leftover("old", self.terms.name, self.terms.save_id, self.terms.epoch)
         try:
+            forget_replaced(self._layout, self.terms.name)
             write_owner(old, self.context.machine(), self.terms)
             flush_directory(os.path.dirname(old))
             landed(os.rename, self._target, old)

@@ -50,7 +50,7 @@ from asyncckpt.stores.local.locks import (
 from asyncckpt.stores.local.notes import keep_note, take_notes
 from asyncckpt.stores.local.posix import flush_directory, landed, opened, remove_tree
 from asyncckpt.stores.local.publish import record_at
-from asyncckpt.stores.local.sweep import collect, sweep, tidy
+from asyncckpt.stores.local.sweep import collect, forget_replaced, sweep, tidy
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, Layout, check_name, check_save_id
 
@@ -327,6 +327,7 @@ class LocalStore:
                     fd = held.enter_context(opened(target, os.O_RDONLY | os.O_DIRECTORY))
                     held.callback(unlock, fd)
                     try_lock(fd)
+                    forget_replaced(self._layout, name)
                     landed(os.rename, target, trash)
                 except FileNotFoundError:  # another process has deleted it
                     raise _absent(target) from None

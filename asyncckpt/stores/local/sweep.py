@@ -39,6 +39,7 @@ from functools import partial
 
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.log import logger
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import (
     LOCK_DEADLINE_S,
@@ -304,6 +305,9 @@ def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
     """Put a leftover back if it is a replaced checkpoint without a successor. Blocking.
 
     Returns whether it must not be removed: it was put back, or its name is unknown.
+
+    Raises:
+        OSError: it cannot be inspected or renamed.
     """
     directory, name = os.path.split(old)
     # In epoch 0, `old-…` is an attempt at a checkpoint of such a name.
@@ -318,6 +322,10 @@ def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
         return True  # not written by this library
     if os.path.lexists(target):
         return False
+    try:
+        os.lstat(os.path.join(old, RECORD_NAME))
+    except FileNotFoundError:  # it had a successor: see `forget_replaced`
+        return False
     if dry_run:
         return True
     try:
@@ -330,3 +338,30 @@ def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
     remove_owner(old)
     logger.warning("%s: replacing it was interrupted; the previous checkpoint was put back", target)
     return True
+
+
+def forget_replaced(layout: Layout, name: str) -> None:
+    """Remove the records of replaced checkpoints of this name, durably. Blocking.
+
+    Without them `put_back` puts nothing back once their successor is deleted or replaced itself.
+    The caller holds the root's lock, and the successor exists.
+
+    Raises:
+        OSError: a record cannot be removed.
+    """
+    parents = [
+        os.path.join(layout.control, directory)
+        for directory in ("", *listing(layout.control))
+        if not directory or (directory.startswith(("epoch-", FENCED)) and directory != "epoch-0")
+    ]
+    prefix = os.path.basename(layout.leftover("old", name, ""))
+    for parent in parents:
+        for found in listing(parent):
+            old = os.path.join(parent, found)
+            if not found.startswith(prefix) or not os.path.isdir(old):
+                continue
+            owner = read_owner(old)
+            if owner is not None and owner.name == name:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(old, RECORD_NAME))
+                    flush_directory(old)

@@ -14,10 +14,12 @@ import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.local import publish
 from asyncckpt.stores.local.locks import Machine, Terms, this_machine, write_owner
 from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.testing.checkpoints import delete
 from tests.stores.checkpoints import expect, save
-from tests.stores.children import answer, end, start, tell
+from tests.stores.children import answer, end, start, tell, unsupported
 
 ROUNDS = 50
 
@@ -256,6 +258,47 @@ async def test_a_finished_replacement_loses_its_old_checkpoint(
     (tmp_path / "1").rename(old)
     await save(store, "1", "b", 2)
     assert await store.sweep() == ["old-1-b"]
+    await expect(store, "1", 2)
+    assert left(tmp_path) == []
+
+
+@pytest.fixture
+def killed_before_removal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replacements take two renames, and end before the old checkpoint is removed."""
+    monkeypatch.setattr(publish, "rename_noreplace", unsupported)
+    monkeypatch.setattr(publish, "rename_exchange", unsupported)
+    monkeypatch.setattr(publish.Publication, "_remove", lambda self, path: None)
+
+
+@pytest.mark.usefixtures("killed_before_removal")
+@pytest.mark.parametrize("claimed", [False, True])
+@pytest.mark.parametrize("by_age", [False, True])
+async def test_a_deleted_step_does_not_come_back_after_a_killed_replacement(
+    tmp_path: Path, store: LocalStore, claimed: bool, by_age: bool
+) -> None:
+    epoch = (await store.claim()).epoch if claimed else 0
+    for name in ("1", "1-a"):
+        await save(store, name, "a", 1, epoch=epoch)
+        await save(store, name, "b", 2, epoch=epoch, overwrite=True)
+    if claimed:  # the next job moves the leftovers of this one
+        epoch = (await store.claim()).epoch
+    await delete(store, "1", epoch=epoch)
+    shutil.rmtree(tmp_path / "1-a")  # as if its replacement had ended between the two renames
+    await (store.collect(0) if by_age else store.sweep())
+    assert await store.names() == ["1-a"]
+    await expect(store, "1-a", 1)
+    assert not [*(tmp_path / ".asyncckpt").rglob("old-*")]
+
+
+@pytest.mark.usefixtures("killed_before_removal")
+async def test_of_two_replaced_checkpoints_the_newer_one_is_put_back(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    await save(store, "1", "a", 1)
+    await save(store, "1", "b", 2, overwrite=True)
+    await save(store, "1", "c", 3, overwrite=True)
+    shutil.rmtree(tmp_path / "1")  # as if the second had ended between its two renames
+    await store.sweep()
     await expect(store, "1", 2)
     assert left(tmp_path) == []
 
