@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
+import weakref
 from typing import Any
 
 from asyncckpt.arguments import check_path
@@ -26,10 +27,7 @@ SPARE_WINDOWS = 2
 
 
 class StagingMemory(AnonymousMemory):
-    """Anonymous memory, page-locked once torch uses CUDA in this process."""
-
-    def __init__(self) -> None:
-        self._locked: set[int] = set()  # addresses
+    """Anonymous memory, page-locked once torch uses CUDA in this process, until it is unmapped."""
 
     def allocate(self, nbytes: int) -> Bytes:
         buffer = super().allocate(nbytes)
@@ -38,14 +36,15 @@ class StagingMemory(AnonymousMemory):
             buffer.fill(0)  # NumPy releases the interpreter lock, and CUDA may not
             address = buffer.ctypes.data
             importlib.import_module("asyncckpt.adapters.torch").page_lock(address, nbytes)
-            self._locked.add(address)
+            # Of the array that all views keep alive, not of the mapping: CUDA must not find the
+            # pages gone, and a mapping is unmapped before its finalizers run.
+            weakref.finalize(buffer.base, _page_unlock, address, os.getpid()).atexit = False
         return buffer
 
-    def free(self, buffer: Bytes) -> None:
-        address = buffer.ctypes.data
-        if address in self._locked:
-            self._locked.remove(address)
-            importlib.import_module("asyncckpt.adapters.torch").page_unlock(address)
+
+def _page_unlock(address: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child cannot use CUDA
+        importlib.import_module("asyncckpt.adapters.torch").page_unlock(address)
 
 
 class Runtime:

@@ -60,12 +60,12 @@ class AnonymousMemory:
     """Private anonymous mappings with huge pages, empty in forked children."""
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return a zeroed, page-aligned buffer with untouched pages. Blocking."""
+        """Return a zeroed, page-aligned buffer with untouched pages. Blocking.
+
+        Its memory is freed when its last view is dropped.
+        """
         mapping, start = map_pages(nbytes, forked=False)
         return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
-
-    def free(self, buffer: Bytes) -> None:
-        """Do nothing: the memory stays readable, and is unmapped when its last view is dropped."""
 
 
 def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
@@ -305,7 +305,6 @@ class SlotPool(Account):
             else:
                 self.in_use -= self.held_nbytes
                 self.budget.keep(self.held_nbytes)
-            self._memory.free(slot.buffer)  # it stays readable as long as there is a view
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
             del owner
@@ -361,7 +360,7 @@ class SlotPool(Account):
     def _shrink(self, count: int) -> None:
         """Free up to `count` free slots."""
         for _ in range(min(count, len(self._free))):
-            self._memory.free(self._free.pop().buffer)
+            self._free.pop()
             self._allocated -= 1
 
     def _return(self, slot: Slot) -> None:

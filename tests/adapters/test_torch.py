@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import asyncio
+import gc
 import mmap
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +18,9 @@ from asyncckpt import LeafOptions, SaveOptions, blocking, errors
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.torch import TorchAdapter, numpy_view, tensor_view
 from asyncckpt.flow.arena import Arena
+from asyncckpt.flow.budget import ByteBudget
+from asyncckpt.flow.buffers import SlotPool
+from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import Run
 from asyncckpt.runtime import StagingMemory
 from asyncckpt.spec import DTYPES, ArraySpec, Box
@@ -349,12 +356,78 @@ def test_staging_memory_is_page_locked_once_cuda_is_used(monkeypatch: pytest.Mon
     assert buffer.nbytes == 1 << 20
     assert buffer.ctypes.data % mmap.PAGESIZE == 0
     assert runtime.locked == {buffer.ctypes.data: 1 << 20}
-    memory.free(plain)
-    memory.free(buffer)
+    view = memoryview(buffer[:1])
+    del plain, buffer
+    assert len(runtime.locked) == 1
+    del view
     assert runtime.locked == {}
     runtime.code = 2
     with pytest.raises(errors.StagingError, match=r"page-locking 4096 bytes .* error 2"):
         memory.allocate(4096)
+
+
+def test_staging_memory_is_unlocked_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    mapped: list[bool] = []
+    unlock = runtime.cudaHostUnregister
+
+    def unregister(pointer: int) -> int:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+        mapped.append(any(start <= pointer < stop for start, stop in spans))
+        return unlock(pointer)
+
+    monkeypatch.setattr(runtime, "cudaHostUnregister", unregister)
+    buffer = StagingMemory().allocate(8 << 20)
+    del buffer
+    assert mapped == [True]
+
+
+async def test_staging_memory_of_a_cancelled_allocation_is_unlocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    lock, locked, go_on = runtime.cudaHostRegister, threading.Event(), threading.Event()
+
+    def register(*arguments: int) -> int:
+        code = lock(*arguments)
+        locked.set()
+        assert go_on.wait(30)
+        return code
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", register)
+    workers = Workers(1, "test-staging")
+    pool = SlotPool(ByteBudget(64 << 20), workers, StagingMemory())
+    taking = asyncio.create_task(pool.take(1))
+    assert await asyncio.to_thread(locked.wait, 30)
+    taking.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    pool.close()
+    workers.shutdown()
+    del taking
+    await asyncio.sleep(0)  # the loop's handle holds the task, whose traceback holds the result
+    gc.collect()
+    assert runtime.locked == {}
+
+
+def test_a_forked_child_that_drops_staging_memory_leaves_cuda_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    buffer = StagingMemory().allocate(1 << 20)
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    del buffer
+    assert len(runtime.locked) == 1
 
 
 def test_cuda_tensors_are_read_after_the_work_queued_by_the_caller(
@@ -634,4 +707,3 @@ def test_cuda_tensors_are_fetched_and_filled(name: str, worker: ThreadPoolExecut
     memory = StagingMemory()
     buffer = memory.allocate(1 << 20)
     assert torch.from_numpy(buffer).is_pinned()
-    memory.free(buffer)
