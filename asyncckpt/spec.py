@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -102,6 +102,11 @@ class ArraySpec(PickledByName):
 def array_spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
     """Return the spec of an array; equal specs are one object, so comparisons are cheap."""
     return ArraySpec(shape, dtype)
+
+
+def nonempty_size(shape: Iterable[int]) -> int:
+    """Return the product of the lengths without zeros, which NumPy limits for empty arrays too."""
+    return math.prod(filter(None, shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from asyncckpt.format.record_values import (
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_base64, decode_scalar
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_PIECES, MAX_RECORD_NBYTES, STEP_MAX
-from asyncckpt.spec import DTYPES, array_spec
+from asyncckpt.spec import DTYPES, array_spec, nonempty_size
 
 RECORD_NAME = "checkpoint.json"
 RECORD_VERSION = 2
@@ -453,7 +453,8 @@ def _spec(row: dict[str, Any]) -> StoredSpec:
     if level is not None and (type(level) is not int or not -(1 << 17) <= level <= 22):
         raise ValueError(f"specs has zstd {repr(level)[:40]}, not a level or null")
     stored = StoredSpec(array_spec(tuple(shape), dtype), tuple(chunk_shape), level)
-    if max(stored.spec.nbytes, stored.chunk_nbytes, stored.grid.chunk_count) >= 1 << 62:
+    nbytes = nonempty_size(stored.spec.shape) * stored.spec.itemsize
+    if max(nbytes, stored.chunk_nbytes, stored.grid.chunk_count) >= 1 << 62:
         raise ValueError(f"specs has the shape {shape} of an array beyond 2^62 bytes")
     return stored
 

@@ -19,7 +19,7 @@ import numpy as np
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.damage import corrupt, unsupported
 from asyncckpt.format.fields import MAX_RANK, parse_object
-from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
+from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid, nonempty_size
 
 # Limits of what a stored document may claim.
 MAX_ARRAY_NBYTES = 1 << 48
@@ -55,6 +55,8 @@ class ChunkKeys:
         """
         if not counts:
             return [base + (b"c" if self.prefix else b"0")]
+        if 0 in counts:
+            return []  # the other counts may be huge
         separator = self.separator.encode()
         keys = [base + b"c"] if self.prefix else [base]
         for axis, count in enumerate(counts):
@@ -174,7 +176,7 @@ class Document:
             )
         grid = ChunkGrid(spec.shape, chunk_shape)
         for what, found, limit in (
-            ("bytes in total", spec.nbytes, MAX_ARRAY_NBYTES),
+            ("bytes in total", nonempty_size(spec.shape) * spec.itemsize, MAX_ARRAY_NBYTES),
             ("bytes per chunk", grid.chunk_size * spec.itemsize, MAX_CHUNK_NBYTES),
             ("chunks", grid.chunk_count, MAX_CHUNKS),
         ):

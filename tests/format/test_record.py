@@ -230,6 +230,7 @@ def nested(depth: int) -> JsonValue:
         ("specs.0.shape", [4, -6], r"specs\[0\]\.shape\[1\] is -6"),
         ("specs.0.chunk_shape", [2, 1 << 63], r"specs\[0\]\.chunk_shape\[1\] is 9223"),
         ("specs.0.shape", [2**40, 2**40], "beyond 2\\^62 bytes"),
+        ("specs.0.shape", [0, 2**62], "beyond 2\\^62 bytes"),
         ("specs.0.shape", [1] * 33, "rank of at most 32"),
         ("specs.0.chunk_shape", [0, 6], "has a zero"),
         ("specs.0.chunk_shape", [6], "one rank"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,22 @@ def test_chunks_have_the_keys_of_their_encoding(encoding: object, keys: list[byt
     assert array.keys.all(b"", (2,))[-1] == keys[1].replace(b"a/", b"").replace(b"0", b"", 1)[
         1 - array.keys.prefix :
     ].replace(array.keys.separator.encode() * 2, array.keys.separator.encode())
+
+
+def test_an_array_without_elements_has_no_chunk_keys_however_long_its_other_axes() -> None:
+    tracemalloc.start()
+    try:
+        assert ChunkKeys().all(b"w/", (0, 1 << 18)) == ChunkKeys().all(b"w/", (1 << 18, 0)) == []
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_empty_array_is_read_if_numpy_can_hold_it() -> None:
+    grid = {"name": "regular", "configuration": {"chunk_shape": [1, 1]}}
+    assert decode(shape=[0, 1 << 44], chunk_grid=grid).spec.shape == (0, 1 << 44)
+    with pytest.raises(CorruptCheckpointError, match=f"claims {1 << 64} bytes in total"):
+        decode(shape=[0, 1 << 62], chunk_grid=grid)
 
 
 def test_the_order_of_the_elements_is_what_all_transposes_make_of_it() -> None:

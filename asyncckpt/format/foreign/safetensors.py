@@ -14,7 +14,6 @@ in different ways) are ignored. Source: `huggingface_hub` 0.30, `serialization/_
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.damage import corrupt, path_fault, unsupported
 from asyncckpt.format.fields import MAX_RANK, check_form, parse_json, parse_object
 from asyncckpt.format.scalars import JsonValue, is_unicode
-from asyncckpt.spec import ArraySpec, array_spec
+from asyncckpt.spec import ArraySpec, array_spec, nonempty_size
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -151,8 +150,8 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
                     found=code[:40],
                 )
             spec = array_spec(tuple(shape), dtype)
-            elements = math.prod(filter(None, shape))
-            if min(shape, default=0) < 0 or elements * spec.itemsize >= 1 << 62:
+            nbytes = nonempty_size(shape) * spec.itemsize
+            if min(shape, default=0) < 0 or nbytes >= 1 << 62:
                 raise ValueError(f"shape of {where} is {str(shape)[:80]}, which no array has")
             if spec.nbytes != end - begin:
                 raise ValueError(

@@ -70,6 +70,9 @@ def nested_shards(depth: int) -> Any:
 
 DOCUMENTS: dict[str, Document] = {
     "shape-bomb": (zarr3(shape=[1 << 62] * 2, chunk_grid=grid(1, 1)), CORRUPT, "bytes in total"),
+    "empty-shape-bomb": (
+        zarr3(shape=[0, 1 << 62], chunk_grid=grid(1, 1 << 35)), CORRUPT, "bytes in total",
+    ),
     "chunk-bomb": (zarr3(chunk_grid=grid(1 << 40)), CORRUPT, "bytes per chunk"),
     "count-bomb": (
         zarr3(shape=[1 << 40], chunk_grid=grid(1)), CORRUPT, "claims 1099511627776 chunks",

@@ -8,7 +8,6 @@ whether it is a tensor, and for every shard the file, offset and length of an ar
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from asyncckpt.format.foreign.torch.torch_pickle import (
     extents,
 )
 from asyncckpt.format.foreign.torch.torch_zip import Archive
-from asyncckpt.spec import ITEMSIZES, Box
+from asyncckpt.spec import ITEMSIZES, Box, nonempty_size
 from asyncckpt.tree import MAX_DEPTH, Key
 
 METADATA_NAME = ".metadata"
@@ -152,7 +151,7 @@ def _entry(
             found=_shown(properties.layout),
         )
     shape = _extents(value.size, f"the size of {where}")
-    if math.prod(max(1, n) for n in shape) >= MAX_ELEMENTS:
+    if nonempty_size(shape) >= MAX_ELEMENTS:
         raise ValueError(f"the size of {where} is {list(shape)}, which no tensor has")
     if dtype not in DTYPES and 0 in shape:
         reason = f"{where} has the dtype {dtype}"
