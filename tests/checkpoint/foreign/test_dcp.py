@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import metadata as sharded_tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -503,6 +504,28 @@ def test_what_torch_2_15_wrote_is_read_with_a_note(caplog: pytest.LogCaptureFixt
     assert "newer version of torch.distributed.checkpoint" in caplog.text
     assert "TensorProperties.5" in caplog.text
     assert (blocking.verify(path)).damages == ()
+
+
+def test_what_torch_2_2_wrote_is_read(tmp_path: Path) -> None:
+    """Its `TensorProperties` are those of sharded tensors, and later fields are absent."""
+    state = {"t": tensors(), "n": 5}
+    path = save(state, tmp_path / "c")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for entry in metadata.state_dict_metadata.values():
+        if hasattr(entry, "properties"):
+            entry.properties = sharded_tensor.TensorProperties(**vars(entry.properties))
+    for info in metadata.storage_data.values():
+        vars(info).pop("transform_descriptors", None)
+    del metadata.storage_meta, metadata.version
+    pickled = pickle.dumps(metadata, 4)
+    assert b"MEM_FORMAT_ENCODING" in pickled and b"_MEM_FORMAT_ENCODING" not in pickled
+    (path / ".metadata").write_bytes(pickled)
+    theirs = {"t": {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}, "n": 0}
+    dcp.load(theirs, checkpoint_id=path, no_dist=True)
+    assert_same(theirs["t"], tensors())  # type: ignore[arg-type]
+    ours = blocking.restore(path, leaves="torch")
+    assert_same(ours["t"], tensors())
+    assert ours["n"] == 5
 
 
 class NewerPickler(pickle.Pickler):

@@ -157,6 +157,7 @@ def metadata_names() -> Names:
         return shapes.setdefault(shape, shape)
 
     module = "torch.distributed.checkpoint.metadata"
+    older = "torch.distributed._shard.sharded_tensor.metadata"  # of torch 2.2 and earlier
     paths = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     return {
         **_DTYPE_NAMES,
@@ -168,6 +169,8 @@ def metadata_names() -> Names:
         (module, "MetadataIndex"): MetadataIndex,
         (module, "StorageMeta"): StorageMeta,
         (module, "_MEM_FORMAT_ENCODING"): _nothing,
+        (older, "TensorProperties"): TensorProperties,
+        (older, "MEM_FORMAT_ENCODING"): _nothing,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
         ("torch.serialization", "_get_layout"): _layout,
         ("torch", "Size"): size,
