@@ -129,12 +129,13 @@ class DTensorAdapter:
     def place_all(
         self, targets: Sequence[DTensorTarget], values: Sequence[npt.NDArray[Any]]
     ) -> Sequence[Any]:
-        pairs = []
+        copies = []
         for target, array in zip(targets, values, strict=True):
             (box,) = target.division.local
             assert target.memory is not None
-            pairs.append((target.memory.detach()[selection(box)], tensor_view(array)))
-        copy_all(pairs, self._local.events)
+            part = target.memory.detach()[selection(box)]
+            copies.append((part, tensor_view(array), target.captured))
+        copy_all(copies)
         for target in targets:
             torch.autograd.graph.increment_version(target.leaf)
         return [target.leaf for target in targets]

@@ -198,7 +198,7 @@ class TorchAdapter:
             like = target.leaf
             # Of the current stream, not the copy's, so that the caller's tensors can reuse it.
             made.append(like if target.fill else torch.empty_like(tensor, device=like.device))
-        copy_all([*zip(made, tensors, strict=True)], self.events if targets[0].fill else None)
+        copy_all([*zip(made, tensors, [target.captured for target in targets], strict=True)])
         return [
             tensor if target.fill else of_kind(tensor, target.leaf)
             for target, tensor in zip(targets, made, strict=True)
@@ -226,28 +226,29 @@ def copy_into(
 ) -> None:
     """Write to a tensor, invisible to autograd and, with an event, after the work before that."""
     if event is not None:
-        copy_all([(tensor, values)], {tensor.device: event})
+        copy_all([(tensor, values, event)])
         return
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(values)
 
 
-def copy_all(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    events: Mapping[torch.device, torch.cuda.Event] | None = None,
-) -> None:
+Copy = tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]
+"""A tensor, its values, and an event after the work that they wait for."""
+
+
+def copy_all(copies: Sequence[Copy]) -> None:
     """Write to each tensor of a CUDA device the values of one on the CPU, invisible to autograd.
 
-    After the event of the device, or after the work queued on its current stream.
+    After its event or, without one, after the work queued on the current stream of its device, in
+    whose order the memory of new tensors is reused.
     """
-    by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for pair in pairs:
-        by_device.setdefault(pair[0].device, []).append(pair)
-    with _page_locked([values for _, values in pairs]):
-        for device, some in by_device.items():
-            event = events[device] if events else torch.cuda.current_stream(device).record_event()
-            with _after(event, device):
-                for tensor, values in some:
+    groups: dict[tuple[torch.device, torch.cuda.Event | None], list[Copy]] = {}
+    for copy in copies:
+        groups.setdefault((copy[0].device, copy[2]), []).append(copy)
+    with _page_locked([values for _, values, _ in copies]):
+        for (device, event), some in groups.items():
+            with _after(event or torch.cuda.current_stream(device).record_event(), device):
+                for tensor, values, _ in some:
                     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                         tensor.copy_(values, non_blocking=True)
 

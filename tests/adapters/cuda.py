@@ -46,7 +46,8 @@ class Cuda(TorchDispatchMode):
         """What was locked at each copy."""
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self.runtime)
         self.stream = "default stream"
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(self, "caller's stream"))
+        self.current = "caller's stream"
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(self, self.current))
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream(self, "own stream"))
         monkeypatch.setattr(torch.cuda, "stream", self._on)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)

@@ -623,6 +623,31 @@ def test_values_are_copied_to_a_cuda_device_at_once_from_page_locked_memory(
     assert cuda.runtime.locked == {}
 
 
+@pytest.mark.parametrize("filled", [(0, 1), (1, 0), (0,), (1,)])
+def test_each_copy_waits_for_the_work_before_its_tensor(
+    filled: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's for tensors that are filled, that of the worker's stream for new ones."""
+    adapter = TorchAdapter()
+    leaves = [torch.zeros(2) for _ in filled]
+    arrays = [np.full(2, 1 + number, np.float32) for number in range(len(filled))]
+    with Cuda(monkeypatch) as cuda:
+        targets = [
+            adapter.target("p", leaf, in_place=bool(fill))
+            for leaf, fill in zip(leaves, filled, strict=True)
+        ]
+        cuda.current = "worker's stream"
+        made = adapter.place_all(targets, arrays)
+    for leaf, tensor, array, fill in zip(leaves, made, arrays, filled, strict=True):
+        assert (tensor is leaf) == fill and tensor.tolist() == array.tolist()
+    expected: list[str] = []
+    for fill in filled:
+        stream = "caller's stream" if fill else "worker's stream"
+        expected += [f"own stream waits for event on {stream}", "copy_ on own stream"]
+        expected.append("wait for own stream")
+    assert cuda.calls == expected
+
+
 def test_values_are_copied_if_their_memory_cannot_be_locked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
