@@ -132,9 +132,9 @@ class Place(NamedTuple):
 
 
 def host_place(
-    array: npt.NDArray[Any], name: str, pointer: int | None = None
+    array: npt.NDArray[Any], pointer: int | None = None
 ) -> tuple[tuple[int, int], tuple[object, ...] | None]:
-    """Return the byte span and identity of an array of this zarr dtype in host memory.
+    """Return the byte span and identity of an array in host memory.
 
     Takes about 2 µs, significant for a small leaf; half of that if the address is given.
     """
@@ -146,7 +146,7 @@ def host_place(
         span = (pointer, pointer + array.nbytes)
     else:
         span = Place.of(array).span
-    return span, ("memory", pointer, array.shape, array.strides, name)
+    return span, ("memory", pointer, array.shape, array.strides, array.dtype)
 
 
 def overlapping(places: Sequence[Place]) -> Iterator[tuple[int, int]]:

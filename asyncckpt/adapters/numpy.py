@@ -51,7 +51,7 @@ class NumpyAdapter:
             return target
         check_fillable(path, "this array", leaf)
         if leaf.base is not None or not known:
-            target.span, target.identity = host_place(leaf, name)
+            target.span, target.identity = host_place(leaf)
         if leaf.dtype == DTYPES[name]:
             target.buffer = leaf if known else leaf.view(np.ndarray)
         else:

@@ -380,7 +380,7 @@ class ShardedAdapter:
 def _identity(array: ShardedArray) -> Hashable | None:
     """Return a value that is equal for arrays of the same boxes and memory."""
     division, name = array._division, DTYPE_NAMES[array.dtype]
-    places = [host_place(inside(array, number), name)[1] for number in division.first]
+    places = [host_place(inside(array, number))[1] for number in division.first]
     return ("sharded", array.shape, name, division.shards, tuple(places))
 
 

@@ -165,7 +165,7 @@ class TorchAdapter:
                 )
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
             target.buffer = numpy_view(leaf)
-            target.span, target.identity = host_place(target.buffer, name, pointer)
+            target.span, target.identity = host_place(target.buffer, pointer)
         else:
             target.fill = True
             if leaf.is_cuda:

@@ -302,13 +302,12 @@ def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]
     Without a span and memory (None) for arrays that are not in plain host memory: of these, only
     equal ones are found.
     """
-    name = target.spec.dtype
     if target.buffers:
-        return [(host_place(b, name)[0], target.identity, b) for b in target.buffers]
+        return [(host_place(b)[0], target.identity, b) for b in target.buffers]
     if target.span is not None:
         memory = target.leaf if target.buffer is None else target.buffer
         return [(target.span, target.identity, memory)]
     if target.buffer is None:
         is_filled = target.identity is not None and target.boxes != ()
         return [((0, 0), target.identity, None)] if is_filled else []
-    return [(*host_place(target.buffer, name), target.buffer)]
+    return [(*host_place(target.buffer), target.buffer)]

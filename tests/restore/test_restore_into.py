@@ -312,6 +312,18 @@ async def test_targets_that_overlap_are_an_error_unless_they_are_one_array(
     assert base[:30].reshape(10, 3).tolist() == [[0, 1, 2]] * 10
 
 
+async def test_views_of_one_memory_in_two_byte_orders_are_not_one_array(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"a": np.arange(4.0), "b": np.arange(4.0)})
+    memory = np.full(4, 7.0)
+    for a, b in ((memory, memory.view(">f8")), (memory.view(">f8"), memory)):
+        with pytest.raises(UsageError, match="a and b: these targets overlap in memory"):
+            await asyncckpt.restore_into(place, {"a": a, "b": b})
+        assert (memory == 7).all()
+    big = memory.view(">f8")
+    await asyncckpt.restore_into(place, {"a": big, "b": big[:]})
+    assert big.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("atomic", [False, True])
 @pytest.mark.parametrize("dtype", ["f8", "f4"])
 @pytest.mark.parametrize("count", [10, 600_000])
