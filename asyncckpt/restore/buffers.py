@@ -17,6 +17,7 @@ from asyncckpt.flow.buffers import allocating
 from asyncckpt.ports import Target
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore, MatchedArrays, Matching
 from asyncckpt.restore.plan import Destinations
+from asyncckpt.restore.request import RestoreRequest, enclosing
 from asyncckpt.spec import DTYPES, Box
 
 Memory = npt.NDArray[Any]
@@ -254,20 +255,30 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
 
 
 def find_shared(
-    matching: Matching, first_rows: Sequence[int], shared: Mapping[int, int]
+    matching: Matching, first_rows: Sequence[int], request: RestoreRequest
 ) -> dict[int, int]:
     """Return the leaves that must equal an earlier one, because their object occurs repeatedly.
 
     Each with the earlier one, by number in `Matching.leaves`; without leaves that are tied in the
-    checkpoint. `shared` is as in `RestoreRequest`.
+    checkpoint.
     """
+    shared, repeated = request.shared, request.repeated
+    if not shared and not repeated:
+        return {}  # nearly always, so that no leaf is looked at
     found: dict[int, int] = {}
-    earlier: dict[int, int] = {}
+    earlier: dict[Hashable, int] = {}  # first leaf by its place in the first occurrence
     leaves = matching.leaves
     for number, leaf in enumerate(leaves):
-        if leaf.want is None:
+        place: Hashable
+        if repeated:
+            # By path: an object may be given leaves that its present state lacks.
+            root = enclosing(leaf.path, repeated)
+            place = leaf.path if root is None else repeated[root] + leaf.path[len(root) :]
+        elif leaf.want is not None:
+            place = shared.get(leaf.number, leaf.number)
+        else:
             continue  # a leaf of `PerProcess.all`
-        first = earlier.setdefault(shared.get(leaf.number, leaf.number), number)
+        first = earlier.setdefault(place, number)
         if first != number and not _tied(leaves[first], leaf, first_rows):
             found[number] = first
     return found

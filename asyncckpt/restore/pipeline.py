@@ -221,10 +221,10 @@ class RestorePipeline:
 
     def _check(self) -> None:
         """Check targets for overlaps, and make the scalars that are not written in place."""
+        self._equal = find_shared(self.matching, self.opened.first_rows, self.request)
         if self._into:
-            self._equal = self._twins = find_twins(self.matching, self.opened.first_rows)
-        elif self.request.shared:
-            self._equal = find_shared(self.matching, self.opened.first_rows, self.request.shared)
+            self._twins = find_twins(self.matching, self.opened.first_rows)
+            self._equal |= self._twins
         self._place_scalars(writing=False)
 
     def _check_foreign(self, extents: Extents) -> None:

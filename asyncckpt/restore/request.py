@@ -26,6 +26,7 @@ from asyncckpt.spec import DTYPES, ArraySpec
 from asyncckpt.tree import (
     Flat,
     Key,
+    Node,
     PerProcess,
     escape,
     flatten,
@@ -177,6 +178,8 @@ class RestoreRequest:
         save_id: the save to restore; empty for any.
         shared: with mode `like`, leaves in repeated occurrences of an object, by ordinal, with the
             same leaf in the first occurrence (`shared_leaves`).
+        repeated: with mode `into`, paths of repeated occurrences of a container or object that
+            takes leaves, with the path of the first occurrence.
         begun: `perf_counter` at the call.
     """
 
@@ -194,6 +197,7 @@ class RestoreRequest:
     process_count: int = 1
     save_id: str = ""
     shared: Mapping[int, int] = field(default_factory=dict)
+    repeated: Mapping[str, str] = field(default_factory=dict)
     begun: float = field(default_factory=time.perf_counter)
 
 
@@ -242,6 +246,7 @@ def restore_request(
         stateful=stateful,
         per_process=per_process_paths(flat.structure),
         shared=shared_leaves(flat) if mode == "like" else {},
+        repeated=_repeated(flat, stateful) if mode == "into" else {},
     )
     return request, flat, adapters
 
@@ -265,6 +270,27 @@ def _fresh(
     if adapter is None or isinstance(adapter, str):
         return None
     return Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=True))
+
+
+def _repeated(flat: Flat, stateful: Collection[str]) -> dict[str, str]:
+    """Return `RestoreRequest.repeated`.
+
+    Containers in a state dict are left out: only their object takes the leaves.
+    """
+    nodes, objects = flat.structure.nodes, flat.objects
+    kinds = ("dict", "list", "dataclass", "stateful")
+    ids = [id(value) for node, value in zip(nodes, objects, strict=True) if node.kind in kinds]
+    if len(set(ids)) == len(ids):
+        return {}  # nearly always, so that no path is needed
+    first: dict[int, str] = {}
+    repeated: dict[str, str] = {}
+    for path, node, value in zip(flat.structure.node_paths(), nodes, objects, strict=True):
+        root = enclosing(path, stateful)
+        if _is_mutable(node, value) if root is None else (node.kind, path) == ("stateful", root):
+            other = first.setdefault(id(value), path)
+            if other != path:
+                repeated[path] = other
+    return repeated
 
 
 def _takes_strict(load_state_dict: Callable[..., Any]) -> bool:
@@ -368,18 +394,24 @@ def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:
     """Return the holders of those leaves whose containers are mutable, by ordinal."""
     holders: dict[int, Holder] = {}
     for node, container in zip(flat.structure.nodes, flat.objects, strict=True):
-        is_dataclass = node.kind == "dataclass" and not is_frozen(container)
-        if node.kind not in ("dict", "list") and not is_dataclass:
+        if not _is_mutable(node, container):
             continue
         keys: Sequence[Key] = range(len(node.children)) if node.kind == "list" else node.keys
         for key, child in zip(keys, node.children, strict=True):
             if child in leaves:
-                holders[child] = Holder(container, key, is_dataclass)
+                holders[child] = Holder(container, key, node.kind == "dataclass")
     return holders
 
 
+def _is_mutable(node: Node, container: Any) -> bool:
+    """Return whether the leaves of a container can be replaced."""
+    if node.kind == "dataclass":
+        return not is_frozen(container)
+    return node.kind in ("dict", "list")
+
+
 def enclosing(path: str, roots: Collection[str]) -> str | None:
-    """Return the root that is or contains the path, or None; roots do not contain each other.
+    """Return the innermost root that is or contains the path, or None.
 
     The cost depends on the depth of the path, not on the number of roots.
     """

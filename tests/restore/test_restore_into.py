@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from asyncckpt.errors import (
 from asyncckpt.ports import ORDINARY, Reading
 from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.stores.local.files import LocalFiles
+from asyncckpt.tree import flatten
 from tests.restore.loader import Loader
 from tests.script import Script
 
@@ -351,6 +353,89 @@ async def test_one_target_of_two_saved_arrays_that_differ_is_an_error(
     with pytest.raises(MismatchError, match="a and b: the checkpoint holds different values for"):
         await asyncckpt.restore_into(place, {"a": memory, "b": memory}, options=options)
     assert not atomic or (memory == 7).all()
+
+
+@dataclasses.dataclass
+class Counted:
+    count: Any
+
+
+SHARED: dict[str, Callable[[int], Any]] = {
+    "dict": lambda n: {"n": n},
+    "list": lambda n: [np.float32(n)],
+    "dataclass": Counted,
+    "array": lambda n: {"w": jnp.full(3, n)},
+    "nested": lambda n: ({"x": [Counted(n)]}, np.ones(2)),
+    "stateful": lambda n: Loader(n=n, w=np.full(3, n), inner={"n": n}),
+    "optimizer": lambda n: stepped(float(n)),
+}
+
+
+def stepped(rate: float) -> torch.optim.Optimizer:
+    """An optimizer; at first, the state of one at 7 has no arrays."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter], lr=0.5)
+    if rate != 7:
+        parameter.grad = torch.full((2,), rate)
+        optimizer.step()
+    return optimizer
+
+
+def leaves_of(target: Any) -> list[Any]:
+    leaves = flatten(target).leaves
+    return [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in leaves]
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("kind", SHARED)
+async def test_an_object_at_two_paths_is_not_given_two_saved_values(
+    tmp_path: Path, kind: str, atomic: bool
+) -> None:
+    make = SHARED[kind]
+    alike = await saved(tmp_path / "1", {"model": make(1), "opt": [make(1), 0]})
+    unlike = await saved(tmp_path / "2", {"model": make(1), "opt": [make(2), 0]})
+    shared = make(7)
+    target = {"model": shared, "opt": [shared, 5]}
+    options = asyncckpt.RestoreOptions(atomic=atomic)
+    with pytest.raises(MismatchError, match="the checkpoint holds different values for") as caught:
+        await asyncckpt.restore_into(unlike, target, options=options)
+    assert caught.value.path.startswith("opt/0/")
+    assert leaves_of(shared) == leaves_of(make(7))
+    assert target["opt"][1] == 5
+    await asyncckpt.restore_into(unlike, target, options=options, include=["opt"])
+    assert leaves_of(shared) == leaves_of(make(2))
+    await asyncckpt.restore_into(alike, target, options=options)
+    assert leaves_of(shared) == leaves_of(make(1))
+    assert target["opt"] == [shared, 0]
+
+
+async def test_containers_of_two_objects_state_may_be_given_two_values(tmp_path: Path) -> None:
+    """Each object takes a state of its own, whatever its present one consists of."""
+    place = await saved(tmp_path, {"a": Loader(d={"n": 1}), "b": Loader(d={"n": 2})})
+    default = {"n": 0}
+    target = {"a": Loader(d=default), "b": Loader(d=default), "c": default}
+    await asyncckpt.restore_into(place, target, include=["a", "b"])
+    assert [target[key].state["d"]["n"] for key in "ab"] == [1, 2] and default == {"n": 0}
+
+
+async def test_tied_leaves_of_an_object_at_two_paths_inside_another_are_restored(
+    tmp_path: Path,
+) -> None:
+    def tree(n: int) -> dict[str, Any]:
+        part = {"n": n, "w": np.full(1000, n)}
+        layer = {"a": part, "b": part, "w": part["w"]}
+        return {"x": layer, "y": [layer, part]}
+
+    place = await saved(tmp_path, tree(1))
+    target = tree(7)
+    await asyncckpt.restore_into(place, target)
+    assert leaves_of(target) == leaves_of(tree(1))
+    assert target["y"][1] is target["x"]["b"]
+    other = tree(1)
+    other["y"][1] = {"n": 2, "w": np.full(1000, 1)}
+    place = await saved(tmp_path / "other", other)
+    with pytest.raises(MismatchError, match="x/a/n and y/1/n: the checkpoint holds different"):
+        await asyncckpt.restore_into(place, target)
 
 
 async def test_one_target_outside_host_memory_is_not_filled_with_two_saved_arrays(
