@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ResourceError,
+    UnsupportedFormatError,
+)
+from asyncckpt.flow.buffers import allocating
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.codecs import RAW, ZSTD, Codec
@@ -27,6 +33,7 @@ from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
     FileEntry,
+    IndexExtent,
     LeafTable,
     Piece,
     StoredSpec,
@@ -356,18 +363,33 @@ async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Work
 
     Raises:
         CorruptCheckpointError: the index is damaged or does not fit the record.
+        ResourceError: there is too little memory for it.
     """
     place = record.chunk_index
     path = record.files[place.file].path
     if place.data is not None:
         data = np.frombuffer(place.data, np.uint8)  # the record's own checksum covers it
     else:
-        data = np.empty(place.nbytes, np.uint8)
         try:
+            data = await _index_buffer(files, path, place)
             await files.read_into(path, place.offset, [data])
         except CheckpointNotFoundError as error:
             raise missing(files.location, path) from error
     return await compute.run(_decode_index, files.location, record, data)
+
+
+async def _index_buffer(files: CheckpointFiles, path: str, place: IndexExtent) -> Bytes:
+    """Return memory for the chunk index."""
+    try:
+        with allocating(place.nbytes):
+            return np.empty(place.nbytes, np.uint8)
+    except ResourceError as error:
+        # A record can claim any size: reading the last byte fails if the file is shorter.
+        end = place.offset + place.nbytes
+        await files.read_into(path, end - 1, [np.empty(1, np.uint8)])
+        error.args = (f"{files.location}: the chunk index in {path}: {error}",)
+        error.location = files.location
+        raise
 
 
 def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkIndex:

@@ -13,6 +13,15 @@ from asyncckpt.spec import Box
 MOST_CUT = 8
 """Most cut axes of an array whose boxes are compared by their corners, of which each has 2^8."""
 
+FREE_AXES = 4
+"""Axes along which metadata may cut an array into any number of boxes; meshes cut along fewer."""
+
+MAX_CORNERS = 1 << 18
+"""Most corners of all boxes of an array that metadata cut along more axes."""
+
+MOST_EXPLAINED = 2048
+"""Most boxes in metadata of which two that overlap are named: finding them can take 0.2 s."""
+
 
 def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
     """Return why the boxes do not tile `whole`, or None; boxes are distinct and not empty."""
@@ -35,6 +44,24 @@ def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
                 part, boxes = side, inside
                 break
     return f"nothing holds {box_text(part)}"
+
+
+def claimed_tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
+    """Return why boxes that metadata claim do not tile `whole`, or None; none of them is empty.
+
+    As `tiling_fault`, but in bounded time and memory for any boxes, so it explains less.
+    """
+    held = sum(box.size for box in boxes)
+    if held < whole.size:
+        return f"they hold {held} of its {whole.size} elements"
+    # The check needs a row per corner; each axis that is cut doubles the number of corners.
+    cut = sum(any(b.offset[i] or b.shape[i] != n for b in boxes) for i, n in enumerate(whole.shape))
+    if cut > FREE_AXES and len(boxes) << cut > MAX_CORNERS:
+        return f"{len(boxes)} of them are too irregular to be checked"
+    if len(boxes) <= MOST_EXPLAINED:
+        return tiling_fault(whole, boxes)
+    # So many boxes cut fewer than `MOST_CUT` axes here, so `_tile` is exact.
+    return "some reach past it or overlap" if whole.size and not _tile(whole, boxes) else None
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

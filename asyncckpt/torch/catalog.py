@@ -24,7 +24,7 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.spec import ArraySpec, Box
-from asyncckpt.torch.dcp_metadata import Layout, decode_layout
+from asyncckpt.torch.dcp_metadata import Layout, damaged, decode_layout
 from asyncckpt.tree import Structure, escape, flatten, unflatten
 
 DCP_VERSION = "1.0.0"
@@ -176,7 +176,11 @@ def _entries_of_dcp(
 ) -> dict[str, Tensor | Value]:
     """Return the entries of a checkpoint written through DCP, whose tree is a flat dict."""
     structure = opened.structure()
+    if not structure.nodes or structure.nodes[0].kind != "dict":
+        raise damaged(opened.location, "the tree is not a dict")
     keys = [str(key) for key in structure.nodes[0].keys]
+    if len(set(keys)) != len(keys):
+        raise damaged(opened.location, "two keys of the tree have the same text")
     parts = structure.subtrees([escape(key) for key in keys])
     entries: dict[str, Tensor | Value] = {}
     for key, (inner, numbers) in zip(keys, parts.values(), strict=True):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.errors import CorruptCheckpointError, UsageError
 from asyncckpt.format.fields import check_form
-from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.planning.tiling import claimed_tiling_fault
 from asyncckpt.spec import Box, ChunkGrid
 
 NAME = "torch.distributed.checkpoint"
@@ -68,7 +68,7 @@ class Layout:
         try:
             return _decoded(stored, shape)
         except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(self._location, f"the shards of {key!r:.200}: {error}") from None
+            raise damaged(self._location, f"the shards of {key!r:.200}: {error}") from None
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
@@ -155,7 +155,7 @@ def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
         if paths is not None:
             paths = {key: _path(path) for key, path in paths.items()}
     except (TypeError, ValueError) as error:
-        raise _damaged(location, str(error)) from None
+        raise damaged(location, str(error)) from None
     return Layout(paths, frozenset(opaque), shards, location)
 
 
@@ -176,7 +176,9 @@ def _decoded(stored: Any, shape: tuple[int, ...]) -> tuple[Box, ...]:
             raise ValueError(f"{len(shape)} axes cut into cells of {grid.chunk_shape}")
         return _cells(grid)
     boxes = tuple([Box(_lengths(o, shape), _lengths(n, shape)) for o, n in stored])
-    fault = tiling_fault(Box.whole(shape), boxes)
+    if not all(box.size for box in boxes):
+        raise ValueError("a shard without elements")
+    fault = claimed_tiling_fault(Box.whole(shape), boxes)
     if fault is not None:
         raise ValueError(fault)
     return boxes
@@ -189,7 +191,7 @@ def _cells(grid: ChunkGrid) -> tuple[Box, ...]:
 def _lengths(values: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     if not isinstance(values, list) or len(values) != len(shape):
         raise TypeError(f"{values!r:.80} for shape {shape}")
-    if any(type(n) is not int or n < 0 for n in values):
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in values):
         raise ValueError(f"{values!r:.80} for shape {shape}")
     return tuple(values)
 
@@ -217,7 +219,8 @@ def _path(path: Any) -> Path:
     return tuple(path)
 
 
-def _damaged(location: str, reason: str) -> CorruptCheckpointError:
+def damaged(location: str, reason: str) -> CorruptCheckpointError:
+    """Return the error for metadata of DCP that are malformed or do not fit the checkpoint."""
     return CorruptCheckpointError(
         f"{location}: {NAME!r} in the metadata of the record is malformed ({reason}); restore an "
         "older checkpoint, or this one with asyncckpt.restore",

@@ -41,7 +41,9 @@ def check_database(
 
     try:
         manifest = decode_manifest(record.manifest, file="manifest.ocdbt")
-        found = decode_tree(manifest.versions[-1], fetch)
+        if manifest.latest is None:
+            return ["manifest.ocdbt has no version of the database"]
+        found = decode_tree(manifest.latest, fetch)
     except AsyncCheckpointError as error:
         return [str(error)]
     problems: list[str] = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +20,24 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.checkpoint import metadata
 from asyncckpt.errors import (
     CorruptCheckpointError,
     DtypeMismatchError,
     MismatchError,
+    ResourceError,
     ShapeMismatchError,
     TreeMismatchError,
     UnsupportedFormatError,
     UnsupportedLeafError,
     UsageError,
 )
+from asyncckpt.flow.buffers import allocating
+from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import decode_record, encode_record
+from asyncckpt.format.record_values import StoredSpec
+from asyncckpt.spec import ArraySpec
 from tests.restore.loader import Loader
 from tests.script import Script
 
@@ -462,6 +470,52 @@ async def test_a_chunk_index_of_a_newer_version_is_named_with_its_checkpoint(
     error = caught.value
     assert (error.location, error.file, error.offset) == (str(place), file, extent.offset)
     assert (error.expected, error.found) == (1, 9)
+
+
+async def test_a_chunk_index_larger_than_its_file_is_damage_and_takes_no_memory(
+    tmp_path: Path,
+) -> None:
+    place = await saved(tmp_path, {"w": np.arange(3)})
+    path = place / "checkpoint.json"
+    record = decode_record(path.read_bytes(), location="x")
+    own, *others = record.files
+    nbytes = index_nbytes(1 << 56)
+    hostile = dataclasses.replace(
+        record,
+        specs=(StoredSpec(ArraySpec((1 << 56,), "uint8"), (1,)),),
+        files=(dataclasses.replace(own, nbytes=own.nbytes + nbytes), *others),
+        chunk_index=dataclasses.replace(record.chunk_index, nbytes=nbytes, data=None),
+    )
+    path.write_bytes(encode_record(hostile))
+    for read in (asyncckpt.restore, asyncckpt.inspect):
+        with pytest.raises(
+            CorruptCheckpointError, match=f"{place}/{own.path}: .*truncated"
+        ) as caught:
+            await read(place)
+        assert (caught.value.location, caught.value.file) == (str(place), own.path)
+    first, *_ = (await asyncckpt.verify(place)).damages
+    assert first.file == own.path and "truncated" in first.reason
+
+
+async def test_too_little_memory_for_a_chunk_index_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def refused(nbytes: int) -> Iterator[None]:
+        with allocating(nbytes):
+            raise MemoryError
+        yield
+
+    place = await saved(tmp_path, {"w": np.arange(3)})
+    path = place / "checkpoint.json"
+    record = decode_record(path.read_bytes(), location="x")
+    apart = dataclasses.replace(record.chunk_index, data=None)
+    path.write_bytes(encode_record(dataclasses.replace(record, chunk_index=apart)))
+    monkeypatch.setattr(metadata, "allocating", refused)
+    message = f"^{place}: the chunk index in {record.files[0].path}: 44 bytes of host memory"
+    with pytest.raises(ResourceError, match=message) as caught:
+        await asyncckpt.restore(place)
+    assert caught.value.location == str(place)
 
 
 async def test_inspect_tells_what_a_checkpoint_holds_without_its_payload(tmp_path: Path) -> None:

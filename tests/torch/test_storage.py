@@ -309,13 +309,35 @@ def test_a_checkpoint_that_was_replaced_is_not_mixed(tmp_path: Path) -> None:
 
 def test_a_damaged_layout_is_named(tmp_path: Path) -> None:
     for number, damage in enumerate(
-        ({"version": 2}, {"shards": {"w": [[[0], [2]]]}}, {"paths": 1}, {"opaque": [["w"]]})
+        (
+            {"version": 2},
+            {"shards": {"w": [[[0], [2]]]}},
+            {"shards": {"w": [[[0], [1 << 70]]]}},
+            {"shards": {"w": [[[0], [3]], [[0], [0]]]}},
+            {"paths": 1},
+            {"opaque": [["w"]]},
+        )
     ):
         path = tmp_path / str(number)
         kept = {"version": 1, "paths": None, "shards": {}, "opaque": [], **damage}
         blocking.save(path, {"w": torch.ones(3)}, metadata={NAME: kept})
         with pytest.raises(errors.CorruptCheckpointError, match="is malformed"):
             StorageReader(path).read_metadata()
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        (np.zeros(3), "the tree is not a dict"),
+        ([np.zeros(3)], "the tree is not a dict"),
+        ({1: np.zeros(3), "1": np.zeros(3)}, "two keys of the tree have the same text"),
+    ],
+)
+def test_a_layout_for_another_tree_is_named(tmp_path: Path, tree: Any, reason: str) -> None:
+    layout = {"version": 1, "paths": None, "shards": {}, "opaque": []}
+    blocking.save(tmp_path / "1", tree, metadata={NAME: layout})
+    with pytest.raises(errors.CorruptCheckpointError, match=rf"is malformed \({reason}\)"):
+        StorageReader(tmp_path / "1").read_metadata()
 
 
 # ------------------------------------------------------------------------- the plug-ins

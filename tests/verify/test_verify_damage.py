@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from collections import Counter
@@ -14,11 +15,15 @@ import pytest
 
 import asyncckpt
 from asyncckpt.errors import StoreError
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.ocdbt.manifest import Manifest
+from asyncckpt.format.record import decode_record, encode_record
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.failures import store_error
 from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.tree import Structure
 from asyncckpt.verify import verify as verification
+from tests.format.manifests import encode_manifest
 from tests.script import Script
 
 LEAVES = 60
@@ -245,3 +250,23 @@ async def test_what_keeps_the_reader_from_reading_is_no_damage(tmp_path: Path, k
         fail(errno.EIO)
         (damage,) = (await ckpt.verify(1)).damages
         assert "EIO" in damage.reason
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+async def test_a_manifest_without_versions_is_a_damage(tmp_path: Path, numbered: bool) -> None:
+    await asyncckpt.save(tmp_path / "1", {"w": np.arange(3)})
+    path = tmp_path / "1" / "checkpoint.json"
+    record = decode_record(path.read_bytes(), location="")
+    manifest = encode_manifest(Manifest(bytes(16), numbered=numbered))
+    files = [
+        dataclasses.replace(file, nbytes=len(manifest), crc32c=crc32c(manifest))
+        if file.path == record.manifest_path
+        else file
+        for file in record.files
+    ]
+    (tmp_path / "1" / record.manifest_path).write_bytes(manifest)
+    path.write_bytes(
+        encode_record(dataclasses.replace(record, manifest=manifest, files=tuple(files)))
+    )
+    (found,) = (await asyncckpt.verify(tmp_path / "1")).damages
+    assert found.reason == "manifest.ocdbt has no version of the database"

@@ -248,20 +248,18 @@ class Exchanger:
             raise missing(self.files.location, path) from error
         self.ranges.append(ReadRange(path, offset, sum(map(len, buffers)), ()))
 
-    async def read(self, path: str, offset: int, nbytes: int) -> Bytes:
-        """Return a range of a file; all processes call this for the same range."""
+    async def read_into(self, path: str, offset: int, buffer: Bytes) -> None:
+        """Fill the buffer from a file; all processes call this for the same range."""
         members = tuple(range(self.agreement.round.group.process_count))
         stream = Stream(
             members=members,
             rows=np.zeros(1, np.int64),
             file=np.zeros(1, np.int64),
             offset=np.array([offset], np.int64),
-            begin=np.array([0, nbytes], np.int64),
+            begin=np.array([0, buffer.nbytes], np.int64),
             piece_nbytes=piece_nbytes(len(members), self.batch_nbytes),
             first_batch=self.next_batch,
         )
         incoming = Incoming()
-        data = np.empty(nbytes, np.uint8)
-        reading = incoming.read_into(0, [data], self.compute)
+        reading = incoming.read_into(0, [buffer], self.compute)
         await together((self.run([stream], [path], {0: incoming}), reading))
-        return data

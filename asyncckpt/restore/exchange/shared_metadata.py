@@ -40,7 +40,9 @@ class SharedMetadataFiles:
             nbytes = await self._exchanger.agreement.record_nbytes(self._record_nbytes)
             self._shares = nbytes > 0
             if SHARED_NBYTES <= nbytes <= max_nbytes:
-                return (await self._exchanger.read(path, 0, nbytes)).tobytes()
+                data = np.empty(nbytes, np.uint8)
+                await self._exchanger.read_into(path, 0, data)
+                return data.tobytes()
         return await self._files.read(path, max_nbytes=max_nbytes)
 
     async def read_into(
@@ -49,7 +51,7 @@ class SharedMetadataFiles:
         """Fill the buffers from a file; all processes read a large chunk index together."""
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if self._shares and len(buffers) == 1 and nbytes >= SHARED_NBYTES:
-            np.copyto(buffers[0], await self._exchanger.read(path, offset, nbytes))
+            await self._exchanger.read_into(path, offset, buffers[0])
             return
         await self._files.read_into(path, offset, buffers, how=how)
 

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import metadata as sharded_tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 import asyncckpt
 from asyncckpt import blocking
@@ -526,6 +526,18 @@ def test_what_torch_2_2_wrote_is_read(tmp_path: Path) -> None:
     ours = blocking.restore(path, leaves="torch")
     assert_same(ours["t"], tensors())
     assert ours["n"] == 5
+
+
+def test_what_python_3_11_0_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pickles members of enums by name, with `getattr`."""
+
+    def by_name(member: Any, _: int) -> tuple[Any, ...]:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    path = save({"t": tensors()}, tmp_path / "c")
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    assert_same(blocking.restore(path, leaves="torch")["t"], tensors())
 
 
 class NewerPickler(pickle.Pickler):

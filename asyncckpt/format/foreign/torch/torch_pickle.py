@@ -171,6 +171,7 @@ def metadata_names() -> Names:
         (module, "_MEM_FORMAT_ENCODING"): _nothing,
         (older, "TensorProperties"): TensorProperties,
         (older, "MEM_FORMAT_ENCODING"): _nothing,
+        ("builtins", "getattr"): _nothing,  # a memory format as Python 3.11.0 to 3.11.3 writes it
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
         ("torch.serialization", "_get_layout"): _layout,
         ("torch", "Size"): size,
