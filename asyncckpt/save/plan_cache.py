@@ -24,6 +24,7 @@ from asyncckpt.options import (
     ALIGNED_CHUNK_NBYTES,
     INLINE_NBYTES,
     PAGE_NBYTES,
+    SLOT_NBYTES,
     LeafOptions,
     SaveOptions,
 )
@@ -86,7 +87,7 @@ class Limits(NamedTuple):
     """Limits of a process's memory and store for chunks, in bytes.
 
     Attributes:
-        budget_nbytes: memory for chunks that are held whole.
+        budget_nbytes: memory for a chunk that is held whole, as much again for its compressed form.
         chunk_nbytes: upper limit of the target size, None for no limit.
         chunk_limit_nbytes: largest chunk that can be stored, None for no limit.
     """
@@ -176,7 +177,7 @@ class Terms(NamedTuple):
 
     Attributes:
         options: the caller's options.
-        budget_nbytes: memory for chunks that are held whole.
+        budget_nbytes: memory for a chunk that is held whole, as in `Limits`.
         sizes: sizes of files and windows.
         process: number of this process.
         process_count: number of processes that save together.
@@ -205,7 +206,8 @@ def terms_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
         budget_nbytes -= sizes.window_nbytes
     else:
         budget_nbytes //= 2
-    return Terms(options, budget_nbytes, sizes)
+    # Half of it is for the compressor's output.
+    return Terms(options, budget_nbytes // 2, sizes)
 
 
 async def layout_of(
@@ -315,7 +317,8 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
             error.args = (f"{where(error.path)}: {error}",)
         raise
     if plan.compressed:
-        _check_packed(plan, snapshot, budget_nbytes)
+        # In whole slots, which such chunks are copied to.
+        _check_packed(plan, snapshot, budget_nbytes // SLOT_NBYTES * SLOT_NBYTES)
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
     spec_of: list[int] = []
@@ -367,7 +370,7 @@ def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> Non
             path = snapshot.paths[snapshot.array_leaf[int(plan.arrays.leaf[array])]]
             raise UsageError(
                 f"{path}: its chunk_shape or its shards make chunks of {nbytes} bytes; chunks to "
-                f"compress are held whole, and the budget has {budget_nbytes} for them: pass a "
+                f"compress are held whole, and the budget has {budget_nbytes} for one: pass a "
                 'smaller chunk_shape, store it with LeafOptions(compression="none"), shard it '
                 "evenly, or raise host_memory_nbytes",
                 path=path,
@@ -510,8 +513,8 @@ def scalar_as_array_fits(value: Any) -> bool:
 def _bounded(chunk_nbytes: int, level: int | None, terms: Terms) -> int:
     if terms.sizes.chunk_nbytes is not None:
         chunk_nbytes = min(chunk_nbytes, terms.sizes.chunk_nbytes)
-    # A chunk to compress is held whole, twice; stages overlap only if four such chunks fit.
-    return chunk_nbytes if level is None else min(chunk_nbytes, terms.budget_nbytes // 4)
+    # Stages overlap only if two chunks to compress fit.
+    return chunk_nbytes if level is None else min(chunk_nbytes, terms.budget_nbytes // 2)
 
 
 def _with_options(

@@ -345,12 +345,12 @@ class Staging:
 
     @property
     def most_nbytes(self) -> int:
-        """Budget bytes of the largest window or chunk."""
+        """Budget bytes of the largest window, or of the largest chunk and its compressed form."""
         plan, slot_nbytes = self.plan, self.pool.slot_nbytes
         most = self.window_pool.held_nbytes if plan.windows else 0
         if plan.compressed:
             largest = int(plan.row_payload[list(plan.compressed)].max())
-            most = max(most, -(-largest // slot_nbytes) * slot_nbytes)
+            most = max(most, 2 * -(-largest // slot_nbytes) * slot_nbytes)
         return most
 
     def forget(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncckpt import LeafOptions, SaveOptions, UsageError, blocking
+from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.options import KIB, MIB
-from asyncckpt.spec import ArraySpec
 from tests import children
 from tests.convert.trees import numbers, saved
 
@@ -112,19 +113,41 @@ def test_the_byte_budget_bounds_those_of_a_large_checkpoint(tmp_path: Path) -> N
     check_budget(found)
 
 
-def test_a_compressed_chunk_may_take_all_of_the_budget_but_one_window(tmp_path: Path) -> None:
-    def one_chunk(path: str, spec: ArraySpec) -> LeafOptions:
-        return LeafOptions(chunk_shape=spec.shape)
+@pytest.mark.parametrize("budget_mib", [64, 68, 95])
+def test_a_compressed_chunk_and_its_compressed_form_fit_beside_one_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_mib: int
+) -> None:
+    take, extra = SlotPool.take, []
 
+    async def counted(pool: SlotPool, count: int = 1, **options: Any) -> list[Slot]:
+        extra.append(options.get("extra", 0))
+        return await take(pool, count, **options)
+
+    monkeypatch.setattr(SlotPool, "take", counted)
     options = SaveOptions(
-        host_memory_nbytes=BUDGET_NBYTES, compression="zstd", leaf_options=one_chunk
+        host_memory_nbytes=budget_mib * MIB,
+        compression="zstd",
+        leaf_options=lambda _, spec: LeafOptions(chunk_shape=spec.shape),
     )
-    values = np.zeros(56 * MIB // 4, np.float32)
+    with pytest.raises(
+        UsageError, match=r"^w: .* budget has \d+ for one: pass a smaller"
+    ) as caught:
+        blocking.save(tmp_path / "a", {"w": np.zeros(60 * MIB, np.int8)}, options=options)
+    most = int(caught.value.expected)  # type: ignore[call-overload]
+    values = np.zeros(most, np.int8)
     blocking.save(tmp_path / "a", {"w": values}, options=options)
+    assert max(extra) >= most
     assert np.array_equal(blocking.restore(tmp_path / "a")["w"], values)
-    with pytest.raises(UsageError, match=r"^w: .* budget has 58720256 for them: pass a smaller"):
-        blocking.save(tmp_path / "b", {"w": np.zeros(56 * MIB + 1, np.int8)}, options=options)
-    # A conversion cuts such chunks: here its writing side has half of the budget.
+
+
+def test_a_conversion_cuts_chunks_that_do_not_fit_its_part_of_the_budget(tmp_path: Path) -> None:
+    """Its writing side has half of it."""
+    options = SaveOptions(
+        host_memory_nbytes=BUDGET_NBYTES,
+        compression="zstd",
+        leaf_options=lambda _, spec: LeafOptions(chunk_shape=spec.shape),
+    )
+    blocking.save(tmp_path / "a", {"w": np.zeros(24 * MIB // 4, np.float32)}, options=options)
     packed = SaveOptions(host_memory_nbytes=BUDGET_NBYTES, compression="zstd")
     blocking.convert(tmp_path / "a", tmp_path / "b", options=packed)
     assert blocking.diff(tmp_path / "a", tmp_path / "b").equal

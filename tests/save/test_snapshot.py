@@ -73,8 +73,9 @@ async def test_copies_of_mutable_leaves_may_outnumber_the_slots_in_use(
     ("place", "chunk_mib", "held"),
     [
         ("memory", None, True),
-        ("disk", 24, True),
-        ("disk", 30, False),  # four slots for the copies, four for the chunk, one to pack it into
+        ("disk", 8, True),
+        # Four slots for the copies, four for the chunk and its compressed form, one to pack into.
+        ("disk", 16, False),
     ],
 )
 async def test_copies_leave_room_for_what_is_compressed(
@@ -105,10 +106,10 @@ async def test_copies_leave_room_for_what_is_compressed(
     np.testing.assert_array_equal(restored["held"], np.zeros(1000))
 
 
-async def test_where_nothing_is_copied_a_chunk_may_take_all_of_the_budget_but_one_window(
+async def test_where_nothing_is_copied_a_chunk_and_its_compressed_form_may_take_all_but_one_window(
     tmp_path: Path,
 ) -> None:
-    held = jnp.zeros((BUDGET - SLOT_NBYTES) // 4, jnp.float32)
+    held = jnp.zeros((BUDGET - 2 * SLOT_NBYTES) // 2 // 4, jnp.float32)
     options = asyncckpt.SaveOptions(
         snapshot="reference",
         host_memory_nbytes=BUDGET,
