@@ -22,15 +22,18 @@ def without_collections() -> Iterator[None]:
     overlap, and a signal handler may run one at any point of another.
     """
     global _blocks, _was_enabled
-    with _lock:
-        _blocks += 1
-        if _blocks == 1:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-    try:
+    entered = False
+    try:  # around the entry, too: a signal handler may raise at any point of it
+        with _lock:
+            if _blocks == 0:
+                _was_enabled = gc.isenabled()
+            _blocks, entered = _blocks + 1, True
+            if _blocks == 1:
+                gc.disable()
         yield
     finally:
-        with _lock:
-            if _blocks == 1 and _was_enabled:
-                gc.enable()
-            _blocks -= 1
+        if entered:
+            with _lock:
+                if _blocks == 1 and _was_enabled:
+                    gc.enable()
+                _blocks -= 1

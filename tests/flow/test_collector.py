@@ -85,6 +85,33 @@ def test_a_signal_handler_may_use_a_block_anywhere_in_another(
     assert handled == 2
 
 
+@pytest.mark.parametrize("call", ["isenabled", "disable"])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("enabled_before", [True, False])
+def test_a_signal_handler_that_raises_during_the_entry_leaves_the_collector_as_it_was(
+    call: str, before: bool, enabled_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> Any:
+        if not before:
+            getattr(gc, call)()
+        raise KeyboardInterrupt
+
+    with without_collections():
+        pass
+    if not enabled_before:
+        gc.disable()
+    names = ("isenabled", "disable", "enable")
+    calls = {name: getattr(gc, name) for name in names} | {call: interrupted}
+    monkeypatch.setattr(collector, "gc", SimpleNamespace(**calls))
+    with pytest.raises(KeyboardInterrupt), without_collections():
+        pass
+    monkeypatch.undo()
+    assert gc.isenabled() == enabled_before
+    with without_collections():
+        assert not gc.isenabled()
+    assert gc.isenabled() == enabled_before
+
+
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[bool]:
     """Whether the collector was enabled when a tensor was opened, as a source or as a target."""
