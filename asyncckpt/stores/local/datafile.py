@@ -139,6 +139,8 @@ class LocalDataFile:
         address = data.__array_interface__["data"][0]
         with self._guard.step(f"writing {data.size} bytes at offset {offset}", self._location):
             direct = self._direct
+            if self._device in self._direct_writes.refused:
+                direct = None
             aligned = middle >= DIRECT_MIN_NBYTES and (address + head) % PAGE_NBYTES == 0
             if aligned and direct is not None:
                 done = self._write_direct(direct, view[head : head + middle], offset + head)
@@ -162,9 +164,8 @@ class LocalDataFile:
         except OSError as error:
             if error.errno not in NO_DIRECT_IO:
                 raise
-            # Some file systems refuse only the write itself (overlay, FUSE).
-            self._direct = None
-            direct.close()
+            # Some file systems refuse only the write itself (overlay, FUSE). `close` closes the
+            # descriptor: another thread may be about to use it.
             self._direct_writes.refuse(self._device, self._location, error)
         return done
 

@@ -796,6 +796,32 @@ async def test_a_file_system_without_direct_writes_gets_ordinary_ones(
         assert writes.direct == first  # asked once
 
 
+async def test_a_thread_whose_direct_write_begins_after_the_first_refusal_writes_an_ordinary_one(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, both, refused = pattern(2 * BIG), threading.Barrier(2), threading.Event()
+    write_direct = datafile.LocalDataFile._write_direct
+
+    def ordered(file: Any, direct: Any, view: memoryview, offset: int) -> int:
+        both.wait(30)
+        if offset:
+            assert refused.wait(30)
+        done = write_direct(file, direct, view, offset)
+        refused.set()
+        return done
+
+    monkeypatch.setattr(datafile.LocalDataFile, "_write_direct", ordered)
+    Writes(monkeypatch, lambda number, nbytes: failing(errno.EINVAL)())
+    attempt = await store.begin("1", "a")
+    file = await attempt.create("data", nbytes=data.size)
+    await asyncio.gather(file.write(0, data[:BIG]), file.write(BIG, data[BIG:]))
+    await file.seal(data.size)
+    await attempt.publish(b"record")
+    files = store.files("1")
+    assert await files.read("data", max_nbytes=data.size) == data.tobytes()
+    await files.close()
+
+
 async def test_insisting_on_direct_writes_is_an_error_where_there_are_none(
     tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
