@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import zstandard
 
+from asyncckpt.errors import AsyncCheckpointError, ResourceError, SaveError
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.zarr3 import CRC_NBYTES
@@ -240,9 +242,29 @@ class Pipeline:
         self, compressor: Compressor, item: StagedChunks, zstd: Sequence[int]
     ) -> list[Compressed]:
         with self._recorder.span("serialize", sum(item.nbytes)):
-            return await self.staging.use(
-                item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
+            try:
+                return await self.staging.use(
+                    item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
+                )
+            except (MemoryError, zstandard.ZstdError) as error:
+                raise self._not_compressed(item, error) from error
+
+    def _not_compressed(self, item: StagedChunks, error: Exception) -> AsyncCheckpointError:
+        array = int(self._plan.row_array[item.rows[0]])
+        path = self.staging.path(int(self._plan.arrays.leaf[array]))
+        text = (
+            f"{path}: compressing {sum(item.nbytes)} bytes, beginning with this leaf, failed: "
+            f"{type(error).__name__}: {error}; the save was aborted, earlier checkpoints are intact"
+        )
+        # zstd reports a failed allocation only by this text.
+        if isinstance(error, MemoryError) or "Allocation error" in str(error):
+            return ResourceError(
+                f"{text}. Use a lower compression_level, whose contexts take less memory, lower "
+                "host_memory_nbytes, or raise the limit of the process or container",
+                path=path,
+                stage="serialize",
             )
+        return SaveError(text, path=path, stage="serialize")
 
     async def _place(
         self, packer: ChunkPacker, chunks: StagedChunks, task: asyncio.Task[list[Compressed]]

@@ -648,7 +648,7 @@ class Staging:
         reader = self._readers.get(leaf)
         if reader is None:
             dtype = self.plan.arrays.of(array).spec.dtype
-            reader = ArrayReader(self.sources[leaf], dtype, path=self._path(leaf))
+            reader = ArrayReader(self.sources[leaf], dtype, path=self.path(leaf))
             self._readers[leaf] = reader
         return reader
 
@@ -664,7 +664,7 @@ class Staging:
             raise self._failed(number, error) from error
 
     def _failed(self, leaf: int, error: Exception) -> AsyncCheckpointError:
-        path = self._path(leaf)
+        path = self.path(leaf)
         return StagingError(
             f"{path}: copying {self.sources[leaf].spec} to host memory failed: "
             f"{type(error).__name__}: {error}; the save was aborted, earlier checkpoints are "
@@ -673,7 +673,8 @@ class Staging:
             stage="stage",
         )
 
-    def _path(self, leaf: int) -> str:
+    def path(self, leaf: int) -> str:
+        """Return the path of the leaf that an array of the plan belongs to."""
         return self.snapshot.paths[self.snapshot.array_leaf[leaf]]
 
 

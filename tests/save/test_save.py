@@ -16,11 +16,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 import asyncckpt
-from asyncckpt.errors import CheckpointExistsError, StagingError, UsageError
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    ResourceError,
+    SaveError,
+    StagingError,
+    UsageError,
+)
 from asyncckpt.options import KIB, MIB
 from asyncckpt.reports import Progress
+from asyncckpt.save.serialize import Compressor
 from asyncckpt.spec import ArraySpec
 from tests.script import Script
 
@@ -290,6 +298,40 @@ async def test_a_leaf_that_cannot_be_copied_is_named_and_the_save_is_undone(
                 await call()
             assert (caught.value.path, caught.value.stage) == ("layer/w", "stage")
             assert isinstance(caught.value.__cause__, RuntimeError)
+        assert await ckpt.steps() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError("no more"), ResourceError),
+        (zstandard.ZstdError("zstd compress error: Allocation error : full"), ResourceError),
+        (zstandard.ZstdError("zstd compress error: Context broken"), SaveError),
+    ],
+)
+async def test_a_leaf_that_cannot_be_compressed_is_named_and_the_save_is_undone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[asyncckpt.AsyncCheckpointError],
+) -> None:
+    compress = Compressor.compress
+
+    def failing(self: Compressor, slots: Any, starts: Any, nbytes: Any, levels: Any) -> Any:
+        if sum(nbytes) == 8 * MIB:
+            raise error
+        return compress(self, slots, starts, nbytes, levels)
+
+    monkeypatch.setattr(Compressor, "compress", failing)
+    state = {"ok": np.ones(4 * MIB, np.uint8), "layer": {"w": np.ones(MIB)}}
+    options = asyncckpt.SaveOptions(compression="zstd")
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        match = rf"^layer/w: compressing 8388608 bytes.* {type(error).__name__}: .*intact"
+        with pytest.raises(kind, match=match) as caught:
+            await ckpt.save(1, state)
+        assert (caught.value.path, caught.value.stage) == ("layer/w", "serialize")
+        assert caught.value.__cause__ is error
         assert await ckpt.steps() == []
     assert list(tmp_path.iterdir()) == []
 
