@@ -163,7 +163,7 @@ class SharedSave(Save):
             # Process 0 raises this if its record may still arrive.
             self._kept = self._kept and isinstance(error, SaveOutcomeUnknownError)
             # Otherwise this process has failed by itself, as by an error of the coordinator.
-            self._ended_by_others = self.round_.failed
+            self._ended_by_others = self.round_.failed or self.round_.skipped
             await self._post(error)  # before the task group cancels all other tasks
             raise
 
