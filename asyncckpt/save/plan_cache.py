@@ -24,7 +24,6 @@ from asyncckpt.options import (
     ALIGNED_CHUNK_NBYTES,
     INLINE_NBYTES,
     PAGE_NBYTES,
-    SLOT_NBYTES,
     LeafOptions,
     SaveOptions,
 )
@@ -206,8 +205,9 @@ def terms_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
         budget_nbytes -= sizes.window_nbytes
     else:
         budget_nbytes //= 2
-    # Half of it is for the compressor's output.
-    return Terms(options, budget_nbytes // 2, sizes)
+    # Half of it is for the compressor's output. Chunks are copied to whole slots.
+    slot_nbytes = runtime.pool.slot_nbytes
+    return Terms(options, budget_nbytes // 2 // slot_nbytes * slot_nbytes, sizes)
 
 
 async def layout_of(
@@ -317,8 +317,7 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
             error.args = (f"{where(error.path)}: {error}",)
         raise
     if plan.compressed:
-        # In whole slots, which such chunks are copied to.
-        _check_packed(plan, snapshot, budget_nbytes // SLOT_NBYTES * SLOT_NBYTES)
+        _check_packed(plan, snapshot, budget_nbytes)
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
     spec_of: list[int] = []
