@@ -249,6 +249,7 @@ class Checkpointer(OpenRun):
             UsageError: this `Checkpointer` was created without `preemption=True`, or another
                 process has closed its own.
             SaveError: another process is missing; names it.
+            StoreError: the coordinator's service failed again and again.
         """
         number = step_number(step)
         if self._session.preemption is None:

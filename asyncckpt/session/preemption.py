@@ -82,6 +82,7 @@ class Preemption:
         Raises:
             ClosedError: the `Checkpointer` was closed.
             SaveError, UsageError: the processes cannot agree; names a missing one.
+            StoreError: the coordinator's service has failed in `TRIES` rounds.
         """
         self._engine.check()
         if self.step is None:
