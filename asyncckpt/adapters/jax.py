@@ -94,7 +94,7 @@ class JaxAdapter:
             return self._key_source(path, leaf)
         single = _single_device(leaf.sharding)
         source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
-        if jax_memory.offloads(leaf.sharding, name):
+        if not single and jax_memory.offloads(leaf.sharding, name):
             source.offload = self.offload
             if leaf.size <= jax_memory.MAX_DYNAMIC_OFFSET:
                 source.begin_runs = self.begin_runs

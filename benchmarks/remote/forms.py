@@ -26,7 +26,8 @@ class Form:
         grid_sizes: of objects that the bare clients put.
         range_sizes: of ranges that they read.
         grid_streams: requests in flight of them.
-        grid_samples: of each point of the grid, of which the fastest counts.
+        grid_samples: of each point of the grid, of which the fastest counts; after two of them,
+            each round leaves out the slower half.
         sweep_sizes: of data files.
         sweep_streams: of uploads.
         sweep_samples: of every point; the best few get `samples`.
