@@ -146,17 +146,14 @@ class LocalAttempt(AttemptTree):
             SaveError: the last flush failed; see `visible`.
             StoreError: an earlier step failed; nothing is visible.
         """
-        await self._conclude(Publication, record)
+        await self._conclude(Publication(self._context, self._terms, self._path), record)
 
     async def publish_files(self, path: str = "") -> None:
         """Publish an export. As `Export.publish_files`. Cancellation, errors: as `publish`."""
-        await self._conclude(FilesPublication, None, path)
+        await self._conclude(FilesPublication(self._context, self._terms, self._path, path), None)
 
-    async def _conclude(
-        self, kind: type[Publication], record: bytes | None, path: str = ""
-    ) -> None:
+    async def _conclude(self, publication: Publication, record: bytes | None) -> None:
         """Publish, or leave nothing of the attempt."""
-        publication = kind(self._context, self._terms, self._path, path)
         try:
             with self._guard.step():
                 await self._publish(publication, record)

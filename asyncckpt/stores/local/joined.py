@@ -32,22 +32,19 @@ class LocalJoinedAttempt(AttemptTree):
     def _join(self, path: str, process: int) -> bool:
         """Make an owner file; return False if there is no attempt, or it was removed meanwhile."""
         terms, machine = self._terms, self._context.machine()
-        with contextlib.ExitStack() as undo:
-            try:
+        try:
+            with contextlib.ExitStack() as undo:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            except (FileNotFoundError, NotADirectoryError):
-                return False
-            directory = Descriptor(fd)
-            undo.callback(directory.close)
-            if not has_mark(fd, terms.save_id):
-                return False
-            try:
+                directory = Descriptor(fd)
+                undo.callback(directory.close)
+                if not has_mark(fd, terms.save_id):
+                    return False
                 owner_file = make_owner_file(path, process, machine, terms)
-            except FileNotFoundError:  # the epoch's directory was tidied up
-                return False
-            if owner_file is None:
-                return False
-            undo.pop_all()
+                if owner_file is None:
+                    return False
+                undo.pop_all()
+        except (FileNotFoundError, NotADirectoryError):  # or the epoch's directory was tidied up
+            return False
         self._path, self._directory, self._owner_file = path, directory, owner_file
         with directory.use() as fd:
             if has_mark(fd, terms.save_id) and leads_to(path, fd):

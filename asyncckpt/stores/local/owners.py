@@ -149,32 +149,27 @@ def remove_dead_owner_files(attempt: str, machine: Machine, root: str) -> None:
 
 def is_locked(path: str) -> bool:
     """Return whether a process holds the lock of an owner file; False without locks."""
-    try:
-        return _look(path)[0] is False
-    except FileNotFoundError:
-        return False
-    except OSError:  # another user's file
-        return True
+    return _look(path)[0] is False
 
 
 def _is_dead(path: str, machine: Machine, root: str) -> bool:
-    try:
-        free, owner = _look(path)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    free, owner = _look(path)
     # A torn file: its process was killed while writing it, or will read the mark again.
     return free is True if owner is None else owner.is_dead(machine, free, root)
 
 
 def _look(path: str) -> tuple[bool | None, Owner | None]:
     """Return whether the lock of an owner file is free (None without locks), and its owner."""
-    with opened(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-        try:
-            return try_lock(fd, shared=True), parse_owner(fd)
-        finally:
-            unlock(fd)
+    try:
+        with opened(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            try:
+                return try_lock(fd, shared=True), parse_owner(fd)
+            finally:
+                unlock(fd)
+    except FileNotFoundError:  # its process has ended
+        return True, None
+    except OSError:  # another user's file: its process may be alive
+        return False, None
 
 
 # ------------------------------------------------------------------------------------- exchange

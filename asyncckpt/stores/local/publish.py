@@ -179,7 +179,7 @@ class Publication:
     context: Context
     terms: Terms
     attempt: str
-    file: str
+    file: str = ""
 
     def __post_init__(self) -> None:
         self._layout = self.context.layout
