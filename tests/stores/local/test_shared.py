@@ -531,6 +531,16 @@ async def test_an_owner_file_that_cannot_be_opened_counts_as_alive(
     assert await store.sweep() == ["epoch-0/1-a"]
 
 
+async def test_an_owner_file_that_vanishes_before_it_is_opened_counts_as_dead(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process has ended meanwhile."""
+    attempt = await store.begin("1", ID, shared=True)
+    monkeypatch.setattr(owners, "owner_files", lambda attempt: iter([f"{attempt}.owner-5"]))
+    await attempt.abort()
+    assert left(tmp_path) == []
+
+
 # ----------------------------------------------------------------------------------------- errors
 
 
