@@ -7,7 +7,8 @@ response to the record's PUT         meaning
 ===================================  ===========================================================
 200                                  committed
 412, our record is there             committed: an earlier try landed, its response was lost
-412, another valid record            another save won: `CheckpointExistsError`
+412, another valid record            another save won: `CheckpointExistsError`; with `overwrite`,
+                                     replaced if this was the first try, else failed as below
 412, another object                  `CheckpointExistsError` that says so; left untouched, because
                                      a valid record could take its place in between
 409                                  another conditional write is in progress: retried
@@ -197,6 +198,8 @@ class Publication:
             if old is None and self.conditions.create:
                 if await self._create() is None:
                     return None
+                if self._retried or self._requests.traits.repeats:
+                    raise self._overtaken()
             elif version is None or not self.conditions.replace:
                 await self._replace_guarded(old)
                 return old
@@ -283,10 +286,7 @@ class Publication:
         if found is not None and old is not None and found.data == old.data:
             raise self._unresolved(error, "read back, the old one is there so far") from error
         self.keep = False
-        raise self._failed(
-            "another process has replaced or deleted the checkpoint while this save was being "
-            "committed; nothing of this save is visible. Let one process save a step"
-        ) from error
+        raise self._overtaken() from error
 
     async def _replace_guarded(self, old: Record | None) -> None:
         """Replace `old` without a condition."""
@@ -368,6 +368,17 @@ class Publication:
     def _failed(self, why: str) -> SaveError:
         text = f"{self._location}: {why}"
         return SaveError(text, location=self._location, stage="commit")
+
+    def _overtaken(self) -> SaveError:
+        """Return the error if an earlier try may have landed and been replaced.
+
+        The data have then been deleted, or soon will be: another try would replace a complete
+        checkpoint by a record without data.
+        """
+        return self._failed(
+            "another process has replaced or deleted the checkpoint while this save was being "
+            "committed; nothing of this save is visible. Let one process save a step"
+        )
 
     def _unresolved(self, error: RequestError | None, why: str) -> SaveError:
         self.keep = True

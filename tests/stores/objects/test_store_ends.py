@@ -206,6 +206,32 @@ async def test_a_record_that_was_replaced_is_not_brought_back_by_another_try(
         assert not of(sim, "a")  # to which the record of the first one would refer
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_save_that_was_created_and_replaced_is_not_brought_back_by_another_try(
+    sim: Simulator, kind: str
+) -> None:
+    """As above, where nothing stood there before: its data go with its record."""
+    async with opened(kind, sim, policy=UNRACED) as first, opened(kind, sim) as second:
+        await save(second, "0", "known")
+        await save(second, "0", "known too", overwrite=True)
+        attempt = await first.begin("1", identity("a"), overwrite=True)
+        record = await fill(attempt, identity("a"), 2)
+        gate = Gate()
+        look = Fault(kind="get_object", key="*/1/checkpoint.json", gate=gate)
+        sim.faults.append(
+            Fault(**RECORD_PUT, reset=True, applied=True, hook=lambda _: sim.faults.append(look))
+        )
+        publishing = asyncio.create_task(attempt.publish(record))
+        await gate.reached.wait()
+        await save(second, "1", "b", 3, overwrite=True)
+        gate.release()
+        with pytest.raises(SaveError, match="another process has replaced") as caught:
+            await publishing
+        assert not caught.value.visible
+        await whole(sim, second, "1", 3)
+        assert not of(sim, "a")
+
+
 async def test_a_record_whose_answers_were_lost_is_seen_to_stand(sim: Simulator) -> None:
     """Another try is refused where the first one has landed."""
     async with opened("obstore", sim) as store:
