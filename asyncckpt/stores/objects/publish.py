@@ -133,7 +133,6 @@ class Publication:
         self._key = join(self.name, RECORD_NAME)
         self._location = self.context.requests.location(self.name)
         self._retried = False
-        self._deleted = False
         self.keep = False
         self._caller = asyncio.current_task()
 
@@ -251,14 +250,12 @@ class Publication:
         if not created:
             found = await self._read_back(error)
             if found is None:
-                if self._deleted:
-                    raise await self._undo_deleted()
                 raise self._unresolved(error, "read back, there is none so far") from error
             if found.data != self.record:
                 self.keep = False  # tries still in flight find it, too
                 return found
-        if self._retried and not await self._has_witness():
-            raise await self._undo_deleted()
+        if self._retried:
+            await self._check_witness()
         return None
 
     async def _replace_version(self, version: str, old: Record | None) -> bool:
@@ -298,30 +295,30 @@ class Publication:
                 self._key, self.record, again=again, wanted=self._is_wanted
             )
         except RequestError as error:
-            if self._deleted:
-                raise await self._undo_deleted() from error
             found = await self._read_back(error)
             if found is None:
                 raise self._unresolved(error, "read back, there is none so far") from error
             if found.data != self.record:
                 raise self._unresolved(error, "read back, another one is there so far") from error
-        if old is None and self._retried and not await self._has_witness():
-            raise await self._undo_deleted()
+        if old is None and self._retried:
+            await self._check_witness()
 
     # ------------------------------------------------------------------------------------ guards
 
     async def _is_unchanged(self, old: Record | None) -> bool:
-        """Return whether the old record and our data are still there.
+        """Return whether the old record is still there, so that another try may begin.
 
         If not, an earlier try landed. It may have been replaced or deleted since, and our data
         removed: another try would restore a record without data.
+
+        Raises:
+            SaveError: there is no record, and our data were removed.
         """
         self._retried = True
         found = await self.context.read_record(self.name)
-        if found != old:
-            return False
-        self._deleted = found is None and not await self._has_witness()
-        return not self._deleted
+        if found is None and old is None:
+            await self._check_witness()
+        return found == old
 
     def _is_wanted(self) -> bool:
         """Return whether another try may begin: the caller was not cancelled, nor is late.
@@ -330,14 +327,17 @@ class Publication:
         """
         return self._caller is None or not self._caller.cancelling()
 
-    async def _has_witness(self) -> bool:
-        try:
-            return self.witness is None or await self._requests.exists(self.witness)
-        except RequestError:
-            return True
+    async def _check_witness(self) -> None:
+        """Check that no deletion has removed our data; else remove a record that landed after it.
 
-    async def _undo_deleted(self) -> SaveError:
-        """Remove a record that landed after a deletion; return the error to raise."""
+        Raises:
+            SaveError: our data were removed.
+        """
+        try:
+            if self.witness is None or await self._requests.exists(self.witness):
+                return
+        except RequestError:
+            return
         try:
             conditions = await self.context.probes.conditions(create=False, versions=True)
             found, version = await read_version(self.context, self.name, wanted=conditions.delete)
@@ -348,7 +348,7 @@ class Publication:
             logger.warning(
                 "%s: a record without data could not be removed: %s", self._location, error
             )
-        return self._failed(
+        raise self._failed(
             "the checkpoint was committed, but another process deleted it before this one knew; "
             "nothing of it is visible"
         )
