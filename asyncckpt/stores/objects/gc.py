@@ -26,6 +26,8 @@ Multipart uploads stay: only exports begin them, to names that may be foreign.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncckpt.format.record_values import Outline
 from asyncckpt.log import logger
 from asyncckpt.ports import RECORD_NAME
@@ -59,8 +61,8 @@ async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool
     requests = context.requests
     lists = (await context.claims.seen()).lists
     deletes = bool(lists) and (await context.probes.conditions(create=False, versions=True)).delete
-    before_s = await _store_now_s(context) - older_than_s
-    listed = await requests.list_all(CONTROL, recursive=True)
+    listed, now_s = await _list_control(context)
+    before_s = now_s - older_than_s
     # Only the highest list decides.
     unused = {join(CONTROL, inherited_name(epoch)) for epoch in lists[:-1]}
     removed = [
@@ -125,19 +127,19 @@ def _is_dead(path: str, outline: Outline) -> bool:
     return bool(outline.paths) and path not in outline.paths and not is_fixed(path)
 
 
-async def _store_now_s(context: Context) -> float:
-    """Return seconds since 1970 by the store's clock."""
+async def _list_control(context: Context) -> tuple[Sequence[Listed], float]:
+    """List the control prefix; also return seconds since 1970 by the store's clock."""
     requests = context.requests
     key = probe_key()
     await requests.replace(key, b"")
     try:
         listed = await requests.list_all(CONTROL, recursive=True)
-        now_s = next((entry.modified_s for entry in listed if entry.key == key), 0.0)
     finally:
         await requests.delete([key])
+    now_s = next((entry.modified_s for entry in listed if entry.key == key), 0.0)
     if now_s <= 0:
         raise RequestError("invalid", "the listing lacks the time at which objects were written")
-    return now_s
+    return listed, now_s
 
 
 def _is_older(entry: Listed, before_s: float) -> bool:
