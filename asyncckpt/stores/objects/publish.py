@@ -86,7 +86,7 @@ from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.remove import delete_record, read_version
-from asyncckpt.stores.objects.repair import follow_record, write_fixed, write_marks
+from asyncckpt.stores.objects.repair import follow_record, write_fixed
 
 TURNS_MAX = 10
 """How often a save with `overwrite` may lose to other saves before it gives up."""
@@ -418,8 +418,7 @@ class Publication:
             "the checkpoint is committed, but files for other programs could not be written: %s; "
             "the next save, or Checkpointer on this root, will try again",
         ):
-            await write_fixed(self.context, self.name, self.fixed)
-            await write_marks(self.context, self.name, self.fixed)
+            await write_fixed(self.context, self.name, self.fixed, self.fixed)
             return True
         return False
 

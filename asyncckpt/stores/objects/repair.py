@@ -34,16 +34,18 @@ ENTRIES_MAX = 1000
 SUCCESS_TEXT = b"Checkpoint commit was successful to %s"
 
 
-async def write_fixed(context: Context, name: str, files: Mapping[str, bytes]) -> None:
-    """Write fixed names of a checkpoint concurrently. Raises `RequestError`."""
-    await together(context.requests.replace(join(name, path), data) for path, data in files.items())
+async def write_fixed(
+    context: Context, name: str, files: Mapping[str, bytes], paths: Iterable[str]
+) -> None:
+    """Write fixed names of a checkpoint concurrently; then, on Google's store, Orbax's marks.
 
-
-async def write_marks(context: Context, name: str, paths: Iterable[str]) -> None:
-    """Write Orbax's marks on Google's store, after everything else. Raises `RequestError`."""
+    `paths` are all of its fixed names. Raises `RequestError`.
+    """
+    replace = context.requests.replace
+    await together(replace(join(name, path), data) for path, data in files.items())
     if context.google:
         text = SUCCESS_TEXT % context.requests.location(name).encode()
-        await write_fixed(context, name, dict.fromkeys(marks(paths), text))
+        await together(replace(join(name, mark), text) for mark in marks(paths))
 
 
 async def follow_record(
@@ -71,9 +73,8 @@ async def follow_record(
         if present is None and context.google:
             stale += marks(paths)
         await context.delete_paths(name, stale)
-        await write_fixed(context, name, files)
         if present is not None:
-            await write_marks(context, name, files)
+            await write_fixed(context, name, files, files)
         save_id, paths = present, files.keys()
 
 
@@ -109,9 +110,8 @@ async def repair(context: Context, name: str) -> bool:
         return False
     outline = await context.outline(record)
     bad = [fixed for fixed in outline.fixed if fixed.path in wrong]
-    await write_fixed(context, name, await context.load_fixed(name, outline, bad))
     paths = [fixed.path for fixed in outline.fixed]
-    await write_marks(context, name, paths)
+    await write_fixed(context, name, await context.load_fixed(name, outline, bad), paths)
     await follow_record(context, name, record.save_id, paths)
     return True
 
