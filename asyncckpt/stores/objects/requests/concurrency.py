@@ -26,7 +26,7 @@ class ConcurrencyController:
         self._policy = policy
         self.fixed: int | None = None
         self._tokens = min(1.0, policy.hedge_burst)
-        self.tuner = ConcurrencyTuner(policy.streams, policy.max_streams)
+        self.tuner = ConcurrencyTuner(policy.streams, policy.ceiling)
         self.estimate = StreamEstimate()
         self.gate = Limiter(self.tuner.streams)
         self.hedges_in_flight = 0

@@ -68,7 +68,6 @@ class RequestPolicy:
             for S3 to split a partition under load.
         streams: initial transfers in flight in each direction: at the 85 MB/s of a stream to S3,
             32 fill a link of 20 Gbit/s; on a slower link each is merely slower.
-        max_streams: maximum transfers in flight in each direction.
         ceiling: maximum requests in flight in all: the size of the clients' connection pools.
         hedge_quantile: a transfer is slow when it takes longer than this share of all …
         hedge_factor: … times this factor, so that uniform transfers are not hedged. The factor does
@@ -91,7 +90,6 @@ class RequestPolicy:
     list_timeout_s: float = 300.0
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     streams: int = 32
-    max_streams: int = 64
     ceiling: int = 64
     hedge_quantile: float = 0.95
     hedge_factor: float = 1.5

@@ -31,7 +31,7 @@ def test_hedges_stay_a_share_of_all_requests(share: float, burst: float, events:
 
 
 def test_the_gate_follows_the_tuner_unless_streams_are_fixed() -> None:
-    controller = ConcurrencyController(RequestPolicy(streams=1, max_streams=4))
+    controller = ConcurrencyController(RequestPolicy(streams=1, ceiling=4))
     assert controller.gate.ceiling == 1
     for turn in range(4):
         controller.tuner.began(float(turn))
