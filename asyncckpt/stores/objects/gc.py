@@ -83,7 +83,6 @@ async def _checkpoint(
 ) -> list[str]:
     """Remove a record that does not count, and objects to which no record refers."""
     requests = context.requests
-    removed: list[str] = []
     # The version is read before the listing, so a later record stays.
     record, version = await read_version(context, name, wanted=True) if deletes else (None, None)
     listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
@@ -93,13 +92,13 @@ async def _checkpoint(
             requests.location(name),
             LISTED_MAX,
         )
-        return removed
-    old = [entry.key for entry in listed if _is_older(entry, before_s)]
-    key = join(name, RECORD_NAME)
-    fenced = record is not None and key in old and not await context.counts(record)
+        return []
+    removed: list[str] = []
+    old = [entry.key.removeprefix(f"{name}/") for entry in listed if _is_older(entry, before_s)]
+    fenced = record is not None and RECORD_NAME in old and not await context.counts(record)
     if fenced and (dry_run or await delete_record(context, name, version)):
-        removed.append(key)
-    ours = [key for key in old if owner(key.removeprefix(f"{name}/")) is not None]
+        removed.append(RECORD_NAME)
+    ours = [path for path in old if owner(path) is not None]
     for first in range(0, len(ours), KEYS_PER_DELETION):
         record = await context.read_record(name)
         if record is not None and record.save_id is None:
@@ -112,11 +111,11 @@ async def _checkpoint(
             record = None
         outline = await context.outline(record)
         some = ours[first : first + KEYS_PER_DELETION]
-        dead = [key for key in some if _is_dead(key.removeprefix(f"{name}/"), outline)]
+        dead = [path for path in some if _is_dead(path, outline)]
         if not dry_run:
-            await requests.delete(dead)
+            await context.delete_paths(name, dead)
         removed += dead
-    return removed
+    return [join(name, path) for path in removed]
 
 
 def _is_dead(path: str, outline: Outline) -> bool:
