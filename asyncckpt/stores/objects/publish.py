@@ -72,8 +72,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from asyncckpt.errors import (
+    AsyncCheckpointError,
     CheckpointExistsError,
-    CorruptCheckpointError,
     SaveError,
     SaveOutcomeUnknownError,
     StoreError,
@@ -101,7 +101,7 @@ async def bounded(location: str, trouble: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(AFTER_S):
             yield
-    except (RequestError, CorruptCheckpointError, TimeoutError) as error:
+    except (RequestError, AsyncCheckpointError, TimeoutError) as error:
         late = isinstance(error, TimeoutError)
         logger.warning(
             "%s: %s", location, trouble % (f"not within {AFTER_S:g} s" if late else error)

@@ -51,19 +51,21 @@ async def write_fixed(
 async def follow_record(
     context: Context, name: str, save_id: str | None, paths: Collection[str]
 ) -> None:
-    """Write the fixed names of the current record, or remove them if there is no record.
+    """Write the fixed names of the current record, or remove them if no record counts.
 
     The caller has just written `paths` with the contents of the save `save_id`, or removed them if
     that is None.
 
     Raises:
         CorruptCheckpointError: the contents are damaged.
-        RequestError: a request failed.
+        RequestError, StoreError: a request failed.
     """
     for _ in range(ROUNDS_MAX):
         record = await context.read_record(name)
         if record is not None and record.save_id is None:
             return  # its fixed names are unknown
+        if record is not None and record.save_id != save_id and not await context.counts(record):
+            record = None
         present = None if record is None else record.save_id
         if present == save_id:
             return

@@ -232,6 +232,30 @@ async def test_a_record_that_does_not_count_makes_way(sim: Simulator) -> None:
         assert not [key for key in names(sim) if identity("stale") in key and "replaces" not in key]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_record_that_does_not_count_gets_no_fixed_names_from_a_deletion(
+    sim: Simulator, kind: str
+) -> None:
+    """It arrives between the deletion of a record and that of its bytes."""
+    async with opened(kind, sim, policy=UNRACED) as store, opened(kind, sim) as other:
+        first = await claimed(store)
+        gate = Gate()
+        sim.faults.append(Fault(kind="put_object", key="*/1/checkpoint.json", gate=gate))
+        saving = asyncio.create_task(save(store, "1", "stale", 1, epoch=first))
+        await gate.reached.wait()
+        second = await claimed(other)
+        await save(other, "1", "new", 2, epoch=second)
+        remove = await other.unlist("1", epoch=second)
+        gate.release()
+        with pytest.raises(FencedError):
+            await saving
+        await remove()
+        left = [key for key in names(sim) if key.startswith("1/")]
+        assert "1/checkpoint.json" in left
+        assert all(key == "1/checkpoint.json" or identity("stale") in key for key in left)
+        await expect_no_record(other, "1")
+
+
 async def test_a_reader_asks_for_the_claims_after_it_has_read_the_record(sim: Simulator) -> None:
     """Readers share a listing only if it began after all of them had asked."""
     async with opened("obstore", sim, policy=UNRACED) as store:
