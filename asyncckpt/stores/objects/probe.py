@@ -50,15 +50,15 @@ class Probes:
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._creates: bool | None = None
-        self._begun: BackgroundTask[bool] | None = None
+        self._creates: BackgroundTask[bool] | None = None
         self._versions: tuple[bool, bool] | None = None
         self._lock = asyncio.Lock()
 
-    def begin(self) -> None:
-        """Begin the probe of conditional creation in the background. Idempotent."""
-        if self._creates is None and self._begun is None:
-            self._begun = BackgroundTask(self._probe_create())
+    def begin(self) -> BackgroundTask[bool]:
+        """Return the probe of conditional creation, which runs in the background from now on."""
+        if self._creates is None:
+            self._creates = BackgroundTask(self._probe_create())
+        return self._creates
 
     async def conditions(self, *, create: bool = True, versions: bool) -> Conditions:
         """Return which of the requested kinds of conditions work.
@@ -67,25 +67,23 @@ class Probes:
             StoreError: a probe failed.
         """
         location = self._requests.location(CONTROL)
+        creates = False
         async with self._lock:
             with reported("finding out which conditions it obeys", location, stage="commit"):
-                if create and self._creates is None:
+                if create:
                     try:
-                        self.begin()
-                        assert self._begun is not None
-                        self._creates = await self._begun.result()
-                    except RequestError:
-                        # Try again; a second error is raised.
-                        self._creates = await self._probe_create()
+                        creates = await self.begin().result()
+                    except RequestError:  # try again; a second error is raised
+                        self._creates = None
+                        creates = await self.begin().result()
                 if versions and self._versions is None:
                     self._versions = await self._probe_versions()
-        return Conditions(bool(self._creates), *(self._versions or (False, False)))
+        return Conditions(creates, *(self._versions or (False, False)))
 
     async def close(self) -> None:
         """End the background probe."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            await begun.stop()
+        if self._creates is not None:
+            await self._creates.stop()
 
     async def _probe_create(self) -> bool:
         """Return whether the second of two conditional creations is refused. Leaves nothing.
