@@ -43,7 +43,8 @@ KEY_TAIL_NBYTES = 128
 """Upper bound for our own paths below a checkpoint: `<database>/d/<save id>-<n>.r<k>`."""
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
-_PROBE = re.compile(r"probe-[0-9a-f]{32}")
+_PROBE = re.compile(rf"{re.escape(CONTROL)}/probe-[0-9a-f]{{32}}")
+_NOTE = re.compile(f"{re.escape(CONTROL)}/{NOTE.pattern}")
 _FIXED = re.compile(r"\.asyncckpt-([0-9a-f]{32})-fixed-[0-9]{1,9}")
 _EXCHANGE = re.compile(r"\.asyncckpt-([0-9a-f]{32})-x-[A-Za-z0-9._-]{1,64}")
 # One directory for the database: deeper data belong to a checkpoint of another root.
@@ -123,8 +124,7 @@ def probe_key() -> str:
 
 def is_probe(key: str) -> bool:
     """Return whether an object is the leftover of a probe."""
-    control, _, name = key.partition("/")
-    return control == CONTROL and _PROBE.fullmatch(name) is not None
+    return _PROBE.fullmatch(key) is not None
 
 
 def note_key(process: int) -> str:
@@ -134,5 +134,4 @@ def note_key(process: int) -> str:
 
 def is_note(key: str) -> bool:
     """Return whether an object is a process's last error."""
-    control, _, name = key.partition("/")
-    return control == CONTROL and NOTE.fullmatch(name) is not None
+    return _NOTE.fullmatch(key) is not None
