@@ -172,6 +172,25 @@ async def test_what_replaces_what_came_in_between_is_whole(sim: Simulator) -> No
         assert not of(sim, "faster")
 
 
+async def test_what_a_client_may_have_sent_twice_replaces_nothing_that_came_in_between(
+    sim: Simulator,
+) -> None:
+    """Its first request may have landed, and have been replaced by the one that is there."""
+    async with opened("obstore", sim, policy=UNRACED) as store, opened("obstore", sim) as other:
+        client = store._requests.client
+        client.traits = replace(client.traits, repeats=True)
+        gate = Gate()
+        sim.faults.append(Fault(**RECORD_PUT, gate=gate))
+        saving = asyncio.create_task(save(store, "1", "a", 2, overwrite=True))
+        await gate.reached.wait()
+        await save(other, "1", "faster", 1)
+        gate.release()
+        with pytest.raises(SaveError, match="another process has replaced"):
+            await saving
+        await whole(sim, other, "1", 1)
+        assert not of(sim, "a")
+
+
 # ------------------------------------------------------------------------------------ an old answer
 
 
