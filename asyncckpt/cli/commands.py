@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, gc, opening, tables, timeline, transfer, tune
 from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, complain, confirm, print_json
-from asyncckpt.convert.source import is_bucket
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -74,26 +72,25 @@ def list_steps(
     storage_option: StorageOption = None,
 ) -> None:
     """List the steps of a run."""
-    infos: list[CheckpointInfo] = []
-    failed = False
-    options = storage_options(storage_option)
-    for found in opening.inspect_steps(root, options):
-        if isinstance(found, CheckpointInfo):
-            infos.append(found)
-        else:
-            complain(found)
-            failed = True
+    with opening.Opened(root, storage_options(storage_option)) as run:
+        looked = opening.inspect_steps(run)
+        infos = [found for found in looked if isinstance(found, CheckpointInfo)]
+        errors = [found for found in looked if isinstance(found, AsyncCheckpointError)]
+        # A run without claimed steps has no claims to look up.
+        claimed = not as_json and any(info.epoch for info in infos)
+        claim = opening.last_claim(run) if claimed else None
+    for error in errors:
+        complain(error)
     if as_json:
         print_json([documents.summary(info) for info in infos])
     elif infos:
         tables.show([tables.listing(infos, tables.terminal_width())])
-        # A run without claimed steps has no claims to look up.
-        if any(info.epoch for info in infos) and (claim := opening.last_claim(root, options)):
+        if claim is not None:
             text = f"claim {claim.epoch}: {claim_text(claim)}"
             typer.echo(f"\n{tables.printable(text)}")
-    elif not failed:
+    elif not errors:
         typer.echo(f"no checkpoints in {tables.printable(root)}")
-    if failed:
+    if errors:
         raise typer.Exit(1)
 
 
@@ -176,25 +173,29 @@ def remove(
 ) -> None:
     """Remove steps of a run."""
     options = storage_options(storage_option)
-    places = {opening.removable(path, options): path for path in paths}
-    if not yes:
+    places = {opening.removable(path): path for path in paths}
+    with contextlib.ExitStack() as opened:
+        roots = {root for root, _ in places}
+        runs = {root: opened.enter_context(opening.Opened(root, options)) for root in roots}
         for (root, step), path in places.items():
-            typer.echo(f"{tables.printable(path)}  {_summary(root, step, options)}")
-        count = "this checkpoint" if len(places) == 1 else f"these {len(places)} checkpoints"
-        confirm(f"Remove {count}?", "nothing was removed")
-    for (root, step), path in places.items():
-        with opening.run_at(root, options) as run:
-            run.delete(step)
-        typer.echo(f"removed {tables.printable(path)}")
+            opening.check_removable(runs[root], step, path)
+        if not yes:
+            for (root, step), path in places.items():
+                typer.echo(f"{tables.printable(path)}  {_summary(runs[root], step)}")
+            count = "this checkpoint" if len(places) == 1 else f"these {len(places)} checkpoints"
+            confirm(f"Remove {count}?", "nothing was removed")
+        for (root, step), path in places.items():
+            runs[root].delete(step)
+            typer.echo(f"removed {tables.printable(path)}")
 
 
 app.command()(gc.gc)
 app.command()(tune.tune)
 
 
-def _summary(root: str, step: int, options: opening.Options) -> str:
+def _summary(run: opening.Opened, step: int) -> str:
     try:
-        info = opening.inspect_step(root, step, options)
+        info = run.inspect(step)
     except CorruptCheckpointError:
         return "(damaged)"
     except UnsupportedFormatError:
@@ -206,16 +207,16 @@ def _summary(root: str, step: int, options: opening.Options) -> str:
 def _verified(
     path: str, options: opening.Options, progress: Callable[[Progress], None]
 ) -> list[Verified]:
-    place = opening.step_of(path)
     try:
-        if place is None and is_bucket(path):
-            raise CheckpointNotFoundError(f"{path}: there is no checkpoint", location=path)
-        return [_verify(path, place, options, progress)]
+        opened, step = opening.open_checkpoint(path, options)
+        with opened:
+            return [_verify(opened, step, path, progress)]
     except CheckpointNotFoundError:
-        steps = opening.candidates(path, options)
-        if not steps:
-            raise
-    reports = [_listed_step(path, step, options, progress) for step in steps]
+        with opening.Opened(path, options) as run:
+            steps = opening.candidates(run)
+            if not steps:
+                raise
+            reports = [_listed_step(run, step, progress) for step in steps]
     found = [report for report in reports if report is not None]
     if not found:
         raise CheckpointNotFoundError(
@@ -225,43 +226,35 @@ def _verified(
 
 
 def _listed_step(
-    root: str, step: int, options: opening.Options, progress: Callable[[Progress], None]
+    run: opening.Opened, step: int, progress: Callable[[Progress], None]
 ) -> Verified | None:
     """Verify a step of a run; print a message and return None if it was deleted since listed."""
-    location = below(root, str(step))
+    location = below(run.location, str(step))
     with contextlib.suppress(CheckpointNotFoundError):
-        return _verify(location, (root, step), options, progress)
+        return _verify(run, step, location, progress)
     try:
-        if step not in opening.candidates(root, options):
+        if step not in opening.candidates(run):
             text = f"{location}: deleted since the steps were listed; skipped"
             complain(CheckpointNotFoundError(text, location=location))
             return None
         # A replaced step can be read now.
-        return _verify(location, (root, step), options, progress)
+        return _verify(run, step, location, progress)
     except (CheckpointNotFoundError, StoreError) as error:
         return error
 
 
 def _verify(
-    path: str,
-    place: tuple[str, int] | None,
-    options: opening.Options,
-    progress: Callable[[Progress], None],
+    opened: opening.Opened, step: int | None, location: str, progress: Callable[[Progress], None]
 ) -> Verified:
-    """Verify a checkpoint, or the step of a run at `place`.
+    """Verify a step of a run, or a single checkpoint (None).
 
     So that other steps are still verified, an unreadable record is reported as damage, and errors
     of the store and for a newer format are returned.
     """
     try:
-        if place is None:
-            return blocking.verify(path, storage_options=options, progress=progress)
-        root, step = place
-        with opening.run_at(root, options) as run:
-            return run.verify(step, progress=progress)
+        return opened.verify(step, progress=progress)
     except CorruptCheckpointError as error:
         damage = Damage(None, error.file or RECORD_NAME, error.offset, str(error))
-        number = None if place is None else place[1]
-        return VerifyReport(opening.full_name(path), number, (damage,), 0, 0, 0.0)
+        return VerifyReport(opening.full_name(location), step, (damage,), 0, 0, 0.0)
     except (StoreError, UnsupportedFormatError) as error:
         return error

@@ -16,7 +16,7 @@ import re
 import stat
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import typer
 
@@ -31,16 +31,15 @@ from asyncckpt.errors import (
     StoreError,
     UsageError,
 )
-from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
-from asyncckpt.options import MAX_ENTRIES, MIN_BUDGET_NBYTES
+from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import Claim, Store
 from asyncckpt.reports import CheckpointInfo
-from asyncckpt.runtime import Runtime
+from asyncckpt.session.session import Session
 from asyncckpt.session.steps import foreign_steps
 from asyncckpt.stores.local.failures import reported
-from asyncckpt.stores.objects.clients.urls import is_url, parse_url, split_url, without_scheme
+from asyncckpt.stores.objects.clients.urls import is_url, parse_url, without_scheme
 
 StorageOption = Annotated[
     list[str] | None,
@@ -91,11 +90,39 @@ def storage_options(words: Sequence[str] | None) -> Options:
     return options or None
 
 
-def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpointer]:
-    """Open a run for a `with` block, alone: variables of a launcher in this shell mean nothing."""
-    return contextlib.closing(
-        blocking.Checkpointer(root, storage_options=options, coordinator="single")
-    )
+class Opened(blocking.Checkpointer):
+    """A run, or a single checkpoint (`one_shot`), opened for one command.
+
+    Alone: variables of a launcher in this shell mean nothing. Entering does not repair the run.
+    """
+
+    def __init__(self, location: str, options: Options, *, one_shot: bool = False) -> None:
+        self.location = location
+        self._session = Session(
+            location, one_shot=one_shot, storage_options=options, coordinator="single"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def at_store(self, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of `work` on the store."""
+        return self._session.call(lambda: work(self._session.root.store)).result()
+
+
+def open_checkpoint(location: str, options: Options) -> tuple[Opened, int | None]:
+    """Open a step of a run, or else a single checkpoint, whose step is None.
+
+    Raises:
+        CheckpointNotFoundError: the location is a whole bucket.
+    """
+    place = step_of(location)
+    if place is not None:
+        root, step = place
+        return Opened(root, options), step
+    if is_bucket(location):
+        raise CheckpointNotFoundError(f"{location}: there is no checkpoint", location=location)
+    return Opened(location, options, one_shot=True), None
 
 
 def full_name(location: str) -> str:
@@ -119,32 +146,31 @@ def step_of(location: str) -> tuple[str, int] | None:
     return root or "/", int(name)
 
 
-def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncCheckpointError]:
+def inspect_steps(run: Opened) -> list[CheckpointInfo | AsyncCheckpointError]:
     """Describe every step of a run, ascending, with an error for each unreadable step.
 
     Raises:
         CheckpointNotFoundError: the directory does not exist, or is itself a checkpoint.
     """
-    with run_at(root, options) as run:
-        check_directory(root)
-        steps = candidates(root, options)
-        if not steps and has_record(root, options):
-            raise CheckpointNotFoundError(
-                f"{root}: this is one checkpoint, not the root of a run; look at it with "
-                f"`asyncckpt show {root}`",
-                location=root,
-            )
+    check_directory(run.location)
+    steps = candidates(run)
+    if not steps and RECORD_NAME in run.at_store(lambda store: store.names()):
+        raise CheckpointNotFoundError(
+            f"{run.location}: this is one checkpoint, not the root of a run; look at it with "
+            f"`asyncckpt show {run.location}`",
+            location=run.location,
+        )
 
-        def look(step: int) -> CheckpointInfo | AsyncCheckpointError | None:
-            try:
-                return run.inspect(step)
-            except CheckpointNotFoundError:
-                return None  # deleted since the listing
-            except AsyncCheckpointError as error:
-                return error
+    def look(step: int) -> CheckpointInfo | AsyncCheckpointError | None:
+        try:
+            return run.inspect(step)
+        except CheckpointNotFoundError:
+            return None  # deleted since the listing
+        except AsyncCheckpointError as error:
+            return error
 
-        with ThreadPoolExecutor(LOOKED_AT_ONCE) as threads:
-            return [found for found in threads.map(look, steps) if found is not None]
+    with ThreadPoolExecutor(LOOKED_AT_ONCE) as threads:
+        return [found for found in threads.map(look, steps) if found is not None]
 
 
 def check_directory(root: str) -> None:
@@ -169,58 +195,47 @@ def _mode(location: str) -> int:
     return 0
 
 
-def inspect_step(
-    root: str, step: int, options: Options, *, timeline: bool = False
-) -> CheckpointInfo:
-    """Describe a step of a run."""
-    with run_at(root, options) as run:
-        return run.inspect(step, timeline=timeline)
-
-
-def inspect_location(location: str, options: Options, *, timeline: bool = False) -> CheckpointInfo:
+def inspect_location(location: str, options: Options, *, timeline: bool) -> CheckpointInfo:
     """Describe a checkpoint, or the newest step if the location is the root of a run.
 
     Raises:
         CheckpointNotFoundError: the location is neither.
     """
     try:
-        place = step_of(location)
-        if place is not None:
-            return inspect_step(*place, options, timeline=timeline)
-        if is_bucket(location):
-            raise CheckpointNotFoundError(f"{location}: there is no checkpoint", location=location)
-        return blocking.inspect(location, timeline=timeline, storage_options=options)
+        opened, step = open_checkpoint(location, options)
+        with opened:
+            return opened.inspect(step, timeline=timeline)
     except CheckpointNotFoundError:
-        steps = candidates(location, options)
-        if not steps:
-            raise
-    for step in reversed(steps[1:]):
-        try:
-            return inspect_step(location, step, options, timeline=timeline)
-        except CorruptCheckpointError as damage:
-            # A step without a valid record does not count; other damage is reported.
-            if damage.file != RECORD_NAME:
+        with Opened(location, options) as run:
+            steps = candidates(run)
+            if not steps:
                 raise
-            complain(damage)
-    return inspect_step(location, steps[0], options, timeline=timeline)
+            for step in reversed(steps[1:]):
+                try:
+                    return run.inspect(step, timeline=timeline)
+                except CorruptCheckpointError as damage:
+                    # A step without a valid record does not count; other damage is reported.
+                    if damage.file != RECORD_NAME:
+                        raise
+                    complain(damage)
+            return run.inspect(steps[0], timeline=timeline)
 
 
-def candidates(root: str, options: Options) -> list[int]:
-    """Return the steps below a root that have a record, valid or not, or are unreadable; ascending.
+def candidates(run: Opened) -> list[int]:
+    """Return the steps of a run that have a record, valid or not, or are unreadable; ascending.
 
     If none has a record, return all steps: they may belong to another library.
     """
-    if not is_url(root) and not stat.S_ISDIR(_mode(root)):
+    if not is_url(run.location) and not stat.S_ISDIR(_mode(run.location)):
         return []
-    return _at_store(root, options, _candidates)
+    return run.at_store(_candidates)
 
 
-def removable(location: str, options: Options) -> tuple[str, int]:
+def removable(location: str) -> tuple[str, int]:
     """Return the root and step of a location to remove.
 
     Raises:
         UsageError: the location does not end in a step number.
-        CheckpointNotFoundError: there is no checkpoint.
     """
     place = step_of(location)
     if place is None:
@@ -230,45 +245,31 @@ def removable(location: str, options: Options) -> tuple[str, int]:
             f"remove any other checkpoint with {by_hand}",
             location=location,
         )
-    # Without a record, it is just a directory with a number as its name.
-    if not has_record(location, options):
-        root, step = place
-        text = f"{location}: there is no checkpoint to remove"
-        if foreign := _at_store(root, options, lambda store: foreign_steps(store, [step])):
-            text = f"{text}: {foreign}"
-        raise CheckpointNotFoundError(text, location=location)
     return place
 
 
-def has_record(location: str, options: Options) -> bool:
-    """Return whether a directory or prefix has a commit record, valid or not."""
-    if not is_url(location):
-        return stat.S_ISREG(_mode(os.path.join(location, RECORD_NAME)))
-    if is_bucket(location):
-        return False
-    root, name = split_url(location)
-    return _at_store(root, options, lambda store: _has_record(store, name))
+def check_removable(run: Opened, step: int, location: str) -> None:
+    """Raise `CheckpointNotFoundError` if a step has no record, valid or not.
+
+    Without one, it is just a directory with a number as its name.
+    """
+    if not run.at_store(lambda store: _has_record(store, str(step))):
+        text = f"{location}: there is no checkpoint to remove"
+        if foreign := run.at_store(lambda store: foreign_steps(store, [step])):
+            text = f"{text}: {foreign}"
+        raise CheckpointNotFoundError(text, location=location)
 
 
-def last_claim(root: str, options: Options) -> Claim | None:
+def last_claim(run: Opened) -> Claim | None:
     """Return the last readable claim of a run; None if it was never claimed."""
 
     async def last(store: Store) -> Claim | None:
         return next(reversed(await store.claims()), None)
 
-    return _at_store(root, options, last)
+    return run.at_store(last)
 
 
-# -- on a separate engine
-
-
-def _at_store(root: str, options: Options, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
-    runtime = Runtime("asyncckpt-cli", host_memory_nbytes=MIN_BUDGET_NBYTES)
-    try:
-        store = runtime.store(root, direct_io="auto", storage_options=options)
-        return runtime.engine.submit(lambda: work(store)).result()
-    finally:
-        run_blocking(runtime.aclose())
+# -- on the engine
 
 
 async def _has_record(store: Store, name: str) -> bool:
