@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,31 +11,12 @@ import numpy as np
 import pytest
 
 from asyncckpt import UsageError, blocking
-from asyncckpt.cli import main
 from asyncckpt.cli.opening import full_name, step_of, storage_options
+from tests.cli.ran import Ran, Run
 from tests.simulator import Simulator, simulator
 
 SECRET = "hunter2/of+the=test"
 TREE = {"params": {"w": np.arange(300_000, dtype=np.float32), "b": np.zeros(3)}, "epoch": 1}
-
-
-class Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*arguments: object, answer: str = "") -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-        status = main([str(argument) for argument in arguments])
-        return Ran(status, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncckpt import blocking
-from asyncckpt.cli import main
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.record import seal
-from tests.cli.ran import closed, without_rights
+from tests.cli.ran import Run, closed, without_rights
 
-
-class Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
 Act = Callable[[], object]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.StringIO())
-        status = main([str(argument) for argument in arguments])
-        return Ran(status, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture(params=["directory", "url"])

@@ -6,9 +6,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,18 +15,10 @@ from safetensors.numpy import load_file
 
 from asyncckpt import ShardedArray, blocking
 from asyncckpt.cli import main
+from tests.cli.ran import Ran, Run
 from tests.convert.trees import numbers, saved
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-class Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture
