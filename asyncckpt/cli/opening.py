@@ -36,6 +36,7 @@ from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.options import MAX_ENTRIES
 from asyncckpt.ports import Claim, Store
 from asyncckpt.reports import CheckpointInfo
+from asyncckpt.runtime import place_of
 from asyncckpt.session.session import Session
 from asyncckpt.session.steps import foreign_steps
 from asyncckpt.stores.local.failures import reported
@@ -139,11 +140,10 @@ def full_name(location: str) -> str:
 
 def step_of(location: str) -> tuple[str, int] | None:
     """Return the root and step of a location that ends in a step number, else None."""
-    root, separator, name = full_name(location).rpartition("/")
-    # The part after `//` in a URL is a bucket or host.
-    if not separator or root.endswith(":/") or not STEP_NAME.fullmatch(name):
+    if is_bucket(location):
         return None
-    return root or "/", int(name)
+    root, name = place_of(location, None)
+    return (root, int(name)) if STEP_NAME.fullmatch(name) else None
 
 
 def inspect_steps(run: Opened) -> list[CheckpointInfo | AsyncCheckpointError]:
