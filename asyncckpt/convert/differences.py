@@ -129,10 +129,9 @@ def _halves(values: Values) -> tuple[Values, Values | float]:
     """Return two parts of each number, both of which float64 holds exactly, even beyond 2**53."""
     if values.dtype.itemsize < 8 or values.dtype.kind == "f":
         return values.astype(np.float64), 0.0
-    high, low = (values >> 32) * 2.0**32, (values & 0xFFFFFFFF).astype(np.float64)
-    # Both of the sign of the number, so that small ones have no high part.
-    negative = (high < 0) & (low > 0)
-    return high + negative * 2.0**32, low - negative * 2.0**32
+    # With the sign of the number, so that small ones have no high part.
+    low = np.fmod(values, 1 << 32)
+    return (values - low).astype(np.float64), low.astype(np.float64)
 
 
 # ---------------------------------------------------------------------------- leaves, containers
