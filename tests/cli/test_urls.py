@@ -248,6 +248,7 @@ def test_options_for_local_paths_are_refused(run: Run, tmp_path: Path) -> None:
         ("s3://bucket/run/020", None),
         ("s3://bucket/run/20x", None),
         ("memory://run/5", ("memory://run", 5)),
+        ("memory://5", ("memory://", 5)),
         ("/5", ("/", 5)),
         ("file:///data/run/5", ("/data/run", 5)),
     ],
