@@ -36,7 +36,6 @@ from asyncckpt.format.record_values import (
     IndexExtent,
     LeafTable,
     Piece,
-    StoredSpec,
 )
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue
 from asyncckpt.format.zarr3 import CRC_NBYTES
@@ -163,15 +162,16 @@ class OpenCheckpoint:
     stored: StoredArrays = field(init=False)
 
     def __post_init__(self) -> None:
-        first_rows, row_count = number_rows(self.storages, self.arrays)
-        object.__setattr__(self, "first_rows", first_rows)
-        object.__setattr__(self, "row_count", row_count)
-        stored = StoredArrays(
-            [(s.grid, s.spec.itemsize, s.codec.decode is not None) for s in self.storages],
-            np.array(self.arrays.spec, np.int64),
-            np.array(first_rows, np.int64),
-        )
-        object.__setattr__(self, "stored", stored)
+        kind = np.array(self.arrays.spec, np.int64)
+        counts = np.array([storage.grid.chunk_count for storage in self.storages], np.int64)[kind]
+        tied = list(self.arrays.tied)
+        counts[tied] = 0
+        first_row = np.cumsum(counts) - counts
+        first_row[tied] = first_row[list(self.arrays.tied.values())]
+        kinds = [(s.grid, s.spec.itemsize, s.codec.decode is not None) for s in self.storages]
+        object.__setattr__(self, "first_rows", tuple(first_row.tolist()))
+        object.__setattr__(self, "row_count", int(counts.sum()))
+        object.__setattr__(self, "stored", StoredArrays(kinds, kind, first_row))
 
     @property
     def location(self) -> str:
@@ -343,19 +343,6 @@ def resolve(files: CheckpointFiles, data: bytes, compute: Workers) -> OpenCheckp
         database=record.database,
         record=record,
     )
-
-
-def number_rows(
-    storages: Sequence[Storage | StoredSpec], arrays: ArrayTable
-) -> tuple[tuple[int, ...], int]:
-    """Return the first chunk row of every array, and the number of rows."""
-    kinds = np.array([storage.grid.chunk_count for storage in storages], np.int64)
-    counts = kinds[np.array(arrays.spec, np.intp)]
-    tied = list(arrays.tied)
-    counts[tied] = 0
-    first_rows = np.cumsum(counts) - counts
-    first_rows[tied] = first_rows[list(arrays.tied.values())]
-    return tuple(first_rows.tolist()), int(counts.sum())
 
 
 async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> ChunkIndex:

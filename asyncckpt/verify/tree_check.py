@@ -6,9 +6,8 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from asyncckpt.checkpoint.metadata import number_rows
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
@@ -23,11 +22,15 @@ PROBLEMS_MAX = 20
 
 
 def check_database(
-    record: CommitRecord, index: ChunkIndex, contents: Mapping[str, bytes]
+    record: CommitRecord,
+    first_rows: Sequence[int],
+    index: ChunkIndex,
+    contents: Mapping[str, bytes],
 ) -> list[str]:
     """Return descriptions of the contradictions. Blocking.
 
-    `contents` has the bytes of the manifest and of the index file, by path.
+    `first_rows` has the first row of every array in the index. `contents` has the bytes of the
+    manifest and of the index file, by path.
     """
     prefix = f"{record.database}/"
     files = {path.removeprefix(prefix): data for path, data in contents.items()}
@@ -48,7 +51,6 @@ def check_database(
         return [str(error)]
     problems: list[str] = []
     documents = [encode_metadata(s.spec, s.chunk_shape, s.zstd_level) for s in record.specs]
-    first_rows, _ = number_rows(record.specs, record.arrays)
     expected = 0
     names = [file.path.removeprefix(prefix) for file in record.files]
     for array, name in enumerate(record.arrays.name):

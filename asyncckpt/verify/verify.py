@@ -94,7 +94,7 @@ class _Verify:
         if not self._damages:
             kept = {path: bytes(data) for path, data in self._kept.items()}
             for problem in await self.runtime.engine.compute.run(
-                check_database, record, self._index, kept
+                check_database, record, opened.first_rows, self._index, kept
             ):
                 self._damage(None, index_file, None, problem)
         return VerifyReport(

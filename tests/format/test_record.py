@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.checkpoint.metadata import number_rows, resolve
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, resolve
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 from asyncckpt.format import record as record_format
 from asyncckpt.format.chunks import ChunkIndex, index_nbytes
@@ -68,13 +68,13 @@ SMALL = CommitRecord(
 )
 
 
-def leaf_arrays(record: CommitRecord) -> list[tuple[Piece, ...]]:
+def opened(record: CommitRecord) -> OpenCheckpoint:
     files = cast(Any, SimpleNamespace(location="x"))
-    return resolve(files, encode_record(record), cast(Any, None)).leaf_pieces()
+    return resolve(files, encode_record(record), cast(Any, None))
 
 
-def record_rows(record: CommitRecord) -> tuple[tuple[int, ...], int]:
-    return number_rows(record.specs, record.arrays)
+def leaf_arrays(record: CommitRecord) -> list[tuple[Piece, ...]]:
+    return opened(record).leaf_pieces()
 
 
 def same(a: CommitRecord, b: CommitRecord) -> bool:
@@ -311,7 +311,6 @@ def test_changed_bytes_with_a_right_checksum_are_a_record_or_an_error(data: st.D
     except (CorruptCheckpointError, UnsupportedFormatError):
         return
     leaf_arrays(record)
-    record_rows(record)
 
 
 # ------------------------------------------------------------------------- what it refuses to write
@@ -388,7 +387,8 @@ def test_arrays_that_no_leaf_owns_or_that_are_missing_are_refused(count: int) ->
 
 
 def test_tied_arrays_have_the_rows_of_their_source() -> None:
-    assert record_rows(SMALL) == ((0, 0, 2, 3, 4, 5), 5)
+    small = opened(SMALL)
+    assert (small.first_rows, small.row_count) == ((0, 0, 2, 3, 4, 5), 5)
 
 
 def index(*nbytes: int) -> ChunkIndex:
