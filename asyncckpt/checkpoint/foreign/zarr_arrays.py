@@ -114,7 +114,7 @@ def make_checkpoint(
         else (*encode_scalar(leaf), None)
         for leaf in leaves
     ]
-    listings = {id(array.table.listing): array.table.listing for array in arrays}.values()
+    listings = {array.table.listing for array in arrays}
     if len(listings) > 1:  # of several trees, each in a directory of its own
         arrays = [replace(each, name=each.table.listing.path(each.name)) for each in arrays]
     numbers: dict[tuple[ZarrArray, bool, str], int] = {}
@@ -183,7 +183,7 @@ def _check_chunk_count(
     """Check that there are not many more chunks than keys, to bound the table of extents."""
     counts = [storage.grid.chunk_count for storage in storages]
     claimed = sum(counts[spec] for spec in table.spec)
-    keys = sum({id(array.table): len(array.table.places) for array in arrays}.values())
+    keys = sum(len(table.places) for table in {array.table for array in arrays})
     in_files = any(array.table.is_directory for array in arrays)
     unstored = UNSTORED_FILES if in_files else UNSTORED_CHUNKS
     if claimed > keys + unstored:
