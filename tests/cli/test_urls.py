@@ -12,6 +12,7 @@ import pytest
 
 from asyncckpt import UsageError, blocking
 from asyncckpt.cli.opening import full_name, step_of, storage_options
+from asyncckpt.stores.objects.clients.opening import open_client
 from tests.cli.ran import Ran, Run
 from tests.simulator import Simulator, simulator
 
@@ -82,6 +83,32 @@ def test_verify_takes_a_step_and_a_root(run: Run, place: Place) -> None:
     assert one.status == 0 and one.out.startswith(f"{place.root}/20: 3 leaves, ")
     every = json.loads(run("verify", place.root, "--json", *place.words).out)
     assert every["ok"] and [entry["step"] for entry in every["checkpoints"]] == [1, 20]
+
+
+def test_a_command_opens_one_client_for_each_root(
+    run: Run, sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, options = "s3://bucket/once/run", sim.s3_options()
+    with blocking.Checkpointer(root, storage_options=options) as steps:
+        for step in range(4):
+            steps.save(step, TREE)
+    opened: list[str] = []
+
+    def counted(url: str, **arguments: Any) -> Any:
+        opened.append(url)
+        return open_client(url, **arguments)
+
+    monkeypatch.setattr("asyncckpt.stores.objects.clients.opening.open_client", counted)
+    for command, *paths, roots in (
+        ("ls", root, [root]),
+        ("show", f"{root}/3", [root]),
+        ("show", root, ["s3://bucket/once", root]),
+        ("verify", root, ["s3://bucket/once", root]),
+        ("rm", f"{root}/1", f"{root}/2", [root]),
+    ):
+        opened.clear()
+        assert run(command, *paths, *words(options), answer="y\n").status == 0
+        assert opened == roots
 
 
 def test_diff_compares_two_steps(run: Run, place: Place) -> None:
