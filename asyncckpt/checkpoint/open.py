@@ -122,13 +122,13 @@ async def library_of(files: CheckpointFiles) -> str | None:
     except (CheckpointNotFoundError, UnsupportedFormatError):
         return None
     names = {entry.name for entry in entries}
-    if RECORD_NAME in names or (name in _LIKE_OURS and is_our_leftover(names)):
+    if name is None or RECORD_NAME in names or (name in _LIKE_OURS and is_our_leftover(names)):
         return None
     with contextlib.suppress(CheckpointNotFoundError):
         below = await files.entries(_OUR_DATA, max_entries=MAX_ENTRIES)
         if any(is_our_data(f"d/{entry.name}") for entry in below):
             return None
-    return None if name is None else _LIBRARIES[name]
+    return _LIBRARIES[name]
 
 
 async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | None:
