@@ -25,6 +25,7 @@ import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from http.client import HTTPException
@@ -87,14 +88,14 @@ _SCHEMES = {
 _BUCKETS = {"S3Store": "bucket", "GCSStore": "bucket", "AzureStore": "container_name"}
 
 
-def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
-    """Return an obstore store with these options, in another region if given."""
+def made_store(options: StoreOptions) -> Backend:
+    """Return an obstore store with these options."""
     from obstore import store
 
     make: Any = getattr(store, options.kind)
     made: Backend = make(
         options.bucket,
-        config=options.config if region is None else {**options.config, "region": region},
+        config=options.config,
         client_options={**options.client_options, "timeout": TIMEOUT},
         retry_config=RETRIES_OFF,
         **({} if options.credentials is None else {"credential_provider": options.credentials}),
@@ -205,15 +206,15 @@ class ObstoreClient(ObjectClient):
                 location=url,
             )
         self.url = url
-        classes = {cls.__name__ for cls in type(store).__mro__}
-        self._is_gcs, self._is_s3 = "GCSStore" in classes, "S3Store" in classes
-        self._is_memory = "MemoryStore" in classes
+        kind = _kind(store).__name__
+        self._is_gcs, self._is_s3 = kind == "GCSStore", kind == "S3Store"
+        self._is_memory = kind == "MemoryStore"
         self.traits = ClientTraits(
             name="obstore",
             put_copies=int(self._is_memory),  # see `_put`
             # Measured, with hedged reads and its own receive buffers.
             get_copies=2,
-            conditional_create="HTTPStore" not in classes,
+            conditional_create=kind != "HTTPStore",
             conditional_replace=self._is_gcs or self._is_s3,
         )
         self._api = obstore
@@ -223,7 +224,6 @@ class ObstoreClient(ObjectClient):
         self._options = options
         self._is_store = not (self._is_gcs or self._is_s3)
         self._region_known = not self._is_s3 or options is None
-        self._regions = 1  # tried so far
         self._workers = workers
         self._make_other = other
         self._other: ObjectClient | None = None
@@ -324,38 +324,38 @@ class ObstoreClient(ObjectClient):
         while True:
             if self._store is None:
                 raise RequestError("invalid", "the client is closed")
-            regions = self._regions  # a reference to the store would keep its connections open
+            options = self._options  # a reference to the store would keep its connections open
             try:
                 answer = await call(self._store)
                 self._region_known = True
                 return answer
             except Exception as error:
                 failure = obstore_error(error, self._hidden)
-            if failure.kind in LOCATED and self._options is not None:
-                failure.detail += f" (endpoint {urlsplit(self._options.endpoint).netloc})"
-                # Servers may close the connection instead of answering a large PUT. Another request
-                # may have found the region while this one was in flight.
-                if failure.kind != "timeout" and (
-                    await self._found_region() or self._regions != regions
-                ):
-                    continue
+            if failure.kind in LOCATED and options is not None:
+                failure.detail += f" (endpoint {urlsplit(options.endpoint).netloc})"
+                # Servers may close the connection instead of answering a large PUT.
+                if failure.kind != "timeout":
+                    await self._find_region()
+                    # Another request may have found it while this one was in flight.
+                    if self._options is not options:
+                        continue
             try:
                 raise failure
             finally:
                 del failure  # breaks the reference cycle of error and frame, which holds the body
 
-    async def _found_region(self) -> bool:
-        """Recreate the store if the bucket is in another region; return whether it was."""
+    async def _find_region(self) -> None:
+        """Recreate the store, with new options, if the bucket is in another region."""
         options, workers = self._options, self._workers
         if self._region_known or options is None or workers is None:
-            return False
+            return
         region = await workers.run_or_abandon(bucket_region, options.endpoint, options.bucket)
+        if self._store is None or self._options is not options:
+            return  # closed, or found by another request
         self._region_known = region is not None
-        if self._store is None or region in (None, options.config["region"]):
-            return False
-        self._store = made_store(options, region=region)
-        self._regions += 1
-        return True
+        if region not in (None, options.config["region"]):
+            self._options = replace(options, config={**options.config, "region": region})
+            self._store = made_store(self._options)
 
     async def _put(self, key: str, body: Body, mode: Any) -> None:
         path, bodies = self._path(key), [body]

@@ -13,11 +13,14 @@ import pytest
 from obstore.store import S3Store
 
 from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.objects.clients import obstore_client as obstore_client_module
 from asyncckpt.stores.objects.clients.client import Kind, RequestError
 from asyncckpt.stores.objects.clients.obstore_client import (
     ObstoreClient,
+    made_store,
     obstore_client,
 )
+from asyncckpt.stores.objects.clients.obstore_options import StoreOptions
 from tests.ports import closed_port
 from tests.simulator import Credentials, Fault, Gate, Simulator, simulator
 from tests.stores.objects.clients.opened import obstore_from
@@ -240,6 +243,27 @@ async def test_a_request_to_the_wrong_region_outlives_the_one_that_finds_the_rig
         await held
         assert sim.objects() == {"root/a": b"content", "root/b": b"content"}
         await client.close()
+
+
+async def test_requests_that_find_the_region_at_the_same_time_share_a_store(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a store of its own, each would leave the connections of the others unused."""
+    made: list[StoreOptions] = []
+
+    def recorded(options: StoreOptions) -> Any:
+        made.append(options)
+        return made_store(options)
+
+    monkeypatch.setattr(obstore_client_module, "made_store", recorded)
+    async with simulator(region="eu-west-1") as sim:
+        client = obstore_from("s3://bucket/root", sim.s3_options(**REGION), workers)
+        async with asyncio.TaskGroup() as group:
+            for i in range(8):
+                group.create_task(client.put(f"{i}", b"content"))
+        await client.close()
+        assert len(sim.objects()) == 8
+    assert [options.config["region"] for options in made] == ["eu-west-1"]
 
 
 @pytest.mark.parametrize(
