@@ -90,6 +90,8 @@ class FilesystemSession:
         filesystem = made.result()
         if not is_async(filesystem):
             return
+        while (inner := getattr(filesystem, "fs", None)) is not None:  # in a wrapper
+            filesystem = inner
         for name in ("set_session", "_set_session"):  # the second is of gcsfs
             if inspect.iscoroutinefunction(connect := getattr(filesystem, name, None)):
                 await (await connect()).close()

@@ -14,6 +14,7 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from gcsfs import GCSFileSystem
 from obstore.store import GCSStore, MemoryStore, S3Store
 from s3fs import S3FileSystem
 
@@ -500,17 +501,27 @@ def test_a_filesystem_object_serves_its_own_schemes(workers: Workers) -> None:
         )
 
 
+def in_a_wrapper(sim: Simulator, scheme: str, **options: Any) -> DirFileSystem:
+    own: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
+    if scheme == "s3":
+        inner = S3FileSystem(**sim.s3_options(**options), **own)
+    else:
+        inner = GCSFileSystem(**sim.gcs_options(**options), **own)
+    return DirFileSystem("bucket", inner, asynchronous=True)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
 async def test_an_asynchronous_filesystem_in_a_wrapper_stays_on_its_own_loop(
-    workers: Workers,
+    workers: Workers, scheme: str
 ) -> None:
     with simulator() as sim:
-        inner = S3FileSystem(**sim.s3_options(), asynchronous=True, skip_instance_cache=True)
-        wrapper = DirFileSystem("bucket", inner, asynchronous=True)
+        wrapper = in_a_wrapper(sim, scheme)
         client = open_client("dir://run", storage_options={"filesystem": wrapper}, workers=workers)
         await client.put("a", b"x")
         assert sim.objects() == {"run/a": b"x"}
-        assert inner._s3 is None
-        await client.close()
+        assert getattr(wrapper.fs, "_s3", None) is None
+        assert getattr(wrapper.fs, "_session", None) is None
+        await client.close()  # a session of ours that stays open fails the test
 
 
 async def test_an_object_of_unknown_length_is_a_request_error(
