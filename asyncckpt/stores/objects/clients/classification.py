@@ -367,4 +367,6 @@ def hidden_values(options: Mapping[str, Any]) -> frozenset[str]:
             pending += value.values()
         elif isinstance(value, list | tuple | set):
             pending += value
+        elif hasattr(value, "storage_options"):  # a filesystem, in the options of its wrapper
+            pending += (value.storage_args, value.storage_options)
     return frozenset(found)

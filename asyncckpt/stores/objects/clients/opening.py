@@ -206,8 +206,7 @@ def _own(url: Url, options: dict[str, Any], workers: Workers) -> ObjectClient:
         kind = GCSFileSystem
     elif library is None:
         arguments = {**kind._get_kwargs_from_urls(str(url)), **options}
-    make = partial(_made, kind, (), arguments, hidden_values(options))
-    return _client(url, kind, make, options, workers)
+    return _client(url, kind, partial(_made, kind, (), arguments), options, workers)
 
 
 def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
@@ -235,24 +234,21 @@ def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
     kind = type(filesystem)
     if not is_async(filesystem) or not filesystem.asynchronous:
         return _client(url, kind, lambda: filesystem, options, workers, ours=False)
-    return _client(url, kind, partial(_again, filesystem, hidden_values(options)), options, workers)
+    return _client(url, kind, partial(_again, filesystem), options, workers)
 
 
-def _again(value: Any, hidden: Collection[str]) -> Any:
+def _again(value: Any) -> Any:
     """Return an equal filesystem with a session of its own, also inside a wrapper.
 
     Other values are arguments, and returned unchanged.
     """
     if not hasattr(value, "storage_options"):
         return value
-    args = [_again(each, hidden) for each in value.storage_args]
-    options = {name: _again(each, hidden) for name, each in value.storage_options.items()}
-    return _made(type(value), args, options, hidden)
+    options = {name: _again(each) for name, each in value.storage_options.items()}
+    return _made(type(value), list(map(_again, value.storage_args)), options)
 
 
-def _made(
-    kind: Any, args: Sequence[Any], options: Mapping[str, Any], hidden: Collection[str]
-) -> Any:
+def _made(kind: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Return a new filesystem with a session of its own, which caches no listings.
 
     Blocks; call it in a thread: it may look for credentials.
@@ -263,7 +259,7 @@ def _made(
         asyncio.run(connect(filesystem))
         return filesystem
     if library == "gcsfs":
-        return kind(*args, **gcs_options(options, hidden))
+        return kind(*args, **gcs_options(options, hidden_values({"args": args, **options})))
     from fsspec.dircache import DirCache
 
     more = {"asynchronous": True} if kind.async_impl else {}

@@ -36,7 +36,7 @@ from asyncckpt.stores.objects.clients.urls import (
     split_url,
 )
 from asyncckpt.testing.checkpoints import save
-from tests.simulator import Simulator, simulator
+from tests.simulator import Fault, Simulator, simulator
 from tests.stores.objects.stores import store_of
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
@@ -522,6 +522,21 @@ async def test_an_asynchronous_filesystem_in_a_wrapper_stays_on_its_own_loop(
         assert getattr(wrapper.fs, "_s3", None) is None
         assert getattr(wrapper.fs, "_session", None) is None
         await client.close()  # a session of ours that stays open fails the test
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"), [("s3", {"secret": "s3cr3t-value"}), ("gs", {"project": "s3cr3t-value"})]
+)
+async def test_no_option_of_a_filesystem_in_a_wrapper_is_shown(
+    workers: Workers, scheme: str, options: dict[str, Any]
+) -> None:
+    with simulator() as sim:
+        sim.faults.append(Fault(status=400, message="Who is s3cr3t-value?"))
+        wrapper = in_a_wrapper(sim, scheme, **options)
+        client = open_client("dir://run", storage_options={"filesystem": wrapper}, workers=workers)
+        with pytest.raises(RequestError, match="Who is …"):
+            await client.put("a", b"x")
+        await client.close()
 
 
 async def test_an_object_of_unknown_length_is_a_request_error(
