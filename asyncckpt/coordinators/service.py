@@ -83,6 +83,7 @@ class ServiceCoordinator(Generic[S]):
     """
 
     server = ""
+    _caller: _Caller[S] | None = None
 
     def __init__(
         self, name: str, process_index: int, process_count: int, connect: Callable[[], S]
@@ -91,13 +92,16 @@ class ServiceCoordinator(Generic[S]):
         self.process_index = process_index
         self.process_count = process_count
         self._connect = connect
-        self._caller: _Caller[S] | None = None
         self._started = 0
         self._abandoned: list[threading.Thread] = []
         self._closed = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(process {self.process_index} of {self.process_count})"
+
+    def __del__(self) -> None:
+        if self._caller is not None:  # dropped without `close`
+            self._caller.end()
 
     async def put(self, key: str, value: bytes) -> None:
         """Set `key`, replacing any value."""
@@ -207,10 +211,7 @@ class ServiceCoordinator(Generic[S]):
                 self._started += 1
                 number = f"-{self._started}" if self._started > 1 else ""
                 name = f"asyncckpt-{self.name}-coordinator{number}"
-                self._caller = caller = _Caller(name, self._connect)
-                # Dropped without `close`. The registry must not keep abandoned callers.
-                caller.dropped = weakref.finalize(self, caller.end)
-                caller.dropped.atexit = False
+                self._caller = _Caller(name, self._connect)
             return self._caller
 
     def _abandon(self, caller: _Caller[S], what: str) -> StoreError:
@@ -246,7 +247,6 @@ class _Caller(Generic[S]):
         self._busy_since: float | None = None
         self._ended = False
         self.pid = os.getpid()
-        self.dropped: weakref.finalize[..., Any] | None = None  # ends it with its coordinator
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:
             self.thread.start()
@@ -271,8 +271,6 @@ class _Caller(Generic[S]):
     def end(self) -> None:
         """Let the thread end after its current call; queued calls are refused. Idempotent."""
         self._ended = True
-        if self.dropped is not None:
-            self.dropped.detach()
         self._wake.put(None)
 
     def _serve(self) -> None:
