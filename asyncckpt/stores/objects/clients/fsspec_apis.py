@@ -37,7 +37,7 @@ from asyncckpt.stores.objects.clients.client import (
 )
 from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
-from asyncckpt.stores.objects.clients.urls import split_bucket
+from asyncckpt.stores.objects.clients.urls import Url
 
 PART_UNIT_NBYTES = 256 * KIB
 """Unfinished uploads to GCS grow by multiples of this."""
@@ -209,7 +209,7 @@ async def passed_on(response: Any, take: Take) -> None:
 class S3Client(FsspecClient):
     """Objects in a bucket of S3 or a compatible store."""
 
-    def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
+    def __init__(self, session: FilesystemSession, url: Url, **more: Any) -> None:
         traits = ClientTraits(
             name="s3fs",
             put_copies=0 if session.ours else 3,  # see `_sendable`
@@ -222,9 +222,9 @@ class S3Client(FsspecClient):
             multipart=True,
             parallel_parts=True,
         )
-        super().__init__(session, url, root, traits=traits, **more)
-        self._bucket, prefix = split_bucket(root)
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._bucket, self._prefix = url.host, "".join(f"{part}/" for part in url.parts)
+        root = f"{self._bucket}/{self._prefix}"
+        super().__init__(session, str(url), root, traits=traits, **more)
 
     @contextlib.asynccontextmanager
     async def _sendable(self, body: Body) -> AsyncIterator[SlicedBody | bytearray]:
@@ -420,7 +420,7 @@ def _reason(content: bytes) -> tuple[str | None, str]:
 class GcsClient(FsspecClient):
     """Objects in a bucket of Google Cloud Storage."""
 
-    def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
+    def __init__(self, session: FilesystemSession, url: Url, **more: Any) -> None:
         traits = ClientTraits(
             name="gcsfs",
             put_copies=0 if session.ours else 1,  # see `_sendable`
@@ -432,9 +432,9 @@ class GcsClient(FsspecClient):
             multipart=True,
             part_max_count=1_000_000,
         )
-        super().__init__(session, url, root, traits=traits, **more)
-        self._bucket, _, prefix = root.strip("/").partition("/")
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._bucket, self._prefix = url.host, "".join(f"{part}/" for part in url.parts)
+        root = f"{self._bucket}/{self._prefix}"
+        super().__init__(session, str(url), root, traits=traits, **more)
         self._tails: dict[str, tuple[int, bytes]] = {}
 
     async def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -280,13 +280,10 @@ def _client(
     ours: bool = True,
 ) -> ObjectClient:
     """Return the client of a filesystem of the class `kind`."""
-    path = "/".join((url.host, *url.parts))
     shown: dict[str, Any] = {"hidden": hidden_values(options), "endpoint": _endpoint(options)}
     session = FilesystemSession(partial(_opened, make, url, options), workers, ours=ours)
-    if (library := _library(kind)) == "gcsfs":
-        return GcsClient(session, str(url), path, **shown)
-    if library == "s3fs":
-        return S3Client(session, str(url), path, **shown)
+    if (library := _library(kind)) is not None:
+        return (GcsClient if library == "gcsfs" else S3Client)(session, url, **shown)
     root = kind._strip_protocol(str(url))
     if url.scheme == "memory":
         return MemoryClient(

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from gcsfs import GCSFileSystem
+from gcsfs.core import GCSFileSystem
 from obstore.store import GCSStore, MemoryStore, S3Store
 from s3fs import S3FileSystem
 
