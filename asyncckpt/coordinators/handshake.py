@@ -18,19 +18,16 @@ So keys of an earlier life of the job, which many services keep, never match.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import json
-import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from asyncckpt.coordinators.group import Group
-from asyncckpt.coordinators.key_values import PREFIX, pauses
+from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.meeting import RELEASE, Hello, Meeting
 from asyncckpt.coordinators.messages import decode_error, encode_error
 from asyncckpt.coordinators.rounds import briefly
@@ -42,9 +39,6 @@ PAGE = 256
 
 RUNS = 512
 """Most pairs of a host and its number of successive processes per message."""
-
-HOST_LENGTH = 64
-"""Characters of a host name that are kept: the limit of Linux."""
 
 REFUSAL_S = 1.0
 """How much longer than `arrival_s` processes wait for process 0 to name the missing processes."""
@@ -84,17 +78,9 @@ async def shake_hands(
             waiting process gets the error.
         StoreError: the coordinator's service failed.
     """
-    hello = Hello(
-        secrets.token_hex(8),
-        socket.gethostname()[:HOST_LENGTH],
-        os.getpid(),
-        count=coordinator.process_count,
-    )
-    place = f"{PREFIX}/{hashlib.sha256(root.encode(errors='surrogatepass')).hexdigest()[:32]}"
-    given = coordinator, place, root, opened, hello, arrival_s
     if coordinator.process_index == 0:
-        return await _Host(*given).gather()
-    return await _join(Meeting(*given))
+        return await _Host(coordinator, root, opened, arrival_s).gather()
+    return await _join(Meeting(coordinator, root, opened, arrival_s))
 
 
 class _Host(Meeting):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import secrets
+import socket
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.key_values import PREFIX
 from asyncckpt.coordinators.rounds import briefly
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 from asyncckpt.reports.texts import NAMES_MAX, few
 from asyncckpt.version import PROTOCOL, VERSION
+
+HOST_LENGTH = 64
+"""Characters of a host name that are kept: the limit of Linux."""
 
 RELEASE = f"{VERSION} (protocol {PROTOCOL})"
 """Release that all processes of a job must run; compared as a whole, also by older releases."""
@@ -54,19 +62,21 @@ class Hello:
 
 @dataclass(eq=False, repr=False)
 class Meeting:
-    """State and errors of either side of a handshake."""
+    """State and errors of either side of a handshake; arguments as of `shake_hands`."""
 
     coordinator: Coordinator
-    place: str
     root: str
     opened: int
-    hello: Hello
     arrival_s: float
 
     def __post_init__(self) -> None:
         self.index = self.coordinator.process_index
         self.count = self.coordinator.process_count
         self.end = time.monotonic() + self.arrival_s
+        host = socket.gethostname()[:HOST_LENGTH]
+        self.hello = Hello(secrets.token_hex(8), host, os.getpid(), count=self.count)
+        digest = hashlib.sha256(self.root.encode(errors="surrogatepass")).hexdigest()
+        self.place = f"{PREFIX}/{digest[:32]}"
         self.prefix = f"{self.place}/{self.opened}"
 
     def key(self, *parts: object) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.coordinators import handshake
+from asyncckpt.coordinators import handshake, meeting
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.meeting import RELEASE, Hello
@@ -221,7 +221,7 @@ async def test_a_process_that_comes_twice_is_an_error_for_all(
 ) -> None:
     if programs == 2:
         pids = SimpleNamespace(getpid=itertools.count(1000).__next__)
-        monkeypatch.setattr(handshake, "os", pids)
+        monkeypatch.setattr(meeting, "os", pids)
     values: dict[str, bytes] = {}
     job = [*members(3, values), members(3, values)[twice]]
     errors = await outcomes(shake(m, arrival_s=2.0) for m in job)
