@@ -44,9 +44,9 @@ from asyncckpt.stores.objects.clients.urls import (
     ALIASES,
     Url,
     check_options,
+    check_scheme,
     is_url,
     parse_url,
-    unknown_scheme,
 )
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}
@@ -351,10 +351,9 @@ def _filesystem_class(url: Url) -> Any:
         from fsspec.registry import get_filesystem_class, known_implementations
     except ImportError:
         raise _not_installed(url) from None
+    check_scheme(url)
     try:
         return get_filesystem_class(url.scheme)
-    except ValueError:
-        raise unknown_scheme(url) from None
     except ImportError as error:
         known = str(known_implementations.get(url.scheme, {}).get("err") or error)
         raise _not_installed(url, known=known) from error

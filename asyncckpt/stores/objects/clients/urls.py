@@ -225,14 +225,9 @@ def check_scheme(url: Url) -> None:
     from fsspec.registry import known_implementations, registry
 
     if url.scheme not in known_implementations and url.scheme not in registry:
-        raise unknown_scheme(url)
-
-
-def unknown_scheme(url: Url) -> UsageError:
-    """Return the error for a scheme that fsspec does not know."""
-    return UsageError(
-        f"{url}: fsspec knows no filesystem for {url.scheme}://; use s3://, gs://, memory:// "
-        "or another of its schemes, or the path of a directory",
-        location=str(url),
-        found=url.scheme,
-    )
+        raise UsageError(
+            f"{url}: fsspec knows no filesystem for {url.scheme}://; use s3://, gs://, memory:// "
+            "or another of its schemes, or the path of a directory",
+            location=str(url),
+            found=url.scheme,
+        )
