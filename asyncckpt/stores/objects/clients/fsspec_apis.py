@@ -212,7 +212,7 @@ class S3Client(FsspecClient):
     def __init__(self, session: FilesystemSession, url: Url, **more: Any) -> None:
         traits = ClientTraits(
             name="s3fs",
-            put_copies=0 if session.ours else 3,  # see `_sendable`
+            put_copies=0 if session.ours else 3,  # see `_send`
             get_copies=2,
             receive_nbytes=RECEIVE_NBYTES if session.ours else None,
             conditional_create=True,
@@ -225,16 +225,6 @@ class S3Client(FsspecClient):
         self._bucket, self._prefix = url.host, "".join(f"{part}/" for part in url.parts)
         root = f"{self._bucket}/{self._prefix}"
         super().__init__(session, str(url), root, traits=traits, **more)
-
-    @contextlib.asynccontextmanager
-    async def _sendable(self, body: Body) -> AsyncIterator[SlicedBody | bytearray]:
-        """Yield the object for botocore to send."""
-        if self._session.ours:
-            with SlicedBody(body) as data:
-                yield data
-        else:
-            # With files, botocore sends `Expect: 100-continue`; see `connect`.
-            yield await self._session.workers.run_or_abandon(bytearray, body)
 
     async def receive(self, key: str, start: int, stop: int, take: Take) -> None:
         """See `ObjectClient`; a filesystem on another loop passes everything on at once."""
@@ -250,14 +240,12 @@ class S3Client(FsspecClient):
         await self._request(passed_on(getattr(body, "raw_stream", body), take))
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
-        async with self._sendable(body) as data:
-            await self._confirmed("ETag", "put_object", key, Body=data, **_s3_condition(create))
+        await self._send("put_object", key, body, **_s3_condition(create))
         (await self._request(self._session.filesystem())).invalidate_cache(self._path(key))
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
-        async with self._sendable(body) as data:
-            await self._confirmed("ETag", "put_object", key, Body=data, IfMatch=version)
+        await self._send("put_object", key, body, IfMatch=version)
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
@@ -285,8 +273,7 @@ class S3Client(FsspecClient):
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
         """See `ObjectClient`; returns the part's ETag."""
         part = {"UploadId": upload, "PartNumber": number + 1}
-        async with self._sendable(body) as data:
-            return await self._confirmed("ETag", "upload_part", key, **part, Body=data)
+        return await self._send("upload_part", key, body, **part)
 
     async def complete_parts(
         self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
@@ -321,6 +308,15 @@ class S3Client(FsspecClient):
             where["KeyMarker"] = page["NextKeyMarker"]
             if marker := page.get("NextUploadIdMarker"):
                 where["UploadIdMarker"] = marker
+
+    async def _send(self, method: str, key: str, body: Body, **arguments: Any) -> str:
+        """Send a body; return its ETag."""
+        if self._session.ours:
+            with SlicedBody(body) as data:
+                return await self._confirmed("ETag", method, key, Body=data, **arguments)
+        # With files, botocore sends `Expect: 100-continue`; see `connect`.
+        copied = await self._session.workers.run_or_abandon(bytearray, body)
+        return await self._confirmed("ETag", method, key, Body=copied, **arguments)
 
     async def _confirmed(self, name: str, method: str, key: str, **arguments: Any) -> str:
         """Return a value that every S3 store includes in its answer to this write.
