@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.clients.classification import FOREIGN, obstore_error
+from asyncckpt.stores.objects.clients.classification import FOREIGN, hidden_values, obstore_error
 from asyncckpt.stores.objects.clients.client import (
     Body,
     ClientTraits,
@@ -125,7 +125,9 @@ def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
     within = "/".join(part for part in (str(getattr(store, "prefix", None) or ""), prefix) if part)
     scheme = _SCHEMES.get(kind.__name__, "obstore")
     url = f"{scheme}://" + "/".join(part for part in (bucket_of(store), within.strip("/")) if part)
-    if kind.__name__ in ("S3Store", "GCSStore", "AzureStore"):
+    secret = {name: getattr(store, name, None) for name in ("config", "client_options", "url")}
+    hidden = hidden_values(secret) - {bucket_of(store)}  # which the URL shows
+    if kind.__name__ in _BUCKETS:
         store = kind(
             prefix=store.prefix,
             config=store.config,
@@ -133,7 +135,7 @@ def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
             retry_config=RETRIES_OFF,
             credential_provider=store.credential_provider,
         )
-    return ObstoreClient(store, url, prefix=prefix)
+    return ObstoreClient(store, url, prefix=prefix, hidden=hidden)
 
 
 def bucket_region(endpoint: str, bucket: str) -> str | None:
