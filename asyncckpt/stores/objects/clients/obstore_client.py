@@ -65,8 +65,9 @@ DROP_WAIT_S = 1.0
 """How long `delete` and `close` wait for obstore to drop bodies: a cancelled request was seen to
 sign 512 MiB for 0.7 s; if it were then sent, it would restore a deleted object."""
 
-EXIT_WAIT_S = 0.05
-"""How long the exit of the process waits for threads: microseconds suffice on an idle core."""
+EXIT_WAIT_S = 0.2
+"""How long the exit of the process waits for threads: microseconds suffice on an idle core, and on
+an overloaded one 0.05 s did not."""
 
 LIST_CHUNK = 1000
 """Entries of a listing per page, as S3."""
