@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Literal
 
 from asyncckpt.errors import UsageError
@@ -19,23 +18,19 @@ class InFlight:
     """Saves from their call until a caller has seen their outcome. Used from any thread."""
 
     # A failure is raised exactly once, however threads interleave: a save that ends during a check
-    # is left to the next check, and `pop` hands each save to one caller.
+    # is left to the next check, and `pop` hands each save to one caller. No lock is needed, which a
+    # signal handler could find taken: each access is one atomic operation of the dictionary.
 
     def __init__(self) -> None:
-        # Reentrant: a signal handler may begin a save at any point of its thread.
-        self._lock = threading.RLock()
         self._saves: dict[PendingSave, Literal[True]] = {}  # in the order of their calls
 
     def add(self, pending: PendingSave) -> None:
         """Add a save that has begun."""
-        with self._lock:
-            self._saves[pending] = True
+        self._saves[pending] = True
 
     def pending(self) -> list[PendingSave]:
         """Return the saves that have not ended."""
-        with self._lock:
-            saves = list(self._saves)
-        return [pending for pending in saves if not pending.done()]
+        return [pending for pending in list(self._saves) if not pending.done()]
 
     def unseen_error(self) -> BaseException | None:
         """Return the first failure that no caller has seen, and count it as seen.
@@ -43,14 +38,10 @@ class InFlight:
         Skips saves that callers are waiting for: the failure is theirs unless they stop waiting.
         """
         first: BaseException | None = None
-        with self._lock:
-            saves = list(self._saves)
-        for pending in saves:
+        for pending in list(self._saves):
             if not pending.done() or pending._listeners:
                 continue
-            with self._lock:
-                taken = self._saves.pop(pending, False)
-            error = pending._unseen_error() if taken else None
+            error = pending._unseen_error() if self._saves.pop(pending, False) else None
             if first is None:
                 first = error
             elif error is not None:

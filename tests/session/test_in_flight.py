@@ -70,7 +70,7 @@ def at_every_instruction(law: Callable[[int], bool]) -> None:
     number = 1
     while law(number):
         number += 1
-    assert number > 30
+    assert number > 20
 
 
 def test_a_save_that_begins_while_failures_are_looked_for_is_in_flight() -> None:
