@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError
 from asyncckpt.flow.recorder import Recorder
@@ -149,7 +150,7 @@ async def run_restore(
         unexpected=tuple(matching.unexpected),
         unverified=tuple(pipeline.unverified),
         metadata=opened.metadata,
-        notes=tuple(notes),
+        notes=(*notes, *progress_notes(request.progress)),
         strict=request.strict,
         matched=matching.matched,
         wanted=matching.wanted,

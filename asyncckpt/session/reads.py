@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Literal, TypeVar
 
-from asyncckpt.arguments import guarded, progress_notes
+from asyncckpt.arguments import guarded
 from asyncckpt.checkpoint.open import Verb, check_unchanged, open_any
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, CorruptCheckpointError
@@ -85,9 +85,6 @@ class Reads:
             return await run_restore(self._runtime, files, number, request, written, agreement)
 
         outcome = await self._read("restore", step, restore)
-        if notes := progress_notes(request.progress):
-            report = dataclasses.replace(outcome.report, notes=(*outcome.report.notes, *notes))
-            outcome = dataclasses.replace(outcome, report=report)
         logger.info("%s", outcome.report)
         return outcome
 
