@@ -25,7 +25,7 @@ from asyncckpt.arguments import (
 from asyncckpt.errors import SaveError, StoreError, UsageError
 from asyncckpt.flow.driver import blocks_here, check_loop
 from asyncckpt.flow.engine import warn
-from asyncckpt.flow.shield import said, uninterrupted
+from asyncckpt.flow.shield import said
 from asyncckpt.log import logger
 from asyncckpt.options import check_function
 from asyncckpt.ports import Store
@@ -33,7 +33,7 @@ from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyR
 from asyncckpt.restore.rebuild import finish_into, finish_tree
 from asyncckpt.save.snapshot import tree_nbytes
 from asyncckpt.session.pending import PendingSave
-from asyncckpt.session.session import Session
+from asyncckpt.session.session import Session, closing_note
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class OpenRun:
             await self._session.enter()
         except BaseException as error:
             # The block is not entered, so nothing else closes the session.
-            await self._session.__aexit__(type(error))
+            await self._session.__aexit__(type(error), error)
             raise
 
     async def _leave(self, error: BaseException | None) -> None:
@@ -75,8 +75,10 @@ class OpenRun:
             return
         if error is None or isinstance(error, GeneratorExit):  # `close()` of a generator drops it
             raise failure
-        # The caller must see the body's exception; the save's becomes a note.
+        # The caller must see the body's exception; this one becomes a note.
         note = f"a save failed, too: {type(failure).__name__}: {said(failure)}"
+        if failure is self._session.release_error:
+            note = closing_note(failure)
         error.add_note(note)
         if not isinstance(error, Exception):  # sys.exit() or a cancellation: no traceback shows it
             warn(f"{self._session.root.url}: {note}", logging.ERROR)
@@ -97,18 +99,13 @@ class OpenRun:
         except BaseException as interruption:
             await self._abort(interruption)
             raise
-        try:
-            await uninterrupted(session.aclose())
-        except BaseException as error:
-            if error is not session.release_error:
-                raise
-            failure = session.saves.unseen_error()
-            if failure is None:
-                return error
-            failure.add_note(f"closing failed, too: {type(error).__name__}: {error}")
-            failure.__context__ = error
-            return failure
-        return session.saves.unseen_error()
+        closing = await session.end()
+        failure = session.saves.unseen_error()
+        if failure is None or closing is None:
+            return failure or closing
+        failure.add_note(closing_note(closing))
+        failure.__context__ = closing
+        return failure
 
     async def _abort(self, error: BaseException) -> None:
         """Abort the saves in flight and close; add a failure to `error` as a note."""
@@ -120,15 +117,10 @@ class OpenRun:
             session.begin_close()
             return
         try:
-            try:
-                for save in pending:
-                    await save._job.abort()
-            finally:
-                await uninterrupted(session.aclose())
-        except Exception as failure:
-            if failure is not session.release_error:
-                raise
-            error.add_note(f"closing failed, too: {type(failure).__name__}: {failure}")
+            for save in pending:
+                await save._job.abort()
+        finally:
+            await session.end(error)
 
     async def _begin_save(
         self, step: SupportsIndex, tree: Any, arguments: StepSaveArguments, *, stall_first: bool

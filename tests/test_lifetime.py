@@ -19,7 +19,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.errors import ClosedError, EngineDiedError, UsageError
+from asyncckpt.errors import CheckpointNotFoundError, ClosedError, EngineDiedError, UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import is_record
@@ -753,6 +753,31 @@ async def test_a_store_that_cannot_be_closed_leaves_no_thread(foreign: Foreign) 
     ordinary.save(2, TREE)
     with pytest.raises(RuntimeError, match="no close"):
         ordinary.close()
+    assert engine_threads() == []
+
+
+@pytest.mark.parametrize("one_shot", [True, False], ids=["one-shot", "block"])
+@pytest.mark.parametrize("blocked", [False, True], ids=["async", "blocking"])
+async def test_a_store_that_cannot_be_closed_replaces_no_error(
+    foreign: Foreign, one_shot: bool, blocked: bool
+) -> None:
+    foreign.fails("close")
+
+    async def restore() -> None:
+        if one_shot:
+            await asyncckpt.restore((foreign.store, "1"))
+        async with asyncckpt.Checkpointer(foreign.store) as ckpt:
+            await ckpt.restore(1)
+
+    def restore_blocking() -> None:
+        if one_shot:
+            blocking.restore((foreign.store, "1"))
+        with blocking.Checkpointer(foreign.store) as ckpt:
+            ckpt.restore(1)
+
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        await (in_thread(restore_blocking) if blocked else restore())
+    assert caught.value.__notes__ == ["closing failed, too: RuntimeError: no close"]
     assert engine_threads() == []
 
 

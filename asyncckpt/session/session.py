@@ -461,14 +461,16 @@ class Session:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is GeneratorExit:  # nothing can be awaited
+    async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, GeneratorExit):  # nothing can be awaited
             self.begin_close()
             return
         try:
             await self._reported()
         finally:
-            await uninterrupted(self.aclose())
+            failure = await self.end(error)
+        if failure is not None:
+            raise failure
 
     async def idle(self) -> None:
         """Wait until nothing is being saved, completed or removed; ignore errors.
@@ -508,6 +510,21 @@ class Session:
         job = self._release_job
         return job.future.exception() if job is not None and job.done() else None
 
+    async def end(self, error: BaseException | None = None) -> BaseException | None:
+        """Close as `aclose`, to the end even if cancelled; return the `release_error`.
+
+        If the caller raises an `error` of its own, the `release_error` becomes a note on that.
+        """
+        try:
+            await uninterrupted(self.aclose())
+        except BaseException as failure:
+            if failure is not self.release_error:
+                raise
+            if error is None:
+                return failure
+            error.add_note(closing_note(failure))
+        return None
+
     async def aclose(self) -> None:
         """Release store, staging memory and threads. Idempotent, also when called concurrently.
 
@@ -539,6 +556,11 @@ class Session:
             if first and self.runtime.engine.usable:
                 self._release_job = self.runtime.engine.submit(self._release)
             return self._release_job, first
+
+
+def closing_note(failure: BaseException) -> str:
+    """Return the note on another error about a `Session.release_error`."""
+    return f"closing failed, too: {type(failure).__name__}: {failure}"
 
 
 def _call(step: int | None, on_overlap: str) -> str:
