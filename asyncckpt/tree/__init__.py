@@ -22,36 +22,25 @@ leaves share a path. The path of a tree that is a single leaf is empty.
 
 from __future__ import annotations
 
-from asyncckpt.options import MAX_DEPTH
-from asyncckpt.tree.flatten import Flat, flatten
-from asyncckpt.tree.names import Key, array_names, escape, match_glob, names_of_paths, where
-from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
-from asyncckpt.tree.structure import Kind, Node, Structure
-from asyncckpt.tree.types import NodeAdapter, is_frozen, signature
-from asyncckpt.tree.unflatten import shared_leaves, unflatten, unflatten_like
-from asyncckpt.tree.union import merge_trees
-
-__all__ = [
-    "MAX_DEPTH",
-    "Flat",
-    "Key",
-    "Kind",
-    "Node",
-    "NodeAdapter",
-    "PerProcess",
-    "PerProcessNodes",
-    "Structure",
-    "array_names",
-    "escape",
-    "flatten",
-    "is_frozen",
-    "match_glob",
-    "merge_trees",
-    "names_of_paths",
-    "per_process_paths",
-    "shared_leaves",
-    "signature",
-    "unflatten",
-    "unflatten_like",
-    "where",
-]
+from asyncckpt.options import MAX_DEPTH as MAX_DEPTH
+from asyncckpt.tree.flatten import Flat as Flat
+from asyncckpt.tree.flatten import flatten as flatten
+from asyncckpt.tree.names import Key as Key
+from asyncckpt.tree.names import array_names as array_names
+from asyncckpt.tree.names import escape as escape
+from asyncckpt.tree.names import match_glob as match_glob
+from asyncckpt.tree.names import names_of_paths as names_of_paths
+from asyncckpt.tree.names import where as where
+from asyncckpt.tree.per_process import PerProcess as PerProcess
+from asyncckpt.tree.per_process import PerProcessNodes as PerProcessNodes
+from asyncckpt.tree.per_process import per_process_paths as per_process_paths
+from asyncckpt.tree.structure import Kind as Kind
+from asyncckpt.tree.structure import Node as Node
+from asyncckpt.tree.structure import Structure as Structure
+from asyncckpt.tree.types import NodeAdapter as NodeAdapter
+from asyncckpt.tree.types import is_frozen as is_frozen
+from asyncckpt.tree.types import signature as signature
+from asyncckpt.tree.unflatten import shared_leaves as shared_leaves
+from asyncckpt.tree.unflatten import unflatten as unflatten
+from asyncckpt.tree.unflatten import unflatten_like as unflatten_like
+from asyncckpt.tree.union import merge_trees as merge_trees
