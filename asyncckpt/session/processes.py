@@ -253,7 +253,9 @@ class Processes:
 
     async def release(self) -> None:
         """Leave the group, and close the coordinator if it was chosen here."""
-        if self._beats is not None:
-            await briefly(part(self._beats.group), limit_s=PART_S)
-        if self._chosen is not None and (self._owned or self._chosen is not self._given):
-            await self._chosen.close()
+        try:
+            if self._beats is not None:
+                await briefly(part(self._beats.group), limit_s=PART_S)
+        finally:
+            if self._chosen is not None and (self._owned or self._chosen is not self._given):
+                await self._chosen.close()

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt import blocking
+from asyncckpt import DirectoryCoordinator, blocking
 from asyncckpt.errors import SaveAbortedError
 from asyncckpt.flow.threads import Outcome
+from asyncckpt.session.session import Session
 from asyncckpt.testing.faults import Fault
 from tests.script import Script, in_thread
 
@@ -100,3 +101,42 @@ async def test_a_wait_that_is_cancelled_forgets_no_refusal(tmp_path: Path) -> No
         refused.set_result(None)
         await waiting
         assert core._refusals == []
+
+
+class Parting(DirectoryCoordinator):
+    """A coordinator whose process stops, or fails, as it leaves the group."""
+
+    def __init__(self, path: Path, error: Exception | None) -> None:
+        super().__init__(path, process_index=0, process_count=1)
+        self.leaving = asyncio.Event()
+        self.closed = False
+        self._error = error
+
+    async def put(self, key: str, value: bytes) -> None:
+        if value == b"bye":
+            self.leaving.set()
+            if self._error is not None:
+                raise self._error
+            await asyncio.Event().wait()
+        await super().put(key, value)
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+@pytest.mark.parametrize("error", [None, OSError("service is gone")], ids=["cancelled", "failed"])
+async def test_a_coordinator_is_closed_even_if_leaving_the_group_ends_early(
+    tmp_path: Path, error: Exception | None
+) -> None:
+    coordinator = Parting(tmp_path / "messages", error)
+    session = Session(tmp_path / "run", coordinator=coordinator, owns_coordinator=True)
+    await session.call(session.processes.group).wait()
+    releasing = session.runtime.engine.submit(session._release)
+    if error is None:
+        await session.call(coordinator.leaving.wait).wait()
+        releasing.cancel()
+    with pytest.raises(asyncio.CancelledError if error is None else OSError):
+        await releasing.wait()
+    assert coordinator.closed
+    await session.runtime.engine.aclose()
