@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
@@ -73,8 +72,7 @@ class Processes:
         self._owned = owned
         self._arrival_s = arrival_s
         self._silence_s = silence_s
-        self._lock = threading.RLock()  # reentrant: for calls of signal handlers
-        self._chosen: Coordinator | SingleProcess | None = None
+        self._chosen: list[Coordinator | SingleProcess] = []
         self.lost: set[int] = set()
         self._orders = {kind: CallOrder() for kind in ("save", "preemption", "call")}
         self._numbering = asyncio.Lock()
@@ -90,13 +88,10 @@ class Processes:
         Raises:
             UsageError: there are several processes, and no service through which to coordinate.
         """
-        if self._chosen is None:
-            # Without the lock: a signal handler may save meanwhile, and the engine takes the lock.
-            chosen = choose(self._given)
-            with self._lock:
-                if self._chosen is None:
-                    self._chosen = chosen
-        return self._chosen
+        if not self._chosen:
+            # If a thread or signal handler does the same meanwhile, the first one counts.
+            self._chosen.append(choose(self._given))
+        return self._chosen[0]
 
     def foreseen(self) -> Coordinator | SingleProcess | None:
         """Return the coordinator that would be chosen now, None if none could be.
@@ -104,7 +99,7 @@ class Processes:
         The choice remains open: the runtime may be initialised later.
         """
         try:
-            return self._chosen or choose(self._given)
+            return self._chosen[0] if self._chosen else choose(self._given)
         except UsageError:
             return None
 
@@ -257,5 +252,5 @@ class Processes:
             if self._beats is not None:
                 await briefly(part(self._beats.group), limit_s=PART_S)
         finally:
-            if self._chosen is not None and (self._owned or self._chosen is not self._given):
-                await self._chosen.close()
+            if self._chosen and (self._owned or self._chosen[0] is not self._given):
+                await self._chosen[0].close()
