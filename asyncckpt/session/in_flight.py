@@ -58,18 +58,6 @@ class InFlight:
             return
         raise error
 
-    def admits(self, options: SaveOptions, location: str) -> bool:
-        """Return whether another save may begin; False if it must be skipped.
-
-        Raises:
-            UsageError: another save is in flight, and `on_overlap` is ``"error"``.
-        """
-        if options.on_overlap == "wait" or not (pending := self.pending()):
-            return True
-        if options.on_overlap == "error":
-            raise overlap_error(location, pending[0])
-        return False
-
 
 def overlap_error(location: str, other: PendingSave | None = None) -> UsageError:
     """Return the error for a save that may not begin while another one is in flight."""

@@ -235,12 +235,16 @@ class Session:
         location = self.root.location(name)
         with self.reporting("save"):
             options = typed("options", arguments["options"], SaveOptions, self.save_options)
-        call = _call(step, options.on_overlap if stall_first else "wait")
+        on_overlap = options.on_overlap if stall_first else "wait"
+        call = _call(step, on_overlap)
         with self.reporting("save", call):
             self._check_shared(options)
             engine.check()
             self.saves.raise_unseen(options)
-            if alone and stall_first and not self.saves.admits(options, location):
+            others = [] if on_overlap == "wait" else self.saves.pending()
+            if alone and others:
+                if on_overlap == "error":
+                    raise overlap_error(location, others[0])
                 return skipped(engine, self._noted(skipped_report(location, step)))
             process = processes.coordinator.process_index
             snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
@@ -259,7 +263,8 @@ class Session:
                 consent=consent,
                 begun=begun,
             )
-        pending = self._submit(request, location, call)
+        busy = None if on_overlap == "wait" else bool(others)
+        pending = self._submit(request, location, call, busy)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
@@ -289,8 +294,10 @@ class Session:
         with contextlib.suppress(AsyncCheckpointError):
             self._refusals.append(self.runtime.engine.submit(refuse).future)
 
-    def _submit(self, request: SaveRequest, location: str, call: str) -> PendingSave:
-        """Hand the save to the engine."""
+    def _submit(
+        self, request: SaveRequest, location: str, call: str, busy: bool | None
+    ) -> PendingSave:
+        """Hand the save to the engine; `busy` is None if saves in flight do not matter."""
         state = SaveState()
 
         def release(_: object) -> None:
@@ -300,9 +307,6 @@ class Session:
         if self.processes.alone:
             job = self.call(partial(self._save, request, state), release)
         else:
-            busy: bool | None = None
-            if request.stall_first and request.options.on_overlap != "wait":
-                busy = bool(self.saves.pending())  # the value of process 0 decides
             save = partial(self._save_together, request, state, call, busy)
             job = self._call_together("save", call, save, release)
         job.drained = True
