@@ -208,18 +208,16 @@ class JoinedAttempt(AttemptFiles, Protocol):
         """Make the names of all own files durable; all were sealed or put."""
 
     async def leave(self) -> None:
-        """End the share of an attempt that was or may be published.
+        """End the share of an attempt that process 0 has published or may still publish.
 
-        Process 0 may still publish it, so own files stay. Stores that can prove processes dead
-        remove them once process 0 has aborted or died; elsewhere gc does. If the attempt will
-        certainly not be published, call `abort` instead.
+        Own files stay. If process 0 aborts or dies, stores that can prove it remove them;
+        elsewhere gc does.
         """
 
     async def abort(self) -> None:
-        """Remove all own files; ignore those already gone.
+        """Remove all own files, ignoring those already gone, because process 0 will not publish.
 
-        For attempts that process 0 will not publish. The attempt's last live process removes the
-        rest.
+        The attempt's last live process removes the rest.
         """
 
 
