@@ -176,14 +176,14 @@ class Terms(NamedTuple):
 
     Attributes:
         options: the caller's options.
-        budget_nbytes: memory for a chunk that is held whole, as in `Limits`.
+        limits: limits for chunks; they apply instead of those in `sizes`.
         sizes: sizes of files and windows.
         process: number of this process.
         process_count: number of processes that save together.
     """
 
     options: SaveOptions
-    budget_nbytes: int
+    limits: Limits
     sizes: Sizes
     process: int = 0
     process_count: int = 1
@@ -207,7 +207,8 @@ def terms_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
         budget_nbytes //= 2
     # Half of it is for the compressor's output. Chunks are copied to whole slots.
     slot_nbytes = runtime.pool.slot_nbytes
-    return Terms(options, budget_nbytes // 2 // slot_nbytes * slot_nbytes, sizes)
+    held_nbytes = budget_nbytes // 2 // slot_nbytes * slot_nbytes
+    return Terms(options, Limits(held_nbytes, sizes.chunk_nbytes, sizes.chunk_limit_nbytes), sizes)
 
 
 async def layout_of(
@@ -224,7 +225,7 @@ async def layout_of(
 
 def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
     """Return the key of a layout; equal keys give equal layouts."""
-    options, budget_nbytes, sizes, process, process_count = terms
+    options, limits, sizes, process, process_count = terms
     # Orbax's files contain the text of strings; of other scalars only whether a dtype holds them.
     scalars = [
         value if isinstance(value, str) else scalar_as_array_fits(value)
@@ -237,8 +238,8 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
         scalars,
         key_devices(snapshot),
         (process, process_count),
-        replace(sizes, concurrency=0, notes=()),
-        budget_nbytes,
+        replace(sizes, concurrency=0, notes=(), chunk_nbytes=None, chunk_limit_nbytes=None),
+        limits,
         (options.chunk_nbytes, options.compression, options.compression_level),
         (options.layout, options.leaf_options),
     ]
@@ -287,7 +288,7 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
             not fit `layout`; names the path.
         …: from `leaf_options`; a note names the path.
     """
-    options, budget_nbytes, sizes, process, process_count = terms
+    options, limits, sizes, process, process_count = terms
     names = names_of_paths(snapshot.paths) or array_names(snapshot.structure.parts())
     leaves = _leaf_layouts(snapshot, names, terms)
     mirrors: list[int] = []
@@ -317,7 +318,7 @@ def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
             error.args = (f"{where(error.path)}: {error}",)
         raise
     if plan.compressed:
-        _check_packed(plan, snapshot, budget_nbytes)
+        _check_packed(plan, snapshot, limits.budget_nbytes)
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
     spec_of: list[int] = []
@@ -510,10 +511,10 @@ def scalar_as_array_fits(value: Any) -> bool:
 
 
 def _bounded(chunk_nbytes: int, level: int | None, terms: Terms) -> int:
-    if terms.sizes.chunk_nbytes is not None:
-        chunk_nbytes = min(chunk_nbytes, terms.sizes.chunk_nbytes)
+    if terms.limits.chunk_nbytes is not None:
+        chunk_nbytes = min(chunk_nbytes, terms.limits.chunk_nbytes)
     # Stages overlap only if two chunks to compress fit.
-    return chunk_nbytes if level is None else min(chunk_nbytes, terms.budget_nbytes // 2)
+    return chunk_nbytes if level is None else min(chunk_nbytes, terms.limits.budget_nbytes // 2)
 
 
 def _with_options(
@@ -526,10 +527,10 @@ def _with_options(
         level = own.compression_level or options.compression_level
     spec = stored_spec(path, source, own)
     chunk_nbytes = math.prod(own.chunk_shape or ()) * spec.itemsize
-    limit = terms.sizes.chunk_limit_nbytes or MAX_CHUNK_NBYTES
+    limit = terms.limits.chunk_limit_nbytes or MAX_CHUNK_NBYTES
     if chunk_nbytes > limit:
         why = f"restores accept at most {limit} bytes: pass smaller chunks"
-        if terms.sizes.chunk_limit_nbytes is not None:
+        if terms.limits.chunk_limit_nbytes is not None:
             why = (
                 f"this store writes each object in one request, of at most {limit} bytes within "
                 "the budget: pass smaller chunks, or raise host_memory_nbytes"

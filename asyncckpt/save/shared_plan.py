@@ -109,18 +109,12 @@ class SharedPlan:
             change = "" if agreed is not None else first_change(cache.latest_agreed(), key)
             agreed, known = await self._agreement(terms, change, agreed, cache)
             cache.agree(key, agreed)
-        limits = agreed.limits
         snapshot = request.snapshot
         if agreed.merged is not None:
             snapshot = completed(snapshot, agreed.merged, group.process_index, group.process_count)
             cache.may_differ |= agreed.merged.keys_differ
-        sizes = replace(
-            terms.sizes,
-            chunk_nbytes=limits.chunk_nbytes,
-            chunk_limit_nbytes=limits.chunk_limit_nbytes,
-        )
-        terms = Terms(
-            request.options, limits.budget_nbytes, sizes, group.process_index, group.process_count
+        terms = terms._replace(
+            limits=agreed.limits, process=group.process_index, process_count=group.process_count
         )
         layout = await layout_of(snapshot, terms, cache=cache, compute=self.compute)
         layout = replace(layout, schema_digest=agreed.digest, fresh=not known, compared=compared)
@@ -135,9 +129,7 @@ class SharedPlan:
 
         `kept` is an earlier agreement on an equal schema, possibly of an earlier group.
         """
-        sizes, run = terms.sizes, self.compute.run
-        limits = Limits(terms.budget_nbytes, sizes.chunk_nbytes, sizes.chunk_limit_nbytes)
-        schema = None
+        run, schema = self.compute.run, None
         if kept is None:
             schema = await run(schema_of, self.request)
             digest = await run(schema_digest, schema)
@@ -146,7 +138,7 @@ class SharedPlan:
             digest, partial = kept.own, kept.partial
         run_id = self.round_.group.run_id
         known = kept is not None and kept.run_id == run_id
-        own = _Proposal(change, digest, partial, kept.digest if kept else "", known, limits)
+        own = _Proposal(change, digest, partial, kept.digest if kept else "", known, terms.limits)
         if self.round_.leads:
             answer = await self._settle(own, cache)
         else:

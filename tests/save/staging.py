@@ -13,7 +13,7 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import KIB, SLOT_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.ports import Sizes
-from asyncckpt.save.plan_cache import Layout, Terms, make_layout
+from asyncckpt.save.plan_cache import Layout, Limits, Terms, make_layout
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.save.stage import Staging
 from asyncckpt.spec import ArraySpec
@@ -43,7 +43,7 @@ class Staged:
         self.snapshot: Snapshot = take_snapshot(tree)
         self.snapshot.tie()
         sizes = Sizes(1 << 20, SLOT, 2)
-        terms = Terms(options, SLOT_NBYTES, sizes, process_count=process_count)
+        terms = Terms(options, Limits(SLOT_NBYTES, None, None), sizes, process_count=process_count)
         self.layout: Layout = make_layout(self.snapshot, terms)
         self.plan = self.layout.plan
         self.staging = Staging(

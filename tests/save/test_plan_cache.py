@@ -19,13 +19,21 @@ from asyncckpt import LeafOptions, SaveOptions, ShardedArray
 from asyncckpt.options import GIB, SLOT_NBYTES
 from asyncckpt.planning.merge import OwnPart
 from asyncckpt.ports import Sizes
-from asyncckpt.save.plan_cache import LayoutCache, Terms, add_mirrors, layout_key, make_layout
+from asyncckpt.save.plan_cache import (
+    LayoutCache,
+    Limits,
+    Terms,
+    add_mirrors,
+    layout_key,
+    make_layout,
+)
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.spec import ArraySpec, Shard
 from tests.eight_devices import eight_devices as eight_devices
 from tests.eight_devices import on_eight_devices
 
 SIZES = Sizes(GIB, SLOT_NBYTES, 6)
+LIMITS = Limits(GIB, None, None)
 
 BASE = np.arange(40_000, dtype=np.float32).reshape(200, 200)
 
@@ -212,7 +220,8 @@ def key_with(
         for source in found.sources:
             if source.shards is not None:
                 source.shards = tuple(Shard(shard.box, holders) for shard in source.shards)
-    return layout_key(found, Terms(options or SaveOptions(), budget, sizes, process, processes))
+    limits = Limits(budget, sizes.chunk_nbytes, sizes.chunk_limit_nbytes)
+    return layout_key(found, Terms(options or SaveOptions(), limits, sizes, process, processes))
 
 
 def test_every_part_of_the_key_is_changed_by_something() -> None:
@@ -264,7 +273,7 @@ def test_scalars_that_a_dtype_holds_are_staged_as_rank_0_arrays_too() -> None:
     held = {"flag": True, "int": 3, "float": 0.5, "complex": 1j}
     others = {"large": 2**63, "low": -(2**63) - 1, "text": "a", "bytes": b"a"}
     snapshot = taken({**held, **others})
-    layout = make_layout(snapshot, Terms(SaveOptions(), GIB, SIZES))
+    layout = make_layout(snapshot, Terms(SaveOptions(), LIMITS, SIZES))
     add_mirrors(snapshot, layout.mirrors)
     arrays = [source.view for source in snapshot.sources]
     found = dict(zip([snapshot.paths[leaf] for leaf in layout.mirrors], arrays, strict=True))
@@ -275,10 +284,10 @@ def test_scalars_that_a_dtype_holds_are_staged_as_rank_0_arrays_too() -> None:
 
 
 def test_equal_keys_give_equal_layouts() -> None:
-    key = layout_key(taken(tree()), Terms(SaveOptions(), GIB, SIZES))
-    again = layout_key(taken(tree()), Terms(SaveOptions(), GIB, SIZES))
+    key = layout_key(taken(tree()), Terms(SaveOptions(), LIMITS, SIZES))
+    again = layout_key(taken(tree()), Terms(SaveOptions(), LIMITS, SIZES))
     assert key == again
-    one, other = (make_layout(taken(tree()), Terms(SaveOptions(), GIB, SIZES)) for _ in range(2))
+    one, other = (make_layout(taken(tree()), Terms(SaveOptions(), LIMITS, SIZES)) for _ in range(2))
     assert one.digest == other.digest
     assert (one.specs, one.arrays, one.pieces) == (other.specs, other.arrays, other.pieces)
     assert (one.orbax, one.notes) == (other.orbax, other.notes)
@@ -295,7 +304,7 @@ def test_the_digest_changes_with_everything_about_the_stored_arrays() -> None:
         "another array": {"a": a, "b": b, "c": b.copy()},
         "a tied array": {"a": a, "b": b, "c": b},
     }
-    terms = Terms(SaveOptions(), GIB, SIZES)
+    terms = Terms(SaveOptions(), LIMITS, SIZES)
     digests = {name: make_layout(taken(tree), terms).digest for name, tree in trees.items()}
     for options in (SaveOptions(compression="zstd"), SaveOptions(leaf_options=in_rows)):
         terms = terms._replace(options=options)
@@ -332,7 +341,7 @@ def test_local_shards_are_divided_among_all_processes_and_compared() -> None:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     values = np.zeros((64, 1024), np.float32)
     for leaf in (ShardedArray.tiles(values, (8, 1)), jax.device_put(values, sharding)):
-        terms = Terms(SaveOptions(), GIB, SIZES, process_count=2)
+        terms = Terms(SaveOptions(), LIMITS, SIZES, process_count=2)
         plans = [
             make_layout(taken({"w": leaf}), terms._replace(process=process)).plan
             for process in range(2)
