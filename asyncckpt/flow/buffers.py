@@ -185,7 +185,7 @@ class SlotPool(Account):
         self._allocated = 0
         self.discarded = 0
         self._collection: asyncio.TimerHandle | None = None
-        self._arrivals: list[asyncio.Future[None]] = []
+        self._arrived = asyncio.Event()
         self._closed = False
         budget.accounts.append(self)
 
@@ -234,9 +234,8 @@ class SlotPool(Account):
                 elif self._allocated < self.capacity:
                     await self._add()
                 else:
-                    arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    self._arrivals.append(arrival)
-                    await arrival
+                    self._arrived.clear()
+                    await self._arrived.wait()
         except BaseException:
             self._free.extend(slots)
             self.budget.release(held, account=self)
@@ -381,11 +380,7 @@ class SlotPool(Account):
         try:
             self._free.append(await self._new(touched=touched))
         finally:
-            # Wake the waiters after a failure too: they may then allocate the slot.
-            for waiter in self._arrivals:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._arrivals.clear()
+            self._arrived.set()  # after a failure, too: those who wait may then allocate the slot
 
     async def _new(self, *, touched: bool = False) -> Slot:
         self._allocated += 1

@@ -50,8 +50,8 @@ class Incoming:
                 self._notify()
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changed.set()
+        self._changed.clear()
 
 
 def _copy(data: Bytes, buffers: Sequence[Bytes]) -> list[Bytes]:
