@@ -204,18 +204,15 @@ def _box(*, offset: Any, shape: Any) -> Box:
 
 
 def _integer(value: Any) -> int:
-    if type(value) is not int or not -1 <= value < 1 << 63:
-        raise ValueError(f"{value!r:.40} is not an integer of 63 bits")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.40} is not an unsigned integer of 63 bits")
     return value
 
 
 def _lengths(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list):
         raise TypeError(f"{values!r:.40} is not a list")
-    found = tuple(map(_integer, values))
-    if -1 in found:
-        raise ValueError(f"{found!r:.40} has a negative length")
-    return found
+    return tuple(map(_integer, values))
 
 
 def _text(value: Any) -> str:

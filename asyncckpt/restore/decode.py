@@ -358,9 +358,8 @@ class Decode:
             target: Any = (*where, ...)
             np.copyto(values[target], elements.reshape(grid.chunk_shape)[source], casting="no")
             return
-        cell = np.unravel_index(number, grid.counts or (1,))
-        index = tuple(int(i) for i in cell) if grid.shape else ()
-        scatter(payload, storage.spec, grid, index, start, values, box)
+        cell = tuple(map(int, np.unravel_index(number, grid.counts)))
+        scatter(payload, storage.spec, grid, cell, start, values, box)
 
     def expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:
         """Compare the checksum of a chunk's bytes with the index and the trailer."""

@@ -106,10 +106,8 @@ class SharedCommit(Commit):
         for one in self._others:
             for leaf, value in one.facts.get("scalars", ()):
                 snapshot.values[leaf] = value
-        run = self.compute.run
-        boxes = await run(BoxesOfParts, entries)
-        await run(compare, layout, snapshot, entries, boxes, self.round_.group.named)
-        merged, late = await run(merge, layout, entries, boxes, self.round_.group.named)
+        named = self.round_.group.named
+        merged, late = await self.compute.run(merge, layout, snapshot, entries, named)
         merged = replace(merged, timeline=payload.timeline.joined(timelines))
         if late:
             await self._put_late(merged, late)
@@ -265,15 +263,18 @@ class BoxesOfParts:
 
 
 def merge(
-    layout: Layout, entries: Sequence[Entries], boxes: BoxesOfParts, named: Callable[[int], str]
+    layout: Layout, snapshot: Snapshot, entries: Sequence[Entries], named: Callable[[int], str]
 ) -> tuple[Payload, dict[int, bytes]]:
     """Return places and checksums of all chunks, and the stored bytes of chunks without a place.
 
-    Chunks without a place are assembled from the parts of several processes.
+    Chunks without a place are assembled from the parts of several processes. Blocking.
 
     Raises:
+        MismatchError: as `compare`.
         UsageError: a chunk was written by no process, or twice; names the processes.
     """
+    boxes = BoxesOfParts(entries)
+    compare(layout, snapshot, entries, boxes, named)
     arrays = layout.plan.arrays
     count = arrays.chunk_count
     file = np.full(count, -1, np.int64)

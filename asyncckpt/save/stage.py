@@ -585,7 +585,7 @@ class Staging:
             part = plan.arrays.of(array)
             grid = part.grid
             index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
-            cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
+            cell = tuple(map(int, np.unravel_index(index, grid.counts)))
             gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
         except AsyncCheckpointError:
             raise

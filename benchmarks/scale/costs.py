@@ -26,7 +26,7 @@ from asyncckpt.ports import Buffer
 from asyncckpt.restore.exchange.exchanger import BATCH_NBYTES
 from asyncckpt.save.commit import Commit
 from asyncckpt.save.index import make_catalog
-from asyncckpt.save.merge import BoxesOfParts, compare, merge
+from asyncckpt.save.merge import merge
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from benchmarks.local.planning import save
@@ -103,9 +103,7 @@ def commit(job: Job, place: Path) -> Figures:
     snapshot = take_snapshot({name: np.zeros(()) for name in job.names})
     request = SaveRequest("1", 1, snapshot, {}, {}, False, options.SaveOptions(), None, True)
     with laps.lap("merge"):
-        boxes = BoxesOfParts(entries)
-        compare(layout, snapshot, entries, boxes, str)
-        merged, late = merge(layout, entries, boxes, str)
+        merged, late = merge(layout, snapshot, entries, str)
     for chunk in late:
         merged.chunks.file[chunk] = 0
     attempt: Any = _Attempt()
