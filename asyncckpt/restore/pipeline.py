@@ -67,7 +67,7 @@ class RestorePipeline:
         # Whether ordinary arrays are their own destination buffers, so that none is placed.
         to_numpy = self.request.mode != "saved" or self.request.framework.name == "numpy"
         self._are_leaves = to_numpy and not self._atomic
-        self._plan = partial(plan_reads, slot_nbytes=self.runtime.pool.slot_nbytes)
+        self._slot_nbytes = self.runtime.pool.slot_nbytes
         self._buffers: Buffers
         self._unplaced = 0  # number of leaves that are not placed; their destinations come first
         self._waiting: list[int] = []  # chunks that have not arrived, by number of the array
@@ -122,7 +122,7 @@ class RestorePipeline:
         self._arrived.set()
         shared = None
         if self.exchanger is not None and opened.record is not None:
-            shared = await self.exchanger.share(reads, self._plan)
+            shared = await self.exchanger.share(reads, self._slot_nbytes)
         options = self.request.options
         fetches = [
             Fetch(
@@ -206,7 +206,7 @@ class RestorePipeline:
             if number < len(self._arrays):
                 values = buffers.values[number]
                 self._held[number] = buffers.boxes[number] if values is None else (values,)
-        reads = self._plan(opened, extents, buffers.destinations)
+        reads = plan_reads(opened, extents, buffers.destinations, slot_nbytes=self._slot_nbytes)
         self._buffers, self.nbytes = buffers, buffers.nbytes
         self._waiting = buffers.chunks_of_leaves(reads.plan.counts)
         placed: Iterable[int] = range(len(self._arrays))

@@ -28,7 +28,7 @@ from asyncckpt.ports import Bytes, CheckpointFiles, Exchange
 from asyncckpt.reports import FileInfo, ReadRange
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.streams import Incoming, StreamFiles
-from asyncckpt.restore.plan import PlannedReads
+from asyncckpt.restore.plan import PlannedReads, plan_reads
 
 WORTH_NBYTES = 64 << 20
 """Least payload that ``broadcast="auto"`` exchanges: reading less costs less than the agreement."""
@@ -44,10 +44,6 @@ PADDING_NBYTES = 4096
 
 MARGIN_S = 5.0
 """Time beyond `silence_s` for which a failed collective waits for the reason to be found."""
-
-
-Plan = partial[PlannedReads]
-"""`plan_reads` with the sizes of the restore."""
 
 
 class SharedReads(NamedTuple):
@@ -96,7 +92,7 @@ class Exchanger:
         self.ranges: list[ReadRange] = []
         self.received_nbytes = 0
 
-    async def share(self, reads: PlannedReads, plan: Plan) -> SharedReads | None:
+    async def share(self, reads: PlannedReads, slot_nbytes: int) -> SharedReads | None:
         """Split the reads of this process as agreed with all others; None if all are its own."""
         sharing = await self.agreement.shared(
             reads.plan.rows,
@@ -107,9 +103,9 @@ class Exchanger:
         self.ranges, self.received_nbytes = [], 0  # reports do not count metadata
         if not sharing.members:
             return None
-        return await self.compute.run(self._split, sharing, reads, plan)
+        return await self.compute.run(self._split, sharing, reads, slot_nbytes)
 
-    def _split(self, sharing: Sharing, reads: PlannedReads, plan: Plan) -> SharedReads:
+    def _split(self, sharing: Sharing, reads: PlannedReads, slot_nbytes: int) -> SharedReads:
         """Plan the reads from streams, and the others."""
         opened, extents, destinations = reads.opened, reads.extents, reads.destinations
         found = streams(
@@ -135,11 +131,12 @@ class Exchanger:
             stored_files.append(FileInfo(path, stream.nbytes, None))
         streamed = dataclasses.replace(extents, file=file, offset=offset, origin=extents)
         return SharedReads(
-            own=plan(opened, extents, destinations, only=~is_shared),
-            streamed=plan(
+            own=plan_reads(opened, extents, destinations, slot_nbytes=slot_nbytes, only=~is_shared),
+            streamed=plan_reads(
                 dataclasses.replace(opened, stored_files=stored_files),
                 streamed,
                 destinations,
+                slot_nbytes=slot_nbytes,
                 files=StreamFiles(paths, self.compute),
                 only=is_shared,
             ),
