@@ -91,23 +91,22 @@ class SharedSave(Save):
         self._kept = False  # files of this process may be part of a checkpoint
 
     async def run(self, turn: asyncio.Lock) -> SaveReport:
-        """Take part in committing the checkpoint; as `Save.run`.
+        """Take part in committing the checkpoint; as `Save.run`, inside of the round's `alive`.
 
         Raises:
             …: the error of the process that failed first, which it names.
             SaveOutcomeUnknownError: process 0 fell silent after its decision to commit.
         """
-        async with self.round_.alive():
-            try:
-                report = await super().run(turn)
-            except BaseException as error:
-                if not self._record and not self.round_.skipped:
-                    self.lost.add(self.round_.number)
-                await self._post(error)
-                await self._note(error)
-                raise
-            await self._note(None)
-            return report
+        try:
+            report = await super().run(turn)
+        except BaseException as error:
+            if not self._record and not self.round_.skipped:
+                self.lost.add(self.round_.number)
+            await self._post(error)
+            await self._note(error)
+            raise
+        await self._note(None)
+        return report
 
     async def _note(self, error: BaseException | None) -> None:
         """Note the error that ended the save, for the next job; None removes the last note.
