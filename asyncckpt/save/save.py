@@ -307,7 +307,11 @@ class Save:
                         private=self.request.options.private,
                         shared=self.shared,
                     )
+                self._begun()
         return self._attempt
+
+    def _begun(self) -> None:
+        """Tell the other processes that the attempt has begun."""
 
     async def _open(self) -> None:
         """Begin the attempt; do not wait where another process does."""

@@ -44,7 +44,7 @@ from asyncckpt.flow.shield import to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.log import logger
 from asyncckpt.options import SLOT_NBYTES
-from asyncckpt.ports import Attempt, AttemptFiles, JoinedAttempt, keeps_notes
+from asyncckpt.ports import AttemptFiles, JoinedAttempt, keeps_notes
 from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.merge import SharedCommit
@@ -205,10 +205,8 @@ class SharedSave(Save):
         self._known = not layout.compared
         return layout
 
-    async def _begin(self) -> Attempt:
-        attempt = await super()._begin()
+    def _begun(self) -> None:
         self.round_.begun()
-        return attempt
 
     async def _open(self) -> None:
         if self.round_.leads:

@@ -77,6 +77,25 @@ def test_all_processes_save_one_checkpoint_and_restore_it(job: Job) -> None:
     assert equal(asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single")), tree)
 
 
+def test_process_0_announces_each_attempt_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each announcement posts a beat, and reads those of all processes."""
+    announced: list[int] = []
+    begun = Round.begun
+
+    def counted(round_: Round) -> None:
+        announced.append(round_.number)
+        begun(round_)
+
+    monkeypatch.setattr(Round, "begun", counted)
+
+    async def part(ckpt: Checkpointer, process: int) -> None:
+        await ckpt.save(1, state())
+        await ckpt.save(2, state())
+
+    assert job.play(part) == [None, None]
+    assert announced == [0, 1]
+
+
 @two_and_four
 def test_the_bytes_are_spread_over_the_processes_and_written_once(job: Job) -> None:
     tree = {f"w{i}": np.full((64, 64, 64), i, np.float32) for i in range(32)}  # 1 MiB each
