@@ -36,13 +36,15 @@ class StagingMemory(AnonymousMemory):
             buffer.fill(0)  # NumPy releases the interpreter lock, and CUDA may not
             address = buffer.ctypes.data
             importlib.import_module("asyncckpt.adapters.torch").page_lock(address, nbytes)
-            # Of the array that all views keep alive, not of the mapping: CUDA must not find the
-            # pages gone, and a mapping is unmapped before its finalizers run.
-            weakref.finalize(buffer.base, _page_unlock, address, os.getpid()).atexit = False
+            # Of the array that all views keep alive. The finalizer keeps the mapping alive, because
+            # CUDA must not find the pages gone, and NumPy 2.5 drops an array's base first.
+            owner: Any = buffer.base
+            unlock = weakref.finalize(owner, _page_unlock, owner.base, address, os.getpid())
+            unlock.atexit = False
         return buffer
 
 
-def _page_unlock(address: int, pid: int) -> None:
+def _page_unlock(mapping: object, address: int, pid: int) -> None:
     if os.getpid() == pid:  # a forked child cannot use CUDA
         importlib.import_module("asyncckpt.adapters.torch").page_unlock(address)
 
