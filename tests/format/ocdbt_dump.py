@@ -10,14 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
-from asyncckpt.format.ocdbt.datafiles import DataFile, Location
+from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.manifest import Manifest, Version
-from asyncckpt.format.ocdbt.nodes import InteriorNode, LeafNode
+from asyncckpt.format.ocdbt.nodes import Child, Value
 
 Dump = dict[str, Any]
-Structure = Manifest | LeafNode | InteriorNode
+Structure = Manifest | dict[bytes, Value] | list[Child]
 
 
 def dump(structure: Structure) -> Dump:
@@ -29,33 +27,26 @@ def dump(structure: Structure) -> Dump:
             "versions": [asdict(version) for version in structure.versions],
             **({"numbered": True} if structure.numbered else {}),
         }
-    files = [asdict(file) for file in structure.files]
-    if isinstance(structure, LeafNode):
-        values = zip(
-            structure.inline,
-            structure.file.tolist(),
-            structure.offset.tolist(),
-            structure.nbytes.tolist(),
-            strict=True,
-        )
+    if isinstance(structure, dict):
         return {
             "type": "leaf",
-            "files": files,
             "entries": [
                 {"key": _dump_bytes(key), "inline": _dump_bytes(value)}
-                if value is not None
-                else {"key": _dump_bytes(key), "file": file, "offset": offset, "nbytes": nbytes}
-                for key, (value, file, offset, nbytes) in zip(structure.keys, values, strict=True)
+                if isinstance(value, bytes)
+                else {"key": _dump_bytes(key), **dict(zip(_PLACE, value, strict=True))}
+                for key, value in structure.items()
             ],
         }
-    rows = zip(*(getattr(structure, name).tolist() for name in _CHILD_COLUMNS), strict=True)
     return {
         "type": "interior",
-        "height": structure.height,
-        "files": files,
         "children": [
-            {"key": _dump_bytes(key), **dict(zip(_CHILD_COLUMNS, row, strict=True))}
-            for key, row in zip(structure.keys, rows, strict=True)
+            {
+                "first_key": _dump_bytes(child.first_key),
+                "prefix": _dump_bytes(child.prefix),
+                "location": asdict(child.location),
+                "num_keys": child.num_keys,
+            }
+            for child in structure
         ],
     }
 
@@ -77,15 +68,7 @@ def load(document: Dump) -> Structure:
     return loaders[kind](document)
 
 
-_CHILD_COLUMNS = (
-    "prefix_nbytes",
-    "file",
-    "offset",
-    "nbytes",
-    "child_num_keys",
-    "child_tree_nbytes",
-    "child_indirect_nbytes",
-)
+_PLACE = ("file", "offset", "nbytes")
 
 
 def _load_manifest(document: Dump) -> Manifest:
@@ -99,31 +82,25 @@ def _load_manifest(document: Dump) -> Manifest:
     )
 
 
-def _load_leaf(document: Dump) -> LeafNode:
-    entries = document["entries"]
-    inline = [_load_bytes(e["inline"]) if "inline" in e else None for e in entries]
-    sizes = [e["nbytes"] if v is None else len(v) for e, v in zip(entries, inline, strict=True)]
-    return LeafNode(
-        [_load_bytes(e["key"]) for e in entries],
-        tuple(DataFile(**file) for file in document["files"]),
-        np.array([e.get("file", -1) for e in entries], np.int64),
-        np.array([e.get("offset", -1) for e in entries], np.int64),
-        np.array(sizes, np.int64),
-        inline,
-    )
-
-
-def _load_interior(document: Dump) -> InteriorNode:
-    children = document["children"]
-    columns = {
-        name: np.array([child[name] for child in children], np.int64) for name in _CHILD_COLUMNS
+def _load_leaf(document: Dump) -> dict[bytes, Value]:
+    return {
+        _load_bytes(entry["key"]): _load_bytes(entry["inline"])
+        if "inline" in entry
+        else (entry["file"], entry["offset"], entry["nbytes"])
+        for entry in document["entries"]
     }
-    return InteriorNode(
-        height=document["height"],
-        keys=[_load_bytes(child["key"]) for child in children],
-        files=tuple(DataFile(**file) for file in document["files"]),
-        **columns,
-    )
+
+
+def _load_interior(document: Dump) -> list[Child]:
+    return [
+        Child(
+            Location(**child["location"]),
+            _load_bytes(child["first_key"]),
+            _load_bytes(child["prefix"]),
+            child["num_keys"],
+        )
+        for child in document["children"]
+    ]
 
 
 def _dump_bytes(value: bytes) -> str | Dump:

@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Callable[[], bytes], Callable[[bytes], Structure]]] = {
     ),
     "interior": (
         lambda: bytes(tree().blocks[-1]),
-        lambda data: decode_node(data, file="d/index-00ff", offset=0),
+        lambda data: decode_node(data, file="d/index-00ff", offset=0, expected_height=1),
     ),
     "chunk_index": (chunk_index, lambda data: decode_chunk_index(data, file="d/index-00ff")),
     "record": (record, lambda data: decode_record(data, location="12")),
@@ -160,6 +160,9 @@ def test_golden_dumps_load_to_what_the_bytes_decode_to(name: str) -> None:
     loaded = load(json.loads((GOLDEN / f"{name}.json").read_text()))
     decoded = decode((GOLDEN / f"{name}.bin").read_bytes())
     assert type(loaded) is type(decoded)
+    if isinstance(decoded, dict | list):
+        assert loaded == decoded
+        return
     for field in dataclasses.fields(decoded):
         a, b = getattr(loaded, field.name), getattr(decoded, field.name)
         assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, field.name

@@ -24,7 +24,7 @@ from asyncckpt.format.ocdbt.manifest import (
     decode_manifest,
     numbered_name,
 )
-from asyncckpt.format.ocdbt.nodes import LeafNode, decode_node
+from asyncckpt.format.ocdbt.nodes import decode_node
 from asyncckpt.format.ocdbt.walk import decode_tree
 from asyncckpt.format.zarr import Chain
 from asyncckpt.format.zarr3 import chunk_keys, decode_metadata, encode_metadata, metadata_key
@@ -328,11 +328,16 @@ def test_leaves_of_tensorstore_are_encoded_to_the_same_bytes(tmp_path: Path) -> 
     root = manifest.latest.root
     data = (tmp_path / root.file).read_bytes()[root.offset : root.offset + root.nbytes]
     node = decode_node(data, file=root.file, offset=root.offset)
-    assert isinstance(node, LeafNode)
+    assert isinstance(node, dict)
+    inline = [value if isinstance(value, bytes) else None for value in node.values()]
+    places = [("", 0, 0) if isinstance(value, bytes) else value for value in node.values()]
+    names = list(dict.fromkeys(place[0] for place in places if place[0]))
+    file = np.array([names.index(name) if name else -1 for name, _, _ in places], np.int64)
+    offset, nbytes = np.array([place[1:] for place in places], np.int64).T
     tree = encode_tree(
-        prepare_keys(node.keys),
-        value_columns(node.inline, node.file, node.offset, node.nbytes),
-        data_files=[file.path for file in node.files],
+        prepare_keys(list(node)),
+        value_columns(inline, file, offset, nbytes),
+        data_files=names,
         node_file=root.file,
         node_offset=root.offset,
         max_decoded_node_nbytes=1 << 20,
@@ -352,7 +357,8 @@ def test_databases_merged_by_orbax_are_read_through_base_paths(tmp_path: Path) -
     root = manifest.latest.root
     data = (tmp_path / "item" / root.file).read_bytes()[root.offset : root.offset + root.nbytes]
     node = decode_node(data, file=root.file, offset=root.offset, base_path=root.base_path)
-    assert any(file.base_path == "ocdbt.process_0/" for file in node.files)
+    values = list(node.values()) if isinstance(node, dict) else []
+    assert any(isinstance(v, tuple) and v[0].startswith("ocdbt.process_0/") for v in values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

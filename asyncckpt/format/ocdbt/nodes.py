@@ -1,4 +1,4 @@
-"""Decoding of one B+tree node into columns, with absolute keys and absolute file paths."""
+"""Decoding of one B+tree node, with absolute keys and absolute file paths."""
 
 from __future__ import annotations
 
@@ -25,52 +25,24 @@ MAX_KEYS_NBYTES = 1 << 30
 _INT64_MAX = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LeafNode:
-    """Keys and values by row: a value is inline (`file` and `offset` -1) or in `files[file]`."""
-
-    keys: list[bytes]
-    files: tuple[DataFile, ...]
-    file: I64
-    offset: I64
-    nbytes: I64
-    inline: list[bytes | None]
-
-    @property
-    def num_keys(self) -> int:
-        """Number of keys."""
-        return len(self.keys)
+Value = bytes | tuple[str, int, int]
+"""A value itself, or the file, first byte and length of one in a data file."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InteriorNode:
-    """First key, common prefix length, location and statistics of each child, in key order."""
+@dataclass(frozen=True, slots=True)
+class Child:
+    """Node as its parent describes it.
 
-    height: int
-    keys: list[bytes]
-    prefix_nbytes: I64
-    files: tuple[DataFile, ...]
-    file: I64
-    offset: I64
-    nbytes: I64
-    child_num_keys: I64
-    child_tree_nbytes: I64
-    child_indirect_nbytes: I64
+    Attributes:
+        first_key: lower bound of its keys.
+        prefix: beginning of all its keys, which it omits.
+        num_keys: keys of all leaves from it down.
+    """
 
-    @property
-    def num_keys(self) -> int:
-        """Declared number of keys in all children."""
-        return int(self.child_num_keys.sum())
-
-    def child(self, row: int) -> Location:
-        """Return the location of child `row`."""
-        data_file = self.files[self.file[row]]
-        return Location(
-            data_file.path, int(self.offset[row]), int(self.nbytes[row]), data_file.base_path
-        )
-
-
-Node = LeafNode | InteriorNode
+    location: Location
+    first_key: bytes
+    prefix: bytes
+    num_keys: int
 
 
 def decode_node(
@@ -85,12 +57,16 @@ def decode_node(
     max_keys_nbytes: int = MAX_KEYS_NBYTES,
     max_entries: int = MAX_ARITY,
     max_files: int = MAX_DATA_FILES,
-) -> Node:
+    values_base: str = "",
+) -> dict[bytes, Value] | list[Child]:
     """Decode the node whose frame is `data`, found at `offset` in `file`.
+
+    Returns the values of a leaf by key, or the children of an interior node; both in key order.
 
     `expected_height` is that implied by the parent, None to accept any; `key_prefix` is the prefix
     of all keys, which the node omits. `base_path` is as in `Location`. The limits apply to the body
-    (`max_nbytes`), all keys together, keys or children, and data files.
+    (`max_nbytes`), all keys together, keys or children, and data files. The paths in values are
+    `values_base` followed by a path relative to the database.
 
     Raises:
         CorruptCheckpointError: the node is damaged or exceeds a limit.
@@ -126,27 +102,29 @@ def decode_node(
             if float(total.sum(dtype=np.float64)) >= float(_INT64_MAX):
                 raise reader.fault("its statistics pass 2^63")
         reader.end()
-        return InteriorNode(
-            height, keys, own_prefix, files, file_index, starts, sizes, num_keys, tree, indirect
-        )
+        columns = [c.tolist() for c in (file_index, starts, sizes, own_prefix, num_keys)]
+        paths = [data_file.path for data_file in files]  # joined once: children share them
+        return [
+            Child(Location(paths[n], at, size, files[n].base_path), key, key[:prefix], below)
+            for key, n, at, size, prefix, below in zip(keys, *columns, strict=True)
+        ]
     nbytes = reader.varints(count)
     kinds = np.frombuffer(reader.take(count), np.uint8)
     if int(kinds.max()) > 1:
         raise reader.fault(f"value kind {int(kinds.max())} is unknown")
     in_file = kinds == 1
-    file_index = np.full(count, -1, np.int64)
-    starts = np.full(count, -1, np.int64)
-    file_index[in_file], starts[in_file] = _decode_places(reader, files, int(in_file.sum()))
-    _check_ranges(reader, starts[in_file], nbytes[in_file])
-    sizes = nbytes[~in_file]
-    if float(sizes.sum(dtype=np.float64)) != reader.remaining:
+    file_index, starts = _decode_places(reader, files, int(in_file.sum()))
+    sizes = nbytes[in_file]
+    _check_ranges(reader, starts, sizes)
+    if float(nbytes[~in_file].sum(dtype=np.float64)) != reader.remaining:
         raise reader.fault(
             f"its inline values do not fill the {reader.remaining} bytes that remain"
         )
-    inline: list[bytes | None] = [None] * count
-    for row, size in zip(np.flatnonzero(~in_file).tolist(), sizes.tolist(), strict=True):
-        inline[row] = reader.take(size)
-    return LeafNode(keys, files, file_index, starts, nbytes, inline)
+    paths = [values_base + data_file.path for data_file in files]
+    indirect_paths = map(paths.__getitem__, file_index.tolist())
+    places = zip(indirect_paths, starts.tolist(), sizes.tolist(), strict=True)
+    rows = zip(keys, in_file.tolist(), nbytes.tolist(), strict=True)
+    return {key: next(places) if kind else reader.take(size) for key, kind, size in rows}
 
 
 def _decode_keys(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.ocdbt.datafiles import MAX_DATA_FILES, Location
 from asyncckpt.format.ocdbt.manifest import Version
-from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, InteriorNode, decode_node
+from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, Child, Value, decode_node
 from asyncckpt.format.ocdbt.wire import FRAME_OVERHEAD, MAX_BODY_NBYTES
 
 # Allowances that do not depend on the size of the files.
@@ -58,47 +56,34 @@ class TreeLimits:
         )
 
 
-Values = dict[bytes, bytes | tuple[str, int, int]]
-"""Values by key, in the order of the keys: the value itself, or file, first byte and length."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Node to fetch, as its parent describes it."""
-
-    location: Location
-    prefix: bytes
-    first_key: bytes
-    num_keys: int
-
-
 class TreeDecoder:
     """Decoder of the nodes of one version.
 
     While `wanted` is not empty, fetch its ranges and pass their bytes to `feed` in the same order.
-    Then `values` has all keys; its paths are `base` followed by a path relative to the database.
+    Then `values` has the values of all keys, in the order of the keys. Their paths are `base`
+    followed by a path relative to the database.
     """
 
     def __init__(
         self, version: Version, limits: TreeLimits | None = None, *, base: str = ""
     ) -> None:
-        self.values: Values = {}
+        self.values: dict[bytes, Value] = {}
         self._limits = limits or TreeLimits()
         self._base = base
         self._height = version.root_height
-        self._level: list[_Wanted] = []
+        self._level: list[Child] = []
         self._last_key: bytes | None = None
         self._nodes = 0
         self._nbytes = 0
         self._keys_nbytes = 0
         if version.root is not None:
             self._admit(1, version.root.nbytes, version.root)
-            self._level = [_Wanted(version.root, b"", b"", version.num_keys)]
+            self._level = [Child(version.root, b"", b"", version.num_keys)]
 
     @property
     def wanted(self) -> list[Location]:
         """Ranges to fetch next: all nodes of one level, in key order."""
-        return [want.location for want in self._level]
+        return [node.location for node in self._level]
 
     def feed(self, blocks: Sequence[bytes]) -> None:
         """Decode the nodes of one level; `wanted` then has those of the next.
@@ -106,7 +91,7 @@ class TreeDecoder:
         Raises:
             CorruptCheckpointError: a node is damaged or misplaced, or the tree exceeds a limit.
         """
-        children: list[_Wanted] = []
+        children: list[Child] = []
         for want, data in zip(self._level, blocks, strict=True):
             children += self._decode(want, data)
         self._height -= 1
@@ -122,7 +107,8 @@ class TreeDecoder:
         if self._nbytes > limits.max_nodes_nbytes:
             raise _fault(where, f"the tree has over {limits.max_nodes_nbytes} bytes")
 
-    def _decode(self, want: _Wanted, data: bytes) -> list[_Wanted]:
+    def _decode(self, want: Child, data: bytes) -> list[Child]:
+        """Decode one node: add the values of a leaf, or return the children of an interior node."""
         where = want.location
         if len(data) != where.nbytes:
             raise _fault(where, f"{len(data)} bytes were read instead of {where.nbytes}")
@@ -138,38 +124,32 @@ class TreeDecoder:
             max_keys_nbytes=limits.max_keys_nbytes - self._keys_nbytes,
             max_entries=limits.max_nodes if self._height else limits.max_keys,
             max_files=limits.max_files,
+            values_base=self._base,
         )
-        if node.num_keys != want.num_keys:
-            raise _fault(where, f"it has {node.num_keys} keys, its parent says {want.num_keys}")
-        if node.keys[0] < want.first_key:
+        if isinstance(node, dict):
+            keys, num_keys = list(node), len(node)
+        else:
+            keys, num_keys = [c.first_key for c in node], sum(c.num_keys for c in node)
+        if num_keys != want.num_keys:
+            raise _fault(where, f"it has {num_keys} keys, its parent says {want.num_keys}")
+        if keys[0] < want.first_key:
             raise _fault(where, "its first key sorts before what its parent says")
-        self._keys_nbytes += sum(map(len, node.keys))
-        if isinstance(node, InteriorNode):
-            self._admit(len(node.keys), int(node.nbytes.sum(dtype=np.float64)), where)
-            prefixes = node.prefix_nbytes.tolist()
-            counts = node.child_num_keys.tolist()
-            return [
-                _Wanted(node.child(row), key[:prefix], key, count)
-                for row, (key, prefix, count) in enumerate(
-                    zip(node.keys, prefixes, counts, strict=True)
-                )
-            ]
-        if len(self.values) + len(node.keys) > limits.max_keys:
+        self._keys_nbytes += sum(map(len, keys))
+        if not isinstance(node, dict):
+            self._admit(len(node), sum(child.location.nbytes for child in node), where)
+            return node
+        if len(self.values) + len(keys) > limits.max_keys:
             raise _fault(where, f"the tree has more than {limits.max_keys} keys")
-        if self._last_key is not None and self._last_key >= node.keys[0]:
+        if self._last_key is not None and self._last_key >= keys[0]:
             raise _fault(where, "its keys do not sort after those of the leaf before it")
-        self._last_key = node.keys[-1]
-        paths = [self._base + file.path for file in node.files]
-        columns = (node.file.tolist(), node.offset.tolist(), node.nbytes.tolist())
-        rows = zip(node.keys, node.inline, *columns, strict=True)
-        for key, value, file, offset, nbytes in rows:
-            self.values[key] = (paths[file], offset, nbytes) if value is None else value
+        self._last_key = keys[-1]
+        self.values |= node
         return []
 
 
 def decode_tree(
     version: Version, fetch: Callable[[Location], bytes], *, limits: TreeLimits | None = None
-) -> Values:
+) -> dict[bytes, Value]:
     """Return the values of a version by key; `fetch` returns the bytes of a node."""
     decoder = TreeDecoder(version, limits)
     while wanted := decoder.wanted:
