@@ -64,14 +64,12 @@ def key_columns(text: bytes, lengths: I64) -> KeyColumns:
     shared = np.zeros(count, np.int64)
     if count > 1:
         shared[1:] = _shared_with_previous(text, starts, lengths)
-    # +1 where a suffix begins, -1 where it ends.
-    steps = np.zeros(len(text) + 1, np.int8)
-    np.add.at(steps, starts + shared, np.int8(1))
-    np.subtract.at(steps, starts + lengths, np.int8(1))
-    in_suffix = np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)
+    suffix = lengths - shared
+    # Every key is a run of shared bytes, then a suffix.
+    in_suffix = np.repeat(np.tile([False, True], count), np.stack([shared, suffix], axis=1).ravel())
     suffixes = np.frombuffer(text, np.uint8)[in_suffix].tobytes()
     ends = np.zeros(count + 1, np.int64)
-    np.cumsum(lengths - shared, out=ends[1:])
+    np.cumsum(suffix, out=ends[1:])
     return KeyColumns(text, starts, lengths, shared, suffixes, ends)
 
 
