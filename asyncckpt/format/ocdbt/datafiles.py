@@ -9,6 +9,7 @@ from __future__ import annotations
 import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,17 +26,14 @@ MISSING = (1 << 64) - 1
 """Offset and length of a missing root."""
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """Row of a table. `base_path` includes the transitive path; paths may be empty."""
+class DataFile(NamedTuple):
+    """Row of a table: a path relative to the database, and the base path at its beginning.
 
+    The transitive path is included in both; they may be empty.
+    """
+
+    path: str
     base_path: str
-    relative_path: str
-
-    @property
-    def path(self) -> str:
-        """Path relative to the database."""
-        return self.base_path + self.relative_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def decode_data_files(
             raise reader.fault("a path shares more than its base path with the one before")
         path, base = new, new[:length]
         try:
-            row = DataFile(base_path + base.decode(), path[length:].decode())
+            row = DataFile(base_path + path.decode(), base_path + base.decode())
         except UnicodeDecodeError:
             raise reader.fault(f"the data-file path {path!r} is not UTF-8") from None
         # The table of a manifest without a root holds one empty path.

@@ -103,9 +103,8 @@ def decode_node(
                 raise reader.fault("its statistics pass 2^63")
         reader.end()
         columns = [c.tolist() for c in (file_index, starts, sizes, own_prefix, num_keys)]
-        paths = [data_file.path for data_file in files]  # joined once: children share them
         return [
-            Child(Location(paths[n], at, size, files[n].base_path), key, key[:prefix], below)
+            Child(Location(files[n].path, at, size, files[n].base_path), key, key[:prefix], below)
             for key, n, at, size, prefix, below in zip(keys, *columns, strict=True)
         ]
     nbytes = reader.varints(count)
