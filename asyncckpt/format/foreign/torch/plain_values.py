@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncckpt.format.fields import MAX_RANK
 from asyncckpt.format.foreign.torch.unpickle import (
-    DICT_NBYTES,
+    EMPTY_NBYTES,
     INT_NBYTES,
     TEXT_NBYTES,
     Allowance,
@@ -66,7 +66,7 @@ def empty_dict(arguments: tuple[Any, ...], allowance: Allowance) -> dict[Any, An
     """Return an empty dict for a `collections.OrderedDict`; its items are set later."""
     if arguments:
         raise ValueError("it makes an OrderedDict from arguments")
-    allowance.take(DICT_NBYTES)
+    allowance.take(EMPTY_NBYTES)
     return {}
 
 

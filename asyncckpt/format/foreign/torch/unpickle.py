@@ -42,8 +42,9 @@ TEXT_NBYTES: Final = 56
 TUPLE_NBYTES: Final = 56
 LIST_NBYTES: Final = 104
 EMPTY_NBYTES: Final = 64
+"""A dict without entries."""
 DICT_NBYTES: Final = 184
-"""A dict with its first entries; `EMPTY_NBYTES` once it is cleared."""
+"""A dict with its first entries."""
 _MEMO_NBYTES: Final = 9
 
 
@@ -309,6 +310,9 @@ class Unpickler:
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise ValueError(f"it sets {len(items)} keys and values of a {type(target).__name__}")
+        if items and not target:
+            # Not paid when the dict is made: a state that is cleared may be filled again.
+            self._allowance.take(DICT_NBYTES - EMPTY_NBYTES)
         for row in range(0, len(items), 2):
             key = items[row]
             if type(key) not in (str, int) and not isinstance(key, Stub):
@@ -416,7 +420,7 @@ READ: Final[dict[int, _Row]] = {
     0x5D: (Unpickler._empty, list, _SLOT_NBYTES + LIST_NBYTES),  # ]  EMPTY_LIST
     0x61: (Unpickler._append, 1, 0),  # a  APPEND
     0x65: (Unpickler._append, 0, 0),  # e  APPENDS
-    0x7D: (Unpickler._empty, dict, _SLOT_NBYTES + DICT_NBYTES),  # }  EMPTY_DICT
+    0x7D: (Unpickler._empty, dict, _SLOT_NBYTES + EMPTY_NBYTES),  # }  EMPTY_DICT
     0x73: (Unpickler._set, 2, 0),  # s  SETITEM
     0x75: (Unpickler._set, 0, 0),  # u  SETITEMS
     0x71: (Unpickler._put, 1, _MEMO_NBYTES),  # q  BINPUT

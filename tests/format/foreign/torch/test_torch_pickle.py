@@ -457,6 +457,18 @@ def test_at_least_the_memory_that_is_taken_is_counted() -> None:
     assert peak[0] < counted < 3 * peak[0]
 
 
+def test_a_state_that_is_filled_again_is_paid_for_again() -> None:
+    """What is refunded for a cleared state must not exceed what was paid for it."""
+    begin = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}\x94"
+    counted = []
+    for count in (1, 1000):
+        allowance = Allowance(PLENTY)
+        data = begin + b"h\x00".join([b"K\x00Nsb"] * count) + b"."
+        Unpickler(source(data), metadata_names(), allowance).run()
+        counted.append(PLENTY - allowance.left)
+    assert 0 < counted[0] < counted[1]
+
+
 def test_dtypes_are_their_names() -> None:
     data = pickle.dumps([torch.bfloat16, torch.float8_e5m2, torch.complex32])
     found = Unpickler(source(data), metadata_names(), Allowance(PLENTY)).run()
