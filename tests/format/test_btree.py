@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.ocdbt import walk
 from asyncckpt.format.ocdbt.btree import EncodedTree, encode_tree
-from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.datafiles import Location, encode_data_files
 from asyncckpt.format.ocdbt.keys import prepare_keys
 from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.nodes import decode_node
@@ -27,6 +27,7 @@ from asyncckpt.format.ocdbt.wire import (
     FRAME_TRAILER,
     NODE_MAGIC,
     encode_varint,
+    encode_varints,
     frame,
 )
 from tests.checkpoint.foreign.databases import packed
@@ -345,6 +346,38 @@ def test_nodes_that_compress_well_are_read() -> None:
     version = dataclasses.replace(tree.version, root=Location("d/nodes", 0, len(stored)))
     found = decode_tree(version, lambda _: stored, limits=TreeLimits.of_files(1, 46_000_000))
     assert len(found) == len(entries)
+
+
+def test_many_nodes_that_compress_well_cannot_stand_for_gigabytes() -> None:
+    """Each leaf is within the limit of a node."""
+    zeros = bytes(9 << 20)
+    blocks = {}
+    children: list[tuple[int, int]] = []
+    for key in (b"k0", b"k1"):
+        body = leaf_body(1, b"\x02", key, encode_varint(len(zeros)), b"\x00", zeros)
+        block = packed(NODE_MAGIC, zstandard.ZstdCompressor().compress(body))
+        children.append((sum(map(len, blocks.values())), len(block)))
+        blocks[children[-1][0]] = block
+    offsets, sizes = (np.array(column, np.int64) for column in zip(*children, strict=True))
+    root = bytes(
+        frame(
+            NODE_MAGIC,
+            b"\x01",
+            encode_data_files(["d/nodes"]),
+            b"\x02\x00\x02\x02\x00\x00k0k1\x00\x00",
+            encode_varints(offsets),
+            encode_varints(sizes),
+            b"\x01\x01",
+            encode_varints(sizes),
+            b"\x00\x00",
+        )
+    )
+    at = int(sizes.sum())
+    blocks[at] = root
+    version = Version(1, Location("d/nodes", at, len(root)), 1, 2, 0, 0, 0)
+    limits = TreeLimits.of_files(1, at + len(root))
+    with pytest.raises(CorruptCheckpointError, match="values of the tree take over"):
+        decode_tree(version, lambda location: blocks[location.offset], limits=limits)
 
 
 def test_the_limit_of_a_node_holds(monkeypatch: pytest.MonkeyPatch) -> None:

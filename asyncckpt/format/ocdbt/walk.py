@@ -19,7 +19,8 @@ _FREE_FILES = 1 << 10
 _FREE_NBYTES = 16 << 20
 
 _MAX_RATIO = 1 << 10
-"""Highest compression ratio beyond `_FREE_NBYTES`: Orbax's documents of equal arrays reach 250."""
+"""Highest compression ratio beyond `_FREE_NBYTES`, of each node and of all inline values together:
+Orbax's documents of equal arrays reach 250."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class TreeDecoder:
         self._nodes = 0
         self._nbytes = 0
         self._keys_nbytes = 0
+        self._values_nbytes = 0
         if version.root is not None:
             self._admit(1, version.root.nbytes, version.root)
             self._level = [Child(version.root, b"", b"", version.num_keys)]
@@ -140,6 +142,9 @@ class TreeDecoder:
             return node
         if len(self.values) + len(keys) > limits.max_keys:
             raise _fault(where, f"the tree has more than {limits.max_keys} keys")
+        self._values_nbytes += sum(map(len, node.values()))  # a place counts as 3
+        if self._values_nbytes > (most := _FREE_NBYTES + _MAX_RATIO * self._nbytes):
+            raise _fault(where, f"the values of the tree take over {most} bytes")
         if self._last_key is not None and self._last_key >= keys[0]:
             raise _fault(where, "its keys do not sort after those of the leaf before it")
         self._last_key = keys[-1]
