@@ -70,17 +70,21 @@ def empty_dict(arguments: tuple[Any, ...], allowance: Allowance) -> dict[Any, An
     return {}
 
 
-def _size(arguments: tuple[Any, ...], _: Allowance) -> tuple[int, ...]:
-    if list(map(type, arguments)) != [tuple] or set(map(type, arguments[0])) - {int}:
-        raise ValueError("it makes a torch.Size of something other than a tuple of integers")
-    return tuple(arguments[0])
+def _size(arguments: tuple[Any, ...], allowance: Allowance) -> tuple[int, ...]:
+    if list(map(type, arguments)) == [tuple]:
+        # As if copied, which bounds the time: a pickle may name one long tuple many times.
+        allowance.take(len(arguments[0]))
+        if set(map(type, arguments[0])) <= {int}:
+            return tuple(arguments[0])
+    raise ValueError("it makes a torch.Size of something other than a tuple of integers")
 
 
 def _device(arguments: tuple[Any, ...], allowance: Allowance) -> str:
     if [type(part) for part in arguments] not in ([str], [str, int]):
         raise ValueError("it makes a torch.device of something other than a name and a number")
-    allowance.take(TEXT_NBYTES + INT_NBYTES)
-    return ":".join(map(str, arguments))
+    name = ":".join(map(str, arguments))
+    allowance.take(TEXT_NBYTES + 4 * len(name))  # a character takes at most 4 bytes
+    return name
 
 
 class SavedDtype(Stub):
@@ -167,9 +171,10 @@ _NDARRAY = object()
 def _dtype(arguments: tuple[Any, ...], allowance: Allowance) -> SavedDtype:
     if len(arguments) != 3 or type(arguments[0]) is not str:
         raise ValueError("it makes a numpy.dtype of something other than its name")
-    allowance.take(SavedDtype.__basicsize__)
+    code = arguments[0][:80]
+    allowance.take(SavedDtype.__basicsize__ + TEXT_NBYTES + 4 * len(code))
     made = SavedDtype()
-    made.code = arguments[0][:80]
+    made.code = code
     return made
 
 

@@ -344,6 +344,36 @@ def test_hostile_pickles_are_refused_within_their_memory(what: str) -> None:
     assert peak[0] <= 3 * len(data) + 3 * MIB
 
 
+TEXT = b"X" + struct.pack("<I", 60_000) + b"a" * 60_000
+NUMBER = b"\x8b" + struct.pack("<I", 1700) + b"\x01" * 1700
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"ctorch\ndevice\n\x94" + TEXT + b"K\x00\x86\x94",
+        b"ctorch\ndevice\n\x94\x8c\x01a" + NUMBER + b"\x86\x94",
+        b"cnumpy\ndtype\n\x94" + TEXT + b"NN\x87\x94",
+    ],
+    ids=["a device with a long name", "a device with a long number", "a dtype with a long name"],
+)
+def test_names_made_of_one_text_many_times_are_refused_within_their_memory(call: bytes) -> None:
+    data = b"\x80\x04(" + call + b"h\x00h\x01R" * 20_000 + b"t."
+    with (
+        memory_peak() as peak,
+        pytest.raises((CorruptCheckpointError, UnsupportedFormatError)),
+    ):
+        load_tree(source(data), Allowance(3 * len(data) + 3 * MIB), 0)
+    assert peak[0] <= 3 * len(data) + 3 * MIB
+
+
+def test_a_long_size_is_paid_for_each_time() -> None:
+    """Otherwise the time to look at its items would grow with the square of the pickle."""
+    size = b"((" + b"K\x01" * 20_000 + b"t\x85\x94ctorch\nSize\n\x94"
+    with pytest.raises(CorruptCheckpointError, match="objects would take far more memory"):
+        value_of(b"\x80\x04" + size + b"h\x01h\x00R" * 200 + b"t.", 3 * MIB)
+
+
 ARRAY = pickle.dumps(np.zeros(40_000, np.uint8), 2)[2:-1]
 
 ARRAYS: dict[str, bytes] = {
