@@ -112,7 +112,7 @@ class Stub:
         """Fill the slots from `state` by name, and return the other fields.
 
         Raises:
-            ValueError: the state is not a dict.
+            ValueError: the state is not a dict, or has a name that is not text.
         """
         if type(state) is not dict:
             raise ValueError(f"the state of a {type(self).__name__} is a {type(state).__name__}")
@@ -120,8 +120,10 @@ class Stub:
         for name, value in state.items():
             if name in self.__slots__:
                 setattr(self, name, value)
+            elif type(name) is str:
+                unknown[name[:80]] = value
             else:
-                unknown[str(name)[:80]] = value
+                raise ValueError(f"a field of a {type(self).__name__} is a {type(name).__name__}")
         # The memo would keep the state of every instance alive.
         state.clear()
         return unknown

@@ -344,6 +344,13 @@ def test_hostile_pickles_are_refused_within_their_memory(what: str) -> None:
     assert peak[0] <= 3 * len(data) + 3 * MIB
 
 
+def test_fields_of_an_instance_have_names() -> None:
+    """The text of a long integer takes more time than its bytes explain."""
+    begin = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}"
+    with pytest.raises(CorruptCheckpointError, match="a field of a MetadataIndex is a int"):
+        Unpickler(source(begin + b"K\x00Nsb."), metadata_names(), Allowance(PLENTY)).run()
+
+
 TEXT = b"X" + struct.pack("<I", 60_000) + b"a" * 60_000
 NUMBER = b"\x8b" + struct.pack("<I", 1700) + b"\x01" * 1700
 
@@ -493,7 +500,7 @@ def test_a_state_that_is_filled_again_is_paid_for_again() -> None:
     counted = []
     for count in (1, 1000):
         allowance = Allowance(PLENTY)
-        data = begin + b"h\x00".join([b"K\x00Nsb"] * count) + b"."
+        data = begin + b"h\x00".join([b"\x8c\x01xNsb"] * count) + b"."
         Unpickler(source(data), metadata_names(), allowance).run()
         counted.append(PLENTY - allowance.left)
     assert 0 < counted[0] < counted[1]
