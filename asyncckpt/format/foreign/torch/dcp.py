@@ -103,7 +103,11 @@ def _entries(value: object, file: str) -> list[Entry]:
     # Ranks append their shards, but planner_data has the order of the state dict.
     order = [key for key in paths if key in described]
     order += [key for key in described if key not in paths]
-    entries = [_entry(key, described[key], paths.get(key, (key,)), places, file) for key in order]
+    # A pickle may name one list of shards many times: each is looked at once.
+    known: dict[tuple[int, int], tuple[Box, ...]] = {}
+    entries = [
+        _entry(key, described[key], paths.get(key, (key,)), places, known, file) for key in order
+    ]
     _check_places(entries)
     return entries
 
@@ -127,10 +131,11 @@ def _entry(
     value: object,
     path: object,
     places: Mapping[tuple[str, object], StorageInfo],
+    known: dict[tuple[int, int], tuple[Box, ...]],
     file: str,
 ) -> Entry:
     where = f"{key[:200]!r}"
-    if type(path) is not tuple or not path or set(map(type, path)) - {str, int}:
+    if type(path) is not tuple or not path or set(map(type, path[:MAX_DEPTH])) - {str, int}:
         raise ValueError(f"planner_data of {where} is not a path of strings and integers")
     if len(path) > MAX_DEPTH or any(type(p) is int and not 0 <= p < 1 << 31 for p in path):
         raise ValueError(f"planner_data of {where} is too deep, or has an index out of range")
@@ -156,7 +161,10 @@ def _entry(
     if dtype not in DTYPES and 0 in shape:
         reason = f"{where} has the dtype {dtype}"
         raise unsupported(reason, file=file, expected=DTYPES, found=dtype)
-    boxes = _boxes(value.chunks, len(shape), where)
+    list_of_rank = id(value.chunks), len(shape)
+    if list_of_rank not in known:
+        known[list_of_rank] = _boxes(value.chunks, len(shape), where)
+    boxes = known[list_of_rank]
     items = [_item(places.get((key, box.offset)), where, file) for box in boxes]
     return Entry(key, path, shape, dtype, boxes, tuple(items))
 
@@ -165,7 +173,7 @@ def _boxes(chunks: object, rank: int, where: str) -> tuple[Box, ...]:
     """Return the nonempty shards."""
     if type(chunks) is not list:
         raise ValueError(f"{where} has no list of shards")
-    boxes = []
+    boxes: dict[tuple[int, ...], Box] = {}
     for chunk in chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
             raise ValueError(f"a shard of {where} is a {type(chunk).__name__}")
@@ -174,8 +182,11 @@ def _boxes(chunks: object, rank: int, where: str) -> tuple[Box, ...]:
         if not len(offset) == len(sizes) == rank:
             raise ValueError(f"a shard of {where} is not of rank {rank}")
         if all(sizes):
-            boxes.append(Box(offset, sizes))
-    return tuple(boxes)
+            # Before a box is made of each: a pickle may name one shard many times.
+            if offset in boxes:
+                raise ValueError(f"two shards of {where} are at {list(offset)}")
+            boxes[offset] = Box(offset, sizes)
+    return tuple(boxes.values())
 
 
 def _item(info: StorageInfo | None, where: str, file: str) -> Item:

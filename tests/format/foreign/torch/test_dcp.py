@@ -172,6 +172,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: sample(storage_data=places(length=101)),
         "share bytes of __0_0.distcp",
     ),
+    "one shard many times": (
+        lambda: sample(state_dict_metadata=described(*[((0, 0), (3, 2))] * 1000)),
+        r"two shards of 'model.w' are at \[0, 0\]",
+    ),
     "a gap": (
         lambda: sample(state_dict_metadata=described(((0, 0), (3, 2)))),
         "do not tile it: they hold 6 of its 8 elements",
@@ -189,6 +193,23 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "which no tensor has",
     ),
 }
+
+
+def test_a_list_of_shards_of_many_tensors_is_looked_at_once() -> None:
+    """Otherwise the time would grow with the square of the pickle."""
+    shared = tensor((2,), [((0,), (1,)), ((1,), (1,))])
+    keys = ("a", "b")
+    places = {
+        dcp.MetadataIndex(key, (offset,), 0): _StorageInfo(key, 10 * offset, 10)
+        for key in keys
+        for offset in range(2)
+    }
+    described = dict.fromkeys(keys, shared)
+    first, second = entries_of(
+        sample(state_dict_metadata=described, storage_data=places, planner_data={})
+    )
+    assert first.boxes is second.boxes
+    assert [item.file for item in (*first.items, *second.items)] == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize("what", BAD)
