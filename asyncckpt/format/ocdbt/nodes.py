@@ -17,13 +17,10 @@ from asyncckpt.format.ocdbt.datafiles import (
     used_file,
 )
 from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
-from asyncckpt.format.ocdbt.wire import I64, MAX_BODY_NBYTES, NODE_MAGIC, Reader, unframe
+from asyncckpt.format.ocdbt.wire import I64, INT64_MAX, MAX_BODY_NBYTES, NODE_MAGIC, Reader, unframe
 
 MAX_KEYS_NBYTES = 1 << 30
 """Most bytes of all keys of a tree: keys share prefixes, so that a small node can expand a lot."""
-
-_INT64_MAX = (1 << 63) - 1
-
 
 Value = bytes | tuple[str, int, int]
 """A value itself, or the file, first byte and length of one in a data file."""
@@ -99,7 +96,7 @@ def decode_node(
         sizes, num_keys, tree, indirect = (reader.varints(count) for _ in range(4))
         _check_ranges(reader, starts, sizes)
         for total in (num_keys, tree, indirect):
-            if float(total.sum(dtype=np.float64)) >= float(_INT64_MAX):
+            if float(total.sum(dtype=np.float64)) >= float(INT64_MAX):
                 raise reader.fault("its statistics pass 2^63")
         reader.end()
         columns = [c.tolist() for c in (file_index, starts, sizes, own_prefix, num_keys)]
@@ -166,5 +163,5 @@ def _decode_places(reader: Reader, files: tuple[DataFile, ...], count: int) -> t
 
 
 def _check_ranges(reader: Reader, starts: I64, sizes: I64) -> None:
-    if bool((starts > _INT64_MAX - sizes).any()):
+    if bool((starts > INT64_MAX - sizes).any()):
         raise reader.fault("a byte range ends past 2^63")

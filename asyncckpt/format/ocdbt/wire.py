@@ -37,7 +37,7 @@ MAX_BODY_NBYTES = 1 << 28
 """Largest decompressed body; Orbax configures nodes of up to 100 MB."""
 
 _VARINT_NBYTES = 10  # 64 bits in groups of 7
-_INT64_MAX = (1 << 63) - 1
+INT64_MAX = (1 << 63) - 1
 
 
 def encode_varint(value: int) -> bytes:
@@ -143,7 +143,7 @@ class Reader:
         self.need(count, what, nbytes_each=nbytes_each)
         return count
 
-    def varints(self, count: int, *, below: int = _INT64_MAX) -> I64:
+    def varints(self, count: int, *, below: int = INT64_MAX) -> I64:
         """Read the next `count` varints, each below `below`."""
         self.need(count, "numbers")
         if not count:
