@@ -100,7 +100,10 @@ class Workers:
             if not future.cancel():
                 await self._end(future, waiter, fn)
             raise
-        return waiter.result()
+        try:
+            return waiter.result()
+        finally:
+            del future, waiter  # an error has this frame in its traceback: it would never be freed
 
     async def run_or_abandon(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of the call, made in a worker thread.
@@ -114,6 +117,8 @@ class Workers:
             if not future.cancel():
                 self.abandon(future)
             raise
+        finally:
+            del future  # as in `run`
 
     async def clean_up(self, call: Callable[[], object]) -> None:
         """Make the call in a worker thread, even if this task is cancelled.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
@@ -44,6 +45,29 @@ async def test_results_and_errors_arrive(workers: Workers) -> None:
     assert await workers.run(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await workers.run(divmod, 7, 0)
+
+
+@pytest.mark.parametrize("name", ["run", "run_or_abandon"])
+async def test_an_error_keeps_nothing_alive(workers: Workers, name: str) -> None:
+    """Neither itself, nor what the frames of its traceback held."""
+    held: list[weakref.ref[Held]] = []
+
+    async def fail() -> None:
+        value = Held()
+        held.append(weakref.ref(value))
+        await getattr(workers, name)(divmod, 7, 0)
+        del value
+
+    await workers.run(int)
+    gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            await fail()
+        await workers.run(int)  # a thread may hold its last call until it has another one
+        await workers.run(int)
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_base_exceptions_of_a_call_arrive_and_its_thread_lives_on(workers: Workers) -> None:

@@ -167,8 +167,10 @@ class Archives:
             with located(self._listing.files):
                 yield
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            # A copy: the error's traceback would keep half-decoded objects alive.
+            # A copy: the error's traceback would keep half-decoded objects alive. It is dropped,
+            # because with Python 3.13, its frames lead back to the error.
             self.faults[number] = copy.copy(error)
+            error.__traceback__ = None
 
 
 def _check(entry: Entry, item: Item, size: int) -> None:
