@@ -29,14 +29,7 @@ from asyncckpt.format.codecs import RAW, ZSTD, Codec
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.record import RECORD_NAME, decode_record
-from asyncckpt.format.record_values import (
-    ArrayTable,
-    CommitRecord,
-    FileEntry,
-    IndexExtent,
-    LeafTable,
-    Piece,
-)
+from asyncckpt.format.record_values import ArrayTable, CommitRecord, IndexExtent, LeafTable, Piece
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_RECORD_NBYTES, MIB
@@ -146,7 +139,7 @@ class OpenCheckpoint:
     leaves: LeafTable
     arrays: ArrayTable
     storages: tuple[Storage, ...]
-    stored_files: Sequence[FileInfo | FileEntry]
+    stored_files: Sequence[FileInfo]
     read_extents: ReadExtents
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)

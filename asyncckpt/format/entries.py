@@ -13,7 +13,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, path_fault
 from asyncckpt.format.fields import MAX_RANK, check_form
 from asyncckpt.format.zarr3 import CRC_NBYTES
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import Box
 
 MAGIC = b"ACKE"
@@ -51,14 +52,6 @@ _FIELDS = [*_GROUPS["written"], *_GROUPS["checked"], *_GROUPS["scalar"]]
 """Columns that equal fields of `Entries`."""
 
 _HEADER = {**_PROCESS, "files": list, "counts": dict.fromkeys(_GROUPS, MAX_ENTRIES_NBYTES)}
-
-
-class WrittenFile(NamedTuple):
-    """A durable data file; its path is relative to the database."""
-
-    path: str
-    nbytes: int
-    crc: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +138,7 @@ class Entries:
     save_id: str
     process: int
     digest: str
-    files: Sequence[WrittenFile]
+    files: Sequence[FileInfo]
     chunk: npt.NDArray[np.int64]
     file: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
@@ -172,7 +165,7 @@ def encode_entries(entries: Entries) -> bytes:
     header = json.dumps(
         {
             **{name: getattr(entries, name) for name in _PROCESS},
-            "files": [list(file) for file in entries.files],
+            "files": [[file.path, file.nbytes, file.crc32c] for file in entries.files],
             "counts": {group: columns[next(iter(kinds))].size for group, kinds in _GROUPS.items()},
         },
         separators=(",", ":"),
@@ -231,13 +224,13 @@ def _columns(data: bytes, start: int, counts: Mapping[str, int]) -> dict[str, np
 
 
 def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> Entries:
-    files: list[WrittenFile] = []
+    files: list[FileInfo] = []
     for path, nbytes, crc in header["files"]:
         if type(path) is not str or path_fault(path) is not None:
             raise ValueError(f"a file is named {path!r:.80}")
         if type(nbytes) is not int or type(crc) is not int or nbytes < 0:
             raise ValueError(f"{path} has {nbytes!r:.40} bytes and checksum {crc!r:.40}")
-        files.append(WrittenFile(path, nbytes, crc))
+        files.append(FileInfo(path, nbytes, crc))
     if columns["file"].size and int(columns["file"].max()) >= len(files):
         raise ValueError(f"a chunk is in file {int(columns['file'].max())} of {len(files)}")
     sizes = columns["value_nbytes"]

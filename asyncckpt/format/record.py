@@ -33,7 +33,6 @@ from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
-    FileEntry,
     FixedName,
     IndexExtent,
     LeafTable,
@@ -44,6 +43,7 @@ from asyncckpt.format.record_values import (
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_base64, decode_scalar
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_PIECES, MAX_RECORD_NBYTES, STEP_MAX
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import DTYPES, array_spec, nonempty_size
 
 RECORD_NAME = "checkpoint.json"
@@ -227,7 +227,7 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
     return data
 
 
-def _row(file: FileEntry) -> dict[str, JsonValue]:
+def _row(file: FileInfo) -> dict[str, JsonValue]:
     return {"path": file.path, "nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
 
 
@@ -397,7 +397,7 @@ def _record(
     check_depth(document["metadata"], "metadata")
     index = document["chunk_index"]
     files = [
-        FileEntry(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
+        FileInfo(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
     ]
     files += map(_fixed, document.get("fixed", ()))
     encoded = index.get("data")

@@ -18,6 +18,7 @@ from asyncckpt.format.damage import corrupt
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.zarr3 import CRC_NBYTES
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import ArraySpec, ChunkGrid
 
 MAX_ZSTD_RATIO = 1 << 16
@@ -90,16 +91,7 @@ class ArrayTable:
 
 
 @dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file of the checkpoint, by its path relative to the record."""
-
-    path: str
-    nbytes: int
-    crc32c: int
-
-
-@dataclass(frozen=True, slots=True)
-class FixedName(FileEntry):
+class FixedName(FileInfo):
     """A file whose name all attempts share, and which is therefore written after the record.
 
     Attributes:
@@ -191,7 +183,7 @@ class CommitRecord:
     leaves: LeafTable
     specs: tuple[StoredSpec, ...]
     arrays: ArrayTable
-    files: tuple[FileEntry, ...]
+    files: tuple[FileInfo, ...]
     chunk_index: IndexExtent
     manifest: bytes
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)

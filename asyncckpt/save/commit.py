@@ -21,18 +21,12 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.record import encode_record
-from asyncckpt.format.record_values import (
-    CommitRecord,
-    FileEntry,
-    FixedName,
-    IndexExtent,
-    LeafTable,
-)
+from asyncckpt.format.record_values import CommitRecord, FixedName, IndexExtent, LeafTable
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import Attempt, AttemptFiles
-from asyncckpt.reports import ProcessPart, Timeline
+from asyncckpt.reports import FileInfo, ProcessPart, Timeline
 from asyncckpt.save.index import Index, Payload, encode_index
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest
@@ -133,8 +127,8 @@ class Commit:
             save_id=bytes.fromhex(self.save_id),
             now_ns=now_ns,
         )
-        written = (*payload.files, (path, index.nbytes, index.crc))
-        files = [FileEntry(f"{DATABASE}/{name}", nbytes, crc) for name, nbytes, crc in written]
+        written = (*payload.files, FileInfo(path, index.nbytes, index.crc))
+        files = [FileInfo(f"{DATABASE}/{one.path}", one.nbytes, one.crc32c) for one in written]
         index_file = len(payload.files)
         manifest = f"{DATABASE}/{MANIFEST_NAME}"
         small = [(manifest, index.manifest), *self._orbax]
@@ -149,7 +143,7 @@ class Commit:
     def _record(
         self,
         index: Index,
-        files: list[FileEntry],
+        files: list[FileInfo],
         index_file: int,
         small: Sequence[tuple[str, bytes]],
         sources: Sequence[str | None],
@@ -160,7 +154,7 @@ class Commit:
             # Files with a source get their fixed names only after the record is published. The
             # manifest is in the record itself.
             if source is None:
-                files.append(FileEntry(name, len(data), crc32c(data)))
+                files.append(FileInfo(name, len(data), crc32c(data)))
             else:
                 source = None if data is index.manifest else source
                 files.append(FixedName.of(name, data, source))

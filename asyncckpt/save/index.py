@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.format.chunks import ChunkIndex, encode_chunk_index
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.keys import KeyColumns, key_columns
 from asyncckpt.format.ocdbt.manifest import encode_manifest
@@ -22,7 +20,7 @@ from asyncckpt.options import NODE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
 from asyncckpt.planning.table import expanded
-from asyncckpt.reports import Timeline
+from asyncckpt.reports import FileInfo, Timeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +129,7 @@ class Payload:
 
     chunks: ChunkIndex
     inline: bytes | bytearray
-    files: list[WrittenFile]
+    files: list[FileInfo]
     parts: Sequence[tuple[HeldBox, bytes]] = ()
     checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     timeline: Timeline = field(default_factory=Timeline)
@@ -159,7 +157,7 @@ def encode_index(
     tree = encode_tree(
         catalog.columns,
         ValueColumns([*templates, payload.inline], *columns),
-        data_files=list(map(itemgetter(0), payload.files)),
+        data_files=[file.path for file in payload.files],
         node_file=path,
         node_offset=0,
         max_decoded_node_nbytes=NODE_NBYTES,

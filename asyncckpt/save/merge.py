@@ -28,14 +28,13 @@ from asyncckpt.format.entries import (
     MAX_ENTRIES_NBYTES,
     Entries,
     Parts,
-    WrittenFile,
     decode_entries,
     encode_entries,
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
 from asyncckpt.planning.replicas import checked_rows
-from asyncckpt.reports import ProcessPart, Timeline
+from asyncckpt.reports import FileInfo, ProcessPart, Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable, Opened
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout, LayoutCache
@@ -190,7 +189,7 @@ class SharedCommit(Commit):
             chunks.nbytes[chunk] = len(stored)
             chunks.crc32c[chunk] = int.from_bytes(stored[-CRC_NBYTES:], "little")
             offset += len(stored)
-        merged.files.append(WrittenFile(path, len(data), crc32c(data)))
+        merged.files.append(FileInfo(path, len(data), crc32c(data)))
 
 
 def _part_of(entries: Entries, host: str) -> ProcessPart:
@@ -281,7 +280,7 @@ def merge(
     offset, nbytes = np.zeros(count, np.int64), np.zeros(count, np.int64)
     crc = np.zeros(count, np.uint32)
     seen = np.zeros(count, np.int64)
-    files: list[WrittenFile] = []
+    files: list[FileInfo] = []
     small: dict[int, bytes] = {}
     for one in entries:
         if one.chunk.size and int(one.chunk.max()) >= count:

@@ -26,10 +26,10 @@ import zstandard
 
 from asyncckpt.errors import AsyncCheckpointError, ResourceError, SaveError
 from asyncckpt.format.chunks import ChunkIndex
-from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.ports import Sizes
+from asyncckpt.reports import FileInfo
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.index import Payload
 from asyncckpt.save.serialize import Compressed, Compressor, WindowChecksums, seal_small
@@ -142,10 +142,10 @@ class Pipeline:
 
     async def _indexed(self) -> Committable:
         """Write the index of the current places and checksums."""
-        rows: list[WrittenFile] = []
+        rows: list[FileInfo] = []
         for file, (nbytes, crc) in enumerate(zip(self.files.nbytes, self.files.crcs, strict=True)):
             path = self.files.path(file).removeprefix(f"{DATABASE}/")
-            rows.append(WrittenFile(path, nbytes, crc))
+            rows.append(FileInfo(path, nbytes, crc))
         crcs = self._extents.crc32c.copy()
         crcs[list(self._checked_crc)] = list(self._checked_crc.values())
         checked, timeline = crcs[self.commit.checked], self._recorder.timeline()

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt import options
-from asyncckpt.format.entries import Entries, Parts, WrittenFile, encode_entries
+from asyncckpt.format.entries import Entries, Parts, encode_entries
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.planning.streams import encoded_rows
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import Box, Partition, Shard, array_spec
 from benchmarks.local.planning import save
 
@@ -133,7 +134,7 @@ def entries_by(job: Job, process: int, plan: SavePlan) -> Entries:
         save_id=SAVE_ID,
         process=process,
         digest=DIGEST,
-        files=[WrittenFile(path, int(nbytes.sum()), process)],
+        files=[FileInfo(path, int(nbytes.sum()), process)],
         chunk=plan.row_chunk[kept],
         file=np.zeros(len(kept), np.int64),
         offset=offset[~small],

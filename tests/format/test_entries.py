@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import entries as module
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import Entries, Parts, WrittenFile, decode_entries, encode_entries
+from asyncckpt.format.entries import Entries, Parts, decode_entries, encode_entries
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import Box
 
 
@@ -24,7 +25,7 @@ def some(
         save_id="0" * 32,
         process=2,
         digest="ab" * 32,
-        files=[WrittenFile("d/x-2-0", 4096, 7), WrittenFile("d/x-2-1", 10, 2**32 - 1)],
+        files=[FileInfo("d/x-2-0", 4096, 7), FileInfo("d/x-2-1", 10, 2**32 - 1)],
         chunk=np.arange(10, 10 + chunks),
         file=np.arange(chunks) % 2,
         offset=np.arange(chunks) * 2**40,

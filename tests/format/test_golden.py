@@ -29,7 +29,6 @@ from asyncckpt.format.record import decode_record, encode_record
 from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
-    FileEntry,
     FixedName,
     IndexExtent,
     LeafTable,
@@ -37,6 +36,7 @@ from asyncckpt.format.record_values import (
     StoredSpec,
 )
 from asyncckpt.format.zarr3 import decode_metadata, encode_metadata
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import ArraySpec
 from tests.format.dump import Structure, dump, load
 from tests.format.manifests import encode_manifest
@@ -108,7 +108,7 @@ def record() -> bytes:
             ),
             specs=(StoredSpec(wide, (2, 6)), StoredSpec(scalar, (), 3)),
             arrays=ArrayTable(["w", "pieces.0", "pieces.1", "count"], [0, 0, 0, 1], {2: 1}),
-            files=(FileEntry("default/d/00ff-0", 5000, 0xDEADBEEF), *FIXED),
+            files=(FileInfo("default/d/00ff-0", 5000, 0xDEADBEEF), *FIXED),
             chunk_index=IndexExtent(0, 100, len(INDEX), crc32c(INDEX[:-4]), INDEX),
             manifest=b"\x0c\xdb:*",
             metadata={"tokens": 10**9, "note": "ö"},

@@ -23,7 +23,6 @@ from asyncckpt.format.record import decode_record, encode_record, encode_tables,
 from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
-    FileEntry,
     FixedName,
     IndexExtent,
     LeafTable,
@@ -32,6 +31,7 @@ from asyncckpt.format.record_values import (
     StoredSpec,
 )
 from asyncckpt.format.scalars import JsonValue, encode_scalar
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import ArraySpec
 
 SPECS = (
@@ -60,7 +60,7 @@ SMALL = CommitRecord(
     ),
     specs=SPECS,
     arrays=ArrayTable(["w", "tied", "p.1", "p.0", "count", "é/x"], [0, 0, 3, 3, 1, 2], {1: 0}),
-    files=(FileEntry("default/d/data-0", 5000, 0xDEADBEEF), FileEntry("default/d/index", 900, 0)),
+    files=(FileInfo("default/d/data-0", 5000, 0xDEADBEEF), FileInfo("default/d/index", 900, 0)),
     chunk_index=IndexExtent(1, 100, index_nbytes(5), 5),
     manifest=bytes(range(100)),
     metadata={"tokens": 10**9, "nested": [1.5, None, {"ö": "…"}]},
@@ -439,7 +439,7 @@ def test_a_hundred_thousand_leaves_do_not_take_quadratic_time(scalars: int) -> N
             [f"params.layer_{i}.attention.kernel" for i in range(count)],
             [i % 100 for i in range(count)],
         ),
-        files=(FileEntry("default/d/x", 2**40, 0),),
+        files=(FileInfo("default/d/x", 2**40, 0),),
         chunk_index=IndexExtent(0, 0, index_nbytes(count), 0),
         metrics={},
     )

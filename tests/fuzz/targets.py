@@ -32,13 +32,13 @@ from asyncckpt.format.record import encode_record
 from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
-    FileEntry,
     IndexExtent,
     LeafTable,
     Piece,
     StoredSpec,
 )
 from asyncckpt.format.scalars import encode_scalar
+from asyncckpt.reports import FileInfo
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import flatten, unflatten
 from tests.format.manifests import VersionNode, encode_manifest
@@ -173,7 +173,7 @@ def _record() -> CommitRecord:
         ),
         specs=(StoredSpec(wide, (2, 6)), StoredSpec(scalar, (), 3)),
         arrays=ArrayTable(["w", "p.0", "p.1", "count"], [0, 0, 0, 1], {2: 1}),
-        files=(FileEntry("default/d/00ff-0", 5000, 0xDEADBEEF),),
+        files=(FileInfo("default/d/00ff-0", 5000, 0xDEADBEEF),),
         chunk_index=IndexExtent(0, 100, index_nbytes(5), 7),
         manifest=b"\x0c\xdb:*",
         metadata={"tokens": 10**9, "note": "ö", "list": [1, [2, None]]},

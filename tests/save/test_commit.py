@@ -12,10 +12,10 @@ import numpy as np
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import WrittenFile
 from asyncckpt.format.record import decode_record
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import SaveOptions
+from asyncckpt.reports import FileInfo
 from asyncckpt.save.commit import Commit
 from asyncckpt.save.index import Payload
 from asyncckpt.save.snapshot import SaveRequest
@@ -67,7 +67,7 @@ def payload_of(staged: Staged, names: tuple[str, ...]) -> Payload:
         nbytes=plan.row_payload + CRC_NBYTES,
         crc32c=np.arange(len(plan.row_payload), dtype=np.uint32),
     )
-    files = list(map(WrittenFile, names, plan.file_nbytes, range(len(names))))
+    files = list(map(FileInfo, names, plan.file_nbytes, range(len(names))))
     payloads = [bytes(int(plan.row_payload[row])) for row in plan.inline]
     inline = [payload + crc32c(payload).to_bytes(CRC_NBYTES, "little") for payload in payloads]
     return Payload(extents, b"".join(inline), files)
