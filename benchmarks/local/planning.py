@@ -49,7 +49,7 @@ LEAVES_PER_SHARD = 20
 
 SHARD_SHAPE = (256, 256)
 
-BUDGET_NBYTES = 1 << 30
+LIMITS = Limits(1 << 30, None, None)
 
 SIZES = Sizes(options.DEFAULT_DATA_FILE_NBYTES, options.SLOT_NBYTES, options.LOCAL_CONCURRENCY)
 
@@ -196,11 +196,11 @@ def sharded_leaf(count: int) -> tuple[int, list[LeafLayout]]:
 def _cached(tree: Tree) -> Planned:
     # Two saves of one loop: what the first one planned, the second one finds.
     def key() -> list[Any]:
-        return layout_key(taken, Terms(options.SaveOptions(), BUDGET_NBYTES, SIZES))
+        return layout_key(taken, Terms(options.SaveOptions(), LIMITS, SIZES))
 
     taken = take_snapshot(tree)
     layouts = LayoutCache()
-    layouts.keep(key(), make_layout(taken, Terms(options.SaveOptions(), BUDGET_NBYTES, SIZES)))
+    layouts.keep(key(), make_layout(taken, Terms(options.SaveOptions(), LIMITS, SIZES)))
     taken = take_snapshot(tree)
 
     def find() -> None:
@@ -220,13 +220,12 @@ def _agreed(tree: Tree) -> Planned:
         return SaveRequest("1", 1, taken, {}, {}, False, given, None, stall_first=True)
 
     def key(request: SaveRequest) -> list[Any]:
-        return layout_key(request.snapshot, Terms(given, BUDGET_NBYTES, SIZES, *processes))
+        return layout_key(request.snapshot, Terms(given, LIMITS, SIZES, *processes))
 
     first, second = request(), request()
     layouts = LayoutCache()
-    limits = Limits(BUDGET_NBYTES, None, None)
-    layouts.agree(schema_key(first), Agreement("run", "schema", False, limits))
-    layout = make_layout(first.snapshot, Terms(given, BUDGET_NBYTES, SIZES, *processes))
+    layouts.agree(schema_key(first), Agreement("run", "schema", False, LIMITS))
+    layout = make_layout(first.snapshot, Terms(given, LIMITS, SIZES, *processes))
     layouts.keep(key(first), layout)
 
     def find() -> None:

@@ -101,5 +101,6 @@ async def test_less_than_a_week_is_refused(sim: Simulator, monkeypatch: pytest.M
     async with opened("obstore", sim) as store:
         attempt = await store.begin("1", identity("a"))
         await attempt.put("small", b"x")
+        await store._context.probes.conditions(versions=False)  # no object of its probe is left
         age(sim, 20.0)
         assert await store.collect(10.0) == [f"1/.asyncckpt-{identity('a')}-fixed-0"]
