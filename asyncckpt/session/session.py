@@ -471,9 +471,10 @@ class Session:
             return
         try:
             await self._reported()
-        finally:
-            failure = await self.end(error)
-        if failure is not None:
+        except BaseException as interruption:
+            await self.end(interruption)
+            raise
+        if (failure := await self.end(error)) is not None:
             raise failure
 
     async def idle(self) -> None:

@@ -103,6 +103,32 @@ async def test_a_wait_that_is_cancelled_forgets_no_refusal(tmp_path: Path) -> No
         assert core._refusals == []
 
 
+async def test_an_error_of_closing_is_a_note_on_the_cancellation_before_it(tmp_path: Path) -> None:
+    session, refused = Session(tmp_path), Outcome[None]()
+    inside = asyncio.Event()
+
+    async def fine() -> None:
+        return None
+
+    async def fail() -> None:
+        raise OSError("no close")
+
+    async def use() -> None:
+        async with session:
+            await session.call(fine).wait()
+            session.root.release = fail  # type: ignore[method-assign]
+            session._refusals.append(refused)
+            inside.set()
+
+    using = asyncio.create_task(use())
+    await inside.wait()
+    await asyncio.sleep(0)
+    using.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await using
+    assert caught.value.__notes__ == ["closing failed, too: OSError: no close"]
+
+
 class Parting(DirectoryCoordinator):
     """A coordinator whose process stops, or fails, as it leaves the group."""
 
