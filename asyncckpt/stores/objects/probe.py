@@ -82,8 +82,9 @@ class Probes:
 
     async def close(self) -> None:
         """End the background probe."""
-        if self._creates is not None:
-            await self._creates.stop()
+        creates, self._creates = self._creates, None
+        if creates is not None:
+            await creates.stop()
 
     async def _probe_create(self) -> bool:
         """Return whether the second of two conditional creations is refused. Leaves nothing.

@@ -208,3 +208,11 @@ async def test_a_probe_that_got_no_answer_is_made_again(sim: Simulator) -> None:
         await save(store, "1", "a", 1)
         assert (await store._context.probes.conditions(versions=False)).create
         await whole(sim, store, "1", 1)
+
+
+async def test_a_probe_that_was_ended_is_made_again(sim: Simulator) -> None:
+    async with opened("obstore", sim) as store:
+        probes = store._context.probes
+        probes.begin()
+        await probes.close()
+        assert (await probes.conditions(versions=False)).create
