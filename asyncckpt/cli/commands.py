@@ -76,20 +76,18 @@ def list_steps(
         looked = opening.inspect_steps(run)
         infos = [found for found in looked if isinstance(found, CheckpointInfo)]
         errors = [found for found in looked if isinstance(found, AsyncCheckpointError)]
-        # A run without claimed steps has no claims to look up.
-        claimed = not as_json and any(info.epoch for info in infos)
-        claim = opening.last_claim(run) if claimed else None
-    for error in errors:
-        complain(error)
-    if as_json:
-        print_json([documents.summary(info) for info in infos])
-    elif infos:
-        tables.show([tables.listing(infos, tables.terminal_width())])
-        if claim is not None:
-            text = f"claim {claim.epoch}: {claim_text(claim)}"
-            typer.echo(f"\n{tables.printable(text)}")
-    elif not errors:
-        typer.echo(f"no checkpoints in {tables.printable(root)}")
+        for error in errors:
+            complain(error)
+        if as_json:
+            print_json([documents.summary(info) for info in infos])
+        elif infos:
+            tables.show([tables.listing(infos, tables.terminal_width())])
+            # A run without claimed steps has no claims to look up.
+            if any(info.epoch for info in infos) and (claim := opening.last_claim(run)):
+                text = f"claim {claim.epoch}: {claim_text(claim)}"
+                typer.echo(f"\n{tables.printable(text)}")
+        elif not errors:
+            typer.echo(f"no checkpoints in {tables.printable(root)}")
     if errors:
         raise typer.Exit(1)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncckpt import FencedError, blocking
+from asyncckpt import FencedError, StoreError, blocking
 from asyncckpt.cli import main
+from asyncckpt.stores.local.store import LocalStore
 
 TREE = {"w": np.zeros(3)}
 
@@ -43,6 +44,19 @@ def test_ls_shows_epochs_and_who_has_claimed_the_run(
     )
     assert main(["ls", str(root), "--json"]) == 0
     assert [step["epoch"] for step in json.loads(capsys.readouterr().out)] == [0, 1, 2]
+
+
+def test_ls_shows_the_steps_even_if_the_claims_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(store: LocalStore) -> None:
+        raise StoreError("the claims cannot be read")
+
+    monkeypatch.setattr(LocalStore, "claims", fail)
+    assert main(["ls", str(root)]) == 1
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 4
+    assert "the claims cannot be read" in shown.err
 
 
 def test_ls_says_nothing_of_claims_where_nobody_made_one(
