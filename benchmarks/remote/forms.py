@@ -26,8 +26,7 @@ class Form:
         grid_sizes: of objects that the bare clients put.
         range_sizes: of ranges that they read.
         grid_streams: requests in flight of them.
-        grid_samples: of each point of the grid, of which the fastest counts; after two of them,
-            each round leaves out the slower half.
+        grid_samples: of each point of the grid, of which the fastest counts.
         sweep_sizes: of data files.
         sweep_streams: of uploads.
         sweep_samples: of every point; the best few get `samples`.

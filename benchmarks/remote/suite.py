@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-import math
 import random
 import sys
 import time
@@ -53,9 +52,6 @@ FRESH = 1
 
 WARM_UPS = 3
 """Saves under ``"auto"`` before it is compared with the best point of a sweep."""
-
-GRID_FINALISTS = 4
-"""Points of a grid that are measured in all rounds."""
 
 LABELS = {
     "s3torchconnector": "torch DCP, s3torchconnector",
@@ -309,17 +305,14 @@ class _OnService:
         return max(self._raw, key=lambda client: max(self._grids[client, direction].rates.values()))
 
     def _rates(self, points: list[Point], probe: Callable[[Point], float]) -> dict[Point, float]:
-        fastest = dict.fromkeys(points, math.inf)
-        contenders = list(points)
-        for number in range(self._form.grid_samples):
-            if number > 1:  # one sample may be slow by chance
-                contenders.sort(key=fastest.__getitem__)
-                contenders = contenders[: max(GRID_FINALISTS, len(contenders) // 2)]
-            self._suite.rng.shuffle(contenders)
-            for point in contenders:
-                fastest[point] = min(fastest[point], probe(point))
+        seconds: dict[Point, list[float]] = {point: [] for point in points}
+        for _ in range(self._form.grid_samples):
+            order = list(points)
+            self._suite.rng.shuffle(order)
+            for point in order:
+                seconds[point].append(probe(point))
         # The fastest of each: one request in a hundred is slow, and that says nothing of a point.
-        return {point: self._form.nbytes / seconds for point, seconds in fastest.items()}
+        return {point: self._form.nbytes / min(found) for point, found in seconds.items()}
 
     def _put_s(self, process: Child, point: Point, nbytes: int | None = None) -> float:
         """Seconds of the floor of saves; what it wrote is gone."""
