@@ -162,6 +162,7 @@ def test_golden_dumps_load_to_what_the_bytes_decode_to(name: str) -> None:
     assert type(loaded) is type(decoded)
     if isinstance(decoded, dict | list):
         assert loaded == decoded
+        assert list(loaded) == list(decoded)  # the order of the keys, too
         return
     for field in dataclasses.fields(decoded):
         a, b = getattr(loaded, field.name), getattr(decoded, field.name)

@@ -22,6 +22,9 @@ from tests.script import in_thread
 
 ENGINE = Engine("not started")
 
+counts: list[int] = []
+"""Instructions of each call of `at_instruction`."""
+
 
 def running(step: int) -> PendingSave:
     job: Job[SaveReport] = Job(ENGINE)
@@ -41,17 +44,16 @@ def at_instruction(number: int, event: Callable[[], object], call: Callable[[], 
 
     It happens in the same thread, as in a signal handler: whoever stands that stands threads too.
     """
-    left, happened = number, False
+    count = 0
 
     def trace(frame: FrameType, what: str, _: Any) -> Any:
-        nonlocal left, happened
+        nonlocal count
         if frame.f_code.co_filename != in_flight.__file__:
             return None
         frame.f_trace_opcodes = True
         if what == "opcode":
-            left -= 1
-            if left == 0:
-                happened = True
+            count += 1
+            if count == number:
                 event()
         return trace
 
@@ -61,16 +63,19 @@ def at_instruction(number: int, event: Callable[[], object], call: Callable[[], 
         result = call()
     finally:
         sys.settrace(before)
-    return result, happened
+    counts.append(count)
+    return result, 0 < number <= count
 
 
 def at_every_instruction(law: Callable[[int], bool]) -> None:
     """The law holds at each; it tells whether there was such an instruction."""
     law(0)  # Python 3.12 traces instructions from the second time on
+    law(0)
+    count = counts[-1]  # of instructions, if nothing happens
     number = 1
     while law(number):
         number += 1
-    assert number > 20
+    assert number > count > 20
 
 
 def test_a_save_that_begins_while_failures_are_looked_for_is_in_flight() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,17 @@ async def claimed(store: ObjectStore) -> int:
     claim = await store.claim()
     assert claim is not None
     return claim.epoch
+
+
+async def late_save(
+    sim: Simulator, store: ObjectStore, name: str, text: str, seed: int, **options: Any
+) -> tuple[asyncio.Task[None], Gate]:
+    """A save whose record is on its way until the gate is released."""
+    gate = Gate()
+    sim.faults.append(Fault(kind="put_object", key=f"*/{name}/checkpoint.json", gate=gate))
+    saving = asyncio.create_task(save(store, name, text, seed, **options))
+    await gate.reached.wait()
+    return saving, gate
 
 
 async def listed(store: ObjectStore) -> set[str]:
@@ -194,10 +206,7 @@ async def test_a_replacement_that_comes_late_takes_the_place_of_what_it_replaced
     async with opened("obstore", sim, policy=UNRACED) as store, opened("obstore", sim) as other:
         first = await claimed(store)
         await save(store, "1", "a", 1, epoch=first)
-        gate = Gate()
-        sim.faults.append(Fault(kind="put_object", key="*/1/checkpoint.json", gate=gate))
-        saving = asyncio.create_task(save(store, "1", "b", 2, epoch=first, overwrite=True))
-        await gate.reached.wait()
+        saving, gate = await late_save(sim, store, "1", "b", 2, epoch=first, overwrite=True)
         second = await claimed(other)
         await expect(other, "1", 1)
         gate.release()
@@ -218,10 +227,7 @@ async def test_a_replacement_that_comes_late_takes_the_place_of_what_it_replaced
 async def test_a_record_that_does_not_count_makes_way(sim: Simulator) -> None:
     async with opened("gcsfs", sim, policy=UNRACED) as store, opened("gcsfs", sim) as other:
         first = await claimed(store)
-        gate = Gate()
-        sim.faults.append(Fault(kind="put_object", key="*/1/checkpoint.json", gate=gate))
-        saving = asyncio.create_task(save(store, "1", "stale", 1, epoch=first))
-        await gate.reached.wait()
+        saving, gate = await late_save(sim, store, "1", "stale", 1, epoch=first)
         second = await claimed(other)
         gate.release()
         with pytest.raises(FencedError):
@@ -239,10 +245,7 @@ async def test_a_record_that_does_not_count_gets_no_fixed_names_from_a_deletion(
     """It arrives between the deletion of a record and that of its bytes."""
     async with opened(kind, sim, policy=UNRACED) as store, opened(kind, sim) as other:
         first = await claimed(store)
-        gate = Gate()
-        sim.faults.append(Fault(kind="put_object", key="*/1/checkpoint.json", gate=gate))
-        saving = asyncio.create_task(save(store, "1", "stale", 1, epoch=first))
-        await gate.reached.wait()
+        saving, gate = await late_save(sim, store, "1", "stale", 1, epoch=first)
         second = await claimed(other)
         await save(other, "1", "new", 2, epoch=second)
         remove = await other.unlist("1", epoch=second)
@@ -459,10 +462,7 @@ async def test_gc_lists_no_record_that_was_replaced_before_it_could_be_removed(
     key = "run/1/checkpoint.json"
     async with opened("gcsfs", sim, policy=UNRACED) as store, opened("gcsfs", sim) as other:
         first = await claimed(store)
-        gate = Gate()
-        sim.faults.append(Fault(kind="put_object", key=f"*{key}", gate=gate))
-        saving = asyncio.create_task(save(store, "1", "stale", 1, epoch=first))
-        await gate.reached.wait()
+        saving, gate = await late_save(sim, store, "1", "stale", 1, epoch=first)
         second = await claimed(other)
         gate.release()
         with pytest.raises(FencedError):
@@ -497,10 +497,7 @@ async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
     ):
         first = await claimed(store)
         await save(store, "1", "a", 1, epoch=first)
-        gate = Gate()
-        sim.faults.append(Fault(kind="put_object", key="*/2/checkpoint.json", gate=gate))
-        saving = asyncio.create_task(save(store, "2", "stale", 2, epoch=first))
-        await gate.reached.wait()
+        saving, gate = await late_save(sim, store, "2", "stale", 2, epoch=first)
         second = await claimed(other)
         gate.release()
         with pytest.raises(FencedError):
