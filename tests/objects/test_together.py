@@ -1,6 +1,6 @@
 """Saves by several `Checkpointer`s that coordinate, on object stores.
 
-Each plays a process in a thread. On local disk, `tests/session/test_together.py` does the same.
+Each plays a process in a thread. On local disk, `tests/session/together` does the same.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from asyncckpt.session import preemption
 from asyncckpt.session.preemption import WATCH_S, Agreement, SyncPoint
 from tests import children
 from tests.script import in_thread
-from tests.session.test_together import Job
+from tests.session.together.job import Job
 from tests.session.together.test_hiccups import let_fail
 
 SIGTERM = signal.SIGTERM

@@ -26,7 +26,7 @@ from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.stores.local.store import LocalStore
 from tests.processes.values import same
 from tests.session.meeting_place import ExchangingCoordinator, MeetingPlace
-from tests.session.test_together import Job, state
+from tests.session.together.job import Job, state
 
 ONCE = RestoreOptions(broadcast=True, silence_s=20)
 EACH = RestoreOptions(broadcast=False)
