@@ -581,18 +581,16 @@ class Target:
     Attributes:
         spec: wanted shape and dtype.
         leaf: the caller's `like` leaf or the array to fill.
-        buffer: host memory to fill in place, in the NumPy dtype of `spec.dtype`, with any strides;
-            None if the pipeline allocates and `place` makes the leaf.
         boxes: the wanted distinct parts of the array, possibly with gaps; None for all of it.
-        buffers: host memory of each box to fill in place, as `buffer`; empty if the pipeline
-            allocates.
-        identity: targets with equal identity are the same memory; None if unknown or immutable.
-        span: first and one-past-last byte address of `buffer`, for overlap checks; None if it owns
-            its memory, or without a buffer. Adapters ensure that `buffers` do not overlap.
+        buffers: host memory to fill in place, one for each box, or one for all of the array: in the
+            NumPy dtype of `spec.dtype`, with any strides, none overlapping another. Empty if the
+            pipeline allocates and `place` makes the leaf.
+        identity: targets with equal identity are the same memory; None if it is in `buffers`,
+            unknown or immutable.
         extra: facts that the saved leaf must match (PRNG implementation).
         path: path of the leaf, for the errors of `place`.
-        fill: `place` copies into the leaf's own memory, which cannot be a `buffer` (on a device, or
-            in another byte order), or this process has no element to fill.
+        fill: `place` copies into the leaf's own memory, which cannot be in `buffers` (on a device,
+            or in another byte order), or this process has no element to fill.
         captured: state captured by the adapter in the caller's thread to write the leaf later.
         place_all: makes this and other leaves with an equal `place_all` at once, given one array
             for each, with the spec's shape and dtype. Blocking. None if only `place` makes it.
@@ -600,11 +598,9 @@ class Target:
 
     spec: ArraySpec
     leaf: Any
-    buffer: npt.NDArray[Any] | None = None
     boxes: tuple[Box, ...] | None = None
     buffers: tuple[npt.NDArray[Any], ...] = ()
     identity: Hashable | None = None
-    span: tuple[int, int] | None = None
     extra: Mapping[str, Any] | None = None
     path: str = ""
     fill: bool = False

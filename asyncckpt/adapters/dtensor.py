@@ -120,8 +120,9 @@ class DTensorAdapter:
         if in_place:
             if local.identity is not None:
                 target.identity = ("dtensor", target.boxes, local.identity)
-            if local.buffer is not None:
-                target.buffers = tuple([local.buffer[selection(box)] for box in division.local])
+            if local.buffers:
+                (memory,) = local.buffers
+                target.buffers = tuple([memory[selection(box)] for box in division.local])
             if local.place_all is not None and len(division.local) == 1:
                 target.place_all = self.place_all
         return target

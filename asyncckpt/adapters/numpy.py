@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import (
-    check_fillable,
-    host_place,
-    is_masked,
-    selection,
-    unsupported_dtype,
-)
+from asyncckpt.adapters.arrays import check_fillable, is_masked, selection, unsupported_dtype
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
@@ -50,17 +44,15 @@ class NumpyAdapter:
         if not in_place or not isinstance(leaf, np.ndarray):
             return target
         check_fillable(path, "this array", leaf)
-        if leaf.base is not None or not known:
-            target.span, target.identity = host_place(leaf)
         if leaf.dtype == DTYPES[name]:
-            target.buffer = leaf if known else leaf.view(np.ndarray)
+            target.buffers = (leaf if known else leaf.view(np.ndarray),)
         else:
             target.fill = True
         return target
 
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         (values,) = parts
-        if values is target.buffer:
+        if target.buffers:
             return target.leaf
         if target.fill:
             np.copyto(target.leaf, values, casting="equiv")

@@ -352,7 +352,6 @@ class ShardedAdapter:
         if in_place:
             _check_memory(path, array)
             target.buffers = tuple([inside(array, number) for number in division.first])
-            target.identity = _identity(array)
         return target
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:

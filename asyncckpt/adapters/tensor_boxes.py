@@ -76,7 +76,7 @@ class BoxesAdapter:
 
     def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
         parts = [self._tensor.target(path, tensor, in_place=in_place) for tensor in leaf.tensors]
-        buffers = [part.buffer for part in parts if part.buffer is not None]
+        buffers = [buffer for part in parts for buffer in part.buffers]
         host = len(buffers) == len(parts)
         return Target(
             array_spec(leaf.shape, parts[0].spec.dtype),
@@ -90,7 +90,7 @@ class BoxesAdapter:
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:
         for part, values in zip(target.captured, parts, strict=True):
-            if part.buffer is not None and not target.buffers:
-                np.copyto(part.buffer, values, casting="no")
-            self._tensor.place(part, [values if part.buffer is None else part.buffer])
+            if part.buffers and not target.buffers:
+                np.copyto(part.buffers[0], values, casting="no")
+            self._tensor.place(part, part.buffers or [values])
         return target.leaf

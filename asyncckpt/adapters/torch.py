@@ -18,12 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncckpt.adapters.arrays import (
-    NUMPY_DTYPES,
-    host_place,
-    may_overlap_itself,
-    unsupported_dtype,
-)
+from asyncckpt.adapters.arrays import NUMPY_DTYPES, may_overlap_itself, unsupported_dtype
 from asyncckpt.errors import DtypeMismatchError, StagingError, UnsupportedLeafError
 from asyncckpt.ports import Run, Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, array_spec
@@ -164,8 +159,7 @@ class TorchAdapter:
                     path=path,
                 )
         if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
-            target.buffer = numpy_view(leaf)
-            target.span, target.identity = host_place(target.buffer, pointer)
+            target.buffers = (numpy_view(leaf),)
         else:
             target.fill = True
             if leaf.is_cuda:
@@ -178,7 +172,7 @@ class TorchAdapter:
     def place(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         (values,) = parts
         like: torch.Tensor = target.leaf
-        if target.buffer is not None:
+        if target.buffers:
             torch.autograd.graph.increment_version(like)
             return like
         tensor = tensor_view(values)

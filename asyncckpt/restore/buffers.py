@@ -146,14 +146,13 @@ def _memory(
         nbytes_of[number] = spec.nbytes
         if target is not None and target.boxes is not None:
             nbytes_of[number] = sum([box.size for box in target.boxes]) * spec.itemsize
-        if target is None or not in_place or target.spec.dtype != spec.dtype or number in twins:
+        used = in_place and number not in twins
+        if not used or target is None or not target.buffers or target.spec.dtype != spec.dtype:
             own.append(number)
-        elif target.buffer is not None:
-            values[number] = target.buffer
-        elif target.buffers:
-            boxes[number] = target.buffers
+        elif target.boxes is None:
+            (values[number],) = target.buffers
         else:
-            own.append(number)
+            boxes[number] = target.buffers
     own_nbytes = sum(map(nbytes_of.__getitem__, own))
     arena = Arena(own_nbytes, recycled)
     made: dict[Hashable, int] = {}
@@ -221,11 +220,11 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
     assert arrays.targets is not None
     described = [*arrays.described.values(), *matching.scalars]
     filled = [leaf.target for leaf in described if leaf.target is not None]
-    owners = [target.buffer for target in filled if target.buffer is not None]
-    owners += [arrays.targets.leaves[arrays.number[place]] for place in arrays.ordinary()]
-    shared = any(t.span or t.buffers or t.identity for t in filled)
-    if len(set(map(id, owners))) == len(owners) and not shared:
-        return {}  # each has memory of its own
+    memories = [memory for target in filled for memory in _host_memory(target)]
+    shared = any(t.identity for t in filled) or any(m.base is not None for m in memories)
+    memories += [arrays.targets.leaves[arrays.number[place]] for place in arrays.ordinary()]
+    if len(set(map(id, memories))) == len(memories) and not shared:
+        return {}  # each owns its memory
     leaves, twins = matching.leaves, dict[int, int]()
     places: list[tuple[int, tuple[int, int], Any]] = []  # leaf, byte span, array that it fills
     same: dict[Hashable, int] = {}  # first leaf by identity and span
@@ -313,12 +312,17 @@ def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]
     Without a span and memory (None) for arrays that are not in plain host memory: of these, only
     equal ones are found.
     """
-    if target.buffers:
-        return [(host_place(b)[0], target.identity, b) for b in target.buffers]
-    if target.span is not None:
-        memory = target.leaf if target.buffer is None else target.buffer
-        return [(target.span, target.identity, memory)]
-    if target.buffer is None:
+    memory = _host_memory(target)
+    if not memory:
         is_filled = target.identity is not None and target.boxes != ()
         return [((0, 0), target.identity, None)] if is_filled else []
-    return [(*host_place(target.buffer), target.buffer)]
+    spans, identities = zip(*map(host_place, memory), strict=True)
+    identity = None if None in identities else identities
+    return [(span, identity, part) for span, part in zip(spans, memory, strict=True)]
+
+
+def _host_memory(target: Target) -> Sequence[Memory]:
+    """Return the arrays in host memory that a restore fills."""
+    if target.fill and isinstance(target.leaf, np.ndarray):
+        return (target.leaf,)  # in another byte order
+    return target.buffers

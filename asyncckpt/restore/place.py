@@ -129,15 +129,14 @@ class Placement:
             parts = [leaf.scalar] * (1 if boxes is None else len(boxes))
         if self._into and target.fill and boxes == ():
             return want.leaf  # this process holds no element of it
-        buffers = target.buffers if target.buffer is None else (target.buffer,)
-        if not self._into or not buffers:
+        if not self._into or not target.buffers:
             parts = self.converted(leaf, parts)
             check_parts(target, parts)
             return adapter.place(target, parts)
-        for part, buffer in zip(parts, buffers, strict=True):
+        for part, buffer in zip(parts, target.buffers, strict=True):
             if part is not buffer:
                 cast_values(leaf.path, part, target.spec.dtype, buffer)
-        return adapter.place(target, buffers)
+        return adapter.place(target, target.buffers)
 
     def _without_target(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
         if leaf.spec is None:

@@ -116,7 +116,7 @@ class TargetLeaves(Sequence[Wanted]):
         if spec is None:
             return self.described[number]
         path, leaf = self.paths[number], self.leaves[number]
-        target = Target(spec, leaf, leaf if self.in_place else None, path=path)
+        target = Target(spec, leaf, buffers=(leaf,) if self.in_place else (), path=path)
         return Wanted(path, leaf, _NUMPY, target)
 
 
@@ -387,7 +387,7 @@ def _fills(paths: Sequence[str], stateful: Mapping[str, StatefulTarget]) -> Iter
 
 def is_filled(target: Target | None) -> bool:
     """Return whether a restore in place keeps the array: fills it, or has no element to fill."""
-    return target is not None and (target.buffer is not None or target.fill or bool(target.buffers))
+    return target is not None and (target.fill or bool(target.buffers))
 
 
 def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncckpt import ShardedArray
 from asyncckpt.errors import UsageError
@@ -92,6 +93,33 @@ def test_targets_may_overlap_only_where_they_are_one_array() -> None:
     strided = {"a": memory[0::2], "b": memory[1::2]}
     apart = opened({"a": np.ones(5), "b": np.ones(5)})
     assert find_twins(match(apart, request("into", strided)), apart.first_rows) == {}
+
+
+def test_a_tensor_and_the_array_that_shares_its_memory_are_one_target() -> None:
+    tensor, swapped = torch.zeros(4, 3), np.zeros(3, ">f4")
+    checkpoint = opened(
+        {"a": np.ones((4, 3), "f4"), "b": np.ones((4, 3), "f4"), "c": np.ones(3, "f4")}
+    )
+    target = {"a": tensor, "b": tensor.numpy(), "c": swapped}
+    matching = match(checkpoint, request("into", target))
+    assert find_twins(matching, checkpoint.first_rows) == {1: 0}
+    checkpoint = opened({"a": np.ones(3, "f4"), "b": np.ones(3, "f4")})
+    matching = match(checkpoint, request("into", {"a": swapped, "b": swapped}))
+    assert find_twins(matching, checkpoint.first_rows) == {1: 0}
+
+
+def test_sharded_targets_are_one_array_only_if_all_of_their_memory_is() -> None:
+    parts = [np.zeros(2), np.zeros(2), np.zeros(2)]
+
+    def pair(one: int, other: int) -> ShardedArray:
+        return ShardedArray((4,), "float64", [((0,), parts[one]), ((2,), parts[other])])
+
+    checkpoint = opened({"a": np.ones(4), "b": np.ones(4)})
+    matching = match(checkpoint, request("into", {"a": pair(0, 1), "b": pair(0, 1)}))
+    assert find_twins(matching, checkpoint.first_rows) == {1: 0}
+    matching = match(checkpoint, request("into", {"a": pair(0, 1), "b": pair(0, 2)}))
+    with pytest.raises(UsageError, match="a and b: these targets overlap in memory"):
+        find_twins(matching, checkpoint.first_rows)
 
 
 def test_targets_without_elements_of_this_process_are_not_one_array() -> None:
