@@ -31,7 +31,7 @@ _ADAPTERS = {
 The type exists once its module is fully imported. The first adapter that owns a type takes it: a
 `DTensor` is also a `torch.Tensor`."""
 
-NewState = Callable[[str, ArraySpec], Any]
+NewState = Callable[[str, str, ArraySpec], Any]
 
 _TORCH_OWNERS = ("torch.nn.", "torch.optim.")
 """Modules of classes whose state dicts contain only PyTorch arrays."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import re
 import threading
@@ -19,7 +20,12 @@ import numpy.typing as npt
 import torch
 
 from asyncckpt.adapters.arrays import NUMPY_DTYPES, may_overlap_itself, unsupported_dtype
-from asyncckpt.errors import DtypeMismatchError, StagingError, UnsupportedLeafError
+from asyncckpt.errors import (
+    DtypeMismatchError,
+    ShapeMismatchError,
+    StagingError,
+    UnsupportedLeafError,
+)
 from asyncckpt.ports import Run, Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, array_spec
 
@@ -483,30 +489,45 @@ def _module_key(path: str) -> str | None:
     return None if key.endswith(("num_batches_tracked", "_extra_state")) else key
 
 
+_OTHER_SHAPES = ("Adafactor", "LBFGS")
+"""Optimizers of torch.optim that keep arrays of other shapes than those of their parameters."""
+
 _MOMENT = re.compile(r"(?:.*/)?state/(0|[1-9][0-9]*)/[^/]+")
 
 
-def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any] | None:
+def state_like_parameters(owner: object) -> Callable[[str, str, ArraySpec], Any] | None:
     """Return a function that makes state tensors that a fresh optimizer does not have yet.
 
-    The function maps a path in the state dict and the saved spec to a new tensor, with the sharding
-    or strides of its parameter if it has the parameter's shape, as moments do; else, and if any
-    contiguous tensor will do, to None. Returns None for an object without `param_groups`, of its
-    own or of an optimizer among its attributes.
+    The function maps a path, the path in the state dict and the saved spec to a new tensor, with
+    the sharding or strides of its parameter if it has the parameter's shape, as moments do; else,
+    and if any contiguous tensor will do, to None. It raises `ShapeMismatchError` for a moment of
+    another shape, which PyTorch takes, so that a fused optimizer writes behind its memory. Returns
+    None for an object without `param_groups`, of its own or of an optimizer among its attributes.
     """
     attributes = [*getattr(owner, "__dict__", {}).values()]  # a copy: other threads may set some
     wrapped = [one for one in attributes if isinstance(one, torch.optim.Optimizer)]
     lists = [_parameters(one) for one in (owner, *wrapped)]
     if not any(lists):
         return None
+    kind = type(owner)
+    alike_only = kind.__module__.startswith("torch.optim.") and kind.__name__ not in _OTHER_SHAPES
 
-    def make(path: str, spec: ArraySpec) -> Any:
-        found, dtype = _MOMENT.fullmatch(path), TORCH_DTYPES.get(spec.dtype)
+    def make(path: str, key: str, spec: ArraySpec) -> Any:
+        found, dtype = _MOMENT.fullmatch(key), TORCH_DTYPES.get(spec.dtype)
         if found is None or dtype is None:
             return None
         number = int(found[1])
-        alike = [one[number] for one in lists if number < len(one)]
-        alike = [one for one in alike if isinstance(one, torch.Tensor) and one.shape == spec.shape]
+        tensors = [one[number] for one in lists if number < len(one)]
+        tensors = [one for one in tensors if isinstance(one, torch.Tensor)]
+        alike = [one for one in tensors if one.shape == spec.shape]
+        if alike_only and tensors and not alike and math.prod(spec.shape) > 1:
+            shape = tuple(tensors[0].shape)
+            raise ShapeMismatchError(
+                f"{path}: the checkpoint holds shape {spec.shape}, its parameter has shape {shape}",
+                path=path,
+                expected=shape,
+                found=spec.shape,
+            )
         layouts = set(map(_layout, alike))
         # The path does not say which of several optimizers it belongs to.
         if len(layouts) != 1 or None in layouts:

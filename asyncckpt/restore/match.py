@@ -26,6 +26,7 @@ from asyncckpt.reports.texts import few
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore, MatchedArrays, Matching
 from asyncckpt.restore.mismatch import (
     NOT_REPLACEABLE,
+    OTHER_SHAPE,
     OTHER_STATE,
     UNWRAP,
     USE_RESTORE_INTO,
@@ -316,7 +317,11 @@ class _Matcher:
         if fresh is None or leaf.spec is None:
             return leaf
         spec = leaf.spec if leaf.target is None else leaf.target.spec
-        want = fresh(leaf.path, below(leaf.path, root), spec)
+        try:
+            want = fresh(leaf.path, below(leaf.path, root), spec)
+        except ShapeMismatchError as fault:
+            self._mismatches.add_error(fault, OTHER_STATE)
+            return leaf
         return leaf if want is None else leaf._replace(want=want, target=want.target)
 
     def _may_differ(self, root: str, want: Wanted, saved: int) -> bool:
@@ -348,8 +353,8 @@ class _Matcher:
             self._mismatches.add(
                 MismatchError,
                 path,
-                f"this {type(want.leaf).__name__} is immutable, and so is what holds it: it can "
-                "be neither filled nor replaced",
+                f"this {type(want.leaf).__name__} is immutable, and what holds it takes no "
+                "other leaf: it can be neither filled nor replaced",
                 advice=NOT_REPLACEABLE,
             )
         elif spec is None:
@@ -358,8 +363,8 @@ class _Matcher:
             self._check_becomes_scalar(want, saved, spec)
         elif target.spec != spec or target.extra or saved in opened.leaves.extra:
             facts = opened.leaves.extra.get(saved, NO_FACTS), target.extra or NO_FACTS
-            cast = self.request.cast
-            check_array(self._mismatches, path, spec, target.spec, facts, cast=cast)
+            advice = "" if self._wanted_in[number] is None else OTHER_SHAPE
+            check_array(self._mismatches, path, spec, target.spec, facts, self.request.cast, advice)
         return leaf._replace(number=number, scalar=value, want=want, target=target)
 
     def _scalar(self, want: Wanted, value: Any) -> Any:
@@ -479,8 +484,8 @@ class _Matcher:
             advice = "" if lenient else OTHER_STATE
             if {_WRAPPER.sub("", key) for key in need} == {_WRAPPER.sub("", key) for key in held}:
                 advice = UNWRAP
-            more = filter(self._stateful[root].takes, held.keys() - need.keys())
-            for key in [*(need.keys() - held.keys()), *more]:
+            more = [key for key in held if key not in need and self._stateful[root].takes(key)]
+            for key in [*[key for key in need if key not in held], *more]:
                 path, having = f"{root}/{key}" if root else key, key in need
                 self._note(path, "a key", having, advice)
 

@@ -31,6 +31,13 @@ NOT_REPLACEABLE = (
 OTHER_STATE = "Pass an object built as the saved one was, or leave the path out with include=."
 """Advice for an object whose state has other keys."""
 
+OTHER_SHAPE = (
+    "Pass an object of the saved shapes or leave it out with include=; or fill a part of a larger "
+    "tensor: pass a state dict as the target, with a view in its place, as "
+    'model.state_dict() | {"weight": model.weight.data[:1000]}.'
+)
+"""Advice for a leaf of an object whose shape differs."""
+
 UNWRAP = (
     "The keys differ only by the name of a wrapper, _orig_mod of torch.compile or module of "
     "DistributedDataParallel: pass the module inside it (compiled._orig_mod, ddp.module) to save "
@@ -107,12 +114,13 @@ def check_array(
     saved: ArraySpec,
     wanted: ArraySpec,
     facts: tuple[Mapping[str, Any], Mapping[str, Any]],
-    *,
     cast: bool,
+    other_shape: str,
 ) -> None:
     """Note the first mismatch, if any, between a saved array and an array of the target.
 
     `facts` are the extra facts of the saved and the wanted array; with `cast`, dtypes may differ.
+    `other_shape` is the advice if the shapes differ, if not the usual one.
     """
     have, want = (known.get("prng_impl") for known in facts)
     kind: type[MismatchError] = DtypeMismatchError
@@ -131,4 +139,5 @@ def check_array(
         message = f"the checkpoint holds PRNG keys ({have}), the target an array"
     else:
         message = f"the checkpoint holds an array, the target wants PRNG keys ({want})"
-    mismatches.add(kind, path, message, expected=expected, found=found)
+    advice = other_shape if kind is ShapeMismatchError else ""
+    mismatches.add(kind, path, message, expected=expected, found=found, advice=advice)

@@ -265,7 +265,7 @@ def _stateful(owner: Any, adapters: AdapterSet, state: Any) -> StatefulTarget:
 def _fresh(
     adapters: AdapterSet, make: NewState, path: str, key: str, spec: ArraySpec
 ) -> Wanted | None:
-    leaf = make(key, spec)
+    leaf = make(path, key, spec)
     adapter = None if leaf is None else adapters.resolve(type(leaf))
     if adapter is None or isinstance(adapter, str):
         return None

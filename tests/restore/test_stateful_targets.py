@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ import asyncckpt
 from asyncckpt.errors import (
     RestoreError,
     RestoreWarning,
+    ShapeMismatchError,
     TreeMismatchError,
     UnsupportedLeafError,
     UsageError,
@@ -511,6 +513,66 @@ async def test_an_optimizer_of_other_parameters_is_an_error_before_anything_is_r
             await ckpt.restore_into({"w": w, "opt": adamw(Net(1))}, strict=strict)
         assert "Pass an object built as the saved one was" in str(caught.value)
         assert script.count("read_into") == 0 and not w.any()
+
+
+def stepped(kind: Any, rows: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    """Return a layer of so many rows and its optimizer after a step."""
+    layer = torch.nn.Linear(4, rows)
+    optimizer = kind(layer.parameters())
+    layer(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_moments_of_other_shapes_than_their_parameters_are_refused(
+    tmp_path: Path, started: bool
+) -> None:
+    # PyTorch takes them, and a fused optimizer then writes behind their memory.
+    place = await saved(tmp_path, {"opt": stepped(torch.optim.AdamW, 10)[1]})
+    larger = torch.nn.Linear(4, 12)
+    target = stepped(torch.optim.AdamW, 12)[1] if started else adamw(larger)
+    with pytest.raises(ShapeMismatchError, match="built as the saved one was") as caught:
+        await asyncckpt.restore_into(place, {"opt": target}, strict=False)
+    text = (
+        "opt/state/0/exp_avg: the checkpoint holds shape (10, 4), its parameter has shape (12, 4)"
+    )
+    assert text in str(caught.value)
+    assert caught.value.expected == [(12, 4), (12, 4), (12,), (12,)]
+    same = stepped(torch.optim.AdamW, 10)[1] if started else adamw(torch.nn.Linear(4, 10))
+    await asyncckpt.restore_into(place, {"opt": same})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, History])
+async def test_optimizers_may_keep_arrays_of_other_shapes(tmp_path: Path, kind: Any) -> None:
+    layer, optimizer = stepped(kind, 10)
+    place = await saved(tmp_path, {"opt": optimizer})
+    fresh = kind(layer.parameters())
+    await asyncckpt.restore_into(place, {"opt": fresh})
+    for parameter in layer.parameters():
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(fresh.state[parameter][key], value)
+
+
+async def test_a_part_of_a_larger_weight_is_filled_as_the_error_says(tmp_path: Path) -> None:
+    old, new = torch.nn.Linear(4, 10), torch.nn.Linear(4, 12)
+    place = await saved(tmp_path, {"model": old})
+    with pytest.raises(ShapeMismatchError, match=r'model\.state_dict\(\) \| {"weight"'):
+        await asyncckpt.restore_into(place, {"model": new})
+    views = {"weight": new.weight.data[:10], "bias": new.bias.data[:10]}
+    rest = new.weight.data[10:].clone()
+    await asyncckpt.restore_into(place, {"model": new.state_dict() | views})
+    assert torch.equal(new.weight[:10], old.weight) and torch.equal(new.weight[10:], rest)
+
+
+async def test_mismatches_are_listed_in_the_order_of_the_states(tmp_path: Path) -> None:
+    names = [f"layer{number}" for number in range(30)]
+    place = await saved(tmp_path, Loader(**{name: torch.ones(1) for name in names}))
+    target = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in names})
+    with pytest.raises(TreeMismatchError) as caught:
+        await asyncckpt.restore_into(place, target)
+    listed = re.findall(r"^  (layer\S+):", str(caught.value), re.MULTILINE)
+    assert listed == [f"{name}.{key}" for name in names for key in ("weight", "bias")][:20]
 
 
 class Renaming(Net):
