@@ -43,8 +43,8 @@ LOOK_S = 0.1
 runs, above all in a process's first transfers), and of whether another try is still wanted."""
 
 SILENT_S = 5.0
-"""Time limit of a cleanup without any answer from the store: a caller who set a deadline does not
-wait for minutes, and garbage collection removes the rest later."""
+"""Time limit of a cleanup without any answer from the store, a tenth if the last one got none: a
+caller who set a deadline does not wait for minutes, and garbage collection removes the rest."""
 
 
 class Landing:
@@ -120,6 +120,7 @@ class Sender:
             "get": ConcurrencyController(policy),
         }
         self.answers = 0
+        self._silent_at = -1  # `answers` at the end of a cleanup without any
         self.url = url
         self.policy = policy
         self._rng = rng
@@ -146,9 +147,11 @@ class Sender:
                 if self.answers != seen:
                     timer = loop.call_later(SILENT_S, look, self.answers)
                 elif not scope.expired():
+                    self._silent_at = seen
                     scope.reschedule(loop.time())
 
-            timer = loop.call_later(SILENT_S, look, self.answers)
+            limit_s = SILENT_S / 10 if self.answers == self._silent_at else SILENT_S
+            timer = loop.call_later(limit_s, look, self.answers)
             try:
                 yield
             finally:

@@ -93,7 +93,20 @@ async def test_cleaning_up_ends_where_the_store_is_silent(monkeypatch: pytest.Mo
     await clock.advance(2 * SILENT_S)
     with pytest.raises(TimeoutError):
         await task
+    # The next one is over soon, unless the store answers.
+    task = asyncio.create_task(clean_up())
+    await clock.advance(SILENT_S / 10)
+    with pytest.raises(TimeoutError):
+        await task
     assert_at_rest(store, client)
+    client.script[:] = [None, *[Hang()] * 3]
+    await store.delete(["key"])
+    task = asyncio.create_task(clean_up())
+    await clock.advance(SILENT_S / 2)
+    assert not task.done()
+    await clock.advance(2 * SILENT_S)
+    with pytest.raises(TimeoutError):
+        await task
 
 
 @pytest.mark.parametrize(("nbytes", "tries"), [(0, 3), (64 * MIB, 2)])
