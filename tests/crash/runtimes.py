@@ -39,7 +39,17 @@ from tests.crash.jobs import forked, reported, visited, waited
 from tests.crash.scenarios import OPTIONS
 from tests.ports import free_port
 
-IMPORTS = ("asyncckpt.adapters.jax", "asyncckpt.adapters.torch", "uvloop", "tests.crash.runtimes")
+IMPORTS = (
+    "asyncckpt.adapters.dtensor",
+    "asyncckpt.adapters.jax",
+    "asyncckpt.adapters.torch",
+    "asyncckpt.coordinators.jax",
+    "asyncckpt.coordinators.torch",
+    "jaxlib.mlir.dialects.mhlo",
+    "torch._dynamo",  # the first distributed tensor of a process imports it, in half a second
+    "uvloop",
+    "tests.crash.runtimes",
+)
 BATCH = "tests.crash.runtimes:batch"
 
 SILENCE_S = 2.0
