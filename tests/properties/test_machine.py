@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -70,6 +71,12 @@ OUTCOMES = (
     "save: the step exists",
     "verify: damaged",
 )
+
+
+@pytest.fixture(autouse=True)
+def in_memory(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all roots in memory: thousands of flushes and deletions would wait for the disk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
 
 
 @pytest.fixture(autouse=True)
