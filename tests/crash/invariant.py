@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncckpt import blocking
 from asyncckpt.errors import AsyncCheckpointError
-from tests.crash.scenarios import OPTIONS, SCENARIOS, Scenario, State, same, state
+from tests.crash.scenarios import OPTIONS, SCENARIOS, Scenario, State, expected, same, state
 
 AGAIN = 9
 """Version of what is saved last."""
@@ -57,7 +57,7 @@ def look(ckpt: blocking.Checkpointer, rows: int) -> tuple[State, list[str]]:
         found[step] = tree["version"]
         if not report.ok:
             wrong.append(f"step {step} is listed, and {report}")
-        if not same(tree, state(found[step], rows=rows)):
+        if not same(tree, expected(found[step], rows=rows)):
             wrong.append(f"step {step} restores to other values than were saved")
     if ckpt.latest_step() != max(found, default=None):
         wrong.append(f"the latest step is {ckpt.latest_step()} of {list(found)}")
@@ -81,13 +81,13 @@ def violations(scenario: Scenario, root: Path, possible: Sequence[State]) -> lis
         if wrong:
             return wrong
         ckpt.save(scenario.again, state(AGAIN, rows=scenario.rows), overwrite=True)
-        if not same(ckpt.restore(scenario.again), state(AGAIN, rows=scenario.rows)):
+        if not same(ckpt.restore(scenario.again), expected(AGAIN, rows=scenario.rows)):
             wrong.append(f"step {scenario.again} saved again restores to other values")
-        expected = sorted({*found, scenario.again})
-        if ckpt.steps() != expected:
-            wrong.append(f"listed after saving again is {ckpt.steps()} instead of {expected}")
+        after = sorted({*found, scenario.again})
+        if ckpt.steps() != after:
+            wrong.append(f"listed after saving again is {ckpt.steps()} instead of {after}")
     names = sorted(os.listdir(steps))
-    if names != sorted(map(str, expected)):
+    if names != sorted(map(str, after)):
         wrong.append(f"{steps} holds {names} after everything was closed")
     return wrong
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 import traceback
@@ -58,6 +59,10 @@ def state(version: int, *, rows: int = 160) -> dict[str, Any]:
         "done": False,
         "none": None,
     }
+
+
+expected = functools.cache(state)
+"""The same tree for everything that is restored to compare with; what is saved is made anew."""
 
 
 def same(one: Any, two: Any) -> bool:
