@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,21 @@ class MeetingPlace:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pieces: dict[tuple[Any, ...], dict[int, Bytes]] = {}
+        self._pieces: dict[tuple[Any, ...], tuple[dict[int, Bytes], Future[None]]] = {}
         self.gathers: Counter[tuple[int, ...]] = Counter()
         self.callers: set[str] = set()
         self.on_gather: Callable[[int, int], None] = lambda process, number: None
 
-    def leave(self, key: tuple[Any, ...], process: int, piece: Bytes) -> dict[int, Bytes]:
-        """Leave a piece; return those that are there, with time those of all members."""
+    def leave(
+        self, key: tuple[Any, ...], process: int, piece: Bytes, count: int
+    ) -> tuple[dict[int, Bytes], Future[None]]:
+        """Leave one of `count` pieces; return those that are there, and when all are."""
         with self._lock:
-            pieces = self._pieces.setdefault(key, {})
+            pieces, all_there = self._pieces.setdefault(key, ({}, Future()))
             pieces[process] = piece.copy()
-            return pieces
+            if len(pieces) == count:
+                all_there.set_result(None)
+            return pieces, all_there
 
 
 class ExchangingCoordinator(DirectoryCoordinator):
@@ -71,13 +76,13 @@ class MemoryExchange:
         place.gathers[members] += self._process == members[0]
         key = (self._name, members, number)
 
-        def meet() -> dict[int, Bytes]:
+        def meet() -> tuple[dict[int, Bytes], Future[None]]:
             place.callers.add(threading.current_thread().name)
-            return place.leave(key, self._process, piece)
+            return place.leave(key, self._process, piece, len(members))
 
-        pieces = await self._in_caller(meet)
-        while len(pieces) < len(members):
-            await asyncio.sleep(0.001)
+        pieces, all_there = await self._in_caller(meet)
+        # One that stops waiting must not cancel it for the others.
+        await asyncio.shield(asyncio.wrap_future(all_there))
         assert len({len(each) for each in pieces.values()}) == 1
         return np.concatenate([pieces[member] for member in members])
 

@@ -5,7 +5,9 @@ Collectives of real runtimes are in `tests/processes/test_exchange.py`.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -87,7 +89,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
 
 
-@pytest.fixture(params=[64 << 20, 128 << 10])
+@pytest.fixture(params=[64 << 20, 256 << 10])
 def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of a batch: all in one, or many batches."""
     monkeypatch.setattr(Exchanger, "batch_nbytes", request.param)
@@ -95,9 +97,11 @@ def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return nbytes
 
 
+@functools.cache
 def many_leaves() -> dict[str, Any]:
+    """Leaves that go into a batch together, and two that are larger; never changed."""
     tree = state() | {f"leaf {n}": np.full(500 + n, n, np.int32) for n in range(200)}
-    return tree | {"large": np.arange(700_001, dtype=np.float32)}
+    return tree | {"large": np.arange(400_001, dtype=np.float32)}
 
 
 def save(job: ExchangingJob, tree: Any, **options: Any) -> None:
@@ -147,7 +151,7 @@ def check(found: Any, wanted: Any) -> None:
 def test_replicated_leaves_are_read_once(
     job: ExchangingJob, counted: Counted, batches: int
 ) -> None:
-    tree = many_leaves()
+    tree = many_leaves() | {"larger than a slot": np.arange(1_100_000.0)}
     save(job, tree)
     counted.payload = 0
     each = restored(job, tree, EACH)
@@ -332,11 +336,12 @@ def test_a_read_that_fails_on_one_process_is_an_error_on_all(
     job: ExchangingJob, counted: Counted, batches: int
 ) -> None:
     save(job, many_leaves())
-    failed: list[int] = []
+    reads = itertools.count(1)
+    failing = job.count if batches > 1 << 20 else 3 * job.count  # in the middle
 
     def fail(path: str, offset: int) -> None:
-        if offset > 2_000_000 and not failed:
-            failed.append(offset)
+        is_payload = path != "checkpoint.json" and not path.endswith("-index")
+        if is_payload and next(reads) == failing:
             raise StoreError(f"{path}: the disk has failed")
 
     counted.fail = fail
@@ -383,7 +388,7 @@ def test_a_damaged_chunk_is_named_on_all_processes(job: ExchangingJob, batches: 
 def test_a_process_that_fails_between_batches_ends_the_restore_of_all(
     job: ExchangingJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Exchanger, "batch_nbytes", 128 << 10)
+    monkeypatch.setattr(Exchanger, "batch_nbytes", 256 << 10)
     save(job, many_leaves())
 
     def fail(process: int, number: int) -> None:
@@ -506,7 +511,7 @@ def test_without_agreement_on_each_batch_a_failure_would_leave_others_waiting(
     async def at_once(agreement: RestoreAgreement, batch: int) -> bool:
         return True
 
-    monkeypatch.setattr(Exchanger, "batch_nbytes", 128 << 10)
+    monkeypatch.setattr(Exchanger, "batch_nbytes", 256 << 10)
     save(job, many_leaves())
     entered = threading.Event()
     job.place.on_gather = lambda process, number: entered.set()

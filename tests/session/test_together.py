@@ -22,7 +22,7 @@ two_and_four = pytest.mark.parametrize("job", [2, 4], indirect=True)
 
 @two_and_four
 def test_all_processes_save_one_checkpoint_and_restore_it(job: Job) -> None:
-    tree = state()
+    tree = state() | {"larger than a slot": np.arange(1_100_000.0)}
 
     async def part(ckpt: Checkpointer, process: int) -> Any:
         first = await ckpt.save(1, tree)

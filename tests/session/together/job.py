@@ -78,7 +78,7 @@ class Job:
 def state(seed: int = 0) -> dict[str, Any]:
     random = np.random.default_rng(seed)
     return {
-        "params": {"w": random.random((300, 4001)), "b": random.random(7).astype(np.float32)},
+        "params": {"w": random.random((300, 501)), "b": random.random(7).astype(np.float32)},
         "step": 12,
         "name": "run",
         "empty": np.zeros((0, 3)),

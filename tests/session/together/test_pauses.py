@@ -53,7 +53,7 @@ def test_process_0_looks_for_the_others_once_it_has_written_its_part(
 
     monkeypatch.setattr(Round, "post", posted)
     monkeypatch.setattr(LocalDataFile, "_write", by_process_0)
-    options = SaveOptions(chunk_nbytes=1 << 20)
+    options = SaveOptions(chunk_nbytes=1 << 17)
     assert job.play(part, save_options=options) == [2] * job.count
     assert held
 
