@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ SIZES = {
 
 def mesh_shards(
     shape: tuple[int, ...], mesh: tuple[int, ...], axes: Sequence[Sequence[int]]
-) -> tuple[Partition, list[Shard]]:
+) -> tuple[Partition, tuple[Shard, ...]]:
     """Cut an array over a mesh of processes, and say who holds which cell.
 
     Args:
@@ -31,6 +32,14 @@ def mesh_shards(
         axes: per axis of the array the axes of the mesh that divide it, one after the other, each
             at multiples of the ceiling.
     """
+    return _mesh_shards(shape, mesh, tuple(map(tuple, axes)))
+
+
+@functools.lru_cache(1 << 12)
+def _mesh_shards(
+    shape: tuple[int, ...], mesh: tuple[int, ...], axes: tuple[tuple[int, ...], ...]
+) -> tuple[Partition, tuple[Shard, ...]]:
+    """Do `mesh_shards`, once for all processes of a mesh."""
     per_axis: list[list[tuple[tuple[int, ...], int, int]]] = []
     cuts: list[int | tuple[int, ...]] = []
     for n, divided_by in zip(shape, axes, strict=True):
@@ -62,7 +71,7 @@ def mesh_shards(
     partition = Partition(tuple(cuts), f"{mesh} {[list(divided_by) for divided_by in axes]}")
     filled = sum(1 for shard in shards if shard.box.size)
     assert filled == math.prod(map(len, cell_starts(shape, partition)))
-    return partition, shards
+    return partition, tuple(shards)
 
 
 def mesh_leaf(
@@ -78,6 +87,6 @@ def mesh_leaf(
     """Return a leaf over a mesh as a process sees it: its own shards, or with `listed` all."""
     partition, shards = mesh_shards(spec.shape, mesh, axes)
     if listed:
-        return LeafLayout(name, spec, chunk_nbytes, shards=tuple(shards))
+        return LeafLayout(name, spec, chunk_nbytes, shards=shards)
     own = tuple([shard for shard in shards if process in shard.holders and shard.box.size])
     return LeafLayout(name, spec, chunk_nbytes, shards=own, partition=partition)

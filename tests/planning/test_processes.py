@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class Job:
     """The leaves of a job as every process sees them, and the shards of each."""
 
     leaves: list[list[LeafLayout]]
-    shards: list[list[Shard]]
+    shards: list[Sequence[Shard]]
 
     def plans(self) -> list[SavePlan]:
         count = len(self.leaves)
