@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -39,8 +40,13 @@ async def opened(where: str, tmp_path: Path, options: SaveOptions) -> AsyncItera
             yield ckpt
 
 
-def mixed(rng: np.random.Generator, count: int) -> Tree:
-    """Leaves from nothing to some MiB, most of them small, half of what they hold the same."""
+@functools.cache
+def mixed(seed: int, count: int) -> Tree:
+    """Leaves from nothing to some MiB, most of them small, half of what they hold the same.
+
+    Tests copy what they change.
+    """
+    rng = np.random.default_rng(seed)
     sizes = (2 ** rng.uniform(0, 22, count) * (rng.random(count) < 0.95)).astype(int)
     return {
         f"{n:03d}": np.where(rng.random(size) < 0.5, 7, rng.integers(0, 99, size)).astype(kind)
@@ -97,7 +103,7 @@ async def test_any_mixture_of_sizes_and_levels_comes_back(
     )
     async with opened(where, tmp_path, options) as ckpt:
         for seed in range(2):
-            tree = mixed(np.random.default_rng(seed), 80)
+            tree = mixed(seed, 80)
             await ckpt.save(seed, tree)
             found = await ckpt.restore(seed)
             into = {name: np.full_like(values, 1) for name, values in tree.items()}
@@ -142,9 +148,9 @@ async def test_start_save_waits_for_no_compression_while_memory_lasts(
         return compress(*arguments)
 
     monkeypatch.setattr(Compressor, "compress", held)
-    rng = np.random.default_rng(0)
-    tree = mixed(rng, 60) | {"large": rng.integers(0, 9, 20 * MIB).astype(np.uint8)}
-    saved = {name: values.copy() for name, values in tree.items()}
+    large = np.random.default_rng(0).integers(0, 9, 20 * MIB, np.uint8)
+    saved = mixed(0, 60) | {"large": large}
+    tree = {name: values.copy() for name, values in saved.items()}
     options = SaveOptions(compression="zstd", chunk_nbytes=6 * MIB, host_memory_nbytes=256 * MIB)
     try:
         async with (
