@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -34,8 +35,13 @@ def bits(leaf: Any) -> bytes:
     return repr(leaf).encode()
 
 
-def numbers(*shape: int) -> Any:
+@functools.cache
+def kept(*shape: int) -> Any:
     return np.random.default_rng(RNG_SEED).standard_normal(shape).astype(np.float32)
+
+
+def numbers(*shape: int) -> Any:
+    return kept(*shape).copy()
 
 
 def leaves() -> dict[str, Any]:
