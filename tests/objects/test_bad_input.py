@@ -28,6 +28,7 @@ from tests.cancellation.points import assert_equal
 from tests.objects.stores import CLIENTS, SAVE_OPTIONS, Place, place, state
 from tests.ports import closed_port
 from tests.simulator import Credentials, Fault, Gate, Simulator
+from tests.stores.objects.stores import session
 
 SECRET = "zXsecretX0815"
 TOKEN = "zXtokenX4711"
@@ -43,8 +44,8 @@ def options_of(kind: str, sim: Simulator, **changed: Any) -> tuple[str, dict[str
         token = changed.pop("token", TOKEN)
         account = token if token == "anon" else GoogleCredentials(token)
         return "gs", sim.gcs_options(token=account, **changed)
-    client = {"s3fs": "fsspec", "obstore": "obstore"}[kind]
-    return "s3", sim.s3_options(**({"key": KEY, "secret": SECRET, "client": client} | changed))
+    client = {"s3fs": {"client": "fsspec", "session": session()}, "obstore": {"client": kind}}[kind]
+    return "s3", sim.s3_options(**({"key": KEY, "secret": SECRET} | client | changed))
 
 
 class Told:

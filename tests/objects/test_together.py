@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiobotocore.session import AioSession
 
 from asyncckpt import Checkpointer, DirectoryCoordinator, KeepLast, SaveOptions
 from asyncckpt.errors import (
@@ -25,14 +24,14 @@ from asyncckpt.errors import (
 from tests.crash.scenarios import same
 from tests.objects.stores import CLIENTS, state
 from tests.simulator import Fault, Gate, Request, Simulator, simulator
-from tests.stores.objects.stores import options_of
+from tests.stores.objects.stores import new_session, options_of
 
 Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
 
 COUNT = 2
 OPTIONS = SaveOptions(host_memory_nbytes=64 << 20, chunk_nbytes=32 << 10)
 
-SESSIONS = [AioSession() for _ in range(COUNT)]
+SESSIONS = [new_session() for _ in range(COUNT)]
 """What botocore knows about S3, read once by each thread."""
 
 HIT_REQUESTS = 18

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from aiobotocore.session import AioSession
@@ -33,10 +34,22 @@ UNRACED = replace(HASTY, hedges_at_once=0, timeout_s=60.0, list_timeout_s=60.0)
 """For tests that count: on a busy machine any request may look slow, and would be repeated."""
 
 
+CERTIFICATE = Path(__file__).with_name("certificate.pem")
+"""One that signs nothing. Every client of s3fs reads all certificates it may trust, by default
+some hundred, which costs more than the requests of most tests. The servers of tests use no TLS."""
+
+
+def new_session() -> AioSession:
+    """A session for one thread, whose clients are opened quickly."""
+    made = AioSession()
+    made.set_config_variable("ca_bundle", str(CERTIFICATE))
+    return made
+
+
 @functools.cache
 def session() -> AioSession:
     """What botocore knows about S3, read once."""
-    return AioSession()
+    return new_session()
 
 
 def options_of(kind: str, sim: Simulator) -> tuple[str, dict[str, Any]]:

@@ -28,6 +28,7 @@ from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Credentials as Known
 from tests.simulator import Fault, Gate, Simulator, simulator, simulator_process
 from tests.stores.objects.hasty import HASTY
+from tests.stores.objects.stores import new_session
 
 SCHEMES = ("s3", "gs")
 
@@ -49,7 +50,7 @@ def sim(shared: Simulator) -> Simulator:
 @pytest.fixture(scope="module")
 def session() -> AioSession:
     """What botocore knows about this machine, read once."""
-    found = AioSession()
+    found = new_session()
 
     async def read() -> None:
         keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b"}

@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
-from aiobotocore.session import AioSession
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import ObjectClient
@@ -15,12 +14,7 @@ from asyncckpt.stores.objects.clients.opening import open_client
 from tests.moto_s3 import KEY, SECRET, moto_server
 from tests.simulator import Simulator, simulator
 from tests.stores.objects.clients.laws import ClientConformance
-
-
-@pytest.fixture(scope="module")
-def session() -> AioSession:
-    """What botocore knows about S3, read once."""
-    return AioSession()
+from tests.stores.objects.stores import session
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +56,7 @@ class OnS3(ClientConformance):
 
 class TestMoto(OnS3):
     @pytest.fixture(autouse=True)
-    def _made_of(self, workers: Workers, moto: str, session: AioSession) -> None:
+    def _made_of(self, workers: Workers, moto: str) -> None:
         self.workers = workers
         self.options = {
             "client": "fsspec",
@@ -70,12 +64,12 @@ class TestMoto(OnS3):
             "secret": SECRET,
             "endpoint_url": moto,
             "client_kwargs": {"region_name": "us-east-1"},
-            "session": session,
+            "session": session(),
         }
 
 
 class TestSimulator(OnS3):
     @pytest.fixture(autouse=True)
-    def _made_of(self, workers: Workers, sim: Simulator, session: AioSession) -> None:
+    def _made_of(self, workers: Workers, sim: Simulator) -> None:
         self.workers = workers
-        self.options = sim.s3_options(client="fsspec", session=session)
+        self.options = sim.s3_options(client="fsspec", session=session())

@@ -18,7 +18,7 @@ from asyncckpt.stores.objects.requests.requests import Requests, Sent
 from tests.simulator import LOOPBACK, Fault, Gate, Simulator
 from tests.stores.objects.hasty import HASTY
 from tests.stores.objects.scripted import name
-from tests.stores.objects.stores import UNRACED
+from tests.stores.objects.stores import UNRACED, session
 
 
 @asynccontextmanager
@@ -31,7 +31,7 @@ async def opened(
     elif library == "obstore":
         url, options = "s3://bucket/run", {"client": sim.obstore_s3("bucket")}
     else:
-        url, options = "s3://bucket/run", {"client": "fsspec", **sim.s3_options()}
+        url, options = "s3://bucket/run", sim.s3_options(client="fsspec", session=session())
     client = open_client(url, storage_options=options, workers=workers)
     store = Requests(client, policy=policy, rng=random.Random(0))
     try:
