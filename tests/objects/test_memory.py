@@ -33,7 +33,7 @@ crcs = {key: crc32c(a.view(np.uint8)) for key, a in tree.items()}
 
 # What a library loads and keeps once per process does not count, and neither does the staging
 # memory of another Checkpointer.
-warm = {key: np.ones(4 * MIB) for key in "abcdefgh"}
+warm = {key: np.ones(budget // 64) for key in "abcdefgh"}  # as many bytes as the budget
 with blocking.Checkpointer(url + "/warm", save_options=options,
                            storage_options=storage_options) as ckpt:
     for step in range(2):
