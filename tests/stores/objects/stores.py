@@ -9,9 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from aiobotocore.session import AioSession
+from typing import TYPE_CHECKING, Any
 
 from asyncckpt.arguments import COLLECT_MIN_S
 from asyncckpt.flow.threads import Workers
@@ -25,6 +23,9 @@ from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import epoch_of, expect, identity, outline_of, save_id_of
 from tests.simulator import Request, Simulator
 from tests.stores.objects.hasty import HASTY
+
+if TYPE_CHECKING:
+    from aiobotocore.session import AioSession
 
 ROOT = "run"
 KINDS = ("s3fs", "gcsfs", "obstore")
@@ -41,6 +42,8 @@ some hundred, which costs more than the requests of most tests. The servers of t
 
 def new_session() -> AioSession:
     """A session for one thread, whose clients are opened quickly."""
+    from aiobotocore.session import AioSession  # half of what a child without s3fs would import
+
     made = AioSession()
     made.set_config_variable("ca_bundle", str(CERTIFICATE))
     return made
