@@ -87,7 +87,7 @@ def list_steps(
                 text = f"claim {claim.epoch}: {claim_text(claim)}"
                 typer.echo(f"\n{tables.printable(text)}")
         elif not errors:
-            typer.echo(f"no checkpoints in {tables.printable(root)}")
+            typer.echo(f"no steps in {tables.printable(root)}")
     if errors:
         raise typer.Exit(1)
 

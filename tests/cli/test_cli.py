@@ -93,7 +93,7 @@ def test_ls_json_parses(run: Run, root: Path) -> None:
 
 
 def test_ls_of_a_directory_without_checkpoints_says_so(run: Run, tmp_path: Path) -> None:
-    assert run("ls", tmp_path) == Ran(0, f"no checkpoints in {tmp_path}\n", "")
+    assert run("ls", tmp_path) == Ran(0, f"no steps in {tmp_path}\n", "")
     assert run("ls", tmp_path, "--json") == Ran(0, "[]\n", "")
 
 

@@ -154,7 +154,7 @@ def test_what_is_no_run_says_so(run: Run, place: Place) -> None:
     one = run("ls", f"{place.root}/20", *place.words)
     assert one.status == 1 and f"asyncckpt show {place.root}/20" in one.err
     none = run("ls", f"{place.root}/none", *place.words)
-    assert none == Ran(0, f"no checkpoints in {place.root}/none\n", "")
+    assert none == Ran(0, f"no steps in {place.root}/none\n", "")
     for command in ("show", "verify"):
         gone = run(command, f"{place.root}/none", *place.words)
         assert gone.status == 1 and gone.out == ""
@@ -209,7 +209,7 @@ def test_a_number_of_another_option_is_one() -> None:
 def test_credentials_that_are_numbers_reach_the_store(run: Run, sim: Simulator) -> None:
     sim.create_bucket("numbers")
     done = run("ls", "s3://numbers/run", *words(sim.s3_options(key="20240101", secret="1e5")))
-    assert done == Ran(0, "no checkpoints in s3://numbers/run\n", "")
+    assert done == Ran(0, "no steps in s3://numbers/run\n", "")
 
 
 @pytest.mark.parametrize("word", [SECRET.partition("=")[0], f"={SECRET}", f"a b={SECRET}", ""])
