@@ -489,9 +489,6 @@ def _module_key(path: str) -> str | None:
     return None if key.endswith(("num_batches_tracked", "_extra_state")) else key
 
 
-_OTHER_SHAPES = ("Adafactor", "LBFGS")
-"""Optimizers of torch.optim that keep arrays of other shapes than those of their parameters."""
-
 _MOMENT = re.compile(r"(?:.*/)?state/(0|[1-9][0-9]*)/[^/]+")
 
 
@@ -509,8 +506,8 @@ def state_like_parameters(owner: object) -> Callable[[str, str, ArraySpec], Any]
     lists = [_parameters(one) for one in (owner, *wrapped)]
     if not any(lists):
         return None
-    kind = type(owner)
-    alike_only = kind.__module__.startswith("torch.optim.") and kind.__name__ not in _OTHER_SHAPES
+    own = type(owner).__module__.startswith("torch.optim.")
+    alike_only = own and type(owner).__name__ not in ("Adafactor", "LBFGS")
 
     def make(path: str, key: str, spec: ArraySpec) -> Any:
         found, dtype = _MOMENT.fullmatch(key), TORCH_DTYPES.get(spec.dtype)
@@ -521,13 +518,9 @@ def state_like_parameters(owner: object) -> Callable[[str, str, ArraySpec], Any]
         tensors = [one for one in tensors if isinstance(one, torch.Tensor)]
         alike = [one for one in tensors if one.shape == spec.shape]
         if alike_only and tensors and not alike and math.prod(spec.shape) > 1:
-            shape = tuple(tensors[0].shape)
-            raise ShapeMismatchError(
-                f"{path}: the checkpoint holds shape {spec.shape}, its parameter has shape {shape}",
-                path=path,
-                expected=shape,
-                found=spec.shape,
-            )
+            have, want = spec.shape, tuple(tensors[0].shape)
+            fault = f"{path}: the checkpoint holds shape {have}, its parameter has shape {want}"
+            raise ShapeMismatchError(fault, path=path, expected=want, found=have)
         layouts = set(map(_layout, alike))
         # The path does not say which of several optimizers it belongs to.
         if len(layouts) != 1 or None in layouts:

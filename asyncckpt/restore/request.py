@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -323,10 +323,13 @@ def _target_leaves(
     # This loop determines the cost of a small leaf in the caller's thread: an ordinary array with
     # the dtype and shape of an earlier one needs no call.
     known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
-    fills: Iterable[bool] = itertools.repeat(in_place)
+    roots: Iterable[str | None] = itertools.repeat(None)
     if in_place and stateful:
-        fills = _fills(flat.paths, stateful)
-    for number, (leaf, fill) in enumerate(zip(flat.leaves, fills, strict=False)):
+        roots = [enclosing(path, stateful) for path in flat.paths]
+    for number, (leaf, root) in enumerate(zip(flat.leaves, roots, strict=False)):
+        fill = in_place
+        if root is not None:
+            fill = stateful[root].is_filled(below(flat.paths[number], root))
         is_plain = type(leaf) is np.ndarray and (
             not in_place or (fill and leaf.base is None and leaf.flags.carray)
         )
@@ -352,7 +355,7 @@ def _target_leaves(
             if is_plain and leaf.dtype == DTYPES[target.spec.dtype]:
                 known[leaf.dtype, leaf.shape] = specs[number] = target.spec
                 continue
-        if in_place and not is_filled(target) and enclosing(path, stateful) is None:
+        if in_place and not is_filled(target) and root is None:
             immutable.append(number)
         is_template = in_place and not fill
         described[number] = Wanted(path, leaf, adapter, target, is_template=is_template)
@@ -376,13 +379,6 @@ def _no_target(path: str, leaf: Any) -> UnsupportedLeafError:
     else:
         return unsupported(path, leaf)
     return UnsupportedLeafError(f"{where(path)}: {advice}", path=path, found=leaf)
-
-
-def _fills(paths: Sequence[str], stateful: Mapping[str, StatefulTarget]) -> Iterator[bool]:
-    """Yield for each leaf whether its memory is filled, or its object gets a new array."""
-    for path in paths:
-        root = enclosing(path, stateful)
-        yield root is None or stateful[root].is_filled(below(path, root))
 
 
 def is_filled(target: Target | None) -> bool:
