@@ -131,19 +131,15 @@ class Place(NamedTuple):
         return first, last
 
 
-def host_place(array: npt.NDArray[Any]) -> tuple[tuple[int, int], tuple[object, ...] | None]:
-    """Return the byte span and identity of an array in host memory.
+def host_span(array: npt.NDArray[Any]) -> tuple[int, int]:
+    """Return the first and one-past-last byte address of an array in host memory.
 
-    Takes about 2 µs, significant for a small leaf.
+    Takes about 1 µs, significant for a small leaf.
     """
-    pointer = int(array.__array_interface__["data"][0])
-    if not array.size:
-        return (pointer, pointer), None
-    if array.flags.c_contiguous:
-        span = (pointer, pointer + array.nbytes)
-    else:
-        span = Place.of(array).span
-    return span, ("memory", pointer, array.shape, array.strides, array.dtype)
+    if not array.flags.c_contiguous:
+        return Place.of(array).span
+    pointer: int = array.__array_interface__["data"][0]
+    return pointer, pointer + array.nbytes
 
 
 def overlapping(places: Sequence[Place]) -> Iterator[tuple[int, int]]:

@@ -17,12 +17,12 @@ import numpy.typing as npt
 from asyncckpt.adapters.arrays import (
     Place,
     check_fillable,
-    host_place,
     is_masked,
     may_share_memory,
     overlapping,
     selection,
 )
+from asyncckpt.adapters.numpy import memory_identity
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.planning.tiling import box_text, first_overlap, tiling_fault
 from asyncckpt.ports import Source, Target
@@ -379,7 +379,7 @@ class ShardedAdapter:
 def _identity(array: ShardedArray) -> Hashable | None:
     """Return a value that is equal for arrays of the same boxes and memory."""
     division, name = array._division, DTYPE_NAMES[array.dtype]
-    places = [host_place(inside(array, number))[1] for number in division.first]
+    places = [memory_identity(inside(array, number)) for number in division.first]
     return ("sharded", array.shape, name, division.shards, tuple(places))
 
 

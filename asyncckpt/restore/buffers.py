@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import Place, host_place, may_share_memory, overlapping
+from asyncckpt.adapters.arrays import Place, host_span, may_share_memory, overlapping
 from asyncckpt.checkpoint.metadata import LeafIndex, OpenCheckpoint
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena, Recycled
@@ -221,10 +221,11 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
     described = [*arrays.described.values(), *matching.scalars]
     filled = [leaf.target for leaf in described if leaf.target is not None]
     memories = [memory for target in filled for memory in _host_memory(target)]
-    shared = any(t.identity for t in filled) or any(m.base is not None for m in memories)
+    views = any(memory.base is not None for memory in memories)
     memories += [arrays.targets.leaves[arrays.number[place]] for place in arrays.ordinary()]
-    if len(set(map(id, memories))) == len(memories) and not shared:
-        return {}  # each owns its memory
+    owners = not views and len(set(map(id, memories))) == len(memories)
+    if (owners or _disjoint(memories)) and not any(target.identity for target in filled):
+        return {}  # each has memory of its own
     leaves, twins = matching.leaves, dict[int, int]()
     places: list[tuple[int, tuple[int, int], Any]] = []  # leaf, byte span, array that it fills
     same: dict[Hashable, int] = {}  # first leaf by identity and span
@@ -239,12 +240,6 @@ def find_twins(matching: Matching, first_rows: Sequence[int]) -> dict[int, int]:
                     raise _overlap(first, leaf)
             elif not _tied(first, leaf, first_rows):
                 twins[number] = same[key]
-    spans = [span for _, span, _ in places]
-    # The byte spans of most targets are disjoint: one vectorised comparison settles it.
-    bounds = np.array(spans, np.int64).reshape(-1, 2)
-    bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
-    if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
-        return twins
     for place, other_place in overlapping([Place.of(memory) for _, _, memory in places]):
         (number, _, memory), (other_number, _, other_memory) = places[place], places[other_place]
         leaf, other = leaves[number], leaves[other_number]
@@ -316,9 +311,17 @@ def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]
     if not memory:
         is_filled = target.identity is not None and target.boxes != ()
         return [((0, 0), target.identity, None)] if is_filled else []
-    spans, identities = zip(*map(host_place, memory), strict=True)
-    identity = None if None in identities else identities
+    spans = [host_span(part) for part in memory]
+    facts = [(part.shape, part.strides, part.dtype) for part in memory]
+    identity = (*spans, *facts) if all(part.size for part in memory) else None
     return [(span, identity, part) for span, part in zip(spans, memory, strict=True)]
+
+
+def _disjoint(memories: Sequence[Memory]) -> bool:
+    """Return whether the byte spans of these arrays are disjoint, as those of most targets are."""
+    bounds = np.array(list(map(host_span, memories)), np.int64).reshape(-1, 2)
+    bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
+    return not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1]))
 
 
 def _host_memory(target: Target) -> Sequence[Memory]:
