@@ -15,7 +15,7 @@ all processes.
 # Rule 1: the decision is set once: if two processes decide at the same time, both see the decision
 #   of the faster one.
 # Rule 2: after a decision to commit, process 0 alone determines the outcome. If it falls silent, no
-#   other process may report that the round has failed.
+#   other process may report that the round has failed; one whose call fails then asks once more.
 # Rule 3: after a decision to commit, process 0 does not depend on the others: it ignores those that
 #   fall silent, and a service that fails.
 #   (test_a_service_that_fails_after_the_decision_does_not_end_the_round)
@@ -231,9 +231,12 @@ class Round:
         """
         try:
             await (self._lead() if self.leads else self._follow())
-        except StoreError:
-            if not self._committed:  # Rule 3
+        except StoreError as error:
+            if self.leads and self._committed:  # Rule 3
+                return
+            if self.leads or await self._decide(self._failure(error)) != COMMIT:
                 raise
+            await self._follow()  # the round had succeeded: its outcome is asked for once more
         finally:
             self._changed.set()
 

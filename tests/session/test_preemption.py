@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from asyncckpt import Checkpointer, SaveOptions, blocking
-from asyncckpt.errors import ClosedError, SaveAbortedError, UsageError
+from asyncckpt.errors import ClosedError, SaveAbortedError, StoreError, UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import Engine
 from asyncckpt.session import preemption
@@ -485,7 +485,9 @@ def test_processes_agree_anew_after_a_call_to_the_service_has_failed(
 
     async def part(ckpt: Checkpointer, process: int, sigterm: Callable[[], None]) -> Any:
         if process == 1:
-            let_fail(ckpt._session.processes.coordinator, "wait", "/preemption/0/outcome")
+            # After its step was posted, the others might agree nevertheless.
+            method, key = ("put", "/last/1") if tries == 1 else ("wait", "/outcome")
+            let_fail(ckpt._session.processes.coordinator, method, f"/preemption/0{key}")
         if process == 0:
             sigterm()
         preempted = []
@@ -500,6 +502,36 @@ def test_processes_agree_anew_after_a_call_to_the_service_has_failed(
     assert results[0][-1] == (tries > 1)
     said = "agreeing on the last step before preemption"
     assert len([record for record in caplog.records if said in record.getMessage()]) >= 4
+
+
+def test_a_process_asks_again_for_the_step_on_which_all_have_agreed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption, "TRIES", 1)
+
+    async def part(ckpt: Checkpointer, process: int, sigterm: Callable[[], None]) -> Any:
+        coordinator = ckpt._session.processes.coordinator
+        wait, failed = coordinator.wait, list[str]()
+
+        async def fail_once_it_is_there(key: str, *, timeout_s: float) -> bytes | None:
+            found = await wait(key, timeout_s=timeout_s)
+            if found is not None and "/preemption/0/outcome" in key and not failed:
+                failed.append(key)
+                raise StoreError("the service has the hiccups", retryable=True)
+            return found
+
+        if process == 1:
+            monkeypatch.setattr(coordinator, "wait", fail_once_it_is_there)
+        if process == 0:
+            sigterm()
+        step = 0
+        while not (await ckpt.save(step, {"step": step})).preempted:
+            step += 1
+        return step, len(failed)
+
+    results = play(job, part)
+    assert {step for step, _ in results} == {results[0][0]}
+    assert [count for _, count in results] == [0, 1, 0, 0]
 
 
 def test_a_step_costs_no_message(job: Job) -> None:
