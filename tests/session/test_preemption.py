@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from asyncckpt import Checkpointer, SaveOptions, blocking
-from asyncckpt.errors import ClosedError, SaveAbortedError, StoreError, UsageError
+from asyncckpt.errors import ClosedError, SaveAbortedError, UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import Engine
 from asyncckpt.session import preemption
@@ -29,7 +29,7 @@ from asyncckpt.session.preemption import WATCH_S, Agreement, SyncPoint
 from tests import children
 from tests.script import in_thread
 from tests.session.together.job import Job
-from tests.session.together.test_hiccups import let_fail
+from tests.session.together.test_hiccups import let_fail, let_fail_once_it_is_there
 
 SIGTERM = signal.SIGTERM
 
@@ -510,18 +510,10 @@ def test_a_process_asks_again_for_the_step_on_which_all_have_agreed(
     monkeypatch.setattr(preemption, "TRIES", 1)
 
     async def part(ckpt: Checkpointer, process: int, sigterm: Callable[[], None]) -> Any:
-        coordinator = ckpt._session.processes.coordinator
-        wait, failed = coordinator.wait, list[str]()
-
-        async def fail_once_it_is_there(key: str, *, timeout_s: float) -> bytes | None:
-            found = await wait(key, timeout_s=timeout_s)
-            if found is not None and "/preemption/0/outcome" in key and not failed:
-                failed.append(key)
-                raise StoreError("the service has the hiccups", retryable=True)
-            return found
-
+        failed = []
         if process == 1:
-            monkeypatch.setattr(coordinator, "wait", fail_once_it_is_there)
+            coordinator = ckpt._session.processes.coordinator
+            failed = let_fail_once_it_is_there(coordinator, "/preemption/0/outcome")
         if process == 0:
             sigterm()
         step = 0

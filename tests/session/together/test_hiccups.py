@@ -25,6 +25,36 @@ def let_fail(coordinator: Any, method: str, key: str) -> None:
     setattr(coordinator, method, once)
 
 
+def let_fail_once_it_is_there(coordinator: Any, key: str) -> list[str]:
+    """Let the first wait that finds a key with this text fail; return the keys that failed."""
+    wait, failed = coordinator.wait, list[str]()
+
+    async def once(name: str, **options: Any) -> Any:
+        found = await wait(name, **options)
+        if found is not None and key in name and not failed:
+            failed.append(name)
+            raise StoreError("the service has the hiccups", retryable=True)
+        return found
+
+    coordinator.wait = once
+    return failed
+
+
+def test_a_wait_that_fails_once_a_save_is_decided_is_repeated(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+
+    async def main(index: int) -> Any:
+        coordinator, failed = job.coordinator(index), []
+        if index == 1:
+            failed = let_fail_once_it_is_there(coordinator, "/save/0/outcome")
+        async with Checkpointer(job.root, coordinator=coordinator) as ckpt:
+            await ckpt.save(1, state())
+            return await ckpt.steps(), len(failed)
+
+    assert job.run(main) == [([1], 0), ([1], 1)]
+    assert job.left() == []
+
+
 @pytest.mark.parametrize(("process", "method"), [(0, "list"), (1, "wait")])
 def test_a_call_that_fails_while_a_process_watches_ends_the_save_on_all(
     tmp_path: Path, process: int, method: str
