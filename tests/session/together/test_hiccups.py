@@ -40,7 +40,7 @@ def let_fail_once_it_is_there(coordinator: Any, key: str) -> list[str]:
     return failed
 
 
-def test_a_wait_that_fails_once_a_save_is_decided_is_repeated(tmp_path: Path) -> None:
+def test_a_wait_that_fails_once_a_save_is_decided_does_not_fail_it(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
 
     async def main(index: int) -> Any:
