@@ -347,19 +347,34 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
                 f"metadata{place} has the key {keys[-1]!r:.80}; keys are strings: pass str(key)",
                 found=keys[-1],
             )
-        # Strings that UTF-8 cannot encode (lone surrogates) would fail when the record is written.
-        text = json.dumps(dict(metadata), allow_nan=False, ensure_ascii=False).encode()
+        text = _as_json(dict(metadata))
         copy: Mapping[str, Any] = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"metadata is not JSON ({error}); pass dicts, lists, strings, finite numbers, booleans "
-            "and None"
+            f"{_not_json(dict(metadata))} is not JSON ({error}); pass dicts, lists, strings, "
+            "finite numbers, booleans and None"
         ) from None
     if len(text) > MAX_METADATA_NBYTES:
         raise UsageError(
             f"metadata takes {len(text)} bytes, more than {MAX_METADATA_NBYTES}; save it as leaves"
         )
     return copy
+
+
+def _as_json(value: Any) -> bytes:
+    # Strings that UTF-8 cannot encode (lone surrogates) would fail when the record is written.
+    return json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+
+
+def _not_json(value: Any, place: str = "metadata") -> str:
+    """Return the place of the first value that is not JSON, given that there is one."""
+    items = value if isinstance(value, (list, tuple)) else ()
+    for key, item in value.items() if isinstance(value, dict) else enumerate(items):
+        try:
+            _as_json(item)
+        except (TypeError, ValueError):
+            return _not_json(item, f"{place}[{key!r:.80}]")
+    return place
 
 
 def _odd_key(

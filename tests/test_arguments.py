@@ -186,9 +186,11 @@ async def test_leaves_whose_names_would_collide_are_told_apart(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        ({"x": object()}, "not JSON serializable"),
-        ({"x": math.nan}, "not JSON compliant"),
-        ({"x": {1, 2}}, "not JSON serializable"),
+        ({"x": object()}, r"^metadata\['x'\] is not JSON .*not JSON serializable"),
+        ({"a": {}, "x": math.nan}, r"^metadata\['x'\] is not JSON .*not JSON compliant"),
+        ({"x": [0, {"y": ({1, 2},)}]}, r"^metadata\['x'\]\[1\]\['y'\]\[0\] is not JSON"),
+        ({"x": {"\ud800": 1}}, r"^metadata\['x'\] is not JSON .*surrogates"),
+        ({"\ud800": 1}, r"^metadata is not JSON .*surrogates"),
         ({(1, 2): 3}, r"^metadata has the key \(1, 2\); keys are strings"),
         ({1: "a", "1": "b"}, r"^metadata has the key 1; keys are strings"),
         ({"a": [0, {"b": {None: 1}}]}, r"^metadata\['a'\]\[1\]\['b'\] has the key None"),
