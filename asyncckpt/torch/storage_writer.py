@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.arguments import Location, check_switch, typed
@@ -32,7 +33,9 @@ from asyncckpt.torch.located import Located
 from asyncckpt.torch.saving import Saving
 
 
-class StorageWriter(Located, storage.StorageWriter):
+# As torch's own writer, the writer is the stager of `async_save`: what that uses otherwise copies
+# memory without the lazy conjugation and negation of tensors.
+class StorageWriter(Located, storage.StorageWriter, BlockingAsyncStager):
     """Writes a checkpoint for `torch.distributed.checkpoint.save` and `async_save`.
 
     Works with any planner. `asyncckpt.restore` reads the checkpoint as a dict by the planner's
@@ -64,6 +67,7 @@ class StorageWriter(Located, storage.StorageWriter):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(path)
+        BlockingAsyncStager.__init__(self)
         if opaque not in ("error", "allow"):
             raise UsageError(f'opaque={opaque!r}: pass "error" or "allow"', found=opaque)
         check_switch("overwrite", overwrite)

@@ -128,6 +128,8 @@ def state(seed: int, share: float | None = None) -> State:
             "strided": torch.from_numpy(array("strided", (8, 6), seed=seed)).T,
             "scalar": torch.tensor(float(seed)),
             "nothing": torch.zeros(0, 5),
+            "negated": torch.full((3,), 1j * seed).conj().imag,  # both lazily
+            "conjugate": torch.full((3,), 1j * seed).conj(),
             **placed,
         },
         **({} if share is None else {"sharded": sharded(seed, share)}),
@@ -150,6 +152,8 @@ def plain(value: Any) -> Any:
         return [shard.tensor.numpy() for shard in value.local_shards()]
     if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
         value = value.view(torch.int16)
+    if type(value) is torch.Tensor:
+        value = value.resolve_conj().resolve_neg()
     return torch_cases.whole(value)
 
 
