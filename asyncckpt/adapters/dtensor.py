@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
@@ -166,7 +167,7 @@ def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: 
 
 def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
     """Return a tensor's division and its local tensor; raise if it cannot be stored."""
-    fault = _fault(tuple(map(type, leaf.placements)))
+    fault = _fault(leaf.device_mesh, tuple(map(type, leaf.placements)))
     if fault is not None:
         text = _text(leaf.placements)
         raise UnsupportedLeafError(f"{path}: this DTensor ({text}) {fault}", path=path, found=text)
@@ -199,9 +200,9 @@ def _check_local(path: str, leaf: DTensor, tensor: torch.Tensor, division: Divis
 
 
 @lru_cache(maxsize=1024)
-def _fault(kinds: tuple[type[Placement], ...]) -> str | None:
+def _fault(mesh: DeviceMesh, kinds: tuple[type[Placement], ...]) -> str | None:
     """Return why tensors with placements of these types cannot be stored, None if they can."""
-    for kind in kinds:
+    for axis, kind in enumerate(kinds):
         if issubclass(kind, Partial):
             return (
                 "is a partial sum on each process; reduce it first, for example with "
@@ -211,6 +212,13 @@ def _fault(kinds: tuple[type[Placement], ...]) -> str | None:
             return (
                 f"has a placement of type {kind.__module__}.{kind.__qualname__}, which cannot be "
                 "stored; redistribute it to Shard and Replicate"
+            )
+        ranks = _ranks(mesh).processes
+        if kind is not Replicate and np.any(np.diff(ranks, axis=axis) < 0):
+            return (
+                f"is divided over a mesh with the ranks {ranks.tolist()}, not ascending along axis "
+                f"{axis}: PyTorch takes its parts by rank in some places and by coordinate in "
+                "others; make the mesh with ascending ranks"
             )
     return None
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,24 @@ def test_other_placements_are_refused_by_name() -> None:
         leaf = distribute_tensor(numbered(4), mesh, [Shard(0)], src_data_rank=None)
         leaf._spec.placements = (Ragged(0),)
         with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: .*Ragged, .*redistribute"):
+            adapter.source("a/b", leaf)
+
+
+def test_meshes_whose_ranks_do_not_ascend_are_refused_where_they_divide() -> None:
+    """`distribute_tensor` and `full_tensor` go by rank, `fully_shard` and shapes by coordinate."""
+    with rank_of(0, 4):
+        rows = DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("down", "across"))
+        line = DeviceMesh("cpu", [2, 0, 3, 1])
+        refused = [(line, [Shard(0)], 0), (rows, [Replicate(), Shard(1)], 1)]
+        refused += [(rows, [Shard(0), _StridedShard(0, split_factor=2)], 1)]
+        for mesh, placements, axis in refused:
+            leaf = distribute_tensor(numbered(4, 4), mesh, placements, src_data_rank=None)
+            text = rf"^a/b: .*\[2, 0.*not ascending along axis {axis}: .*ascending ranks$"
+            for opening in (adapter.source, partial(adapter.target, in_place=True)):
+                with pytest.raises(errors.UnsupportedLeafError, match=text):
+                    opening("a/b", leaf)
+        for mesh, placements in [(rows, [Shard(0), Replicate()]), (line, [Replicate()])]:
+            leaf = distribute_tensor(numbered(4, 4), mesh, placements, src_data_rank=None)
             adapter.source("a/b", leaf)
 
 
