@@ -271,20 +271,27 @@ class _Matcher:
                 self._add(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
 
     def _check_process_counts(self) -> None:
-        """Check the number of processes that saved a value per process."""
-        wanted = self.request.per_process
-        if not wanted:
+        """Check that as many processes restore as saved, and that this one saved its own value."""
+        request = self.request
+        if not request.per_process:
             return
         saved = dict(zip(self.structure.node_paths(), self.structure.nodes, strict=True))
-        for path in wanted:
-            count = len(saved[path].keys) if path in saved else self.request.process_count
-            if count != self.request.process_count:
+        for path in filter(saved.__contains__, request.per_process):
+            holders = [int(key) for key in saved[path].keys]
+            # One process writes a conversion, of values of several.
+            count = max(self.opened.savers, 1 + max(holders))
+            fault = ""
+            if count != request.process_count:
+                fault = f"{count} processes have saved values of their own, and "
+                fault += f"{request.process_count} restore"
+            elif request.process not in holders and request.strict:
+                fault = f"process {request.process} has saved no value of its own here"
+            if fault:
                 self._mismatches.add(
                     MismatchError,
                     path,
-                    f"{count} processes have saved a value of their own here, and "
-                    f"{self.request.process_count} restore",
-                    expected=self.request.process_count,
+                    fault,
+                    expected=request.process_count,
                     found=count,
                     advice="Pass PerProcess.all in its place in like= for the list of all values, "
                     f'with NumPy arrays; restore(include={path!r}, leaves="torch") returns them by '

@@ -50,11 +50,12 @@ def _share(leaves: list[Any], outcome: RestoreOutcome) -> None:
 
 
 def _of_all(outcome: RestoreOutcome, paths: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the list of the values that all processes saved at each path."""
+    """Return the list of the values that all processes saved at each path; None for no value."""
     found: dict[str, list[Any]] = {}
     for path, (structure, ordinals) in outcome.structure.subtrees(paths).items() if paths else ():
         values = unflatten(structure, [outcome.saved[ordinal] for ordinal in ordinals])
-        found[path] = [values[process] for process in sorted(values)]
+        count = max(outcome.savers, 1 + max(values))
+        found[path] = [values.get(process) for process in range(count)]
     return found
 
 

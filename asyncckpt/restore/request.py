@@ -174,6 +174,7 @@ class RestoreRequest:
         stateful: the target's objects with a state dict, by path.
         loaded: adapters of the imported frameworks, by name.
         per_process: paths of the target with a value per process.
+        process: index of this process.
         process_count: number of processes that restore.
         save_id: the save to restore; empty for any.
         shared: with mode `like`, leaves in repeated occurrences of an object, by ordinal, with the
@@ -194,6 +195,7 @@ class RestoreRequest:
     stateful: Mapping[str, StatefulTarget] = field(default_factory=dict)
     loaded: Mapping[str, FrameworkAdapter] = field(default_factory=dict)
     per_process: Sequence[str] = ()
+    process: int = 0
     process_count: int = 1
     save_id: str = ""
     shared: Mapping[int, int] = field(default_factory=dict)
@@ -231,6 +233,7 @@ def restore_request(
         options=options,
         progress=progress,
         loaded=adapters.frameworks,
+        process=process,
         process_count=process_count,
     )
     if mode == "saved":

@@ -37,6 +37,7 @@ class RestoreOutcome:
     Attributes:
         structure: containers of the checkpoint.
         form: its format, as `OpenCheckpoint.format`.
+        savers: number of processes that saved it.
         saved: leaves without a leaf of the target, and those of objects with a state dict, by
             ordinal of the saved leaf.
         wanted: leaves of a target that is not filled, by ordinal of the target's leaf.
@@ -47,6 +48,7 @@ class RestoreOutcome:
     request: RestoreRequest
     structure: Structure
     form: str
+    savers: int
     saved: Mapping[int, Any]
     wanted: Mapping[int, Any]
     replaced: Sequence[tuple[str, Holder, Any]]
@@ -162,6 +164,7 @@ async def run_restore(
         request,
         matching.structure,
         opened.format,
+        opened.savers,
         saved,
         wanted,
         replaced,

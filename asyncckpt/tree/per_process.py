@@ -23,7 +23,8 @@ class PerProcess:
 
     Examples are the states of random number generators and data loaders. A restore with a
     `PerProcess` in `like`, on the same number of processes, returns its own value to each. On any
-    number of processes, `PerProcess.all` in its place restores the list of all values, by process.
+    number of processes, `PerProcess.all` in its place restores the list of all values, by process,
+    with None for processes that saved none.
 
     Args:
         value: a leaf, or nested containers of leaves, of any shape.

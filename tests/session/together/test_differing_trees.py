@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,40 @@ def test_values_per_process_come_back_to_each(job: Job) -> None:
         asyncio.run(asyncckpt.restore(job.root / "1", like=tree(0), coordinator="single"))
     plain = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
     assert list(plain["rng"]) == list(range(job.count))
+
+
+@pytest.mark.parametrize("savers", [{0}, {1}, {1, 2}])
+def test_values_per_process_of_some_processes_come_back_to_them(
+    tmp_path: Path, savers: set[int]
+) -> None:
+    job = Job(tmp_path, 3)
+
+    def tree(process: int) -> dict[str, Any]:
+        own = {"loader": asyncckpt.PerProcess({"at": process})} if process in savers else {}
+        return {"step": 3, **own}
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.save(0, tree(process))
+        back = await ckpt.restore(like=tree(process))
+        assert ("loader" in back) == (process in savers)
+        assert "loader" not in back or back["loader"].value == {"at": process}
+        every = await ckpt.restore(like={"step": 0, "loader": asyncckpt.PerProcess.all})
+        return every["loader"]
+
+    values = [{"at": process} if process in savers else None for process in range(3)]
+    assert job.play(part) == [values] * 3
+
+    async def asking(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.restore(like={"step": 3, "loader": asyncckpt.PerProcess({"at": 0})})
+
+    lacking = "".join(map(str, {0, 1, 2} - savers))
+    for error in job.play(asking):
+        assert isinstance(error, MismatchError)
+        assert re.search(rf"^loader: process [{lacking}] has saved no value of its own", str(error))
+    job.count = 2
+    for error in job.play(asking):
+        assert isinstance(error, MismatchError)
+        assert "3 processes have saved values of their own, and 2 restore" in str(error)
 
 
 def test_a_value_per_process_of_a_single_process(tmp_path: Path) -> None:
