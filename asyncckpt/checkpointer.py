@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack, overload
 
@@ -30,7 +31,7 @@ from asyncckpt.log import logger
 from asyncckpt.options import check_function
 from asyncckpt.ports import Store
 from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
-from asyncckpt.restore.rebuild import finish_into, finish_tree
+from asyncckpt.restore.rebuild import finish_into, finish_tree, warn_of
 from asyncckpt.save.snapshot import tree_nbytes
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.session import Session, closing_note
@@ -521,10 +522,11 @@ async def _tree(
                 "leave out one of the two"
             )
         request, flat, adapters = session.restore_request(mode, like, **given)
-    outcome = await session.restore(number, request).wait()
-    tree = finish_tree(outcome, flat, adapters)
+    finish = partial(finish_tree, flat, adapters)
+    tree, report = await session.restore(number, request, finish)
+    warn_of(report)
     if on_report is not None:
-        on_report(outcome.report)
+        on_report(report)
     return tree
 
 
@@ -534,7 +536,8 @@ async def _into(
     with session.reporting("call", "restore"):
         given = completed(RestoreIntoArguments, arguments)
         number = None if step is None else step_number(step)
-        request, flat, adapters = session.restore_request("into", target, leaves="numpy", **given)
-    outcome = await session.restore(number, request).wait()
+        request, flat, _ = session.restore_request("into", target, leaves="numpy", **given)
     assert flat is not None
-    return finish_into(outcome, flat, adapters)
+    _, report = await session.restore(number, request, partial(finish_into, flat))
+    warn_of(report)
+    return report

@@ -20,10 +20,10 @@ ABSENT: Final = object()
 """Placeholder of a leaf that was not restored."""
 
 
-def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet) -> Any:
+def finish_tree(
+    flat: Flat | None, adapters: AdapterSet, outcome: RestoreOutcome
+) -> tuple[Any, RestoreReport]:
     """Return the restored tree, in the containers of the target if a target was given."""
-    if outcome.report.notes:
-        _warn(outcome.report)
     if flat is not None:
         pairs = [*zip(flat.paths, flat.leaves, strict=True)]
         values = _of_all(outcome, [path for path, leaf in pairs if leaf is PerProcess.all])
@@ -33,10 +33,10 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
             for number, (path, leaf) in enumerate(pairs)
         ]
         _share(leaves, outcome)
-        return unflatten_like(flat, leaves, adapters.nodes)
+        return unflatten_like(flat, leaves, adapters.nodes), outcome.report
     restored = [outcome.saved.get(n, ABSENT) for n in range(outcome.structure.leaf_count)]
     tree = unflatten(outcome.structure, restored)
-    return tree if outcome.request.include is None else _prune(tree)[0]
+    return tree if outcome.request.include is None else _prune(tree)[0], outcome.report
 
 
 def _share(leaves: list[Any], outcome: RestoreOutcome) -> None:
@@ -59,16 +59,6 @@ def _of_all(outcome: RestoreOutcome, paths: Sequence[str]) -> dict[str, list[Any
     return found
 
 
-def _warn(report: RestoreReport) -> None:
-    # The warning points to the caller's line outside the package.
-    frame, level = sys._getframe(1), 2
-    # Code that `exec` runs may have no name.
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("asyncckpt."):
-        frame, level = frame.f_back, level + 1
-    for note in report.notes:
-        warnings.warn(f"{report.location}: {note}", RestoreWarning, stacklevel=level)
-
-
 def _prune(node: Any) -> tuple[Any, bool]:
     """Return the tree without absent leaves, and whether it still has a leaf.
 
@@ -88,7 +78,7 @@ def _prune(node: Any) -> tuple[Any, bool]:
     return (ABSENT if any(child is ABSENT for child, _ in pruned) else node), False
 
 
-def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> RestoreReport:
+def finish_into(flat: Flat, outcome: RestoreOutcome) -> tuple[None, RestoreReport]:
     """Load the restored state dicts into their objects, and replace immutable leaves.
 
     With `strict=False`, `load_state_dict` is called with `strict=False` if it takes that, and the
@@ -131,9 +121,7 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
         unexpected=tuple(unexpected),
         total_s=time.perf_counter() - request.begun,
     )
-    if report.notes:
-        _warn(report)
-    return report
+    return None, report
 
 
 def _states(outcome: RestoreOutcome, flat: Flat) -> Iterator[tuple[str, Any, Any]]:
@@ -189,3 +177,14 @@ def _refused(
         "too"
     )
     return refusal
+
+
+def warn_of(report: RestoreReport) -> None:
+    """Warn of everything that the report notes."""
+    # The warning points to the caller's line outside the package.
+    frame, level = sys._getframe(1), 2
+    # Code that `exec` runs may have no name.
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("asyncckpt."):
+        frame, level = frame.f_back, level + 1
+    for note in report.notes:
+        warnings.warn(f"{report.location}: {note}", RestoreWarning, stacklevel=level)

@@ -70,7 +70,8 @@ def listing_written() -> Iterator[Written]:
     try:
         yield written
     except AsyncCheckpointError as error:
-        if paths := dict.fromkeys(path for paths in written for path in paths()):
+        paths = dict.fromkeys(path for paths in written for path in paths())
+        if paths and not error.written:  # an object that refused its state has said it
             error.written = tuple(paths)
             error.add_note(
                 f"the contents of {len(paths)} targets are undefined now (error.written lists "

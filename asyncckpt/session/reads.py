@@ -21,7 +21,7 @@ from asyncckpt.format.foreign.orbax_read import UNFINISHED
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.ports import CallIn, CheckpointFiles, Exchange, ExchangingCoordinator
-from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
+from asyncckpt.reports import CheckpointInfo, Progress, RestoreReport, VerifyReport
 from asyncckpt.restore.exchange.agreement import RestoreAgreement
 from asyncckpt.restore.request import RestoreRequest
 from asyncckpt.restore.restore import RestoreOutcome, Written, listing_written, run_restore
@@ -33,6 +33,9 @@ from asyncckpt.verify.inspect import info_of
 from asyncckpt.verify.verify import verify_checkpoint
 
 T = TypeVar("T")
+
+Finish = Callable[[RestoreOutcome], tuple[T, RestoreReport]]
+"""Makes the result of a restore and its report, in the caller's thread."""
 
 Read = Callable[[CheckpointFiles, int | None], Awaitable[T]]
 """Returns a result for the files of a checkpoint and its step."""
@@ -89,13 +92,18 @@ class Reads:
         return outcome
 
     async def restore_together(
-        self, step: int | None, request: RestoreRequest, in_caller: CallIn, number: int
-    ) -> RestoreOutcome:
+        self,
+        step: int | None,
+        request: RestoreRequest,
+        finish: Finish[T],
+        in_caller: CallIn,
+        number: int,
+    ) -> tuple[T, RestoreReport]:
         """Carry out the request of this process while all others carry out theirs.
 
         Process 0 chooses the step; nothing is read before the targets of all processes match, and
-        no process returns before all have succeeded. `in_caller` makes calls in the thread that
-        waits for the restore.
+        no process returns before all have succeeded, `finish` included. `in_caller` makes calls in
+        the thread that waits for the restore.
 
         Errors: as `restore`, of any process; names the process.
         """
@@ -104,14 +112,14 @@ class Reads:
         exchange = self._exchange(round_, options.broadcast, in_caller)
         agreement = RestoreAgreement(round_, exchange)
 
-        async def on_this() -> RestoreOutcome:
+        async def on_this() -> tuple[T, RestoreReport]:
             async with self._within(step, request):
                 chosen = await agreement.step(options, step, self._latest)
                 with self._pinned(chosen):  # until the last process has read it
                     outcome = await self._restore(chosen, request, written, agreement)
+                    result, report = await in_caller(lambda: finish(outcome))
                     timeline = await agreement.restored(outcome.report.timeline)
-                    report = dataclasses.replace(outcome.report, timeline=timeline)
-                    return dataclasses.replace(outcome, report=report)
+                    return result, dataclasses.replace(report, timeline=timeline)
 
         try:
             with listing_written() as written:

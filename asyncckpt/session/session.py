@@ -36,9 +36,8 @@ from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted, within
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.options import RestoreOptions, SaveOptions
-from asyncckpt.reports import SaveReport
+from asyncckpt.reports import RestoreReport, SaveReport
 from asyncckpt.restore.request import Mode, RestoreRequest, restore_request
-from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.retention import Retention
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, terms_for
@@ -51,7 +50,7 @@ from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.preemption import Preemption
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.pruning import Pruner
-from asyncckpt.session.reads import Reads
+from asyncckpt.session.reads import Finish, Reads
 from asyncckpt.session.root import Root
 from asyncckpt.session.steps import Steps
 from asyncckpt.tree import Flat
@@ -172,17 +171,19 @@ class Session:
             return self.call(function)
         return self._call_together("call", name, partial(self.processes.once, name, function))
 
-    def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
-        """Carry out a restore; all processes take part."""
+    async def restore(
+        self, step: int | None, request: RestoreRequest, finish: Finish[T]
+    ) -> tuple[T, RestoreReport]:
+        """Carry out a restore, which `finish` ends in this thread; all processes take part."""
         with self.reporting("call", "restore"):
             self.processes.check_broadcast(request.options.broadcast)
         if self.processes.alone:
-            return self.call(lambda: self.reads.restore(step, request))
+            return finish(await self.call(partial(self.reads.restore, step, request)).wait())
         caller = CallerThread()
-        restore = partial(self.reads.restore_together, step, request, caller.run)
+        restore = partial(self.reads.restore_together, step, request, finish, caller.run)
         job = self._call_together("call", "restore", restore)
         job.caller = caller
-        return job
+        return await job.wait()
 
     def _call_together(
         self,

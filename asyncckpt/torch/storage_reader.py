@@ -130,7 +130,7 @@ class StorageReader(Located, storage.StorageReader):
                 save_id=catalog.save_id,
             )
             with self._opened() as session:
-                outcome = session.restore(None, request).result()
+                outcome = session.call(lambda: session.reads.restore(None, request)).result()
             read = {path: value for path, _, value in outcome.replaced}
             for source, target in copies:
                 copy_into(target.tensor, source.tensor)

@@ -10,7 +10,7 @@ import pytest
 from asyncckpt.adapters import adapters_for_loaded_frameworks
 from asyncckpt.errors import RestoreError, RestoreWarning
 from asyncckpt.reports import RestoreReport
-from asyncckpt.restore.rebuild import finish_into, finish_tree
+from asyncckpt.restore.rebuild import finish_into, finish_tree, warn_of
 from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.tree import flatten
 from tests.restore.opened import LOCATION, request
@@ -57,6 +57,7 @@ def outcome(tree: Any, mode: str, like: Any = None, **changed: Any) -> RestoreOu
         "request": request(mode, like, **changed.pop("how", {})),
         "structure": flat.structure,
         "form": "asyncckpt",
+        "savers": 1,
         "saved": dict(enumerate(flat.leaves)),
         "wanted": dict(enumerate(flat.leaves)),
         "replaced": [],
@@ -68,11 +69,11 @@ def outcome(tree: Any, mode: str, like: Any = None, **changed: Any) -> RestoreOu
 
 def tree_of(made: RestoreOutcome, like: Any = None) -> Any:
     flat = None if like is None else flatten(like)
-    return finish_tree(made, flat, adapters_for_loaded_frameworks())
+    return finish_tree(flat, adapters_for_loaded_frameworks(), made)[0]
 
 
 def into(made: RestoreOutcome, target: Any) -> RestoreReport:
-    return finish_into(made, flatten(target), adapters_for_loaded_frameworks())
+    return finish_into(flatten(target), made)[1]
 
 
 def test_without_a_target_the_saved_containers_come_back_plain() -> None:
@@ -107,7 +108,7 @@ def test_notes_become_warnings_that_name_the_callers_line() -> None:
     report = RestoreReport(LOCATION, 1, 1, 0, 0, 0.0, notes=("one thing", "another"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tree_of(outcome({"a": 1}, "saved", report=report))
+        warn_of(report)
     assert [str(one.message) for one in caught] == [
         f"{LOCATION}: one thing",
         f"{LOCATION}: another",
@@ -117,10 +118,8 @@ def test_notes_become_warnings_that_name_the_callers_line() -> None:
 
 def test_notes_become_warnings_in_code_without_a_module() -> None:
     report = RestoreReport(LOCATION, 1, 1, 0, 0, 0.0, notes=("one thing",))
-    made = outcome({"a": 1}, "saved", report=report)
-    given = {"finish": finish_tree, "made": made, "adapters": adapters_for_loaded_frameworks()}
     with pytest.warns(RestoreWarning, match="one thing"):
-        exec("finish(made, None, adapters)", given)
+        exec("warn_of(report)", {"warn_of": warn_of, "report": report})
 
 
 def test_objects_get_their_state_and_immutable_leaves_are_replaced() -> None:

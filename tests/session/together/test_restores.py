@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt import Checkpointer, SaveOptions
+from asyncckpt import Checkpointer, RestoreOptions, SaveOptions
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     DeadlineExceededError,
     MismatchError,
+    RestoreError,
     SaveError,
     StoreError,
     TreeMismatchError,
@@ -42,6 +43,47 @@ def test_a_target_that_does_not_fit_on_one_process_reads_nothing_on_any(job: Job
     for error in results:
         assert isinstance(error, MismatchError), results
         assert "params/w" in str(error)
+
+
+class Part:
+    """An object that takes its state in the thread that made it, unless it refuses."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses, self.value = refuses, 0
+        self.thread = threading.get_ident()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert threading.get_ident() == self.thread
+        if self.refuses:
+            raise ValueError("not this one")
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_object_that_refuses_its_state_on_one_process_fails_on_all(
+    job: Job, process: int, atomic: bool
+) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        saved = Part()
+        saved.value = 7
+        await ckpt.save(1, {"part": saved, "x": np.ones(3)})
+        target = {"part": Part(refuses=this == process), "x": np.zeros(3)}
+        with pytest.raises(RestoreError, match=r"part: .*refused.*not this one") as caught:
+            await ckpt.restore_into(target, options=RestoreOptions(atomic=atomic))
+        assert set(caught.value.written) >= {"x"}
+        fresh = {"part": Part(), "x": np.zeros(3)}
+        report = await ckpt.restore_into(fresh)
+        assert fresh["part"].value == 7, "calls are in step"
+        return report.step, str(caught.value)
+
+    steps, texts = zip(*job.play(part), strict=True)
+    assert steps == (1, 1)
+    assert texts[1 - process].startswith(f"process {process} (")
+    assert texts[process] in texts[1 - process]
 
 
 def test_what_no_process_wants_is_unexpected_and_what_one_wants_is_not(job: Job) -> None:
