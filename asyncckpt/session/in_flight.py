@@ -32,8 +32,10 @@ class InFlight:
         """Return the saves that have not ended."""
         return [pending for pending in list(self._saves) if not pending.done()]
 
-    def unseen_error(self) -> BaseException | None:
+    def unseen_error(self, *, naming: bool = False) -> BaseException | None:
         """Return the first failure that no caller has seen, and count it as seen.
+
+        With `naming`, a note says which save it ended.
 
         Skips saves that callers are waiting for: the failure is theirs unless they stop waiting.
         """
@@ -42,15 +44,19 @@ class InFlight:
             if not pending.done() or pending._listeners:
                 continue
             error = pending._unseen_error() if self._saves.pop(pending, False) else None
+            if error is None:
+                continue
             if first is None:
                 first = error
-            elif error is not None:
+                if naming:
+                    first.add_note(f"this ended the save of {pending.location}")
+            else:
                 first.add_note(f"another save failed too: {error}")
         return first
 
     def raise_unseen(self, options: SaveOptions | None = None) -> None:
         """Raise the failure of an earlier save that no caller has seen, once."""
-        error = self.unseen_error()
+        error = self.unseen_error(naming=True)
         if error is None:
             return
         if options is not None and options.on_failed_save == "log":

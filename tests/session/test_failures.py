@@ -241,7 +241,10 @@ async def test_two_unseen_failures_are_one_error_with_a_note(tmp_path: Path) -> 
         await two_failed_unseen(ckpt)
         with pytest.raises(StoreError, match="first") as caught:
             await ckpt.wait()
-        assert caught.value.__notes__ == ["another save failed too: second"]
+        assert caught.value.__notes__ == [
+            f"this ended the save of {tmp_path / '1'}",
+            "another save failed too: second",
+        ]
         await ckpt.wait()
 
 
@@ -254,7 +257,8 @@ async def test_of_two_unseen_failures_both_are_logged(
         await ckpt._session.idle()
         with caplog.at_level(logging.ERROR, "asyncckpt"):
             await ckpt.save(3, TREE)
-    assert "an earlier save failed: first\nanother save failed too: second" in caplog.text
+    text = f"first\nthis ended the save of {tmp_path / '1'}\nanother save failed too: second"
+    assert f"an earlier save failed: {text}" in caplog.text
 
 
 async def test_of_two_unseen_failures_both_are_notes_of_the_bodys_exception(
