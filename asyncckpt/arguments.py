@@ -200,6 +200,12 @@ def check_path(location: Location) -> None:
         raise UsageError("location='': pass the path of a directory, or a URL")
     if "\0" in text:
         raise UsageError(f"{text!r}: a path has no null bytes; pass another name", found=text)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{text!a}: no path can hold this ({error.reason}); pass another name", found=text
+        ) from None
 
 
 _TO_LAST_UP = re.compile(r"(.*/)?\.\.(/+|\Z)", re.DOTALL)

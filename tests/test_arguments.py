@@ -236,6 +236,7 @@ async def test_metadata_and_metrics_are_taken_at_the_call_and_come_back(tmp_path
         (5, "pass a path"),
         (None, "pass a path"),
         ("a\0b/run", "a path has no null bytes"),
+        ("a\ud800/run", r"^'a\\ud800/run': no path can hold this \(surrogates not allowed"),
     ],
 )
 async def test_a_location_that_is_no_path_is_refused(location: Any, reason: str) -> None:

@@ -363,6 +363,20 @@ def test_a_container_that_refuses_its_children_is_named() -> None:
         unflatten_like(flatten({"a": Strict(1)}), [-1])
 
 
+def test_a_field_that_raises_is_named() -> None:
+    @dataclasses.dataclass
+    class Lazy:
+        w: Any = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "w":
+                raise KeyError("lazy")
+            return object.__getattribute__(self, name)
+
+    with pytest.raises(errors.UnsupportedLeafError, match=r"^m: a field of Lazy .*KeyError"):
+        flatten({"m": Lazy()})
+
+
 def test_a_field_without_value_is_named() -> None:
     @dataclasses.dataclass
     class Unset:
@@ -370,6 +384,44 @@ def test_a_field_without_value_is_named() -> None:
 
     with pytest.raises(errors.UnsupportedLeafError, match="a: a field of Unset has no value"):
         flatten({"a": Unset()})
+
+
+class Sorted(dict[str, Any]):
+    """Iterates in another order than its values."""
+
+    def __iter__(self) -> Any:
+        return iter(sorted(super().keys()))
+
+    def keys(self) -> Any:
+        return list(self)
+
+
+def test_values_stay_with_their_keys_in_a_dict_that_iterates_in_another_order() -> None:
+    flat = flatten({"opt": Sorted(b=2, a=1)})
+    assert dict(zip(flat.paths, flat.leaves, strict=True)) == {"opt/a": 1, "opt/b": 2}
+
+
+def test_a_container_whose_keys_are_not_as_many_as_its_values_is_named() -> None:
+    class Row(tuple[int, ...]):
+        _fields = ("a", "b", "c")
+
+    class Longer(list[int]):
+        def __len__(self) -> int:
+            return 5
+
+    for value, expected in ((Row((1, 2)), "this Row has 3"), (Longer([1]), "this Longer has 5")):
+        for tree in (value, type(value)([[], {}])):  # type: ignore[list-item]
+            with pytest.raises(errors.UnsupportedLeafError, match=rf"^m/sub: {expected}"):
+                flatten({"m": {"sub": tree}})
+    assert flatten([type("Plain", (tuple,), {"_fields": None})((1, 2))]).paths == ["0/0", "0/1"]
+
+
+def test_a_proxy_that_refuses_every_attribute_is_a_leaf() -> None:
+    class Proxy:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("working outside of its context")
+
+    assert flatten({"a": Proxy()}).paths == ["a"]
 
 
 def test_stateful_objects_are_flattened_as_their_state_dicts() -> None:

@@ -421,8 +421,8 @@ class Engine:
         except BaseException as error:
             if loop is not None:
                 loop.close()
-            if isinstance(error, KeyError) and error.args == (thread,) and error.__context__:
-                # `Thread.start` replaces a signal handler's exception by a KeyError of its own.
+            # `Thread.start` replaces a signal handler's exception by such errors of its own.
+            if error.args in ((thread,), ("release unlocked lock",)) and error.__context__:
                 raise error.__context__ from None
             if not isinstance(error, (RuntimeError, OSError)) or isinstance(error, TimeoutError):
                 raise  # a signal handler's

@@ -122,6 +122,12 @@ class _Flattener:
         if fields is None:
             kind = "registered"
         keys, parts, values = self._expand(value, kind, path, fields)
+        if len(parts) != len(values):
+            raise UnsupportedLeafError(
+                f"{where(path)}: this {type(value).__name__} has {len(parts)} keys or fields, and "
+                f"{len(values)} values; convert it to a dict or list",
+                path=path,
+            )
         self._objects.append(value)
         name = type_name(value)
         prefix = path + "/" if path else ""
@@ -149,6 +155,9 @@ class _Flattener:
         keys: Sequence[Any]
         if kind == "dict":
             keys, values = tuple(value), list(value.values())
+            if type(value) is not dict:  # a subclass may iterate in another order
+                pairs = list(value.items())
+                keys, values = tuple([key for key, _ in pairs]), [item for _, item in pairs]
             if set(map(type, keys)) == {str}:  # keys of other types may be equal to these
                 parts = self._parts.get(keys)
                 if parts is None:
@@ -171,9 +180,9 @@ class _Flattener:
             keys = fields or ()
             try:
                 values = [getattr(value, key) for key in keys]
-            except AttributeError as error:
+            except Exception as error:
                 raise UnsupportedLeafError(
-                    f"{where(path)}: a field of {type(value).__name__} has no value ({error}); "
+                    f"{where(path)}: a field of {type(value).__name__} has no value ({error!r}); "
                     "set it, or mark it with metadata={'static': True}",
                     path=path,
                 ) from error

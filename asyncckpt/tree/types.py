@@ -65,7 +65,7 @@ class Types:
         if isinstance(value, list):
             return "list"
         if isinstance(value, tuple):
-            return "namedtuple" if hasattr(value, "_fields") else "tuple"
+            return "namedtuple" if isinstance(getattr(value, "_fields", 0), tuple) else "tuple"
         if dataclasses.is_dataclass(value):
             return "dataclass"
         return LEAF if self.registered(value) is None else "registered"
@@ -79,7 +79,10 @@ class Types:
         if not hasattr(type(value), "state_dict") and self.registered(value) is not None:
             return False
         methods = ("state_dict", "load_state_dict")
-        return all(callable(getattr(value, name, None)) for name in methods)
+        try:
+            return all(callable(getattr(value, name, None)) for name in methods)
+        except Exception:  # of a proxy of nothing, for example; it is refused by its path
+            return False
 
     def registered(self, value: Any) -> tuple[NodeAdapter, Sequence[Key], Sequence[Any]] | None:
         """Return the adapter that knows the type, keys and children; None if there is none."""

@@ -634,6 +634,28 @@ def test_an_exception_of_a_signal_handler_while_the_thread_starts_leaves_none(
         os.sched_yield()
 
 
+def test_an_exception_of_a_signal_handler_while_a_thread_is_waited_for_is_raised(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Condition.wait` replaces it by a RuntimeError if it comes between its two locks."""
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                threading.Lock().release()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Event", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit(answer)
+    assert engine.submit(answer).result() == 42
+    engine.close()
+    while names():  # the thread that was started in vain ends by itself
+        os.sched_yield()
+
+
 def test_an_engine_that_a_signal_handler_closes_while_its_thread_starts_is_closed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
