@@ -460,7 +460,7 @@ def test_saves_in_flight_at_the_exit_are_finished_though_warnings_cannot_be_show
         assert blocking.verify(tmp_path / name / "1").ok
 
 
-@pytest.mark.parametrize("how", ["one-shot", "blocking", "async"])
+@pytest.mark.parametrize("how", ["one-shot", "blocking", "async", "one-shot to a URL"])
 def test_a_first_use_while_the_interpreter_exits_is_an_error_and_no_hang(
     tmp_path: Path, how: str
 ) -> None:
@@ -477,6 +477,8 @@ def test_a_first_use_while_the_interpreter_exits_is_an_error_and_no_hang(
             try:
                 if sys.argv[2] == "one-shot":
                     blocking.save(sys.argv[1] + "/x", state)
+                elif sys.argv[2] == "one-shot to a URL":
+                    blocking.save("s3://bucket/x", state)
                 elif sys.argv[2] == "blocking":
                     ckpt.save(1, state)
                 else:

@@ -606,7 +606,8 @@ def _drain_all() -> None:
 
 def exiting() -> bool:
     """Return whether the interpreter has begun to exit, so that a new job might never end."""
-    return _exit_begun or sys.is_finalizing()
+    # The main thread counts as ended as soon as the interpreter waits for the other threads.
+    return _exit_begun or not threading.main_thread().is_alive()
 
 
 def call_at_exit(call: Callable[[], None]) -> None:

@@ -103,6 +103,7 @@ class Session:
         check_coordinator(coordinator)
         check_preemption(preemption, grace_s)
         self.runtime = Runtime("asyncckpt", host_memory_nbytes=shared.host_memory_nbytes)
+        self.runtime.engine.check()  # libraries for URLs cannot be imported at exit
         self.root = Root(
             self.runtime,
             location,
