@@ -284,7 +284,8 @@ def _compare(path: str, one: _Seen, other: _Seen) -> None:
     elif a.spec.dtype != b.spec.dtype:
         raise _differ(DtypeMismatchError, path, one, a.spec.dtype, other, b.spec.dtype)
     if a.options != b.options:
-        raise _differ(MismatchError, path, one, a.options, other, b.options)
+        texts = f"leaf_options={a.options}", f"leaf_options={b.options}"
+        raise _differ(MismatchError, path, one, texts[0], other, texts[1])
     if a.extra != b.extra:
         raise _differ(MismatchError, path, one, a.extra or "no facts", other, b.extra or "no facts")
 

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -389,6 +391,15 @@ def test_meshes_whose_ranks_do_not_ascend_are_refused_where_they_divide() -> Non
         for mesh, placements in [(rows, [Shard(0), Replicate()]), (line, [Replicate()])]:
             leaf = distribute_tensor(numbered(4, 4), mesh, placements, src_data_rank=None)
             adapter.source("a/b", leaf)
+
+
+def test_the_shards_of_fsdp1_are_refused_with_a_way_out() -> None:
+    with rank_of(0, 2):
+        with pytest.warns(FutureWarning):  # torch itself advises against them
+            spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+            leaf = sharded_tensor.zeros(spec, 4, 2)
+        with pytest.raises(errors.UnsupportedLeafError, match=r"device_mesh=.*StorageWriter"):
+            adapters_for_loaded_frameworks().resolve(type(leaf)).source("a/b", leaf)  # type: ignore
 
 
 def test_it_is_found_before_the_adapter_of_plain_tensors() -> None:

@@ -201,6 +201,12 @@ def test_options_that_differ_are_named() -> None:
         merge_schemas(schemas, "union")
 
 
+def test_options_of_a_leaf_that_differ_are_named_as_such() -> None:
+    other = dataclasses.replace(ARRAY, options=LeafOptions(dtype="bfloat16"))
+    with pytest.raises(MismatchError, match=r"^w: leaf_options=None on process 0, leaf_options=L"):
+        merge({"w": ARRAY}, {"w": other})
+
+
 def test_the_digest_is_that_of_all_schemas_and_their_processes() -> None:
     assert merge([ARRAY], [ARRAY]).digest == merge([ARRAY], [ARRAY]).digest
     assert merge([ARRAY], [ARRAY]).digest != merge([ARRAY]).digest
