@@ -397,7 +397,9 @@ def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:
             continue
         keys: Sequence[Key] = range(len(node.children)) if node.kind == "list" else node.keys
         for key, child in zip(keys, node.children, strict=True):
-            if child in leaves:
+            if child in leaves and isinstance(container, PerProcess):
+                holders[child] = Holder(container, "value", is_attribute=True)
+            elif child in leaves:
                 holders[child] = Holder(container, key, node.kind == "dataclass")
     return holders
 
@@ -406,7 +408,7 @@ def _is_mutable(node: Node, container: Any) -> bool:
     """Return whether the leaves of a container can be replaced."""
     if node.kind == "dataclass":
         return not is_frozen(container)
-    return node.kind in ("dict", "list")
+    return node.kind in ("dict", "list") or isinstance(container, PerProcess)
 
 
 def enclosing(path: str, roots: Collection[str]) -> str | None:

@@ -46,6 +46,16 @@ def test_arrays_of_one_process_may_change_their_shapes_with_every_save(
     assert job.play(part) == [([7] * (7 if p == process else 3), steps) for p in range(job.count)]
 
 
+def test_a_number_per_process_is_replaced_in_place(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, {"seed": PerProcess(10 + this), "w": np.ones(2)})
+        target = {"seed": PerProcess(0), "w": np.zeros(2)}
+        report = await ckpt.restore_into(target)
+        return target["seed"].value, report.replaced
+
+    assert job.play(part) == [(10 + p, (f"seed/{p}",)) for p in range(job.count)]
+
+
 def test_texts_of_one_process_may_be_long(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
         tree = {"log": PerProcess("1,2,3," * 100_000 + str(this))}
