@@ -38,11 +38,12 @@ _ADVICE: Final = {
     "numpy.random._generator.Generator": (
         "store bit_generator.state, a dict, and assign it to bit_generator.state after restoring"
     ),
+    "jax.sharding.NamedSharding": "pass jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
 }
 """Advice for unsupported leaves, by type name."""
 
 
-def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
+def unsupported(path: str, leaf: object, verb: str = "stored") -> UnsupportedLeafError:
     """Return the error for a leaf that is not a scalar and has no adapter."""
     kind = type(leaf)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -71,7 +72,7 @@ def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
             "load_state_dict()"
         )
     return UnsupportedLeafError(
-        f"{path or 'the tree itself'}: a leaf of type {name} cannot be stored; {advice}",
+        f"{path or 'the tree itself'}: a leaf of type {name} cannot be {verb}; {advice}",
         path=path,
         expected="an array, int, float, bool, complex, str or bytes",
         found=name,

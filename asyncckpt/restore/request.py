@@ -380,7 +380,7 @@ def _no_target(path: str, leaf: Any) -> UnsupportedLeafError:
             "include="
         )
     else:
-        return unsupported(path, leaf)
+        return unsupported(path, leaf, "restored")
     return UnsupportedLeafError(f"{where(path)}: {advice}", path=path, found=leaf)
 
 

@@ -21,11 +21,12 @@ from jax.extend.random import define_prng_impl
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from asyncckpt import errors
+from asyncckpt import RestoreOptions, errors
 from asyncckpt.adapters import jax as jax_adapter
 from asyncckpt.adapters import jax_memory
 from asyncckpt.adapters.jax import JaxAdapter, JaxNodes
 from asyncckpt.flow.arena import Arena
+from asyncckpt.restore.request import restore_request
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten, unflatten_like
 from tests import children
@@ -582,3 +583,19 @@ def test_gpu_arrays_are_fetched_by_box(name: str) -> None:
     for box in (Box.whole((30, 40)), Box((3, 4), (5, 6))):
         np.testing.assert_array_equal(read(source, box), values(name, (30, 40))[box.slices()])
     assert leaf._npy_value is None
+
+
+def test_a_sharding_as_a_target_is_refused_with_what_to_pass() -> None:
+    like = {"w": NamedSharding(jax.make_mesh((1,), ("a",)), P())}
+    text = r"^w: .*NamedSharding cannot be restored; pass jax.ShapeDtypeStruct\(shape, dtype, shar"
+    with pytest.raises(errors.UnsupportedLeafError, match=text):
+        restore_request(
+            "like",
+            like,
+            leaves="numpy",
+            include=None,
+            strict=True,
+            cast=False,
+            options=RestoreOptions(),
+            progress=None,
+        )
