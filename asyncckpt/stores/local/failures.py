@@ -38,7 +38,8 @@ _NEXT_STEPS = {
     "followed, and not a directory",
     errno.ENOENT: "the directory is gone: it was removed, or another process took over",
     errno.EXDEV: "the system cannot move a checkpoint between these directories: one is a mount "
-    "point, or has another project quota; keep the whole root in one file system",
+    "point, has another project quota, or is in a lower layer of an overlay; keep the whole root "
+    "in one file system, or delete the step before you save it again",
 }
 
 # All other errors need a change (space, permissions, a new disk) before a retry can succeed.
@@ -59,6 +60,9 @@ def store_error(action: str, path: str, error: OSError) -> StoreError:
     number = error.errno or 0
     name = errno.errorcode.get(number, type(error).__name__)
     text = f"{path}: {action} failed: {error.strerror or error} ({name})"
+    at = error.filename
+    if isinstance(at, str) and os.path.isabs(at) and at != path:
+        text += f" at {at}"
     if number == errno.ENOSPC:
         text += _free(path)
     text += f"; {_NEXT_STEPS.get(number, 'check the file system and try again')}"

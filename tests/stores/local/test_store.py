@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import asyncckpt
+from asyncckpt.errors import StoreError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import Store
 from asyncckpt.stores.local import posix, publish
@@ -112,3 +114,11 @@ class TestFaultStoreWithoutScript(TestLocalStore):
     async def opened(self, place: Path) -> AsyncIterator[Store]:
         async with super().opened(place) as store:
             yield FaultStore(store)
+
+
+async def test_the_path_that_failed_is_named_where_it_is_another_one(tmp_path: Path) -> None:
+    (tmp_path / ".asyncckpt").touch()
+    text = rf"{tmp_path}/30: beginning a save failed: .* at {tmp_path}/\.asyncckpt; a part of"
+    with pytest.raises(StoreError, match=text):
+        async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+            await ckpt.save(30, {"w": 1})
