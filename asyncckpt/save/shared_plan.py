@@ -5,8 +5,8 @@
 # Rule 2: if the trees of processes differ, or may, the processes compare digests before each save:
 #   a leaf that appears on one process changes what the others must stage, and once they have
 #   staged, their callers may mutate the rest. A leaf that has changed on one process may change
-#   again, like the buffers of a data loader in a `PerProcess`. An agreement that all processes know
-#   needs no further exchange, even if an earlier group made it.
+#   again; the buffers of a data loader in a `PerProcess` may change at any time. An agreement that
+#   all processes know needs no further exchange, even if an earlier group made it.
 # Rule 3: all processes have equal chunk grids: memory and store limit chunks to the lowest limits
 #   of all processes, agreed on with the first plan.
 # Rule 4: if schemas differ, every process merges the same schemas to the same result.
@@ -46,6 +46,7 @@ from asyncckpt.save.plan_cache import (
     tree_key,
 )
 from asyncckpt.save.snapshot import SaveRequest, Snapshot, completed
+from asyncckpt.tree import per_process_paths
 
 KNOWN = "known"
 """Posted by a process that already has a plan while it waits for the attempt to appear."""
@@ -112,6 +113,9 @@ class SharedPlan:
         snapshot = request.snapshot
         if agreed.merged is not None:
             snapshot = completed(snapshot, agreed.merged, group.process_index, group.process_count)
+            if not cache.may_differ and self._tree() == "union":
+                # The values of a process may have other shapes in each save.
+                cache.may_differ = bool(per_process_paths(agreed.merged.structure))
             cache.may_differ |= agreed.merged.keys_differ
         terms = terms._replace(
             limits=agreed.limits, process=group.process_index, process_count=group.process_count
