@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
-from typing import ClassVar, Literal, Protocol
+from numbers import Integral
+from typing import Any, ClassVar, Literal, Protocol
 
 from asyncckpt.errors import UsageError
 from asyncckpt.pickled import PickledByName
@@ -167,6 +168,21 @@ def uses_metrics(policy: Retention) -> bool:
     return bool(getattr(policy, "uses_metrics", True))
 
 
+def decided(policy: Retention, steps: Sequence[int], metrics: Metrics) -> tuple[set[int], set[int]]:
+    """Return the steps to keep, and those of them that a policy may keep in place of others.
+
+    Raises:
+        TypeError: a policy returned no steps, so the steps to keep are unknown.
+    """
+    kept, displacing = set[int](), set[int]()
+    for part in _parts(policy):
+        answer = _steps(part.keep(steps, metrics))
+        kept |= answer
+        if type(part) is not KeepEvery:  # which keeps a step whatever the others are
+            displacing |= answer
+    return kept, displacing
+
+
 def concerns(policy: Retention, steps: Sequence[int], metrics: Metrics) -> list[str]:
     """Return warnings about the policy's decision on these steps."""
     if isinstance(policy, KeepAny):
@@ -179,6 +195,17 @@ def concerns(policy: Retention, steps: Sequence[int], metrics: Metrics) -> list[
         f"{policy!r} keeps every step, because none has a number for {policy.metric!r}: {found}; "
         f"pass metrics={{{policy.metric!r}: …}} to save"
     ]
+
+
+def _steps(answer: Any) -> set[int]:
+    """Return the steps that a policy returned, as any iterable; refuse None, text and masks."""
+    if not isinstance(answer, Iterable):
+        raise TypeError(f"keep() returned {answer!r:.80}, not the steps to keep")
+    steps = list(answer)
+    for step in steps:
+        if not isinstance(step, Integral) or isinstance(step, bool):
+            raise TypeError(f"keep() returned {step!r:.80} among the steps to keep")
+    return set(map(int, steps))
 
 
 def _is_count(value: object) -> bool:

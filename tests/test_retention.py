@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt import KeepBest, KeepEvery, KeepLast, Retention, UsageError
-from asyncckpt.retention import KeepAny, concerns, uses_metrics
+from asyncckpt.retention import KeepAny, concerns, decided, uses_metrics
 
 NAN, INF = math.nan, math.inf
 
@@ -176,3 +176,16 @@ def test_a_metric_is_a_name(metric: Any) -> None:
 def test_a_mode_is_min_or_max(mode: Any) -> None:
     with pytest.raises(UsageError, match="pass mode='min' if small values are good, or mode='max'"):
         KeepBest(1, "loss", mode)
+
+
+def test_only_steps_kept_by_every_alone_displace_no_others() -> None:
+    class Every(KeepEvery):
+        """A user's own, which may depend on the other steps."""
+
+    losses = {step: {"loss": -float(step)} for step in range(7)}
+    for policy, displacing in (
+        (KeepEvery(3), set()),
+        (KeepEvery(3) | KeepLast(2) | KeepBest(1, "loss"), {5, 6}),
+        (KeepLast(1) | Every(3), {0, 3, 6}),
+    ):
+        assert decided(policy, range(7), losses) == (policy.keep(range(7), losses), displacing)

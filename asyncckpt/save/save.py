@@ -99,11 +99,11 @@ async def record_of(
     return None
 
 
-async def exists(store: Store, name: str) -> bool:
-    """Return whether a valid checkpoint has this name."""
-    files = store.files(name)
+async def stored_record(store: Store, name: str | int) -> bytes | None:
+    """Return the commit record of a checkpoint, or None if no valid one has this name."""
+    files = store.files(str(name))
     try:
-        return await record_of(files) is not None
+        return await record_of(files)
     finally:
         await files.close()
 
@@ -348,7 +348,7 @@ class Save:
         return self._recorder.timeline().joined(self._others)
 
     async def _refuse_existing(self) -> None:
-        if await exists(self.store, self.request.name):
+        if await stored_record(self.store, self.request.name):
             # A process that has taken over may have saved it.
             await self.store.check_claim(self._epoch)
             other = "choose another location" if self.request.step is None else "save another step"

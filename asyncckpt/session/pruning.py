@@ -2,7 +2,10 @@
 
 # Rule 1: the save that called is already durable: any failure here becomes a note in its report,
 #   and a policy that fails, or returns anything but steps, deletes nothing.
-# Rule 2: a step is deleted only if its record is still the one that the decision was based on.
+# Rule 2: a step is deleted only if its record is still the one that the decision was based on, and
+#   only for steps whose records this save has read: if one has changed, the policy decides again.
+#   `KeepEvery` never keeps a step in place of another, so its steps are not read again.
+#   (test_a_step_damaged_meanwhile_displaces_no_good_one)
 # Rule 3: an entry without a valid record is not a step and is left alone; so is a step whose record
 #   cannot be read now, or by this release.
 # Rule 4: steps are deleted under a claim: a process that was taken over deletes nothing.
@@ -17,23 +20,20 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from asyncckpt.errors import CheckpointNotFoundError, FencedError
 from asyncckpt.flow.background import BackgroundTask
 from asyncckpt.flow.engine import Job, ended
-from asyncckpt.flow.shield import mapped
+from asyncckpt.flow.shield import mapped, together
 from asyncckpt.format.record import RECORD_TAIL_NBYTES, check_version, decode_record
 from asyncckpt.log import logger
 from asyncckpt.ports import Removal
 from asyncckpt.reports import SaveReport
-from asyncckpt.retention import Retention, concerns, uses_metrics
+from asyncckpt.retention import Retention, concerns, decided, uses_metrics
 from asyncckpt.runtime import Runtime
-from asyncckpt.save.save import record_of
+from asyncckpt.save.save import stored_record
 from asyncckpt.session.root import Root
 from asyncckpt.session.steps import Steps
 
@@ -49,12 +49,19 @@ class Seen:
     metrics: Mapping[str, float]
 
 
+Records = dict[int, Seen | Exception | None]
+"""Records read for one decision, by step: None without a valid one, or why it cannot be read."""
+
+Removals = list[tuple[int, Removal]]
+"""Unlisted steps, with the calls that remove their bytes."""
+
+
 @dataclass(eq=False, repr=False)
 class Pruner:
     """Applies the policy of one run.
 
-    Reads the records of steps that other processes saved, once, and of steps about to be deleted.
-    Notices a deletion by another process at the next save, a replacement before deleting the step.
+    Reads the records of steps that other processes saved, once; of steps about to be deleted, and
+    of those kept in their place, again.
 
     Attributes:
         policy: which steps to keep.
@@ -75,14 +82,15 @@ class Pruner:
         self._seen: dict[int, Seen] = {}
         self._known: set[int] | None = None  # steps saved here or found, except other writers'
         self._left: list[int] = []  # steps from before the run went back, the oldest first
-        self._looking: BackgroundTask[list[int]] | None = None
+        self._displacing: list[int] = []  # steps that the last decision kept in place of others
+        self._looking: BackgroundTask[tuple[list[int], Records]] | None = None
         self._removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
         self._logged: set[str] = set()
 
     def look(self) -> None:
         """List the steps while a save commits, as `Retaining.look`; later steps count next time."""
-        self._looking = BackgroundTask(self.steps.candidates())
+        self._looking = BackgroundTask(self._look())
 
     async def forget(self) -> None:
         """End the listing, as `Retaining.forget`."""
@@ -106,7 +114,7 @@ class Pruner:
         try:
             await self.settle()
             notes, self._late_notes = self._late_notes, []
-            self._seen[saved] = await self._described(record, self.root.location(saved))
+            self._seen[saved] = await self._described(record, saved)
             steps, reasons = await self._decide(saved)
             notes += reasons
             await self._unlist(steps, deleted, notes)
@@ -119,9 +127,7 @@ class Pruner:
             if note not in self._logged:
                 self._logged.add(note)
                 logger.warning("%s", note)
-        return dataclasses.replace(
-            report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes)
-        )
+        return replace(report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes))
 
     async def settle(self) -> None:
         """Wait until no bytes are being removed in the background. From any thread."""
@@ -129,7 +135,7 @@ class Pruner:
             await ended(self._removing.future)
 
     async def _unlist(self, steps: list[int], deleted: list[int], notes: list[str]) -> None:
-        removals: list[tuple[int, Removal]] = []
+        removals: Removals = []
         kept: dict[int, Exception] = {}
         unremoved: dict[int, Exception] = {}
         try:
@@ -143,8 +149,7 @@ class Pruner:
                     seal = self._seen.pop(step).seal
                     removals.append((step, await self.steps.unlist(step, seal)))
                     deleted.append(step)
-                    name = _name(self.policy)
-                    logger.info("deleted %s (%s)", self.root.location(step), name)
+                    logger.info("deleted %s (%s)", self.root.location(step), _name(self.policy))
                 except CheckpointNotFoundError:
                     if self._known is not None:
                         self._known.discard(step)  # if it exists, it is another writer's
@@ -161,9 +166,7 @@ class Pruner:
                     lambda: self._remove_last(removals, unremoved)
                 )
 
-    async def _remove(
-        self, removals: list[tuple[int, Removal]], unremoved: dict[int, Exception]
-    ) -> None:
+    async def _remove(self, removals: Removals, unremoved: dict[int, Exception]) -> None:
         while removals:
             step, remove = removals.pop(0)
             try:
@@ -171,59 +174,63 @@ class Pruner:
             except Exception as error:
                 unremoved[step] = error
 
-    async def _remove_last(
-        self, removals: list[tuple[int, Removal]], unremoved: dict[int, Exception]
-    ) -> None:
+    async def _remove_last(self, removals: Removals, unremoved: dict[int, Exception]) -> None:
         await self._remove(removals, unremoved)
         if unremoved:
-            what = "could only be unlisted, not removed completely"
-            rest = "the next sweep or 'asyncckpt gc' removes the rest"
-            note = f"{_folded(unremoved, what)}; {rest}"
+            note = _folded(unremoved, "could only be unlisted, not removed completely")
+            note = f"{note}; the next sweep or 'asyncckpt gc' removes the rest"
             self._late_notes.append(note)
             self._logged.add(note)
             logger.warning("%s", note)
 
+    async def _look(self) -> tuple[list[int], Records]:
+        """List the steps; meanwhile read the records that the decision is likely to need."""
+        # A single one is nearly always the step saved last, which the next one displaces.
+        again = self._displacing if len(self._displacing) > 1 else []
+        records: Records = {}
+        listed, _ = await together((self.steps.candidates(), self._read(again, records)))
+        return listed or [], records
+
     async def _decide(self, saved: int) -> tuple[list[int], list[str]]:
         """Return the steps to delete, and notes about the decision."""
-        found: dict[int, Seen | None] = dict(self._seen)
-        unread: dict[int, Exception] = {}
         looking, self._looking = self._looking, None
-        listed = await (self.steps.candidates() if looking is None else looking.result())
+        listed, records = await (self._look() if looking is None else looking.result())
         candidates = sorted({*listed, saved})
-
-        async def read(step: int) -> None:
+        records[saved] = self._seen[saved]
+        due = [step for step in candidates if step not in self._seen]
+        while True:
+            await self._read(due, records)
+            found = {step: records.get(step, self._seen.get(step)) for step in candidates}
+            self._seen = {step: one for step, one in found.items() if isinstance(one, Seen)}
+            steps = self._ranked(saved, candidates)
+            metrics = {step: self._seen[step].metrics for step in steps}
             try:
-                found[step] = await self._read(step)
-            except Exception as error:  # another user's or a newer release's, for example
-                unread[step] = error
-
-        new = [step for step in candidates if step not in found]
-        await mapped(read, new, self.root.store.capabilities.reads)
-        self._seen = {step: one for step in candidates if (one := found.get(step)) is not None}
-        steps = self._ranked(saved, candidates)
-        metrics = {step: self._seen[step].metrics for step in steps}
+                kept, displacing = decided(self.policy, tuple(steps), metrics)
+                worries = concerns(self.policy, steps, metrics)
+            except BaseException as error:  # even sys.exit(), which would end the engine's thread
+                name = _name(self.policy)
+                logger.exception("the retention policy %s failed", name)
+                return [], [f"no step was deleted, because {name} failed: {error!r}"]
+            deleted = [step for step in sorted(steps) if step not in kept and step != saved]
+            self._displacing = [step for step in steps if deleted and step in displacing]
+            if not (due := [step for step in self._displacing if step not in records]):
+                break
         notes: list[str] = []
-        if unread:
-            notes.append(_folded(dict(sorted(unread.items())), "could not be read and will stay"))
+        if unread := {step: one for step, one in found.items() if isinstance(one, Exception)}:
+            notes.append(_folded(unread, "could not be read and will stay"))
         if len(steps) < len(self._seen):
             notes.append(
                 "another job saves to this root: steps above the one saved last have appeared, and "
                 "are left alone; give each job its own root, or let the later one take over "
                 "(takeover=True)"
             )
-        try:
-            kept = _steps(self.policy.keep(tuple(steps), metrics))
-            notes += concerns(self.policy, steps, metrics)
-        except BaseException as error:  # even sys.exit(), which would end the engine's thread
-            name = _name(self.policy)
-            logger.exception("the retention policy %s failed", name)
-            return [], [f"no step was deleted, because {name} failed: {error!r}"]
+        notes += worries
         if (highest := max(steps)) > saved:
             notes.append(
                 f"step {highest} is above the one saved last, and latest_step() returns it; call "
                 "delete_after(step) right after restoring an earlier step to delete such a branch"
             )
-        return [step for step in sorted(steps) if step not in kept and step != saved], notes
+        return deleted, notes
 
     def _ranked(self, saved: int, listed: Collection[int]) -> list[int]:
         """Return the steps that count for the policy, the newest last.
@@ -243,36 +250,24 @@ class Pruner:
         left = [step for step in self._left if step in seen]
         return [*left, *sorted(seen - others - set(left))]
 
-    async def _read(self, step: int) -> Seen | None:
-        files = self.root.store.files(str(step))
-        try:
-            data = await record_of(files)
-            return None if data is None else await self._described(data, files.location)
-        finally:
-            await files.close()
+    async def _read(self, steps: Sequence[int], records: Records) -> None:
+        async def read(step: int) -> None:
+            try:
+                data = await stored_record(self.root.store, step)
+                records[step] = None if data is None else await self._described(data, step)
+            except Exception as error:  # another user's or a newer release's, for example
+                records[step] = error
 
-    async def _described(self, record: bytes, location: str) -> Seen:
+        await mapped(read, steps, self.root.store.capabilities.reads)
+
+    async def _described(self, record: bytes, step: int) -> Seen:
+        location = self.root.location(step)
         check_version(record, location=location)
         metrics: Mapping[str, float] = {}
         if self._uses_metrics:
             run = self.runtime.engine.compute.run
             metrics = (await run(decode_record, record, location=location)).metrics
         return Seen(record[-RECORD_TAIL_NBYTES:], metrics)
-
-
-def _steps(answer: Any) -> set[int]:
-    """Return the steps that a policy returned, as any iterable.
-
-    Raises:
-        TypeError: they are not steps (None, text, a mask), so the steps to keep are unknown.
-    """
-    if not isinstance(answer, Iterable):
-        raise TypeError(f"keep() returned {answer!r:.80}, not the steps to keep")
-    steps = list(answer)
-    for step in steps:
-        if not isinstance(step, Integral) or isinstance(step, bool):
-            raise TypeError(f"keep() returned {step!r:.80} among the steps to keep")
-    return set(map(int, steps))
 
 
 def _folded(failed: Mapping[int, Exception], what: str) -> str:

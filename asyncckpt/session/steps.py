@@ -18,7 +18,7 @@ from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles, Removal, Store
-from asyncckpt.save.save import exists, record_of
+from asyncckpt.save.save import record_of, stored_record
 from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.root import Root
 
@@ -99,10 +99,8 @@ class Steps:
         while True:
             steps = [step for step in await self.candidates() if step > above]
             unknown = [step for step in steps if step not in valid]
-            there = await mapped(
-                lambda step: exists(store, str(step)), unknown, store.capabilities.reads
-            )
-            valid.update(itertools.compress(unknown, there))
+            records = await mapped(partial(stored_record, store), unknown, store.capabilities.reads)
+            valid.update(itertools.compress(unknown, records))
             before, missing = missing, set(steps) - valid
             if missing <= before:
                 return [step for step in steps if step in valid]
@@ -175,16 +173,13 @@ class Steps:
 
     async def _peeked(self, step: int) -> CheckpointFiles | None:
         """Return the files of a step, None without a valid commit record."""
-        files = self._root.store.files(str(step))
+        files, record = self._root.store.files(str(step)), None
         try:
             record = await record_of(files, partial(self._warn_of_damage, step))
-        except BaseException:
-            await files.close()
-            raise
-        if record is None:
-            await files.close()
-            return None
-        return PeekedFiles(files, record)
+        finally:
+            if record is None:
+                await files.close()
+        return None if record is None else PeekedFiles(files, record)
 
     def _warn_of_damage(self, step: int) -> None:
         if step not in self._damaged:

@@ -353,6 +353,115 @@ async def test_a_step_that_changed_since_it_was_read_is_not_deleted_on_old_groun
         assert await asyncio.to_thread(damaged.exists)
 
 
+def truncated(record: Path) -> None:
+    record.write_bytes(record.read_bytes()[:10])
+
+
+def altered(record: Path) -> None:
+    record.write_bytes(record.read_bytes().replace(b'"version":', b'"Version":', 1))
+
+
+@pytest.mark.parametrize("damage", [truncated, altered, Path.unlink])
+@pytest.mark.parametrize(
+    ("keep", "losses", "damaged", "kept"),
+    [
+        (KeepLast(2), (0.1, 0.2, 0.3, 0.4), 2, [1, 3]),
+        (KeepLast(3), (0.1, 0.2, 0.3, 0.4), 2, [0, 1, 3]),
+        (KeepBest(2, "loss"), (0.4, 0.1, 0.2, 0.15), 1, [2, 3]),
+        (KeepLast(1) | KeepBest(1, "loss"), (0.1, 0.3, 0.2, 0.4), 0, [2, 3]),
+        (KeepLast(2) | KeepEvery(3), (0.1, 0.2, 0.3, 0.4), 2, [0, 1, 3]),
+        (Newest(), (0.1, 0.2, 0.3, 0.4), 2, [1, 3]),
+    ],
+    ids=["last", "first deletion", "best", "last or best", "last or every", "own"],
+)
+async def test_a_step_damaged_meanwhile_displaces_no_good_one(
+    tmp_path: Path,
+    keep: asyncckpt.Retention,
+    losses: Sequence[float],
+    damaged: int,
+    kept: list[int],
+    damage: Callable[[Path], None],
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        for step in range(3):
+            await save(ckpt, step, losses[step])
+        record = tmp_path / f"{damaged}" / "checkpoint.json"
+        await asyncio.to_thread(damage, record)
+        assert (await save(ckpt, 3, losses[3])).notes == ()
+        assert await ckpt.steps() == kept
+        assert await asyncio.to_thread(record.parent.exists)
+
+
+async def test_steps_that_move_up_for_damaged_ones_are_checked_too(tmp_path: Path) -> None:
+    keep = Answers(lambda steps: steps if steps[-1] < 5 else steps[-2:])
+    async with asyncckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        for step in range(5):
+            await save(ckpt, step)
+        for step in (3, 4):
+            await asyncio.to_thread(truncated, tmp_path / f"{step}" / "checkpoint.json")
+        assert (await save(ckpt, 5)).deleted_steps == (0, 1)
+        assert await ckpt.steps() == [2, 5]
+
+
+async def test_a_step_replaced_meanwhile_displaces_others_by_its_new_metrics(
+    tmp_path: Path,
+) -> None:
+    async with (
+        asyncckpt.Checkpointer(tmp_path, keep=KeepBest(2, "loss")) as ckpt,
+        asyncckpt.Checkpointer(tmp_path) as other,
+    ):
+        await save(ckpt, 1, 0.1)
+        await save(ckpt, 2, 0.2)
+        await save(other, 1, 0.9, overwrite=True)
+        await save(ckpt, 3, 0.3)
+        assert (await save(ckpt, 4, 0.4)).deleted_steps == (1,)
+        assert await ckpt.steps() == [2, 3, 4]
+
+
+async def test_kept_steps_that_cannot_be_checked_are_not_reasons_to_delete_others(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(3)) as ckpt:
+        for step in (0, 1, 2):
+            await save(ckpt, step)
+        script = Script(ckpt)
+        for nth in (2, 3):  # the first read asks whether the step exists
+            script.fail("read", StoreError("no answer"), nth=nth)
+        report = await save(ckpt, 3)
+        assert report.deleted_steps == ()
+        assert report.notes == (
+            "2 steps could not be read and will stay, the first: step 1: no answer",
+        )
+        report = await save(ckpt, 4)  # they can be read again
+        assert (report.deleted_steps, report.notes) == ((0, 1), ())
+
+
+async def test_kept_steps_are_checked_while_the_save_is_published(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(3)) as ckpt:
+        for step in range(4):
+            await save(ckpt, step)
+        script = Script(ckpt)
+        # The first read asks whether the step exists; then come the three of the last decision.
+        publish, last = script.hold("publish"), script.hold("read", nth=4)
+        saving = asyncio.create_task(save(ckpt, 4))
+        await publish.reached()
+        await last.reached()
+        publish.go()
+        last.go()
+        assert (await saving).deleted_steps == (1,)
+        assert script.count("read") == 4
+
+
+async def test_a_save_that_keeps_no_other_step_reads_none(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1) | KeepEvery(2)) as ckpt:
+        script = Script(ckpt)
+        for step in range(5):
+            await save(ckpt, step)
+        assert await ckpt.steps() == [0, 2, 4]
+        # One asks whether the step exists, and one of `steps` whether it is valid.
+        assert script.count("read") == 5 + 3
+
+
 async def test_a_step_that_somebody_else_deleted_is_forgotten(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "loss")) as ckpt:
         await save(ckpt, 1, 0.1)
