@@ -225,7 +225,7 @@ class Pruner:
                 "(takeover=True)"
             )
         notes += worries
-        if (highest := max(steps)) > saved:
+        if (highest := max({saved, *steps}.difference(deleted))) > saved:
             notes.append(
                 f"step {highest} is above the one saved last, and latest_step() returns it; call "
                 "delete_after(step) right after restoring an earlier step to delete such a branch"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt import KeepLast
+from asyncckpt import KeepBest, KeepLast
 from asyncckpt.errors import StoreError
 from asyncckpt.session.pruning import UNLISTED_MAX
 from tests.script import Script
@@ -122,6 +122,32 @@ async def test_steps_of_a_run_that_went_back_count_as_the_newest(
     (told,) = caplog.messages
     assert told.startswith("step 100 is above the one saved last, and latest_step() returns it")
     assert "delete_after" in told
+
+
+@pytest.mark.parametrize(
+    ("keep", "losses", "deleted", "latest"),
+    [
+        (KeepLast(1), {3: 0.1}, (3,), 2),
+        (KeepLast(2), {3: 0.1, 4: 0.2}, (3,), 4),
+        (KeepBest(1, "loss"), {3: 0.1, 4: 0.2}, (4,), 3),
+    ],
+    ids=["none", "highest", "lower"],
+)
+async def test_only_a_step_that_stays_is_told_to_be_above_the_one_saved_last(
+    tmp_path: Path,
+    keep: asyncckpt.Retention,
+    losses: dict[int, float],
+    deleted: tuple[int, ...],
+    latest: int,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step, loss in losses.items():
+            await ckpt.save(step, tree(step), metrics={"loss": loss})
+    async with asyncckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        report = await ckpt.save(2, tree(2), metrics={"loss": 0.3})
+        assert (report.deleted_steps, await ckpt.latest_step()) == (deleted, latest)
+        told = [int(note.split()[1]) for note in report.notes if "above the one saved" in note]
+        assert told == [latest] * (latest > 2)
 
 
 async def test_steps_saved_after_going_back_in_one_run_follow_those_of_the_branch_it_left(
