@@ -25,6 +25,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.foreign.orbax_read import CHECKPOINT_METADATA_FILE, UNFINISHED, step_number
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.options import MAX_ENTRIES
@@ -140,13 +141,14 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
     if names == {""}:
         await _check_file(files, entries[0])
         return "safetensors"
-    directories = {entry.name for entry in entries if entry.is_directory}
+    directories = {e.name for e in entries if e.is_directory and UNFINISHED not in e.name}
     steps = sorted((name for name in directories if STEP_NAME.fullmatch(name)), key=int)
-    items = sorted(directories.difference(steps))
+    items = sorted(directories.difference(steps), key=lambda name: (-step_number(name), name))
     found = _format_named(names, directories)
+    marks = {RECORD_NAME} if found else {RECORD_NAME, CHECKPOINT_METADATA_FILE}
     for name in steps[: -PROBED_ITEMS - 1 : -1] if found or items else ():
         below = await files.entries(name, max_entries=MAX_ENTRIES)
-        if any(entry.name == RECORD_NAME for entry in below):
+        if any(entry.name in marks for entry in below):
             return None  # the root of a run, which may also hold foreign checkpoints
     if found is not None:
         return found
@@ -154,6 +156,8 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
         # Items of an Orbax step, and parameters without OCDBT, may have any name.
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         inner = {entry.name for entry in below}
+        if CHECKPOINT_METADATA_FILE in inner and step_number(name) >= 0:
+            raise _run_error(files.location, [name])
         if inner & (_ORBAX_NAMES | _ZARR_NAMES) or "manifest.ocdbt" in inner:
             return "orbax"
     return None
@@ -223,16 +227,24 @@ def _nothing(location: str, entries: Sequence[Entry]) -> CheckpointNotFoundError
         )
     steps = sorted(int(e.name) for e in entries if e.is_directory and STEP_NAME.fullmatch(e.name))
     if steps:
-        return CheckpointNotFoundError(
-            f"{location}: this is the root of a run, not a checkpoint; its newest step is "
-            f"{steps[-1]}: pass {location}/{steps[-1]}, or use Checkpointer({location!r})",
-            location=location,
-            found=steps,
-        )
+        return _run_error(location, steps, f", or use Checkpointer({location!r})")
+    begun = [e.name.partition(UNFINISHED)[0] for e in entries if UNFINISHED in e.name]
+    what = "no checkpoint.json, and nothing that Orbax, TensorStore, safetensors or "
+    what += "torch.distributed.checkpoint write"
+    if begun:
+        what = f"Orbax has begun {', '.join(begun)}, and finished no step"
     some = ", ".join(entry.name for entry in entries[:5]) + (", …" if len(entries) > 5 else "")
     return CheckpointNotFoundError(
-        f"{location}: there is no checkpoint here: no checkpoint.json, and nothing that Orbax, "
-        f"TensorStore, safetensors or torch.distributed.checkpoint write; there is {some}",
+        f"{location}: there is no checkpoint here: {what}; there is {some}",
         location=location,
         found=some,
+    )
+
+
+def _run_error(location: str, steps: Sequence[object], also: str = "") -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"{location}: this is the root of a run, not a checkpoint; its newest step is "
+        f"{steps[-1]}: pass {location}/{steps[-1]}{also}",
+        location=location,
+        found=steps,
     )

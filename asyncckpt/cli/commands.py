@@ -22,6 +22,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, counted, nbytes_text
 from asyncckpt.reports.progress import progress_bar
+from asyncckpt.session.steps import foreign_steps
 from asyncckpt.stores.claims import claim_text
 from asyncckpt.stores.paths import below
 from asyncckpt.version import VERSION
@@ -87,7 +88,7 @@ def list_steps(
                 text = f"claim {claim.epoch}: {claim_text(claim)}"
                 typer.echo(f"\n{tables.printable(text)}")
         elif not errors:
-            typer.echo(f"no steps in {tables.printable(root)}")
+            typer.echo(tables.printable(f"no steps in {root}{run.at_store(foreign_steps)}"))
     if errors:
         raise typer.Exit(1)
 

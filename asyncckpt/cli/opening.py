@@ -255,8 +255,7 @@ def check_removable(run: Opened, step: int, location: str) -> None:
     """
     if not run.at_store(lambda store: _has_record(store, str(step))):
         text = f"{location}: there is no checkpoint to remove"
-        if foreign := run.at_store(lambda store: foreign_steps(store, [step])):
-            text = f"{text}: {foreign}"
+        text += run.at_store(lambda store: foreign_steps(store, [str(step)]))
         raise CheckpointNotFoundError(text, location=location)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Literal, TypeVar
@@ -17,8 +16,7 @@ from asyncckpt.checkpoint.open import Verb, check_unchanged, open_any
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.shield import within
-from asyncckpt.format.foreign.orbax_read import UNFINISHED
-from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.foreign.orbax_read import step_number
 from asyncckpt.log import logger
 from asyncckpt.ports import CallIn, CheckpointFiles, Exchange, ExchangingCoordinator
 from asyncckpt.reports import CheckpointInfo, Progress, RestoreReport, VerifyReport
@@ -195,8 +193,7 @@ class Reads:
         raise await self._nothing(verb)
 
     async def _nothing(self, verb: Verb) -> CheckpointNotFoundError:
-        foreign = await self._steps.foreign()
-        advice = f": {foreign}" if foreign else "; check that latest_step() is not None first"
+        advice = await self._steps.foreign() or "; check that latest_step() is not None first"
         return CheckpointNotFoundError(
             f"{self._root.url}: there is no checkpoint to {verb}{advice}", location=self._root.url
         )
@@ -214,14 +211,9 @@ class Reads:
             return error  # another step is unreadable, or the root is itself a checkpoint
         some = ", ".join(map(str, there[-LISTED_STEPS:])) or "none"
         some = f"…, {some}" if len(there) > LISTED_STEPS else some
-        # Names that other libraries use: ckpt_2, 00000002.
-        pattern = re.compile(rf"([^.].*[^0-9])?0*{step}")
-        like = [name for name in names if pattern.fullmatch(name) and UNFINISHED not in name]
-        others = f"; did you mean {self._root.location(min(like))}?" if like else ""
-        if not there:
-            steps = [int(name) for name in names if STEP_NAME.fullmatch(name)]
-            foreign = await foreign_steps(self._root.store, steps)
-            others += f"; {foreign}" if foreign else ""
+        like = [name for name in names if step_number(name) == step]
+        others = "" if there else await foreign_steps(self._root.store, names)
+        others += f"; did you mean {self._root.location(min(like))}?" if like else ""
         return CheckpointNotFoundError(
             f"{files.location}: there is no such step; the steps are {some}{others}",
             location=files.location,

@@ -14,6 +14,7 @@ from functools import partial
 from asyncckpt.checkpoint.open import library_of
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.shield import mapped, together, uninterrupted
+from asyncckpt.format.foreign.orbax_read import step_number
 from asyncckpt.format.record import RECORD_NAME, STEP_NAME
 from asyncckpt.log import logger
 from asyncckpt.options import MAX_RECORD_NBYTES
@@ -21,6 +22,7 @@ from asyncckpt.ports import CheckpointFiles, Removal, Store
 from asyncckpt.save.save import record_of, stored_record
 from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.root import Root
+from asyncckpt.stores.paths import below
 
 LISTED_STEPS = 10
 """Newest steps that an error lists."""
@@ -52,11 +54,12 @@ class PeekedFiles:
         return record
 
 
-async def foreign_steps(store: Store, steps: Iterable[int]) -> str:
-    """Describe the steps of other libraries among these; return "" if there are none."""
+async def foreign_steps(store: Store, names: Iterable[str] | None = None) -> str:
+    """Describe steps of other libraries, among all or these names: ": …", or "" if none."""
+    names = await store.names() if names is None else names
 
-    async def library(step: int) -> str | None:
-        files = store.files(str(step))
+    async def library(name: str) -> str | None:
+        files = store.files(name)
         try:
             return await library_of(files)
         except AsyncCheckpointError:
@@ -64,16 +67,17 @@ async def foreign_steps(store: Store, steps: Iterable[int]) -> str:
         finally:
             await files.close()
 
-    looked = sorted(steps)[-LISTED_STEPS:]
+    looked = sorted((n for n in names if step_number(n) >= 0), key=step_number)[-LISTED_STEPS:]
     libraries = await mapped(library, looked, store.capabilities.reads)
-    found = {step: name for step, name in zip(looked, libraries, strict=True) if name is not None}
+    found = {name: wrote for name, wrote in zip(looked, libraries, strict=True) if wrote}
     if not found:
         return ""
-    numbers, last = ", ".join(map(str, found)), max(found)
+    last = list(found)[-1]
+    last = last if STEP_NAME.fullmatch(last) else repr(below(store.url, last))
     are = "is a step" if len(found) == 1 else "are steps"
     return (
-        f"{numbers} {are} of {' and '.join(sorted(set(found.values())))}, which asyncckpt reads, "
-        f"as by restore({last}), but does not list, count or delete"
+        f": {', '.join(found)} {are} of {' and '.join(sorted(set(found.values())))}, which "
+        f"asyncckpt reads, as by restore({last}), but does not list, count or delete"
     )
 
 
@@ -84,7 +88,7 @@ class Steps:
         self._root = root
         self._claims = claims
         self._newest: int | None = None
-        self._without_record: set[int] = set()
+        self._names: list[str] = []  # of the last listing
         self._damaged: set[int] = set()
         self._warned = False
 
@@ -112,7 +116,7 @@ class Steps:
             # The training loop would begin again at step 0.
             if not self._warned and (text := await self.foreign()):
                 self._warned = True
-                logger.warning("%s: there is no step to continue from: %s", self._root.url, text)
+                logger.warning("%s: there is no step to continue from%s", self._root.url, text)
             return None
         step, files = newest
         await files.close()
@@ -136,12 +140,11 @@ class Steps:
                 await newest[1].close()
         if newest is not None and below is None:
             self._newest = newest[0]
-        self._without_record = missing if newest is None else set()
         return newest
 
     async def foreign(self) -> str:
-        """Describe the steps of other libraries among those that `newest` found without record."""
-        return await foreign_steps(self._root.store, self._without_record)
+        """Describe those of other libraries in the last listing, as `foreign_steps`."""
+        return await foreign_steps(self._root.store, self._names)
 
     async def _highest(
         self, below: int | None, likely: int | None
@@ -195,7 +198,7 @@ class Steps:
         Raises:
             UsageError: there is none, and the root is itself a checkpoint.
         """
-        names = await self._root.store.names()
+        names = self._names = await self._root.store.names()
         steps = sorted([int(name) for name in names if STEP_NAME.fullmatch(name)])
         if not steps and RECORD_NAME in names:
             raise self._root.checkpoint_error()
@@ -216,8 +219,7 @@ class Steps:
             pass  # a damaged checkpoint can be deleted
         except CheckpointNotFoundError:
             text = f"{location}: there is no checkpoint to delete"
-            if foreign := await foreign_steps(store, [step]):
-                text = f"{text}: {foreign}"
+            text += await foreign_steps(store, [str(step)])
             raise CheckpointNotFoundError(text, location=location) from None
         finally:
             await files.close()

@@ -17,6 +17,7 @@ import pytest
 from asyncckpt import KeepBest, KeepEvery, KeepLast, blocking
 from asyncckpt.cli import main
 from asyncckpt.cli.tables import SHORT, metrics_text
+from tests.checkpoint.foreign import orbax_writers
 
 WIDE = {"notes": "long " * 100, "config": {"layers": list(range(200))}}
 METRICS = {"loss": 0.123456789, "accuracy": 1.0, "steps_per_s": 1e9, "grad_norm": 0.25, "late": 2.0}
@@ -84,6 +85,18 @@ def test_the_steps_of_an_orbax_root_are_listed(
     ]
     entries = json.loads(listed(capsys, tmp_path, "--json"))
     assert [(entry["step"], entry["format"]) for entry in entries] == [(1, "orbax"), (20, "orbax")]
+
+
+@pytest.mark.parametrize("options", [orbax_writers.PADDED, orbax_writers.PREFIXED])
+def test_steps_of_orbax_with_other_names_are_said_to_be_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    newest = orbax_writers.manager(tmp_path, {"w": np.ones(2)}, **options)
+    said = listed(capsys, tmp_path)
+    assert said.startswith(f"no steps in {tmp_path}: ")
+    assert f", {newest.name} are steps of Orbax" in said and f"restore({str(newest)!r})" in said
+    assert main(["show", str(tmp_path)]) == 1
+    assert f"newest step is {newest.name}: pass {newest}\n" in capsys.readouterr().err
 
 
 def test_a_file_is_said_to_be_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

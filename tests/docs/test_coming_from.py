@@ -11,6 +11,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.torch
@@ -23,6 +24,7 @@ from orbax.checkpoint.experimental import v1 as ocp_v1
 
 import asyncckpt
 from asyncckpt import blocking
+from tests.checkpoint.foreign import orbax_writers
 
 TEXT = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
 TABLES = re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE)
@@ -106,6 +108,25 @@ def test_every_call_of_the_page_exists_with_its_arguments(snippet: str) -> None:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Call, ast.Attribute)):
             resolve(node)
+
+
+@pytest.mark.parametrize("options", [{}, orbax_writers.PADDED, orbax_writers.PREFIXED])
+@pytest.mark.filterwarnings("ignore:.*no checksum")
+def test_the_run_of_orbax_on_the_page_continues_whatever_its_steps_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    section = TEXT.partition("### Continuing a run of Orbax")[2]
+    (code,) = re.findall(
+        r"^with blocking\.Checkpointer.*?^```$", section, re.DOTALL | re.MULTILINE
+    )[:1]
+    code = code.removesuffix("```").replace("[21]", "[13]")
+    saved = {"w": np.arange(3.0)}
+    orbax_writers.manager(tmp_path / "old_run", saved, **options)
+    monkeypatch.chdir(tmp_path)
+    names = {"blocking": blocking, "Path": Path, "KeepLast": asyncckpt.KeepLast}
+    names["params"] = {"w": np.zeros(3)}
+    exec(code, names)
+    assert np.array_equal(names["state"]["w"], saved["w"])
 
 
 def test_every_option_of_orbax_is_on_the_page() -> None:

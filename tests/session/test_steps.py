@@ -71,7 +71,7 @@ async def test_the_error_for_a_missing_step_names_the_steps_of_other_libraries(
     await asyncckpt.convert(tmp_path / "saved", tmp_path / "run" / "7" / "model.safetensors")
     async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
         with pytest.raises(
-            CheckpointNotFoundError, match="the steps are none; 7 is a step of safetensors, which"
+            CheckpointNotFoundError, match="the steps are none: 7 is a step of safetensors, which"
         ):
             await ckpt.restore(5)
 

@@ -35,6 +35,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 MAX_DOCUMENT_NBYTES = 1 << 28
 """A million leaves take 250 bytes each in `_METADATA`."""
 
+_STEP = re.compile(rf"(?!\.|.*{re.escape(UNFINISHED)})(?:.*[^0-9])?([0-9]+)")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 _IMPLEMENTATION = re.compile(r"[A-Za-z0-9_.]{1,64}")
 
@@ -179,6 +180,12 @@ def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------ steps
+
+
+def step_number(name: str) -> int:
+    """Return the number of the step with this name, as `2`, `00000002` or `ckpt_2`; -1 if none."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:

@@ -118,13 +118,18 @@ def standard(directory: Path, tree: Any) -> Path:
     return directory
 
 
-def manager(directory: Path, tree: Any) -> Path:
-    """The second step of a `CheckpointManager`."""
-    with as_orbax_likes_it(), ocp.CheckpointManager(directory) as checkpoints:
+def manager(directory: Path, tree: Any, **given: Any) -> Path:
+    """The second step of a `CheckpointManager`; its options may name steps otherwise."""
+    options = ocp.CheckpointManagerOptions(**given)
+    with as_orbax_likes_it(), ocp.CheckpointManager(directory, options=options) as checkpoints:
         for step in (1, 12):
             checkpoints.save(step, args=ocp.args.PyTreeSave(tree))
         checkpoints.wait_until_finished()
-    return directory / "12"
+    return max(directory.iterdir())
+
+
+PADDED: dict[str, Any] = {"step_format_fixed_length": 8}
+PREFIXED: dict[str, Any] = {"step_prefix": "ckpt"}
 
 
 def version_1(directory: Path, tree: Any) -> Path:

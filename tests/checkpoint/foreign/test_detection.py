@@ -11,6 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -89,6 +90,73 @@ async def test_a_run_that_another_library_began_does_not_look_new(
         assert await ckpt.latest_step() == 2
         assert (await asyncckpt.convert(tmp_path, tmp_path / "copy")).source == str(tmp_path / "2")
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("options", [orbax_writers.PADDED, orbax_writers.PREFIXED])
+async def test_a_run_of_orbax_does_not_look_new_whatever_its_steps_are_called(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    newest = orbax_writers.manager(tmp_path, VALUES, **options)
+    first = newest.name.replace("12", "01" if options is orbax_writers.PADDED else "1")
+    (tmp_path / newest.name.replace("12", "30")).mkdir()
+    shutil.copytree(newest, tmp_path / f"{newest.name}.orbax-checkpoint-tmp-31")
+    said = f": {first}, {newest.name} are steps of Orbax, which asyncckpt reads, as by restore("
+    said += f"{str(newest)!r}), but"
+    caplog.set_level(logging.WARNING, "asyncckpt")
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for _ in range(2):
+            assert await ckpt.latest_step() is None
+        (record,) = caplog.records
+        assert f"no step to continue from{said}" in record.getMessage()
+        for verb, call in ("restore", ckpt.restore), ("inspect", ckpt.inspect):
+            match = re.escape(f"to {verb}{said}")
+            with pytest.raises(asyncckpt.CheckpointNotFoundError, match=match):
+                await call()
+        match = rf"none{re.escape(said)}.*; did you mean {re.escape(str(newest))}\?$"
+        with pytest.raises(asyncckpt.CheckpointNotFoundError, match=match):
+            await ckpt.restore(12)
+        await ckpt.save(2, VALUES)
+        assert (await ckpt.steps(), await ckpt.latest_step()) == ([2], 2)
+    assert len(caplog.records) == 1
+    with pytest.warns(asyncckpt.RestoreWarning, match="no checksum"):
+        restored = await asyncckpt.restore(newest)
+    assert np.array_equal(restored["w"], VALUES["w"])
+
+
+@pytest.mark.parametrize("options", [{}, orbax_writers.PADDED, orbax_writers.PREFIXED])
+@pytest.mark.parametrize("beside", [None, "best"])
+async def test_the_root_of_a_run_of_orbax_is_told_from_its_steps(
+    tmp_path: Path, options: dict[str, Any], beside: str | None
+) -> None:
+    newest = orbax_writers.manager(tmp_path, VALUES, **options)
+    if beside is not None:
+        orbax_writers.pytree(tmp_path / beside, VALUES)
+    match = f"root of a run, not a checkpoint; its newest step is {newest.name}: pass {newest}"
+    with pytest.raises(asyncckpt.CheckpointNotFoundError, match=match):
+        await asyncckpt.restore(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*no checksum")
+async def test_items_with_a_number_and_checkpoints_without_one_are_one_tree(tmp_path: Path) -> None:
+    saved = {"layer_1": VALUES, "layer_12": VALUES}
+    with orbax_writers.as_orbax_likes_it(), ocp.CheckpointManager(tmp_path / "run") as checkpoints:
+        items = {name: ocp.args.PyTreeSave(tree) for name, tree in saved.items()}
+        checkpoints.save(1, args=ocp.args.Composite(**items))
+    for name in ("opt", "params"):
+        orbax_writers.pytree(tmp_path / "apart" / name, VALUES)
+    assert (await asyncckpt.restore(tmp_path / "run" / "1")).keys() == saved.keys()
+    assert (await asyncckpt.restore(tmp_path / "apart")).keys() == {"opt", "params"}
+    (tmp_path / "run" / "1" / "_CHECKPOINT_METADATA").unlink()  # as older releases
+    assert (await asyncckpt.restore(tmp_path / "run" / "1")).keys() == saved.keys()
+
+
+async def test_a_run_whose_only_step_is_not_finished_is_said_to_have_none(tmp_path: Path) -> None:
+    orbax_writers.pytree(tmp_path / "c", VALUES).rename(tmp_path / "7.orbax-checkpoint-tmp")
+    match = "no checkpoint here: Orbax has begun 7, and finished no step"
+    with pytest.raises(asyncckpt.CheckpointNotFoundError, match=match):
+        await asyncckpt.restore(tmp_path)
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        assert await ckpt.latest_step() is None
 
 
 async def test_leftovers_of_own_steps_are_not_of_another_library(
