@@ -11,6 +11,7 @@ import contextlib
 import json
 import posixpath
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from asyncckpt.checkpoint.foreign.listing import list_files, refuse_link
@@ -20,7 +21,7 @@ from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.damage import path_fault
-from asyncckpt.format.foreign.foreign_tree import structure_of
+from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, structure_of
 from asyncckpt.format.foreign.orbax_read import (
     CHECKPOINT_METADATA_FILE,
     PROCESS_DIRECTORY,
@@ -53,6 +54,8 @@ _NO_ITEM = "DescriptorHandler"  # listed by version 1, although it writes nothin
 # These handlers wrap a single leaf in a tree, under the name `_SINGLE`, and restore the leaf.
 _SINGLE_HANDLERS = ("ArrayCheckpointHandler", "JaxRandomKeyCheckpointHandler")
 _SINGLE = "checkpoint"
+# By dtype and words: Orbax does not store the implementation of a typed key that is an item.
+_IMPLEMENTATIONS = {("uint32", 2): "threefry2x32", ("uint32", 4): "rbg"}
 _CUSTOM = "custom_metadata"
 _NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 
@@ -210,10 +213,17 @@ async def _read_tree(files: CheckpointFiles, directory: str, handler: str) -> It
 
 
 def _unwrapped(item: Item, handler: str) -> Item:
-    """Replace a tree that wraps a single leaf with that leaf."""
-    if handler.endswith(_SINGLE_HANDLERS) and isinstance(item.tree, dict):
-        if item.tree.keys() == {_SINGLE}:
-            item.tree = item.tree[_SINGLE]
+    """Replace a tree that wraps a single leaf with that leaf, a typed PRNG key if JSON says so."""
+    tree, documents = item.tree, item.document
+    if handler.endswith(_SINGLE_HANDLERS) and isinstance(tree, dict) and tree.keys() == {_SINGLE}:
+        leaf = item.tree = tree[_SINGLE]
+        typed = isinstance(documents, dict) and {"typed": True} in documents.values()
+        if typed and isinstance(leaf, ForeignLeaf):
+            spec = leaf.array.zarr.spec
+            if found := _IMPLEMENTATIONS.get((spec.dtype, *spec.shape[-1:])):
+                item.tree = replace(leaf, extra={"prng_impl": found})
+            if found == "rbg":
+                item.notes.append("Orbax stores keys of rbg and unsafe_rbg alike: read as rbg")
     return item
 
 

@@ -261,6 +261,34 @@ async def test_typed_keys_come_back_as_keys_of_their_implementation(tmp_path: Pa
         np.testing.assert_array_equal(jax.random.key_data(found[name]), jax.random.key_data(saved))
 
 
+@pytest.fixture(params=["threefry2x32", "rbg"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The default of all threads: Orbax saves as items only keys of that."""
+    before = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", request.param)
+    yield request.param
+    jax.config.update("jax_default_prng_impl", before)
+
+
+@pytest.mark.filterwarnings("ignore:.*read as rbg")
+async def test_keys_that_are_items_are_typed_if_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, implementation: str
+) -> None:
+    typed, raw = jax.random.key(7), jax.random.PRNGKey(7)
+    given = {"typed": typed, "several": jax.random.split(typed, 3), "raw": raw}
+    with as_orbax_likes_it(), ocp.CheckpointManager(tmp_path) as checkpoints:
+        items = {name: ocp.args.JaxRandomKeySave(key) for name, key in given.items()}
+        checkpoints.save(0, args=ocp.args.Composite(**items))
+        checkpoints.wait_until_finished()
+    for targets in ({"like": given}, {"leaves": "jax"}):
+        found = await asyncckpt.restore(tmp_path / "0", **targets)
+        assert_same(found, given)
+        assert [found[name].dtype for name in given] == [key.dtype for key in given.values()]
+    # The data of rbg and unsafe_rbg has one shape, and Orbax stores nothing else.
+    notes = [m for m in caplog.messages if "keys of rbg and unsafe_rbg alike: read as rbg" in m]
+    assert len(notes) == (4 if implementation == "rbg" else 0)
+
+
 async def test_items_of_a_step_are_a_dict_by_their_names(tmp_path: Path) -> None:
     with as_orbax_likes_it(), ocp.CheckpointManager(tmp_path / "c") as checkpoints:
         args = ocp.args.Composite(
