@@ -217,7 +217,8 @@ def _unwrapped(item: Item, handler: str) -> Item:
     tree, documents = item.tree, item.document
     if handler.endswith(_SINGLE_HANDLERS) and isinstance(tree, dict) and tree.keys() == {_SINGLE}:
         leaf = item.tree = tree[_SINGLE]
-        typed = isinstance(documents, dict) and {"typed": True} in documents.values()
+        facts = documents.values() if isinstance(documents, dict) else ()
+        typed = any(isinstance(one, dict) and one.get("typed") is True for one in facts)
         if typed and isinstance(leaf, ForeignLeaf):
             spec = leaf.array.zarr.spec
             if found := _IMPLEMENTATIONS.get((spec.dtype, *spec.shape[-1:])):
