@@ -552,6 +552,8 @@ class Source:
         offload: copies this and other leaves with an equal `offload` from devices to host memory of
             the framework's own, sets their views, and drops all references to device memory.
             Blocking. None if the framework has no such memory, or the leaf is not on a device.
+        pending: returns whether this leaf is still being computed, without waiting. None if it was
+            ready when it was opened.
     """
 
     spec: ArraySpec
@@ -568,6 +570,7 @@ class Source:
     adapter: ArrayAdapter | None = None
     begin_runs: Callable[[Sequence[Run]], Callable[[], None]] | None = None
     offload: Callable[[Sequence[Source]], None] | None = None
+    pending: Callable[[Source], bool] | None = None
 
 
 PlaceAll = Callable[[Sequence[Any], Sequence[npt.NDArray[Any]]], Sequence[Any]]

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import methodcaller
 from typing import Any
 
 import jax
@@ -78,13 +79,11 @@ class JaxAdapter:
         name = DTYPE_NAMES.get(leaf.dtype)
         if name is None and not _is_key(leaf.dtype):
             raise unsupported_dtype(path, "jax", leaf.dtype)
-        try:
-            deleted = leaf.is_deleted()
-        except AttributeError:
+        if not hasattr(leaf, "is_deleted"):
             raise UnsupportedLeafError(
                 f"{path}: a {type(leaf).__name__} has no values to save; pass the array", path=path
-            ) from None
-        if deleted:
+            )
+        if leaf.is_deleted():
             raise UnsupportedLeafError(
                 f"{path}: this array was deleted or donated; save the state before the step that "
                 "donates it, or the state that the step returned",
@@ -94,13 +93,14 @@ class JaxAdapter:
             return self._key_source(path, leaf)
         single = _single_device(leaf.sharding)
         source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
+        source.captured, source.pending = leaf, None if leaf.is_ready() else _pending
         if not single and jax_memory.offloads(leaf.sharding, name):
             source.offload = self.offload
             if leaf.size <= jax_memory.MAX_DYNAMIC_OFFSET:
                 source.begin_runs = self.begin_runs
         if single is None:
             self._divide(path, source)
-        elif single and name not in jax_memory.PACKED and leaf.is_ready():
+        elif single and name not in jax_memory.PACKED and not source.pending:
             source.view = jax_memory.host_view(leaf, name)
         return source
 
@@ -116,7 +116,7 @@ class JaxAdapter:
                 source.shards = ()
             return
         views: tuple[npt.NDArray[Any] | None, ...] = (None,) * len(division.shards)
-        if division.on_cpu and spec.dtype not in jax_memory.PACKED and leaf.is_ready():
+        if division.on_cpu and spec.dtype not in jax_memory.PACKED and not source.pending:
             arrays = replicas(leaf, division, next(self._turns))
             views = tuple([jax_memory.host_view(array, spec.dtype) for array in arrays])
         if division.partition is not None or len(division.boxes) > 1:
@@ -130,17 +130,13 @@ class JaxAdapter:
         source = self.source(path, data)
         source.extra = {"prng_impl": str(jax.random.key_impl(leaf))}
         source.identity = ("jax", id(leaf))
-        # `fetch` reads the key data, a separate array; the caller's key is kept alive too.
-        source.captured, source.leaf = source.leaf, leaf
+        source.leaf = leaf  # kept alive too; `captured` is the key data, a separate array
         return source
 
     def offload(self, sources: Sequence[Source]) -> None:
         counts = [1 if source.shards is None else len(source.shards) for source in sources]
-        arrays = [
-            self._array(source, shard)
-            for source, count in zip(sources, counts, strict=True)
-            for shard in range(count)
-        ]
+        pairs = zip(sources, counts, strict=True)
+        arrays = [self._array(source, shard) for source, count in pairs for shard in range(count)]
         with jax_memory.transfers(), jax_memory.x64_for(*[one.spec.dtype for one in sources]):
             copies = iter(jax_memory.offloaded(arrays))
         for source, count in zip(sources, counts, strict=True):
@@ -177,7 +173,7 @@ class JaxAdapter:
 
     def _array(self, source: Source, shard: int) -> Any:
         """Return the array of a shard on one of its devices."""
-        leaf = source.leaf if source.captured is None else source.captured
+        leaf = source.captured
         if _single_device(leaf.sharding) is not None:
             return leaf
         division = divide("", leaf.sharding, source.spec.shape)
@@ -305,6 +301,15 @@ class JaxNodes:
         """Return a node like `node` with these children."""
         treedef = jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node)
         return jax.tree_util.tree_unflatten(treedef, children)
+
+
+def _pending(source: Source) -> bool:
+    # One call of C code holds the GIL, so no thread can delete the array in between (rule 3).
+    alive = itertools.filterfalse(methodcaller("is_deleted"), [source.captured])
+    try:
+        return not all(map(methodcaller("is_ready"), alive))
+    except RuntimeError:  # a thread without the GIL has donated it in between
+        return False
 
 
 def _put(

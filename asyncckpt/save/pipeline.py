@@ -158,7 +158,9 @@ class Pipeline:
     async def _stage(self) -> None:
         staging, plan, run = self.staging, self._plan, self._compute.run
         held = not self.reference and await staging.offload()
+        await staging.computed(map(plan.row_array.item, plan.inline))
         inline = await run(staging.inline) if plan.inline else None
+        await staging.computed(part.array for part in plan.parts)
         self._parts = await run(staging.parts) if plan.parts else []
         await self._check_replicas()
         held = held or (self.reference and await staging.hold_immutable())

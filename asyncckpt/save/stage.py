@@ -10,6 +10,8 @@ caller may mutate, donate or free every leaf.
 #   well as memory; a cancelled task that never ran has nothing to release.
 # Rule 3: a slot is in `held` from before its copy until its release. If this stage or a later one
 #   fails in between, `release_all` releases exactly the slots still held.
+# Rule 4: a leaf is copied once it is `computed`: a thread that waited for it inside its framework
+#   could not be cancelled. (tests/cancellation/test_computing.py)
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -74,6 +76,10 @@ GROUPED_ALIGNMENT = 64
 
 ZEROS = np.zeros(PAGE_NBYTES, np.uint8)
 """Room for trailers, and padding between chunks."""
+
+POLL_S, POLL_GROWTH, POLL_MAX_S = 0.0005, 1.2, 0.02
+"""First pause between two looks whether a leaf is computed, growth, longest pause: a pause is about
+a sixth of the wait so far, which it hardly prolongs, and the looks take little of a core."""
 
 INLINE_ARRAYS = 1024
 """Small arrays copied by one call, which holds the interpreter lock for about 0.3 ms."""
@@ -132,6 +138,7 @@ class Staging:
     def __post_init__(self) -> None:
         self.sources = self.snapshot.sources
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
+        self._pending = {n: one.pending for n, one in self.sources.opened.items() if one.pending}
         self._readers: dict[int, ArrayReader] = {}
         self._find_runs()
         self.held: set[Slot] = set()
@@ -146,6 +153,16 @@ class Staging:
         self._has_runs, self._on_device, self._threads = bool(runs), False, self.compute.count
         if runs and 2 * sum(runs) > sum([spec.nbytes for spec in self.sources.specs]):
             self._on_device, self._threads = True, min(DEVICE_THREADS, self.compute.count)
+
+    async def computed(self, arrays: Iterable[int]) -> None:
+        """Wait until the leaves of these arrays are computed; a cancellation ends it at once."""
+        pause_s = POLL_S
+        for array in arrays if self._pending else ():
+            leaf = self._leaf_of[array]
+            while (pending := self._pending.get(leaf)) and pending(self.sources[leaf]):
+                await asyncio.sleep(pause_s)
+                pause_s = min(POLL_GROWTH * pause_s, POLL_MAX_S)
+            self._pending.pop(leaf, None)
 
     async def windows(self, emit: Callable[[StagedWindow], None], seal: Seal | None = None) -> None:
         """Stage every window, and hand them to `emit` in plan order.
@@ -172,6 +189,11 @@ class Staging:
         running: deque[asyncio.Task[list[StagedWindow]]] = deque()
         kept: deque[StagedWindow] = deque()
         receive = kept.append if seal is None else emit
+
+        async def copy(part: Sequence[Window], slots: list[Slot]) -> list[StagedWindow]:
+            await self.computed(piece.array for window in part for piece in window.pieces)
+            return await self.use(slots, self._copy_windows, part, slots, seal)
+
         async with asyncio.TaskGroup() as group:
             if self.grow and windows:
                 group.create_task(pool.prepare(len(windows)))
@@ -191,8 +213,7 @@ class Staging:
                 self.held.update(slots)
                 part = windows[done : done + len(slots)]
                 done += len(part)
-                copy = self.use(slots, self._copy_windows, part, slots, seal)
-                running.append(group.create_task(copy))
+                running.append(group.create_task(copy(part, slots)))
                 if len(running) > self._threads:
                     for item in await running.popleft():
                         receive(item)
@@ -211,6 +232,7 @@ class Staging:
         """
         budget = self.pool.budget
         for rows, starts, nbytes in self._groups():
+            await self.computed(map(self.plan.row_array.item, rows))
             count = max(1, -(-(starts[-1] + nbytes[-1]) // self.pool.slot_nbytes))
             # Fewer extra bytes if both together exceed the part of the budget that is not kept.
             held = count * self.pool.slot_nbytes
@@ -248,6 +270,7 @@ class Staging:
 
         Cancellation, errors: as `windows`.
         """
+        await self.computed(map(self.plan.row_array.item, rows))
         # More slots than the budget has would never become free.
         count = min(self.compute.count, len(rows), max(1, self.pool.capacity // 4))
         slots = await self.pool.take(count, grow=self.grow) if count else []
@@ -284,6 +307,7 @@ class Staging:
         unwritten = nbytes - int(plan.row_payload[rows].sum())
         if max(near_nbytes, unwritten) > GROUP_NBYTES or not await self._keep(nbytes):
             return False
+        await self.computed(plan.row_array.tolist())
         run = self.compute.run
         parts = [part for n in range(OFFLOAD_CALLS) if (part := far[n::OFFLOAD_CALLS])]
         calls = [run(self._offload, part) for part in parts]
@@ -564,13 +588,7 @@ class Staging:
         if view is not None and spec is self.sources.specs[leaf]:
             flat = flat_bytes(view)
         else:
-            try:
-                reader = self._reader(array)
-            except AsyncCheckpointError:
-                raise
-            except Exception as error:
-                raise self._failed(leaf, error) from error
-            flat = reader.flats[self.plan.row_shard.item(row)]
+            flat = self._reader(array).flats[self.plan.row_shard.item(row)]
         return None if flat is None else flat[start : start + self.plan.row_data.item(row)]
 
     def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
@@ -580,17 +598,11 @@ class Staging:
             np.copyto(out[: inside.size], inside)
             out[inside.size :] = 0
             return
-        try:
-            reader = self._reader(array)
-            part = plan.arrays.of(array)
-            grid = part.grid
+        with self._naming(self._leaf_of[array]):
+            read, part = self._reader(array).read, plan.arrays.of(array)
             index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
-            cell = tuple(map(int, np.unravel_index(index, grid.counts)))
-            gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
-        except AsyncCheckpointError:
-            raise
-        except Exception as error:
-            raise self._failed(self._leaf_of[array], error) from error
+            cell = tuple(map(int, np.unravel_index(index, part.grid.counts)))
+            gather(read, part.spec, part.grid, cell, start, stop, out, offset=part.offset)
 
     def inline(self) -> bytearray:
         """Copy the chunks of `plan.inline` in order, each followed by room for its trailer.
@@ -648,7 +660,8 @@ class Staging:
         reader = self._readers.get(leaf)
         if reader is None:
             dtype = self.plan.arrays.of(array).spec.dtype
-            reader = ArrayReader(self.sources[leaf], dtype, path=self.path(leaf))
+            with self._naming(leaf):
+                reader = ArrayReader(self.sources[leaf], dtype, path=self.path(leaf))
             self._readers[leaf] = reader
         return reader
 

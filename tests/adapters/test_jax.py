@@ -173,6 +173,22 @@ def test_an_array_that_is_being_computed_is_awaited_in_fetch_not_in_source(
     assert threading.get_ident() not in leaf.awaited_in
 
 
+def test_an_array_that_is_donated_while_it_is_looked_at_is_no_longer_being_computed() -> None:
+    class Donated(Pending):
+        looks = 0
+
+        def is_ready(self) -> bool:
+            self.looks += 1
+            if self.looks > 1:
+                raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Array has been deleted.")
+            return False
+
+    source = adapter.source("p", Donated(array("float32", (3,))))
+    assert source.pending is not None
+    assert not source.pending(source)
+    assert adapter.source("p", array("float32", (3,))).pending is None
+
+
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_another_layout_is_viewed_in_its_strides(name: str) -> None:
     # Major-to-minor (1, 0) is column-major: the layout that `.T` of a row-major array has.

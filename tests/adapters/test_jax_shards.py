@@ -678,7 +678,7 @@ def test_arrays_of_rank_0_and_without_elements_are_one_box() -> None:
 def test_another_layout_is_viewed_in_its_strides() -> None:
     expected = values("float32", (16, 8))
     leaf = put(expected, sharding("tiles"))
-    leaf = jax.device_put(leaf, Format(Layout((1, 0)), sharding("tiles")))
+    leaf = jax.device_put(leaf, Format(Layout((1, 0)), sharding("tiles"))).block_until_ready()
     source = check_source(leaf, expected)
     assert not source.views[0].flags.c_contiguous
 

@@ -242,6 +242,66 @@ async def test_windows_are_handed_on_only_once_device_memory_has_arrived(
     assert not sealed or not any(b"\xee" * 64 in window for window in seen)
 
 
+class Computed(NumpyAdapter):
+    """Computes a leaf until its save has looked for it three times, or `ends`.
+
+    Attributes:
+        read: set once any leaf was read.
+    """
+
+    def __init__(self, staged: Staged, number: int, ends: threading.Event | None = None) -> None:
+        self.read = threading.Event()
+        self._ends = ends
+        self._looks = 0
+        self._source = staged.snapshot.sources[number]
+        for source in staged.snapshot.sources:
+            source.view, source.adapter = None, self
+        self._source.pending = self._pending
+
+    def fetch(self, source: Any, shard: int, box: Any, out: Any) -> None:
+        if source is self._source:
+            assert not self._pending(source), "read while it is being computed"
+        self.read.set()
+        np.copyto(out, source.leaf[box.slices()])
+
+    def _pending(self, source: Any) -> bool:
+        assert source is self._source
+        self._looks += 1
+        return self._looks < 3 if self._ends is None else not self._ends.is_set()
+
+
+@pytest.mark.parametrize("of", ["windows", "chunks", "checksums"])
+async def test_no_leaf_is_read_before_it_is_computed(of: str, workers: Workers) -> None:
+    compression = "zstd" if of == "chunks" else None
+    staged = Staged(
+        {"a": noise(48 * KIB), "b": noise(4 * 48 * KIB, 1)},
+        workers,
+        leaf_options=lambda path, spec: LeafOptions(compression=compression),
+    )
+    computed = Computed(staged, 1)
+    staging = staging_of(staged, workers, grow=False)
+    if of == "windows":
+        await staging.windows(lambda item: staging.release([item.slot]))
+    elif of == "chunks":
+        await staging.chunks(lambda item: staging.release(item.slots, item.extra_nbytes))
+    else:
+        await staging.checksums(range(len(staged.plan.row_array)))
+    assert computed.read.is_set()
+    assert staged.budget.in_use == 0
+
+
+async def test_leaves_that_are_ready_are_copied_while_others_are_computed(workers: Workers) -> None:
+    staged = Staged({"a": noise(48 * KIB), "b": noise(4 * 48 * KIB, 1)}, workers)
+    ends = threading.Event()
+    computed = Computed(staged, 0, ends)
+    computed.read = ends  # the first leaf is computed once the second is being copied
+    staging = staging_of(staged, workers, grow=False)
+    await staged.pool.prepare(len(staged.plan.windows))
+    async with asyncio.timeout(30):
+        await staging.windows(lambda item: staging.release([item.slot]))
+    assert ends.is_set()
+
+
 async def test_chunks_take_their_slots_and_room_for_the_compressor_at_once(
     workers: Workers,
 ) -> None:
