@@ -79,11 +79,13 @@ class JaxAdapter:
         name = DTYPE_NAMES.get(leaf.dtype)
         if name is None and not _is_key(leaf.dtype):
             raise unsupported_dtype(path, "jax", leaf.dtype)
-        if not hasattr(leaf, "is_deleted"):
+        try:
+            deleted = leaf.is_deleted()
+        except AttributeError:
             raise UnsupportedLeafError(
                 f"{path}: a {type(leaf).__name__} has no values to save; pass the array", path=path
-            )
-        if leaf.is_deleted():
+            ) from None
+        if deleted:
             raise UnsupportedLeafError(
                 f"{path}: this array was deleted or donated; save the state before the step that "
                 "donates it, or the state that the step returned",
