@@ -598,11 +598,15 @@ class Staging:
             np.copyto(out[: inside.size], inside)
             out[inside.size :] = 0
             return
-        with self._naming(self._leaf_of[array]):
-            read, part = self._reader(array).read, plan.arrays.of(array)
-            index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
-            cell = tuple(map(int, np.unravel_index(index, part.grid.counts)))
+        read, part = self._reader(array).read, plan.arrays.of(array)
+        index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
+        cell = tuple(map(int, np.unravel_index(index, part.grid.counts)))
+        try:  # a context manager takes longer than a small chunk
             gather(read, part.spec, part.grid, cell, start, stop, out, offset=part.offset)
+        except AsyncCheckpointError:
+            raise
+        except Exception as error:
+            raise self._failed(self._leaf_of[array], error) from error
 
     def inline(self) -> bytearray:
         """Copy the chunks of `plan.inline` in order, each followed by room for its trailer.
