@@ -153,10 +153,11 @@ class Pruner:
                 except CheckpointNotFoundError:
                     if self._known is not None:
                         self._known.discard(step)  # if it exists, it is another writer's
-                except FencedError as error:
-                    notes.append(f"no more steps were deleted: {error}")
-                    break
                 except Exception as error:
+                    concerns_all = getattr(error, "location", None) == self.root.store.url
+                    if concerns_all or isinstance(error, FencedError):
+                        notes.append(f"no more steps were deleted: {error}")
+                        break
                     kept[step] = error  # tried again after the next save
         finally:
             if kept:

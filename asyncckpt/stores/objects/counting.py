@@ -129,8 +129,7 @@ class Claims:
     async def check(self, epoch: int, location: str = "", *, visible: bool | None = False) -> None:
         """Raise `FencedError` (see `fenced_error`) if there is a higher claim; not for epoch 0."""
         if epoch and (data := await self._read(claim_name(epoch + 1), CLAIM_NBYTES)) is not None:
-            successor = decode_claim(data)
-            url = self._requests.url
+            url, successor = self._requests.url, decode_claim(data)
             raise fenced_error(url, epoch, successor, location=location, visible=visible)
 
     async def take_over(self, committed: Callable[[], Awaitable[list[str]]]) -> Claim:

@@ -99,8 +99,7 @@ class ExportFile(ObjectDataFile):
                 f"expected windows of {self._window_nbytes} bytes in a file of {self._nbytes}, "
                 f"found {len(data)} bytes at offset {offset}"
             )
-        requests = self._requests
-        body = cut(data, expected)
+        requests, body = self._requests, cut(data, expected)
         try:
             async with self._turn:
                 if self._upload is None:

@@ -72,7 +72,6 @@ class ObjectFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)
-        data: bytes | None
         if path == RECORD_NAME:
             data = await self._read_record(max_nbytes)
         else:

@@ -82,15 +82,13 @@ async def _checkpoint(
     context: Context, name: str, before_s: float, *, deletes: bool, dry_run: bool
 ) -> list[str]:
     """Remove a record that does not count, and objects to which no record refers."""
-    requests = context.requests
+    requests, location = context.requests, context.requests.location(name)
     # The version is read before the listing, so a later record stays.
     record, version = await read_version(context, name, wanted=True) if deletes else (None, None)
     listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     if len(listed) > LISTED_MAX:
         logger.warning(
-            "%s: skipped: more than %d objects, so not a checkpoint",
-            requests.location(name),
-            LISTED_MAX,
+            "%s: skipped: more than %d objects, so not a checkpoint", location, LISTED_MAX
         )
         return []
     removed: list[str] = []
@@ -104,7 +102,7 @@ async def _checkpoint(
         if record is not None and record.save_id is None:
             logger.warning(
                 "%s: its commit record is damaged or of a newer release; nothing was removed",
-                requests.location(name),
+                location,
             )
             break
         if record is not None and fenced and not await context.counts(record):
@@ -128,8 +126,7 @@ def _is_dead(path: str, outline: Outline) -> bool:
 
 async def _list_control(context: Context) -> tuple[Sequence[Listed], float]:
     """List the control prefix; also return seconds since 1970 by the store's clock."""
-    requests = context.requests
-    key = probe_key()
+    requests, key = context.requests, probe_key()
     await requests.replace(key, b"")
     try:
         listed = await requests.list_all(CONTROL, recursive=True)

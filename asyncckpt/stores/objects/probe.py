@@ -17,7 +17,6 @@ from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import probe_key
 from asyncckpt.stores.objects.requests.requests import Requests
-from asyncckpt.stores.paths import CONTROL
 
 REMOVE_S = 120.0
 """Time limit for the removal of a probe's object, which is harmless if it stays."""
@@ -44,11 +43,12 @@ class Probes:
     Google's store accepts one write of an object per second: `Requests` tries again, and lowers no
     limit because of that.
 
-    Args:
-        requests: of the store.
+    Attributes:
+        may_delete: the store has not refused to delete an object of a probe.
     """
 
     def __init__(self, requests: Requests) -> None:
+        self.may_delete = True
         self._requests = requests
         self._creates: BackgroundTask[bool] | None = None
         self._versions: tuple[bool, bool] | None = None
@@ -66,10 +66,9 @@ class Probes:
         Raises:
             StoreError: a probe failed.
         """
-        location = self._requests.location(CONTROL)
-        creates = False
+        creates, url = False, self._requests.url
         async with self._lock:
-            with reported("finding out which conditions it obeys", location, stage="commit"):
+            with reported("finding out which conditions it obeys", url, stage="commit"):
                 if create:
                     try:
                         creates = await self.begin().result()
@@ -128,22 +127,20 @@ class Probes:
         requests, traits = self._requests, self._requests.traits
         if not (traits.conditional_replace or traits.conditional_delete):
             return False, False
-        replaces = deletes = False
+        replaces, deletes = traits.conditional_replace, False
         async with self._object() as key:
             await requests.replace(key, b"1")
             stale = await requests.version(key)
-            if traits.conditional_replace:
+            if replaces:
                 try:
                     await requests.replace(key, b"2", version=stale)
                 except RequestError as error:
                     # "exists": an earlier try may have replaced it, which the version tells.
                     replaces = error.kind == "exists" and await requests.version(key) != stale
-                else:
-                    replaces = True
                 replaces = replaces and await _is_stale(requests.replace(key, b"3", version=stale))
             else:
                 await requests.replace(key, b"2")
-            if traits.conditional_delete:
+            if traits.conditional_delete:  # if it is forbidden, it may be allowed later
                 deletes = await _is_stale(requests.delete_version(key, stale))
         return replaces, deletes
 
@@ -158,15 +155,16 @@ class Probes:
                 async with self._requests.cleaning_up(REMOVE_S):
                     await self._requests.delete([key])
             except (TimeoutError, RequestError) as error:
+                self.may_delete &= getattr(error, "kind", None) != "forbidden"
                 logger.debug("%s is left behind: %r", self._requests.location(key), error)
 
 
 async def _is_stale(request: Awaitable[None]) -> bool:
-    """Return whether a request was refused because its version is stale."""
+    """Return whether a request with a stale version was refused, because of it or as forbidden."""
     try:
         await request
     except RequestError as error:
-        if error.kind in ("exists", "invalid"):
-            return error.kind == "exists"
+        if error.kind in ("exists", "forbidden", "invalid"):
+            return error.kind != "invalid"
         raise
     return False

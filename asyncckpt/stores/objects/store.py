@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 
 from asyncckpt.arguments import check_age
+from asyncckpt.errors import StoreError
 from asyncckpt.flow.shield import cleaned_up, mapped, uninterrupted
 from asyncckpt.format.claim import Claim
 from asyncckpt.format.record import STEP_NAME
@@ -223,13 +224,19 @@ class ObjectStore:
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """Unlist a checkpoint, in the order of stores/objects/remove.py. As `Store.unlist`.
 
-        Keeps foreign objects below its prefix and objects of other attempts.
+        Keeps foreign objects below its prefix and objects of other attempts. The error of a store
+        that forbids all deletions has the root as its `location`.
 
         Cancellation: finishes, then raises.
         """
         check_name(name)
         check_epoch(epoch)
-        return await uninterrupted(unlist(self._context, name, epoch, seal))
+        try:
+            return await uninterrupted(unlist(self._context, name, epoch, seal))
+        except StoreError as error:
+            if error.found == "forbidden" and not self._context.probes.may_delete:
+                error.location = self.url
+            raise
 
     async def sweep(self) -> Sequence[str]:
         """Repair fixed names of the newest steps; remove nothing.
